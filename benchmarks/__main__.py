@@ -1,6 +1,6 @@
-"""`python -m benchmarks NAME ...`: one entry to all benchmarks.
+"""`python -m benchmarks NAME ...`: the entry point of all benchmarks.
 
-Nothing is imported before the name is known, so that the list costs nothing.
+Nothing is imported before the name is known, so listing them is instant.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ COMMANDS = {
     "attention": "attention of one layer, each backend against the prompt repeated",
     "scoring": "log-probabilities of groups without gradient: time, memory, share of the ideal",
     "update": "forward, backward and AdamW on groups: time, memory, share of the ideal",
-    "operators": "where that time goes by kind of operator, and what the host waits for",
+    "operators": "where that time goes, by kind of operator, and what the host waits for",
     "head": "log-probabilities from hidden states: time, memory, accuracy",
     "rollouts": "sampling with each engine and with generate",
     "step": "a training step, model work and everything else",
     "token-groups": "finding the token groups of GROUP PPO, against a forward pass",
-    "growth": "time and memory as groups grow, against a straight line",
+    "growth": "time and memory as groups grow, compared with a straight line",
     "sweep": "time, operations and memory against P/R for several P and G, as a figure",
     "critic-update": "PPO and GROUP PPO: the critic's update and the whole step, by part",
     "real-model": "scoring, updates and GRPO steps of a pretrained model, against repeated rows and TRL's trainer",
     "packing": "how full the rows of a token budget are, by counting",
     "balance": "time of two ranks against the estimated cost of their groups",
-    "all": "all of them unattended, within some minutes",
+    "all": "all of them, unattended, in a few minutes",
 }
-"""What there is, and a line on each."""
+"""Names and descriptions."""
 
 FUNCTIONS = {"all": "unattended.main", "scoring": "passes.scoring", "update": "passes.update"}
-"""What runs a command, unless it is `main` in the module of that name."""
+"""The function of a command, unless it is `main` in the module with its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Hand the arguments behind the name to that benchmark."""
+    """Run a benchmark with the arguments after its name."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(f"{usage()}\nEach takes --help.")
         return
     if name not in COMMANDS:
-        raise SystemExit(f"{name!r} is no benchmark.\n{usage()}")
-    sys.argv[0] = f"python -m benchmarks {name}"  # what its usage line begins with
+        raise SystemExit(f"{name!r} is not a benchmark.\n{usage()}")
+    sys.argv[0] = f"python -m benchmarks {name}"  # shown in its usage line
     module, _, function = FUNCTIONS.get(name, f"{name.replace('-', '_')}.main").partition(".")
     getattr(importlib.import_module(f"benchmarks.{module}"), function)(rest)
 

@@ -1,4 +1,4 @@
-"""How glibc's allocator treats freed memory; other systems are left as they are."""
+"""Sets how glibc's allocator treats freed memory; does nothing on other systems."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 
 
 def keep_freed() -> None:
-    """Keep all freed memory for what comes next, as PyTorch does on CUDA.
+    """Keep freed memory for reuse, as PyTorch does on CUDA.
 
-    Otherwise each tensor of more than 32 MiB is new memory, whose pages the system clears one after another: about 15 %
-    of the time of methods with large tensors.
+    Otherwise each tensor larger than 32 MiB gets fresh pages, which the system must zero: about 15 % of the time of
+    methods with large tensors.
     """
     _set(_MMAP_MAX, 0)
     _set(_TRIM_THRESHOLD, -1)
@@ -21,8 +21,8 @@ def keep_freed() -> None:
 
 
 def give_back_freed() -> None:
-    """Map each block of 64 KiB or more on its own, and never keep one for later: what is resident is in use."""
-    _set(_MMAP_THRESHOLD, 2**16)  # which also ends its growth with each block freed
+    """Map each block of 64 KiB or more separately and never cache it, so resident memory is memory in use."""
+    _set(_MMAP_THRESHOLD, 2**16)  # a fixed threshold also stops glibc from raising it
 
 
 def _set(option: int, value: int) -> None:

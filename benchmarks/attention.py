@@ -1,6 +1,6 @@
-"""Attention of one layer: each backend over a shared prompt against the prompt repeated, and all against the ideal.
+"""Attention of one layer: each backend with a shared prompt against repeated prompts, and against the ideal.
 
-The ideal ratio is that of pairs of a query and a key that it sees, of the repeated run over the shared one.
+The ideal ratio is the number of (query, visible key) pairs of the repeated run over that of the shared one.
 `python -m benchmarks attention --help` lists the options.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head size.
@@ -29,24 +29,24 @@ BASELINE = "repeated, packed"
 METHODS = (BASELINE, "cascade", "flex", "prefix_grouper")
 PASSES = ("forward", "forward+backward")
 MOST_SCORES = 2**29
-"""On CPU FlexAttention computes all scores [H, T, T] at once; with more than this it is left out."""
+"""On CPU, FlexAttention computes all scores [H, T, T] at once; it is left out if there are more than this."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What one layer attends over.
+    """The shapes of one layer's attention.
 
     Attributes:
         prefix: Tokens of a prompt.
         rollout: Tokens of the longest rollout.
-        shortest: Tokens of a group's shortest rollout; the others lie evenly in between. 0 is all of one length.
+        shortest: Tokens of a group's shortest rollout; the others are evenly spaced. 0 gives all the same length.
         group_size: Rollouts of a prompt.
         groups: Prompts in the row.
         heads: Query heads.
         kv_heads: Key and value heads.
         head_dim: Size of a head.
-        dtype: Of the tensors.
-        device: Where they are.
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
     """
 
     prefix: int = 2048
@@ -68,7 +68,7 @@ class Shape:
         return SharedPrefixLayout.from_groups([(self.prefix, lengths)] * self.groups)
 
     def tensors(self, tokens: int, gradient: bool) -> list[Tensor]:
-        """Query, key and value of a row, shape [1, H or K, T, D], strided as the projections of a model leave them."""
+        """Query, key and value of a row, shape [1, H or K, T, D], with the strides of a model's projections."""
         torch.manual_seed(0)
         return [
             torch.randn(1, tokens, heads, self.head_dim, device=self.device, dtype=getattr(torch, self.dtype))
@@ -115,13 +115,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(
     shape: Shape, measured: str, methods: Sequence[str], rounds: int, clock: str, ideal: float
 ) -> list[dict[str, Any]]:
-    """Time a pass of all methods in turns; one row for each."""
+    """Time all methods in turns; returns one row for each."""
     notes = {name: _refusal(shape, name, measured) for name in methods}
     calls = {name: _prepared(shape, name, measured) for name in methods if notes[name] is None}
     for name, call in list(calls.items()):
         try:
             call()  # plans, compiles
-        except RuntimeError as error:  # out of memory, or no such kernel here: the other methods go on
+        except RuntimeError as error:  # out of memory, or no such kernel here; continue with the other methods
             notes[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             del calls[name]
     timings = time_in_turns(calls, rounds, clock=clock)
@@ -141,7 +141,7 @@ def _refusal(shape: Shape, name: str, measured: str) -> str | None:
 
 def _prepared(shape: Shape, name: str, measured: str) -> Callable[[], None]:
     layout, backend = shape.layout, get_backend("cascade" if name == BASELINE else name)
-    if name == BASELINE:  # every sequence is a root without children: one causal call of variable lengths
+    if name == BASELINE:  # every sequence is a root without children: one causal varlen call
         layout = SharedPrefixLayout(layout.repeated_lengths, [None] * len(layout.repeated_lengths))
     trains = measured != "forward"
     tensors = shape.tensors(layout.num_tokens, trains)

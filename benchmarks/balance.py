@@ -1,4 +1,4 @@
-"""Whether two ranks take the time that the estimated cost of their groups says: two processes, one thread each.
+"""Compares the time of two ranks with the estimated cost of their groups: two processes, one thread each.
 
 README.md says how to read the table.
 """
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def assignments(costs: Sequence[float]) -> dict[str, list[int]]:
-    """The rank of each group by name: balanced, as they come, and the costliest half on one rank."""
+    """The rank of each group, by assignment: balanced, in order, and the costliest half on one rank."""
     count = len(costs)
     by_cost = sorted(range(count), key=lambda group: -costs[group])
     costliest_half = set(by_cost[: count // RANKS])
@@ -68,7 +68,7 @@ def assignments(costs: Sequence[float]) -> dict[str, list[int]]:
 
 
 def run_rank(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
-    """Time this rank's passes under each assignment; the first rank gathers and reports."""
+    """Time this rank's passes under each assignment; rank 0 gathers and reports."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=RANKS)
     conditions = Conditions.here("cpu", options.clock)
@@ -105,7 +105,7 @@ def random_tokens(lengths: Lengths) -> list[RolloutGroup]:
 
 
 def update(model: Any, groups: list[RolloutGroup], budget: int, clock: str) -> float:
-    """Seconds that this rank's passes take; then the gradients are summed, for which the ranks wait for each other."""
+    """Seconds of this rank's passes. Afterwards gradients are summed, where the ranks wait for each other."""
     lengths = [(len(group.prompt_ids), [len(r.token_ids) for r in group.rollouts]) for group in groups]
     model.zero_grad()
     distributed.barrier()

@@ -1,4 +1,4 @@
-"""What is measured: the shape of a model and of its groups, and the profiles that list such shapes."""
+"""What is measured: shapes of models and groups, and profiles that list them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Case:
         rollout: Tokens of the longest rollout.
         group_size: Rollouts of a prompt.
         groups: Prompts in the batch.
-        shortest: Length of a group's shortest rollout as a share of the longest; the others lie evenly in between.
+        shortest: Length of a group's shortest rollout as a share of the longest; the others are evenly spaced.
         hidden: Width of the decoder.
         layers: Its depth.
         heads: Query heads.
@@ -33,7 +33,7 @@ class Case:
         vocabulary: Tokens that the head predicts.
         dtype: Of weights and activations.
         device: Where it runs.
-        checkpointing: Whether layers run again in the backward pass, for all methods alike.
+        checkpointing: Whether all methods use activation checkpointing.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Case:
 
 @cache
 def _count(case: Case) -> ModelCost:
-    """Count a model that has no storage."""
+    """Count the operations of a model on the meta device."""
     model = case.make_model()
     return ModelCost.of(model.get_decoder(), model.get_output_embeddings())
 
@@ -131,9 +131,9 @@ QWEN3_4B = replace(QWEN3_0_6B, name="Qwen3-4B shape", hidden=2560, layers=36, he
 
 
 def profile_cases(profile: str) -> list[Case]:
-    """Cases of a profile: `cpu` is one that takes minutes on two cores, `gpu` those for one card of 80 GB or more.
+    """Cases of a profile: `cpu` is one that takes minutes on two cores, `gpu` those for one GPU with 80 GB or more.
 
-    Those for the GPU begin with what says most, since their time may be short.
+    The GPU cases come in order of importance, since time may be short.
     """
     if profile == "cpu":
         return [Case("Qwen3 shape")]

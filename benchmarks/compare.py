@@ -1,4 +1,4 @@
-"""Run all methods on one case in turns and set them in relation to the repeated runs."""
+"""Runs all methods on one case in turns and compares them with the repeated runs."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from benchmarks.methods import BASELINE, Method, Run, find_method, make_optimize
 Measured = Literal["scoring", "update"]
 PASSES: dict[Measured, Callable[[Run], Any]] = {"scoring": Run.score, "update": Run.update}
 FORWARDS: dict[Measured, int] = {"scoring": 1, "update": 3}
-"""Operations in forward passes: a backward pass counts as two. What checkpointing runs again, and the optimizer, do
-not count."""
+"""Operations in units of forward passes: a backward pass counts as two. Recomputation by checkpointing and the
+optimizer do not count."""
 
 
 @dataclass
 class Row:
-    """What one method did.
+    """The results of one method.
 
     Attributes:
         method: Its name.
         timing: Durations of all rounds; None if it did not run.
-        speedup: Times faster than the packed repeated run: median, smallest and largest over the rounds.
-        share_of_ideal: That median over the ideal ratio; over 1 for a repeated run.
-        share_of_fastest: The same against the fastest repeated run.
-        tokens_per_second: Tokens of all sequences, each with its prompt, so that all methods count the same.
-        utilization: Operations that this method needs, per second, over the device's peak (MFU), where it is known.
-        peak_mib: Activations and work memory: beyond batch, weights, their gradients and the optimizer's state.
-        memory_share: That over the packed repeated run's, times the ratio of tokens: 1 where memory falls like tokens.
+        speedup: Over the packed repeated run: median, smallest and largest over the rounds.
+        share_of_ideal: That median over the ideal ratio; for a repeated run, over 1.
+        share_of_fastest: The same relative to the fastest repeated run.
+        tokens_per_second: Tokens of all sequences, each with its prompt, so all methods count the same.
+        utilization: Operations that this method needs, per second, over the device's peak (MFU), if known.
+        peak_mib: Activations and workspace, without batch, weights, gradients and the optimizer's state.
+        memory_share: `peak_mib` over the packed repeated run's, times the token ratio: 1 if memory scales with tokens.
         difference: Largest difference of a log-probability from the packed repeated run, in nats.
         note: Why it did not run.
     """
@@ -72,8 +72,8 @@ class Comparison:
         token_ratio: Tokens of the repeated run over those of the shared one.
         ideal_ratio: The same for floating-point operations.
         teraflops: Operations of the shared and of the repeated run, in units of 1e12.
-        gradient_mib: What the gradients of all weights take, which is the same for all and part of no peak.
-        fastest_repeated: The repeated run with the smallest median, where there are several.
+        gradient_mib: Memory of all gradients, which is the same for all methods and not part of any peak.
+        fastest_repeated: The repeated run with the smallest median.
         optimizer: Durations of the optimizer's step alone.
         rows: One for each method.
     """
@@ -98,12 +98,12 @@ class Plan:
     """How to measure a case.
 
     Attributes:
-        methods: Which methods. Without the packed repeated run among them there are no speedups.
+        methods: The methods. Without the packed repeated run there are no speedups.
         measured: What to time.
-        rounds: How often each is timed; fewer once the time is up.
+        rounds: How often each is timed; fewer when time runs out.
         clock: `wall` or `cpu`.
-        memory: Whether to measure memory on CPU, where each row takes a fresh process and one run more.
-        differences: Whether to compare log-probabilities, which takes a forward pass more.
+        memory: Whether to measure memory on CPU, which needs a fresh process and another run per row.
+        differences: Whether to compare log-probabilities, which needs another forward pass.
     """
 
     methods: Sequence[Method]
@@ -115,9 +115,9 @@ class Plan:
 
 
 def compare(case: Case, plan: Plan, seconds: float = float("inf")) -> Comparison:
-    """Measure a case; after `seconds` no further round begins."""
+    """Measure a case; no round begins after `seconds`."""
     deadline = time.monotonic() + seconds
-    gc.collect()  # the model of the case before
+    gc.collect()  # the previous case's model
     model = case.make_model()
     optimizer = make_optimizer(model) if plan.measured == "update" else None
     counts = {sharing: FORWARDS[plan.measured] * case.operations(sharing) / 1e12 for sharing in ("shared", "repeated")}
@@ -148,13 +148,16 @@ def _warm_up(row: Row, run: Run, plan: Plan, case: Case, logprobs: dict[str, Ten
             if plan.differences:
                 logprobs[row.method] = run.score()
             if plan.measured == "update" or not plan.differences:
-                PASSES[plan.measured](run)  # what is loaded, compiled and allocated on the first call is not counted
+                PASSES[plan.measured](run)  # exclude loading, compilation and allocation on the first call
             if case.device == "cuda":
                 row.peak_mib = _peak_mib(run, plan.measured, cuda_peak_mib)
         if plan.memory and case.device == "cpu":
             threads = torch.get_num_threads()
             row.peak_mib = in_fresh_process(_peak_of_fresh_process, case, row.method, plan.measured, threads)
-    except (RuntimeError, ValueError) as error:  # out of memory, or no such kernel here: the other methods go on
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # out of memory, or no such kernel here; continue with the other methods
         run.model.zero_grad(set_to_none=True)
         logprobs.pop(row.method, None)
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
@@ -168,19 +171,19 @@ def _peak_of_fresh_process(case: Case, method_name: str, measured: Measured, thr
     small = replace(case, prefix=min(case.prefix, 64), rollout=min(case.rollout, 16))
     run = method.prepare(case, model, optimizer)
     with run.patched():
-        PASSES[measured](method.prepare(small, model, optimizer))  # what is loaded on the first call is not counted
+        PASSES[measured](method.prepare(small, model, optimizer))  # exclude loading on the first call
         return _peak_mib(run, measured, resident_peak_mib)
 
 
 def _peak_mib(run: Run, measured: Measured, meter: Callable[[Callable[[], Any]], float]) -> float:
-    """Peak of a pass to which the gradients that it adds to, the same for all methods, do not count."""
+    """Peak memory of a pass, without the gradients, which are the same for all methods."""
     if measured == "update":
         place_gradients(run.model)
     return meter(partial(PASSES[measured], run))
 
 
 def _relate(result: Comparison, timings: dict[str, Timing], logprobs: dict[str, Tensor]) -> None:
-    """Fill in what a row says in relation to others and to the device."""
+    """Fill in the figures of a row that are relative to other rows or to the device."""
     sharing = {row.method: find_method(row.method).sharing for row in result.rows}
     repeated = [name for name in timings if sharing[name] == "repeated"]
     if len(repeated) > 1:

@@ -1,6 +1,6 @@
-"""The objects of a run, built from a file of configs/ without the command line's packages.
+"""Builds the objects of a run from a file in configs/ without the command line's packages.
 
-`jsonargparse` reads types from signatures; here the few options that are dataclasses are listed by name.
+`jsonargparse` reads types from signatures; here, the few options that are dataclasses are listed by name.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ DATACLASSES: dict[str, Callable[..., Any]] = {
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The content of `configs/{name}.yaml`, or of the file of that path."""
+    """The content of `configs/{name}.yaml`, or of the file at that path."""
     path = Path(name) if name.endswith(".yaml") else CONFIGS / f"{name}.yaml"
     return yaml.safe_load(path.read_text())
 
 
 def build_run(config: Mapping[str, Any], **trainer_options: Any) -> tuple[Trainer, Any, Any]:
-    """Make the Trainer, the module and the data module of a config.
+    """Create the Trainer, the module and the data module of a config.
 
     Args:
-        config: As `read_config` returns it.
-        trainer_options: Arguments of the Trainer in place of those of the config.
+        config: Result of `read_config`.
+        trainer_options: Arguments of the Trainer that replace those of the config.
     """
     seed_everything(config["seed_everything"], verbose=False)
     options = config["trainer"] | trainer_options
@@ -47,7 +47,7 @@ def build_run(config: Mapping[str, Any], **trainer_options: Any) -> tuple[Traine
 
 
 def build(value: Any, option: str = "") -> Any:
-    """Turn what YAML holds into what a constructor takes.
+    """Convert a YAML value to a constructor's argument.
 
     Args:
         value: A number, a string, a list, or a mapping; one with a `class_path` becomes an instance.

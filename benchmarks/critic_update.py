@@ -1,8 +1,8 @@
 """Seconds of the critic's update and of the whole step, for PPO and for GROUP PPO on the same rollouts.
 
-GROUP PPO trains its critic at the first tokens of token groups only. That saves head and loss at the other tokens, and
-the trunk behind the last start of each rollout; the trunk still runs on all tokens before it. So the compression (the
-share of tokens that are no starts) says little about time, and both stand side by side here.
+GROUP PPO trains its critic only at the first tokens of token groups. That saves head and loss at the other tokens, and
+the backbone after the last start in each rollout; the backbone still runs on all tokens before it. So compression (the
+share of tokens that are not starts) says little about time, and both are shown here.
 
 README.md says how to read the tables.
 """
@@ -77,13 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line; those that describe a case replace the profile's where given."""
+    """Options of the command line; those that describe a case override the profile's."""
     parser = make_parser(__doc__, minutes=6.0)
     parser.add_argument("--measure", nargs="+", choices=("critic", "steps"), default=["critic", "steps"])
     parser.add_argument("--targets", nargs="+", type=float, default=[0.5, 0.75, 0.9], help="of the compression")
     parser.add_argument("--step-target", type=float, default=0.75, help="the target of the whole steps, one of those")
     parser.add_argument("--max-size", type=positive, default=16, help="most tokens of a token group (default: 16)")
-    parser.add_argument("--mini-batches", type=positive, default=4, help="updates per rollout, beside one (default: 4)")
+    parser.add_argument(
+        "--mini-batches", type=positive, default=4, help="updates per rollout, in addition to one (default: 4)"
+    )
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 a reference is scored too")
     parser.add_argument("--backend", default="cascade", help="of the shared prefix (default: cascade)")
     add_shape(parser, CPU_CASE)
@@ -94,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_case(options: argparse.Namespace) -> Case:
-    """The profile's case with what the command line changes.
+    """The profile's case with the command line's changes.
 
     Raises:
         SystemExit: If there are fewer groups than mini-batches, which hold whole groups.
@@ -109,7 +111,7 @@ def make_case(options: argparse.Namespace) -> Case:
 def measure_critic(
     models: Models, thresholds: dict[float, float], options: argparse.Namespace, deadline: float
 ) -> list[dict[str, Any]]:
-    """Time the critic's update of one mini-batch: PPO and GROUP PPO at each threshold, prompt repeated and shared."""
+    """Time the critic's update on one mini-batch: PPO and GROUP PPO at each threshold, prompts repeated and shared."""
     updates: dict[tuple[str, str], CriticUpdate] = {}
     for sharing in ("repeated", "shared"):
         common = {"sharing": sharing, "attention_backend": options.backend, "num_mini_batches": options.mini_batches}
@@ -117,7 +119,7 @@ def measure_critic(
         for target, threshold in thresholds.items():
             module = models.module(MeasuredGroupPPO, **common, **_fixed(threshold, options))
             updates[sharing, f"GROUP PPO, target {target:g}"] = CriticUpdate(models, module)
-    tokens = {key: update.count_tokens() for key, update in updates.items()}  # this warms up as well
+    tokens = {key: update.count_tokens() for key, update in updates.items()}  # also warms up
     peaks = {key: cuda_peak_mib(update.run) for key, update in updates.items() if models.policy.device.type == "cuda"}
     functions = {" ".join(key): update.run for key, update in updates.items()}
     timings = time_in_turns(functions, options.rounds, deadline, options.clock)
@@ -144,7 +146,7 @@ def measure_critic(
 def measure_steps(
     models: Models, threshold: float, num_mini_batches: int, options: argparse.Namespace, deadline: float
 ) -> list[dict[str, Any]]:
-    """Time whole steps with so many updates per rollout."""
+    """Time whole steps with this many updates per rollout."""
     common = {"num_mini_batches": num_mini_batches, "beta": options.beta, "attention_backend": options.backend}
     steps = {
         "PPO, prompt repeated": WholeStep(models, models.module(MeasuredPPO, sharing="repeated", **common)),
@@ -152,7 +154,7 @@ def measure_steps(
         "GROUP PPO": WholeStep(models, models.module(MeasuredGroupPPO, **common, **_fixed(threshold, options))),
     }
     peaks: dict[str, float] = {}
-    for name, step in steps.items():  # this warms up as well
+    for name, step in steps.items():  # also warms up
         if models.policy.device.type == "cuda":
             peaks[name] = cuda_peak_mib(step.run)
         else:
@@ -175,7 +177,7 @@ def measure_steps(
 
 
 def _share(end: float, parts: int) -> float:
-    """When an equal part of the time that is left is over."""
+    """When an equal share of the remaining time ends."""
     now = time.monotonic()
     return now + max(end - now, 0.0) / parts
 
@@ -189,7 +191,7 @@ def _fixed(threshold: float, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ratio(own: Timing, base: Timing) -> tuple[float, float, float]:
-    """Seconds over the base's, round by round: median, smallest, largest."""
+    """Ratio to the base's seconds, round by round: median, smallest, largest."""
     return base.speedup_over(own)
 
 

@@ -1,4 +1,4 @@
-"""Tables as figures. Without matplotlib there are none, and one line says so."""
+"""Draws tables as figures. Without matplotlib, prints a line that says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
-"""Told apart by colour-blind readers (Okabe and Ito, 2008)."""
+"""Distinguishable for colour-blind readers (Okabe and Ito, 2008)."""
 MARKERS = ("o", "s", "^", "D")
 LABELS = {"seconds": "seconds", "peak_mib": "peak memory, MiB", "teraflops": "operations, TFLOP"}
 
@@ -55,7 +55,7 @@ def draw_comparisons(comparisons: Sequence[Comparison], conditions: str, output:
 
 
 def draw_growth(result: dict[str, Any], conditions: str, output: Path | None) -> None:
-    """Time and memory against tokens, with their lines."""
+    """Time and memory against tokens, with the fitted lines."""
     quantities = [name for name in ("seconds", "peak_mib") if name in result.get("lines", {})]
     if not quantities or (figure := _new(output, (10, 4))) is None:
         return
@@ -84,7 +84,7 @@ def draw_growth(result: dict[str, Any], conditions: str, output: Path | None) ->
 
 
 def draw_sweep(result: dict[str, Any], conditions: str, output: Path | None) -> None:
-    """Rows are time, operations, memory, operations of the real size; columns are prompts, lines are group sizes."""
+    """Rows: time, operations, memory, operations at the real size. Columns: prompts. Lines: group sizes."""
     if not result["rows"] or (figure := _new(output, (11, 12))) is None:
         return
     panels = [("seconds", "rows"), ("teraflops", "rows"), ("peak_mib", "rows"), ("teraflops", "counted")]
@@ -140,7 +140,7 @@ def _legend(sizes: Sequence[int]) -> list[Any]:
 
 
 def _new(output: Path | None, size: tuple[float, float]) -> Figure | None:
-    """An empty figure; None where none is asked for or none can be drawn."""
+    """An empty figure; None if none is requested or matplotlib is missing."""
     if output is None:
         return None
     if note := missing("matplotlib"):

@@ -1,9 +1,9 @@
-"""What quantizing the weights of a model to 4 bits changes: log-probabilities, greedy answers and bytes, on the CPU.
+"""The effect of 4-bit quantization on a model: log-probabilities, greedy answers and bytes, on the CPU.
 
     python benchmarks/four_bit.py --model data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Each prompt is answered greedily by the unquantized model in float32; the quantized ones then score the answers' tokens.
-No adapter is trained, which would make up for some of the difference (arXiv:2305.14314).
+The unquantized model answers each prompt greedily in float32; the quantized ones then score the answers' tokens. No
+adapter is trained, which would recover some of the difference (arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
 
 
 def agreeing(one: list[int], other: list[int]) -> int:
-    """Tokens before the first that differs."""
+    """Number of tokens before the first difference."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -92,7 +92,7 @@ def size(model: Any) -> int:
 
 
 def versions() -> str:
-    """Versions and processor, for the figures."""
+    """Versions and processor."""
     import bitsandbytes
 
     return f"torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, {platform.machine()}"

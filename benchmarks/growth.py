@@ -1,8 +1,8 @@
-"""Whether cost grows with the tokens of a group: G rollouts of one prompt, G from 4 to 64, against a straight line.
+"""Whether cost is linear in the tokens of a group: G rollouts of one prompt, with G from 4 to 64.
 
-Every rollout token sees the prompt and what came before it in its own rollout, so operations are linear in the tokens
-G*R + P once G varies alone. The line a + b*(G*R + P) has an intercept, since a prompt token and a rollout token cost
-different amounts; it is the one with the least squares of relative deviations. README.md says how to read the table.
+A rollout token attends to the prompt and to earlier tokens of its own rollout, so if only G varies, operations are
+linear in the tokens G*R + P. The line a + b*(G*R + P) has an intercept because prompt tokens and rollout tokens cost
+different amounts; it is fitted by least squares of relative deviations. README.md says how to read the table.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Line:
     """A straight line through points, and how well it fits.
 
     Attributes:
-        intercept: Where it begins.
-        slope: Per token.
-        deviations: Of each point from the line, as a share of the line.
+        intercept: Its value at 0 tokens.
+        slope: Increase per token.
+        deviations: Deviation of each point, relative to the line.
     """
 
     intercept: float
@@ -41,7 +41,7 @@ class Line:
 
     @property
     def largest(self) -> float:
-        """The largest deviation, without sign."""
+        """The largest absolute deviation."""
         return max(map(abs, self.deviations))
 
 
@@ -93,7 +93,7 @@ def measure(case: Case, plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def fit_all(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A line for each quantity that is known at three sizes or more; through two every line is exact."""
+    """A line for each quantity measured at three sizes or more; through two points any line is exact."""
     lines = {}
     for quantity in ("seconds", "peak_mib", "teraflops"):
         points = [(row["tokens"], row[quantity]) for row in rows if row.get(quantity)]
@@ -104,7 +104,7 @@ def fit_all(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def fit(tokens: Sequence[float], costs: Sequence[float]) -> Line:
-    """The line a + b*tokens that minimises the squares of (cost - line) / cost."""
+    """The line a + b*tokens that minimises the sum of squares of (cost - line) / cost."""
     weights = [1 / cost**2 for cost in costs]
     total = sum(weights)
     centre = sum(w * x for w, x in zip(weights, tokens, strict=True)) / total

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens from hidden states: time, memory and accuracy of several ways, side by side.
+"""Log-probabilities of given tokens from hidden states: time, memory and accuracy of several methods.
 
-All are set in relation to full logits. `python -m benchmarks head --help` lists the options.
+All are compared with full logits. `python -m benchmarks head --help` lists the options.
 
 Legend: N tokens.
 """
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _upstream(head: Head, measured: str) -> Tensor | None:
-    """Gradient of a loss by each log-probability: another one for each token, as in policy gradients."""
+    """Upstream gradient of each log-probability; different for each token, as in policy gradients."""
     if measured == "forward":
         return None
     return torch.randn(head.tokens, generator=torch.Generator().manual_seed(1)).to(head.device)
@@ -80,7 +80,7 @@ def _add_errors(rows: list[dict[str, Any]], head: Head) -> None:
             continue
         try:
             found = run(row["method"], tensors, None if row["measured"] == "forward" else upstream_N)
-        except RuntimeError as error:  # no such kernel here: the other methods go on
+        except RuntimeError as error:  # no such kernel here; continue with the other methods
             row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             continue
         errors = [(own - right).abs().max().item() for own, right in zip(found, expected, strict=False)]
@@ -100,13 +100,13 @@ def _add_memory(rows: list[dict[str, Any]], head: Head) -> None:
             row["peak_mib"] = in_fresh_process(_peak_of_fresh_process, row, head, torch.get_num_threads())
     full = [row["peak_mib"] for row in rows if row["method"] == BASELINE and "peak_mib" in row]
     for row in rows:
-        if full and row.get("peak_mib"):  # a few tokens may need no page more than there are
+        if full and row.get("peak_mib"):  # a few tokens may fit in pages that are already resident
             row["times_less_memory"] = full[0] / row["peak_mib"]
 
 
 def _peak_of_fresh_process(row: dict[str, Any], head: Head, threads: int) -> float:
     torch.set_num_threads(threads)
-    _call(row, replace(head, tokens=4, vocabulary=256))()  # what is loaded on the first call is not counted
+    _call(row, replace(head, tokens=4, vocabulary=256))()  # exclude loading on the first call
     return resident_peak_mib(_call(row, head))
 
 

@@ -1,4 +1,4 @@
-"""Ways from hidden states to log-probabilities, and how far each is from a reference of higher precision.
+"""Methods to compute log-probabilities from hidden states, and their errors against float64.
 
 Legend: N tokens, D hidden size, V vocabulary, M tokens of one chunk.
 """
@@ -20,16 +20,16 @@ BASELINE = "full logits"
 
 @dataclass(frozen=True)
 class Head:
-    """Hidden states, the weight of a head and targets.
+    """Hidden states, the weight of a head, and targets.
 
-    Every second token is likely under the model, as rollouts' tokens are: the others are drawn evenly.
+    Every second target is likely under the model, as in rollouts; the others are drawn uniformly.
 
     Attributes:
         tokens: N.
         vocabulary: V.
         hidden: D.
-        dtype: Of hidden states and weight.
-        device: Where they are.
+        dtype: Dtype of hidden states and weight.
+        device: Device of hidden states and weight.
         frozen: Whether the weight has no gradient, as with adapters.
     """
 
@@ -60,7 +60,7 @@ def full_logits(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tens
 
 
 def blocks(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, entropy: bool = False) -> Tensor:
-    """`token_scores` for a head known to be one matrix."""
+    """`token_scores` for a head that is a single matrix."""
     return token_scores(
         hidden_ND, targets_N, lambda h_MD: h_MD @ weight_VD.T, entropy=entropy, weight_VD=weight_VD
     ).logprobs_N
@@ -72,7 +72,7 @@ def chunks(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """PyTorch's own, in chunks."""
+    """PyTorch's chunked implementation."""
     options = torch.nn.LinearCrossEntropyOptions()
     return -torch.nn.functional.linear_cross_entropy(hidden_ND, weight_VD, targets_N, reduction="none", options=options)
 
@@ -104,7 +104,7 @@ PACKAGES = {"liger-kernel": "liger_kernel", "cut-cross-entropy": "cut_cross_entr
 
 
 def refusal(name: str, head: Head, most_gib: float) -> str | None:
-    """Why a method is not run, or None."""
+    """Why a method cannot run, or None."""
     if name in PACKAGES:
         if head.device != "cuda":
             return "needs a CUDA device"
@@ -119,7 +119,7 @@ def refusal(name: str, head: Head, most_gib: float) -> str | None:
 
 
 def run(name: str, tensors: tuple[Tensor, Tensor, Tensor], upstream_N: Tensor | None = None) -> list[Tensor]:
-    """Log-probabilities, and with an upstream gradient of them the gradients of hidden states and weight."""
+    """Log-probabilities and, given an upstream gradient, the gradients of hidden states and weight."""
     hidden_ND, weight_VD, _ = tensors
     if upstream_N is None:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Time and memory of callables that take turns, and the conditions under which they ran."""
+"""Measures time and memory of callables that take turns, and records the conditions."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from benchmarks.allocator import give_back_freed
 MIB = 2**20
 
 DENSE_BF16_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0, "H100 SXM": 989.0, "A100": 312.0}
-"""Tensor cores in bfloat16 without sparsity, by a part of the device's name as PyTorch gives it: NVIDIA's data sheets
-of the H100 (SXM, 989), the H200 (SXM, 989) and the A100 (312). H100 cards for PCIe slots have other peaks."""
+"""Peak of the tensor cores in bfloat16 without sparsity, by part of PyTorch's device name. From NVIDIA's data sheets:
+H100 and H200 (SXM, 989), A100 (312). PCIe versions of the H100 have other peaks."""
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-"""`cpu` is the processor time of this process: what a run on one thread would take on a machine that others use too."""
+"""`cpu` is the processor time of this process, for runs on one thread while other programs use the machine."""
 
 
 @dataclass
 class Timing:
-    """Durations of one callable over the rounds; those of one round stand at the same place in all.
+    """Durations of one callable over the rounds, in the same order for all callables.
 
     Attributes:
-        seconds: Of each round.
+        seconds: Seconds of each round.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -58,14 +58,14 @@ def time_in_turns(
     clock: str = "wall",
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Timing]:
-    """Run all functions once in each round, each round in another order, so that a slow minute meets them all.
+    """Run all functions once per round, in a different order each round, so a slow minute affects them all.
 
     Args:
-        functions: What to time, warm already.
-        rounds: How often.
+        functions: The functions to time, already warm.
+        rounds: Number of rounds.
         deadline: Value of `time.monotonic()` after which no further round begins; the first one always runs.
         clock: One of `CLOCKS`.
-        contexts: In which a function runs; entering and leaving it is not timed.
+        contexts: Contexts that functions run in; entering and leaving is not timed.
     """
     timings = {name: Timing() for name in functions}
     names = list(functions)
@@ -83,14 +83,14 @@ def time_in_turns(
 
 
 def now(clock: str) -> float:
-    """Seconds on one of `CLOCKS`, once the GPU has done what it was given."""
+    """Seconds on one of `CLOCKS`, after waiting for the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return CLOCKS[clock]()
 
 
 def peak_flops(dtype: str) -> float | None:
-    """Operations per second that this machine's CUDA device can do at best in a dtype; None where nobody says."""
+    """Peak operations per second of this machine's CUDA device in a dtype; None if unknown."""
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -98,7 +98,7 @@ def peak_flops(dtype: str) -> float | None:
 
 
 def cuda_peak_mib(function: Callable[[], Any]) -> float:
-    """Largest memory that tensors take while the function runs, beyond what they took before."""
+    """Peak memory of tensors while the function runs, beyond what was allocated before."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -109,13 +109,13 @@ def cuda_peak_mib(function: Callable[[], Any]) -> float:
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a module in a process that has imported this project and run nothing yet (POSIX).
+    """Call a function of a module in a process that has imported this project and run nothing else (POSIX).
 
-    The processes are forks of a server that imports once, so each takes milliseconds. They give freed tensors back to
-    the system at once, so that what is resident is what is in use.
+    The processes are forks of a server that imports once, so each starts in milliseconds. They return freed tensors to
+    the system at once, so resident memory is memory in use.
 
     Returns:
-        What the function returns.
+        The function's result.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.compare", "transformers.models.qwen3.modeling_qwen3"])
@@ -124,13 +124,12 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def resident_peak_mib(function: Callable[[], Any]) -> float:
-    """Largest resident set of this process while the function runs, beyond that before (Linux).
+    """Peak resident set of this process while the function runs, beyond that before (Linux).
 
-    Freed memory may stay resident, so call it in a process of `in_fresh_process`, or in one that has not run anything
-    large.
+    Freed memory may stay resident, so call it via `in_fresh_process`, or in a process that has not run anything large.
     """
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to what is resident now
     before = _status_kib("VmRSS")
     function()
     return (_status_kib("VmHWM") - before) / 1024
@@ -152,7 +151,7 @@ def _version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Where and with what something was measured; the version of a package that is not installed is None."""
+    """Machine and package versions of a measurement; None for a package that is not installed."""
 
     device: str
     cores: int
@@ -167,7 +166,7 @@ class Conditions:
 
     @classmethod
     def here(cls, device: str, clock: str) -> Conditions:
-        """Look at this machine."""
+        """The conditions on this machine."""
         name = torch.cuda.get_device_name() if device == "cuda" else _processor()
         return cls(name, os.cpu_count() or 0, torch.get_num_threads(), clock, round(os.getloadavg()[0], 2))
 

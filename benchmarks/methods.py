@@ -1,6 +1,6 @@
-"""The ways to score a batch of groups that are compared, behind one interface.
+"""The methods to score a batch of groups that are compared, behind one interface.
 
-Legend: N response tokens of all rollouts one after another.
+Legend: N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pl_grouprl.types import RolloutGroup
 
 BASELINE = "repeated, packed"
 _DENSE_LIMIT = 2**26
-"""Largest matrix of scores [heads, T, T] for which the dense oracle takes part."""
+"""Largest matrix of scores [heads, T, T] for which the dense oracle is run."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Method:
     """One row of the table.
 
     Attributes:
-        name: As shown.
+        name: Displayed name.
         sharing: Whether each prompt is encoded once or once per rollout.
         backend: Attention backend; None is the model's own attention.
-        make_batches: Lays the groups out, in one batch or in several that run one after another.
-        refusal: Why a pass (`scoring` or `update`) over a case is left out, or None.
+        make_batches: Packs the groups into one batch, or into several that run one after another.
+        refusal: Why a pass (`scoring` or `update`) cannot run on a case, or None.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Method:
     refusal: Callable[[Case, str], str | None] = lambda case, measured: None
 
     def prepare(self, case: Case, model: Any, optimizer: torch.optim.Optimizer | None = None) -> Run:
-        """Lay a case out once; what is timed starts from there. An update takes the optimizer."""
+        """Prepare a case, outside of the timing. Updates need the optimizer."""
         return Run(self, model, self.make_batches(case.make_groups(), case.device), optimizer)
 
 
@@ -63,7 +63,7 @@ class Run:
             return torch.cat([score(self.model, batch).logprobs_N for batch in self.batches])
 
     def update(self) -> None:
-        """Log-probabilities, the gradient of their sum by every weight, and a step of the optimizer."""
+        """Log-probabilities, the gradient of their sum with respect to all weights, and an optimizer step."""
         assert self.optimizer is not None
         for batch in self.batches:
             score(self.model, batch).logprobs_N.sum().backward()
@@ -77,7 +77,7 @@ class Run:
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:
-    """AdamW, fused, with its state in place and a learning rate of 0: it does all its work and moves no weight."""
+    """Fused AdamW with allocated state and a learning rate of 0: it does all its work but changes no weight."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     place_gradients(model)
     optimizer.step()
@@ -92,7 +92,7 @@ def step_alone(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any
 
 
 def place_gradients(model: Any) -> None:
-    """Give every weight a gradient of zeros, to which a backward pass adds."""
+    """Give every weight a zero gradient, which a backward pass adds to."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
@@ -114,7 +114,7 @@ def _one_by_one(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
 
 def _repeated_packed(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
     """One row without padding: every sequence is a root without children, so attention is one causal varlen call."""
-    batch = pack(_alone(groups), "shared", device=device)  # a prompt and its only rollout stand one after another
+    batch = pack(_alone(groups), "shared", device=device)  # a prompt is followed by its only rollout
     layout = SharedPrefixLayout(lengths := batch.layout.repeated_lengths, [None] * len(lengths))
     return [replace(batch, model_inputs=batch.model_inputs | {"prefix_layout": layout}, layout=layout)]
 
@@ -124,11 +124,11 @@ def _shared(groups: list[RolloutGroup], device: str) -> list[ScoringBatch]:
 
 
 def missing(package: str, distribution: str = "") -> str | None:
-    """What to say of a package that is not installed, or None where it is.
+    """How to install a missing package; None if it is installed.
 
     Args:
-        package: As it is imported.
-        distribution: As it is installed, where that is another name.
+        package: Its import name.
+        distribution: Its name for pip, if different.
     """
     if find_spec(package) is not None:
         return None
@@ -162,7 +162,7 @@ METHODS = (
 
 
 def find_method(name: str) -> Method:
-    """The method of that name.
+    """The method with this name.
 
     Raises:
         ValueError: If there is none.

@@ -1,6 +1,6 @@
 """Where the time of scoring or of an update goes, by kind of operator, and what the host waited for.
 
-The profiler's own time is in the figures: shares say more than seconds.
+The figures include the profiler's overhead, so shares say more than seconds.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ KINDS = {
         "aten::zero_",
     ),
 }
-"""Parts of operators' names, by the kind that they are counted as; `elementwise` is everything else."""
+"""Parts of operators' names by kind; everything else is `elementwise`."""
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
-"""What the host waits for the device in."""
+"""Calls in which the host waits for the device."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line; those that describe a case replace the profile's where given."""
+    """Options of the command line; those that describe a case override the profile's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(clock="wall")
     parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="whose first case (default: cpu)")
@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def profile_method(case: Case, name: str, measured: str, rounds: int) -> dict[str, Any]:
-    """Seconds of each kind of operator per round, on the device that the case runs on, and how often the host waited.
+    """Seconds of each kind of operator per round, on the case's device, and how often the host waited.
 
     Returns:
         `seconds` by kind and `waits` by name, both per round.
@@ -86,7 +86,7 @@ def profile_method(case: Case, name: str, measured: str, rounds: int) -> dict[st
     seconds: dict[str, float] = defaultdict(float)
     waits: dict[str, float] = defaultdict(float)
     with run.patched():
-        function()  # warm
+        function()  # warm-up
         with profile(activities=activities) as profiler:
             for _ in range(rounds):
                 function()
@@ -102,7 +102,7 @@ def profile_method(case: Case, name: str, measured: str, rounds: int) -> dict[st
 
 
 def kind_of(operator: str) -> str:
-    """The kind that an operator is counted as."""
+    """The kind of an operator."""
     return next((kind for kind, parts in KINDS.items() if any(part in operator for part in parts)), "elementwise")
 
 

@@ -1,4 +1,4 @@
-"""Options that the benchmarks share, and what happens first and last in each of them."""
+"""Options that the benchmarks share, and their common setup and output."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SHAPE_OPTIONS = [field.name for field in fields(Case) if field.name not in ("nam
 
 
 def positive(text: str) -> int:
-    """A number of something on the command line: a positive integer.
+    """Parse a positive integer.
 
     Raises:
-        argparse.ArgumentTypeError: If it is none.
+        argparse.ArgumentTypeError: If it is not one.
     """
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def make_parser(description: str | None, *, rounds: int = 3, minutes: float = 8.0) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes; the arguments are defaults."""
+    """A parser with the options of all benchmarks; the arguments are defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", choices=("cpu", "gpu"), default="cpu", help="the cases (default: cpu)")
     parser.add_argument(
@@ -39,7 +39,7 @@ def make_parser(description: str | None, *, rounds: int = 3, minutes: float = 8.
 
 
 def add_common(parser: argparse.ArgumentParser, rounds: int | None = None) -> None:
-    """Threads, clock and output, and rounds where there are any."""
+    """Add threads, clock and output, and rounds if there are any."""
     if rounds is not None:
         parser.add_argument(
             "--rounds", type=positive, default=rounds, help=f"how often each is timed (default: {rounds})"
@@ -50,7 +50,7 @@ def add_common(parser: argparse.ArgumentParser, rounds: int | None = None) -> No
 
 
 def add_shape(parser: argparse.ArgumentParser, case: Case, *, without: tuple[str, ...] = ()) -> None:
-    """An option for each size of a case; the defaults named in the help are those of the CPU's case."""
+    """Add an option for each size of a case; the help shows the defaults of the CPU profile."""
     for name in SHAPE_OPTIONS:
         if name not in without:
             default = getattr(case, name)
@@ -59,12 +59,12 @@ def add_shape(parser: argparse.ArgumentParser, case: Case, *, without: tuple[str
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """The option that leaves memory out."""
+    """Add the option to skip memory."""
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="CPU: do not measure memory")
 
 
 def change(case: Case, options: argparse.Namespace) -> Case:
-    """The case with the sizes that the command line gives.
+    """The case with the sizes of the command line.
 
     Raises:
         SystemExit: If there is no such model.
@@ -72,7 +72,7 @@ def change(case: Case, options: argparse.Namespace) -> Case:
     given = {name: getattr(options, name, None) for name in SHAPE_OPTIONS}
     case = replace(case, **{name: size for name, size in given.items() if size is not None})
     if case.heads % case.kv_heads:
-        raise SystemExit(f"--heads {case.heads} is no multiple of --kv-heads {case.kv_heads}.")
+        raise SystemExit(f"--heads {case.heads} is not a multiple of --kv-heads {case.kv_heads}.")
     return case
 
 
@@ -80,7 +80,7 @@ def begin(options: argparse.Namespace) -> Conditions:
     """`begin_on` the device of the profile.
 
     Raises:
-        SystemExit: If the profile needs a device that is not there.
+        SystemExit: If the profile needs a missing device.
     """
     if options.profile == "gpu" and not torch.cuda.is_available():
         raise SystemExit("--profile gpu needs a CUDA device and there is none; use --profile cpu.")
@@ -88,10 +88,10 @@ def begin(options: argparse.Namespace) -> Conditions:
 
 
 def begin_on(device: str, options: argparse.Namespace) -> Conditions:
-    """Set the threads, look at the machine and print what it is.
+    """Set the number of threads, and print the conditions.
 
     Raises:
-        SystemExit: If the device is not there.
+        SystemExit: If the device is missing.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -103,7 +103,7 @@ def begin_on(device: str, options: argparse.Namespace) -> Conditions:
 
 
 def write_json(output: Path | None, conditions: Conditions | None, content: dict[str, Any]) -> None:
-    """Write what there is so far, where it is asked for; what only counts has no conditions."""
+    """Write the results so far, if requested; benchmarks that only count have no conditions."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         written = content if conditions is None else {"conditions": asdict(conditions), **content}

@@ -1,6 +1,6 @@
-"""How full the rows of a token budget are, and how even the ranks, on random batches with log-normal lengths.
+"""How full rows of a token budget are, and how balanced ranks are, on random batches with log-normal lengths.
 
-Counting only, no model runs. README.md says how to read the table.
+Only counts; no model runs. README.md says how to read the table.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Setting:
     """Random batches and the budget of their rows.
 
     Attributes:
-        groups: In a batch.
-        rollouts: Of each group.
+        groups: Groups in a batch.
+        rollouts: Rollouts of a group.
         prompt: Median tokens of a prompt.
         rollout: Median tokens of a rollout.
         sigma: Standard deviation of the logarithm of both lengths.
@@ -64,16 +64,16 @@ SETTINGS = [
     Setting(budget=8192),
     Setting(sigma=1.0, budget=32_768),
 ]
-"""The first is the usual one; then larger batches, fewer rows, and rows that hold few groups."""
+"""The first is typical; then larger batches, fewer rows, and rows with few groups."""
 
 COLUMNS = {
     "used": "of the rows' budget",
-    "at best": "with as few rows as so many tokens need",
+    "at best": "with the fewest rows that can hold the tokens",
     "rows": "per batch",
     "splits": "groups larger than the budget, per batch",
     "balanced": "largest cost of a rank over the mean",
     "worst": "the same in the least even batch",
-    "in order": "groups dealt to the ranks as they come, as many to each",
+    "in order": "groups assigned in order, the same number to each rank",
 }
 
 

@@ -28,12 +28,12 @@ COLUMNS = (
 
 
 def scoring(arguments: Sequence[str] | None = None) -> list[Comparison]:
-    """Scoring groups, as for old log-probabilities: forward without gradient, prompt shared and repeated."""
+    """Scoring groups, as for old log-probabilities: forward without gradient, prompts shared and repeated."""
     return run("scoring", scoring.__doc__, arguments)
 
 
 def update(arguments: Sequence[str] | None = None) -> list[Comparison]:
-    """Updating on groups: forward, backward and a step of AdamW, prompt shared and repeated."""
+    """Updating on groups: forward, backward and an AdamW step, prompts shared and repeated."""
     return run("update", update.__doc__, arguments)
 
 
@@ -47,7 +47,7 @@ def run(measured: Measured, description: str | None, arguments: Sequence[str] | 
     end = time.monotonic() + options.minutes * 60
     comparisons: list[Comparison] = []
     for number, case in enumerate(cases):
-        seconds = (end - time.monotonic()) / (len(cases) - number)  # an equal share of what is left
+        seconds = (end - time.monotonic()) / (len(cases) - number)  # an equal share of the remaining time
         if seconds < 0:
             print(f"\n{len(cases) - number} cases left out: --minutes {options.minutes:g} are over.")
             break
@@ -59,7 +59,7 @@ def run(measured: Measured, description: str | None, arguments: Sequence[str] | 
 
 
 def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of the command line; those that describe a case replace the profile's where given."""
+    """Options of the command line; those that describe a case override the profile's."""
     parser = make_parser(description)
     names = [method.name for method in METHODS]
     parser.add_argument("--methods", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
@@ -78,7 +78,7 @@ def table(comparison: Comparison) -> str:
         f"activation checkpointing {case.checkpointing}",
         f"ideal: tokens x{comparison.token_ratio:.2f}, operations x{comparison.ideal_ratio:.2f} "
         f"({flops['repeated']:.2f} over {flops['shared']:.2f} TFLOP)",
-        f"peak MiB: activations and work memory; {_allocated_before(comparison)} are allocated before",
+        f"peak MiB: activations and workspace; {_allocated_before(comparison)} are allocated before",
         COLUMNS,
         *map(_line, comparison.rows),
         f"of fastest: against {comparison.fastest_repeated!r}",
@@ -87,18 +87,18 @@ def table(comparison: Comparison) -> str:
 
 
 def _of_optimizer(comparison: Comparison) -> list[str]:
-    """What the optimizer, which is the same for all and in no ideal, takes from each method."""
+    """The optimizer's share of each method; it is the same for all and not part of the ideal."""
     if comparison.optimizer is None:
         return []
     step = comparison.optimizer.median
     shares = [
         f"{row.method} {100 * step / row.timing.median:.1f} %" for row in comparison.rows if row.timing is not None
     ]
-    return [f"optimizer: {step:.4f} s of each row, in no ideal: {', '.join(shares)}"]
+    return [f"optimizer: {step:.4f} s of each row, not part of the ideal: {', '.join(shares)}"]
 
 
 def _allocated_before(comparison: Comparison) -> str:
-    """What is part of no peak, being the same for all."""
+    """What is the same for all methods, and therefore not part of any peak."""
     if comparison.measured == "scoring":
         return "weights and batch"
     return f"weights, batch, the optimizer's state and the gradients ({comparison.gradient_mib:.0f} MiB)"

@@ -27,7 +27,7 @@ METHODS = ("repeated, padded", BASELINE, "cascade")
 
 @dataclass(frozen=True)
 class RealCase(Case):
-    """A case whose model is loaded, and whose tokens are drawn from that model's vocabulary.
+    """A case with a pretrained model, whose vocabulary tokens are drawn from.
 
     Attributes:
         path: Folder, hub name or GGUF file.

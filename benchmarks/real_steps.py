@@ -1,6 +1,6 @@
 """Whole GRPO steps of a pretrained model, by this package and by TRL's trainer.
 
-The task is sums of two numbers, after as many worked examples as the prompt's length asks for.
+The task is sums of two numbers, after enough worked examples to reach the prompt's length.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _LoadedOnce:
 
 
 def contains_answer(completions: Any, answer: Any, **columns: Any) -> list[float]:
-    """Reward 1 for a completion with the answer, less a little for its length, so that rewards of a group differ."""
+    """Reward 1 for a completion with the answer, minus a little for its length, so rewards in a group differ."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [float(expected in text) - 0.001 * len(text) for text, expected in zip(texts, answer, strict=True)]
 
@@ -93,12 +93,12 @@ def contains_answer(completions: Any, answer: Any, **columns: Any) -> list[float
 def measure_steps(task: Task, options: argparse.Namespace, end: float) -> dict[str, Any]:
     """Time whole steps: rollouts, rewards, update. The first step of each row is not counted.
 
-    The learning rate is 0, so that every step samples from the same weights.
+    The learning rate is 0, so every step samples from the same weights.
 
     Args:
         task: What is trained.
         options: `rows`, `rounds`, `clock` and `minutes` of the command line.
-        end: No row is begun after this time of `time.monotonic()`.
+        end: No row starts after this time of `time.monotonic()`.
     """
     rows = []
     for name in options.rows:

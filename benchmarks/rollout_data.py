@@ -1,10 +1,10 @@
-"""Rollouts whose rewards, values and score norms look like those of a run, though the models are random.
+"""Rollouts with realistic rewards, values and score norms, though the models are random.
 
-A random critic's temporal-difference errors say nothing about where token groups end in training. So these are drawn:
-a rollout's chance of success moves in a few large and many small steps, the critic sees it with noise, the reward at
-the last token is success or failure, and the policy is nearly certain of most tokens.
+A random critic's temporal-difference errors say nothing about where token groups end in training. So they are
+simulated: a rollout's chance of success changes in a few large and many small steps, the critic observes it with noise,
+the reward at the last token is success or failure, and the policy is nearly certain of most tokens.
 
-Legend: B rollouts, T length of the longest one, N response tokens of all rollouts one after another.
+Legend: B rollouts, T length of the longest one, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEP_STD, VALUE_NOISE = 4.0, 0.02
 
 @dataclass(frozen=True)
 class RolloutData:
-    """Groups of rollouts, with what a critic and a policy would say of them.
+    """Groups of rollouts with simulated outputs of a critic and a policy.
 
     Attributes:
         groups: Each rollout has its reward, 0 or 1.
@@ -48,7 +48,7 @@ class RolloutData:
         return self.mask.sum(dim=1)
 
     def flat(self, rows: Tensor) -> Tensor:
-        """A quantity of shape [B, T] without what stands behind the rollouts, shape [N]."""
+        """A quantity of shape [B, T] without padding, shape [N]."""
         return from_rows(rows, self.lengths)
 
     def cut(self, threshold: float, max_size: int) -> TokenGroups:
@@ -57,11 +57,11 @@ class RolloutData:
         return find_token_groups(errors, self.score_norms, self.mask, threshold=threshold, max_size=max_size)
 
     def find_threshold(self, target: float, max_size: int, updates: int = 60) -> float:
-        """Let the adaptive threshold move on these rollouts, and take the one that came closest to the target.
+        """Run the adaptive threshold on these rollouts, and return the value that came closest to the target.
 
-        Steps are larger and the upper bound is higher than the defaults of a run: with 10 a target of 0.9 may be out
-        of reach. Some compressions are reached by no threshold (0.5 among them, often), as groups of one token become
-        groups of two all at once.
+        Steps are larger and the upper bound is higher than a run's defaults, with which a target of 0.9 may be out of
+        reach. Some compressions (often 0.5) are reached by no threshold, because groups of one token become groups of
+        two all at once.
         """
         controller = ThresholdController(
             threshold_lr=2.0, target_compression=target, max_threshold=1000.0, max_size=max_size
@@ -83,13 +83,13 @@ def compression_of(starts: Tensor, mask: Tensor) -> float:
 
 
 def draw_rollouts(case: Case, seed: int = 0) -> RolloutData:
-    """Draw the groups of a case and all that belongs to them."""
+    """Draw the groups of a case with everything that belongs to them."""
     groups = case.make_groups(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     lengths_B = torch.tensor([len(rollout.token_ids) for group in groups for rollout in group.rollouts])
     shape = (len(lengths_B), int(lengths_B.max()))
     mask_BT = torch.arange(shape[1]) < lengths_B[:, None]
-    # A step in ten is large. Entry t is the chance before token t.
+    # One step in ten is large. Entry t is the chance before token t.
     large_BT = 1 + 4 * (torch.rand(shape, generator=generator) < 0.1)
     steps_BT = torch.randn(shape, generator=generator) * large_BT * (STEP_STD / (3.4 * lengths_B[:, None]).sqrt())
     chance_BT = (steps_BT.cumsum(dim=1) - steps_BT).sigmoid()
@@ -97,7 +97,7 @@ def draw_rollouts(case: Case, seed: int = 0) -> RolloutData:
     last_B = lengths_B[:, None] - 1
     rewards_B = (torch.rand(len(lengths_B), generator=generator) < chance_BT.gather(1, last_B)[:, 0]).float()
     certainty_BT = 1 - torch.rand(shape, generator=generator) ** 4  # the probability of the token that was sampled
-    norms_BT = (1 - certainty_BT) ** 2 * 1.2  # the other tokens' share of the rest adds a little
+    norms_BT = (1 - certainty_BT) ** 2 * 1.2  # plus a little for the other tokens
     for rollout, reward in zip((r for group in groups for r in group.rollouts), rewards_B.tolist(), strict=True):
         rollout.reward = reward
     rewards_BT = torch.zeros(shape).scatter(1, last_B, rewards_B[:, None])

@@ -1,7 +1,7 @@
 """Rollouts per second: the engines, and transformers' `generate`, on the same prompts and a random model.
 
-`python -m benchmarks rollouts` takes minutes; README.md says how to read the table. vLLM takes part where it is
-installed. Every round has prompts of its own, so that no cache knows them.
+`python -m benchmarks rollouts` takes minutes; README.md says how to read the table. vLLM is included if
+installed. Every round has new prompts, so no cache has them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"head_dim": 128, "vocab_size": 32_000},
     },
 }
-"""Of Qwen3, embeddings tied, one key/value head for two heads. `0.6b` is Qwen3-0.6B with a smaller vocabulary."""
+"""Qwen3 with tied embeddings, two query heads per key/value head. `0.6b` is Qwen3-0.6B with a smaller vocabulary."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     deadline = time.monotonic() + 60 * options.minutes
     conditions = begin_on(options.device, options)
     if options.threads:
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of vLLM
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for vLLM
     model = make_model(options.shape, getattr(torch, options.dtype)).to(options.device)
     methods, sync = make_methods(model, options)
     for run in methods.values():
-        run()  # warm
+        run()  # warm-up
     timings = time_in_turns(methods, options.rounds, deadline, clock=options.clock)
     report = {
         "options": {name: value for name, value in vars(options).items() if name != "output"},
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_common(parser, rounds=3)
     options = parser.parse_args(arguments)
     if options.prompt_length < 2:
-        parser.error("--prompt-length is 1; what goes on from a copied cache needs 2 tokens.")
+        parser.error("--prompt-length is 1; continuing from a copied cache needs at least 2 tokens.")
     return options
 
 
@@ -99,7 +99,7 @@ def make_model(shape: str, dtype: torch.dtype) -> Any:
 
 
 def make_methods(model: Any, options: argparse.Namespace) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
-    """What is timed, by name; and what giving vLLM the weights took, empty without it."""
+    """The functions to time by name, and the cost of sending the weights to vLLM; empty without vLLM."""
     sampling = SamplingConfig(max_new_tokens=options.new_tokens)
     asked = {"num_generations": options.generations, "seed": 0}
     sync: dict[str, float] = {}
@@ -114,7 +114,7 @@ def make_methods(model: Any, options: argparse.Namespace) -> tuple[dict[str, Cal
         length = options.prompt_length + options.new_tokens
         vllm = VLLMRolloutEngine(max_model_len=length, enforce_eager=options.device == "cpu")
         vllm.bind(model)
-        for version in (1, 2):  # the first starts it
+        for version in (1, 2):  # the first one also starts vLLM
             started = time.perf_counter()
             sync = vllm.update_weights(checkpoint_weights(model, model.named_parameters()), version=version)
             sync["seconds"] = time.perf_counter() - started
@@ -123,7 +123,7 @@ def make_methods(model: Any, options: argparse.Namespace) -> tuple[dict[str, Cal
 
 
 def on_new_prompts(options: argparse.Namespace, run: Callable[[list[list[int]]], Any]) -> Callable[[], Any]:
-    """Call something with other random prompts each time; the n-th ones are the same for all methods."""
+    """Call a function with new random prompts each time; the n-th call has the same prompts for all methods."""
     rng, vocab_size = random.Random(0), SHAPES[options.shape]["vocab_size"]
 
     def tokens() -> list[int]:
@@ -134,7 +134,7 @@ def on_new_prompts(options: argparse.Namespace, run: Callable[[list[list[int]]],
 
 @torch.no_grad()
 def generate(model: Any, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Any:
-    """What a trainer without an engine of its own does: every rollout has its own copy of the prompt."""
+    """Plain transformers: every rollout has its own copy of the prompt."""
     repeated = [list(prompt) for prompt in prompts for _ in range(options.generations)]
     inputs = torch.tensor(repeated, device=options.device)
     return _generate(model, inputs, options)
@@ -142,9 +142,9 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], options: argparse.Nam
 
 @torch.no_grad()
 def repeat_cache(model: Any, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Any:
-    """What transformers lets one write by hand: encode the prompts once, copy their cache for every rollout.
+    """Plain transformers with a copied cache: encode the prompts once, and copy their cache for every rollout.
 
-    The last token of the prompts is left to `generate`, which wants at least one that the cache does not hold.
+    The last prompt token is left to `generate`, which needs at least one token that is not in the cache.
     """
     from transformers import DynamicCache
 
@@ -160,7 +160,7 @@ def _generate(model: Any, inputs: torch.Tensor, options: argparse.Namespace, **k
 
 
 def rows(timings: dict[str, Timing], rollouts: int, new_tokens: int) -> list[dict[str, Any]]:
-    """The table: medians, and speedups over `generate` round by round where it has run."""
+    """The table: medians, and speedups over `generate` by round, if that was run."""
     table = []
     for name, timing in timings.items():
         row: dict[str, Any] = {

@@ -17,7 +17,7 @@ from benchmarks.options import add_common, begin_on, positive, write_json
 from benchmarks.step_parts import MODEL_WORK, OVERHEAD, TOKEN_GROUPS, StepParts
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
-"""What `--model larger` changes of the configs' architecture."""
+"""Changes of `--model larger` to the configs' architecture."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -59,10 +59,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(name: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train with a config, and sum up the steps behind the warm-up.
+    """Train with a config, and summarize the steps after the warm-up.
 
-    Validation is left out: it is no part of a step. Checkpoints and tables are written where they are due; the figure
-    of the whole run, which comes after all steps and needs matplotlib, is not drawn.
+    Validation is left out, since it is not part of a step. Checkpoints and tables are written when due; the figure of
+    the whole run, which comes after all steps and needs matplotlib, is not drawn.
     """
     config = read_config(name)
     source = config["model"]["init_args"]["policy"]["init_args"]
@@ -95,7 +95,7 @@ def summarize(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
     Returns:
         `steps`: the seconds of each part in each step. `seconds`: the median of each. `everything_else`: share of
-        a step that is no model work, as median, smallest and largest over the steps, and of all together (`mean`).
+        a step that is not model work, as median, smallest and largest over the steps, and over all steps (`mean`).
         `token_groups`: the same of finding token groups and of their advantages.
     """
     seconds = {part: statistics.median(step.get(part, 0.0) for step in steps) for part in (*MODEL_WORK, *OVERHEAD)}
@@ -108,7 +108,7 @@ def summarize(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def share(steps: Sequence[Mapping[str, float]], parts: Sequence[str]) -> dict[str, float]:
-    """How much of a step some parts take."""
+    """The share of a step that some parts take."""
     own = [sum(step.get(part, 0.0) for part in parts) for step in steps]
     whole = [step["step"] for step in steps]
     shares = [part / step for part, step in zip(own, whole, strict=True)]

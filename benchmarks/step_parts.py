@@ -1,7 +1,7 @@
-"""What a training step is made of, timed from outside: functions of the package are wrapped for the time of a fit.
+"""Times the parts of a training step from outside: functions of the package are wrapped during a fit.
 
-Parts of `MODEL_WORK` are what the arithmetic needs: sampling, decoder and head forward, backward, the optimizer. All
-others are what a trainer adds to it. Every moment counts for the innermost part.
+Parts in `MODEL_WORK` are what the arithmetic needs: sampling, decoder and head forward, backward, the optimizer. All
+others are the trainer's overhead. Time counts for the innermost part.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ OVERHEAD = (
     "callbacks",
     "other",
 )
-"""`other` is Lightning's loop and what no other part names."""
+"""`other` is Lightning's loop and anything that is in no other part."""
 
 
 class StepParts(Callback):
     """Times the parts of every training step; put it first among the callbacks.
 
-    A step goes from one `on_train_batch_start` to the next, so that all that is done between two steps belongs to one.
+    A step lasts from one `on_train_batch_start` to the next, so work between steps belongs to a step too.
 
     Args:
-        clock: One of `measure.CLOCKS`; at the borders of parts the GPU is waited for, so that each has the time of its
-            own kernels.
+        clock: One of `measure.CLOCKS`. The GPU is synchronized at the start and end of each part, so each has the time
+            of its own kernels.
 
     Attributes:
-        steps: For each step the seconds of each part.
+        steps: For each step, the seconds of each part.
     """
 
     def __init__(self, clock: str) -> None:
@@ -62,7 +62,7 @@ class StepParts(Callback):
         self._patches = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wrap what is timed."""
+        """Wrap the functions to time."""
         for owner, name, part in timed_functions(trainer, pl_module):
             self._patch(owner, name, self._timed(getattr(owner, name), part))
         (optimizer,) = trainer.optimizers
@@ -73,7 +73,7 @@ class StepParts(Callback):
         self._end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the last step, and restore what was wrapped."""
+        """End the last step, and restore the functions."""
         self._end_step()
         self._patches.close()
 
@@ -88,7 +88,7 @@ class StepParts(Callback):
         self._patches.enter_context(mock.patch.object(owner, name, wrapped))
 
     def _timed(self, function: Callable[..., Any], part: str | tuple[str, str]) -> Callable[..., Any]:
-        """The function, charged to a part; of two to the first one with gradient, to the second one without."""
+        """Charge a function to a part; of a pair, to the first with gradient, to the second without."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class StepParts(Callback):
         return timed
 
     def _timed_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """An optimizer's step; the closure, in which Lightning runs forward and backward, is no part of it."""
+        """Time an optimizer's step without the closure, in which Lightning runs forward and backward."""
         timed = self._timed(step, "optimizer")
 
         @functools.wraps(step)
@@ -109,7 +109,7 @@ class StepParts(Callback):
 
 
 def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str | tuple[str, str]]]:
-    """What is wrapped: its owner, its name, and the part it is charged to, as `StepParts` takes it."""
+    """The functions to wrap: owner, name, and the part to charge."""
     functions: list[tuple[Any, str, str | tuple[str, str]]] = [
         (module.engine, "generate", "rollouts"),
         (module, "score", ("forward", "scoring")),

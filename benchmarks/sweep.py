@@ -1,8 +1,8 @@
 """Time, operations and memory against P/R for several group sizes and prompts, as in the figure of Prefix Grouper.
 
-The columns are prompt lengths P, the lines group sizes G, dashed with the prompt repeated (packed, without padding) and
-solid with the prompt shared; arXiv:2506.05433 has such a figure. Cases run from the cheapest to the dearest, so a run
-that is out of time lacks the largest. Operations need no run: they are counted for the real sizes as well.
+Columns are prompt lengths P; lines are group sizes G, dashed with repeated prompts (packed, without padding) and solid
+with shared prompts, as in arXiv:2506.05433. Cases run from cheapest to most expensive, so a run that is out of time
+lacks the largest. Operations are counted without a run, also for the real sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASES = {
 SHARINGS: tuple[Sharing, ...] = ("repeated", "shared")
 PREFIXES = {"cpu": [512, 1024, 2048], "gpu": [4096, 8192, 16384]}
 REAL = (QWEN3_4B, PREFIXES["gpu"])
-"""The shape and the prompts whose operations are counted beside those of what is run."""
+"""The real shape and prompts, whose operations are only counted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -85,14 +85,14 @@ def grid(case: Case, prefixes: Sequence[int], ratios: Sequence[int], group_sizes
 
 
 def count(case: Case, measured: Measured) -> dict[str, Any]:
-    """The place in the figure, and operations in units of 1e12 of the repeated and of the shared run."""
+    """Coordinates in the figure, and operations of the repeated and the shared run in units of 1e12."""
     place = {"prefix": case.prefix, "ratio": case.prefix / case.rollout, "group_size": case.group_size}
     both = {name: FORWARDS[measured] * case.operations(name) / 1e12 for name in SHARINGS}
     return place | {"teraflops": both, "token_ratio": case.layout.token_ratio}
 
 
 def figures(comparison: Comparison, method: str) -> dict[str, Any]:
-    """Seconds and MiB of both runs; what did not run is left out, with the reason."""
+    """Seconds and MiB of both runs; a run that failed is left out, with the reason."""
     rows = {"repeated": comparison.row(BASELINE), "shared": comparison.row(method)}
     ran = {name: row for name, row in rows.items() if row is not None}
     return {

@@ -1,8 +1,8 @@
-"""Finding token groups and their advantages, against one forward of the tiny model on as many tokens.
+"""Time to find token groups and their advantages, compared with one forward of the tiny model on as many tokens.
 
 `python -m benchmarks token-groups --help` lists the options. The forward is that of the decoder alone (no head, no
 gradient) with the architecture of configs/grpo_pg.yaml on rows of the same length; it is timed on some of the rows and
-scaled to all of them, and the scale is printed.
+scaled to all, and the scale is printed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def share_of_step(path: Path) -> dict[str, float]:
-    """How much of a GROUP PPO step finding the groups and their advantages take, from what `step` has written."""
+    """The share of a GROUP PPO step spent on token groups and their advantages, from the results of `step`."""
     runs = json.loads(path.read_text())["runs"]
     shares = [run["token_groups"] for run in runs if run["config"] == "group_ppo" and run["model"] == "default"]
     if not shares:
@@ -103,7 +103,7 @@ def share_of_step(path: Path) -> dict[str, float]:
 
 
 def random_rows(rows: int, length: int) -> list[Tensor]:
-    """Errors, rewards and values, normal; norms, uniform."""
+    """Random errors, rewards and values (normal) and norms (uniform)."""
     generator = torch.Generator().manual_seed(0)
     normal = [torch.randn(rows, length, generator=generator) for _ in range(3)]
     return [*normal, torch.rand(rows, length, generator=generator)]
@@ -122,13 +122,13 @@ def token_groups(inputs: Sequence[Tensor], max_size: int, threshold: float, gaps
 
 
 def architecture() -> dict[str, Any]:
-    """Of the tiny model, with about as many tokens as its tokenizer has."""
+    """The tiny model's config, with a vocabulary about as large as its tokenizer's."""
     policy = read_config("grpo_pg")["model"]["init_args"]["policy"]
     return policy["init_args"]["architecture"] | {"vocab_size": 40}
 
 
 def decoder_forward(options: argparse.Namespace) -> Callable[[], None]:
-    """A call of the tiny model's decoder, one row after another, which is the fastest way here."""
+    """A call of the tiny model's decoder, row by row, which is fastest here."""
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.for_model(**architecture() | {"max_position_embeddings": options.length})

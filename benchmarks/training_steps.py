@@ -1,8 +1,8 @@
-"""PPO and GROUP PPO on given rollouts, part by part and without a run of the Trainer.
+"""Times the parts of PPO and GROUP PPO on given rollouts, without a Trainer.
 
-The modules are the package's own; `Measured` times what they do, and puts the drawn values and score norms where those
-of the random models were computed. All modules train the same models with a learning rate of 0: each step does all its
-work and leaves the weights as they are, so that every round and every method starts from the same ones.
+The modules are the package's own; `Measured` times them, and replaces the random models' values and score norms by
+simulated ones. All modules train the same models with a learning rate of 0: each step does all its work but leaves the
+weights unchanged, so every round and every method starts from the same ones.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from pl_grouprl.training.step_timer import StepTimer
 
 
 class Measured(PPO):
-    """Mixed into a PPO module, before it.
+    """A mixin for PPO modules; comes first among the bases.
 
     Attributes:
-        data: What stands in for the random critic's values and the random policy's score norms.
-        watch: Takes the times; None means that the rollouts are prepared without running the models at all.
+        data: Simulated values and score norms, which replace the random models'.
+        watch: Takes the times; None prepares the rollouts without running the models.
     """
 
     data: RolloutData
     watch: StepTimer | None = None
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
-        """Score, then put the drawn norms in."""
+        """Score, then insert the simulated norms."""
         norms_N = self.data.flat(self.data.score_norms)
         if self.watch is None:
             return TokenScores(torch.zeros_like(norms_N), score_norm_N=norms_N)
@@ -51,14 +51,14 @@ class Measured(PPO):
         return scores if scores.score_norm_N is None else scores._replace(score_norm_N=norms_N)
 
     def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
-        """Run the critic, then return the drawn values."""
+        """Run the critic, then return the simulated values."""
         if self.watch is not None:
             with self.watch.part("values"):
                 super().value_rollouts(buffer)
         return self.data.flat(self.data.values), torch.zeros(len(self.data.mask))
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Time what is left without the values: token groups, advantages, whitening."""
+        """Time the rest: token groups, advantages, whitening."""
         with contextlib.nullcontext() if self.watch is None else self.watch.part("groups, advantages"):
             super().compute_targets(buffer, scores)
 
@@ -73,13 +73,13 @@ class MeasuredGroupPPO(Measured, GroupPPO):
 
 @dataclass(frozen=True)
 class Models:
-    """What all modules train; also the source of both, for the modules to load.
+    """The models that all modules train.
 
     Attributes:
-        policy: With random weights.
-        critic: A copy of its decoder with a head.
-        optimizers: AdamW of each, with a learning rate of 0.
-        trainer: Tells the modules of precision and ranks; nothing is fitted.
+        policy: The policy, with random weights.
+        critic: A copy of the policy's decoder with a head.
+        optimizers: AdamW for each, with a learning rate of 0.
+        trainer: Provides precision and ranks; nothing is fitted.
         data: The rollouts.
         clock: One of `measure.CLOCKS`.
     """
@@ -108,7 +108,7 @@ class Models:
         return cls(policy, critic, optimizers, trainer, data, clock)
 
     def module(self, cls: type[Measured], **options: Any) -> Measured:
-        """Make a module that trains these models on these rollouts."""
+        """Create a module that trains these models on these rollouts."""
         module = cls(_Source(self.policy), _no_reward, critic=_Source(self.critic), verify=False, **options)
         module.data = self.data
         module.trainer = self.trainer
@@ -116,7 +116,7 @@ class Models:
         return module.to(self.policy.device)
 
     def descend(self, name: str, loss: tuple[Tensor, Tensor]) -> float:
-        """Take an optimizer step of one part, and return its loss."""
+        """Take an optimizer step of policy or critic, and return its loss."""
         mean = loss[0] / loss[1]
         mean.backward()
         self.optimizers[name].step()
@@ -126,7 +126,7 @@ class Models:
 
 @dataclass(frozen=True)
 class _Source:
-    """Hands a model out as it is, as policy or as critic."""
+    """A source that returns a given model, as policy or as critic."""
 
     model: Any
 
@@ -138,20 +138,20 @@ class _Source:
 
 
 def _no_reward(completions: Sequence[str], **columns: Any) -> list[float]:
-    raise AssertionError("the rollouts have their rewards already")
+    raise AssertionError("the rollouts already have their rewards")
 
 
 class CriticUpdate:
     """The critic's update on the first mini-batch: packing, forward, value head, loss, backward, AdamW.
 
     Args:
-        models: What is trained.
+        models: The models.
         module: PPO or GROUP PPO.
 
     Attributes:
         positions: Tokens that the critic is trained at.
         compression: 1 - positions / tokens of the mini-batch.
-        loss: Of the last run.
+        loss: Loss of the last run.
     """
 
     def __init__(self, models: Models, module: Measured) -> None:
@@ -165,14 +165,14 @@ class CriticUpdate:
         self.loss = float("nan")
 
     def run(self) -> None:
-        """Update once. The policy's batch is there already, as it is in a training step."""
+        """Update once. The policy's batch already exists, as in a training step."""
         with sharing(self.module):
             loss, _ = self.module._value_loss(self.batch, None)
             self.loss = self.models.descend("critic", loss)
 
     def count_tokens(self) -> int:
-        """Run a second time, and return how many tokens went through the critic's trunk, padding included."""
-        self.run()  # the first time, a few tokens more are run to look at the model
+        """Run again, and return the number of tokens that went through the critic's backbone, padding included."""
+        self.run()  # the first run includes a few extra tokens that inspect the model
         counts: list[int] = []
 
         def count(trunk: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -185,13 +185,13 @@ class CriticUpdate:
 
 
 class WholeStep:
-    """Everything between sampling and the next sampling, rewards left out.
+    """Everything between sampling and the next sampling, without rewards.
 
-    Policy and critic each get a backward pass and an AdamW step of their own, one after the other; a run of the
-    Trainer does both at once, in the same operations. Gradient norms and logging are left out.
+    Policy and critic have separate backward passes and AdamW steps, one after the other; a Trainer does both at once,
+    with the same operations. Gradient norms and logging are left out.
 
     Args:
-        models: What is trained.
+        models: The models.
         module: PPO or GROUP PPO.
 
     Attributes:
@@ -227,7 +227,7 @@ class WholeStep:
 
 @contextlib.contextmanager
 def sharing(module: Measured) -> Iterator[None]:
-    """Share prefixes in all models of a module, where it does."""
+    """Share prefixes in all models of a module, if it does so."""
     with contextlib.ExitStack() as stack:
         for model in module.scored_models().values() if module.sharing == "shared" else ():
             stack.enter_context(shared_prefix(model, module.attention_backend))
@@ -235,7 +235,7 @@ def sharing(module: Measured) -> Iterator[None]:
 
 
 def prepared(module: Measured) -> RolloutBuffer:
-    """The module's rollouts with all that its updates need."""
+    """The module's rollouts with everything that its updates need."""
     buffer = RolloutBuffer(module.data.groups, 0, module.num_mini_batches, module.seed)
     scores = module.score_rollouts_before_update(buffer)
     module.prepare_updates(buffer, scores)
@@ -243,6 +243,6 @@ def prepared(module: Measured) -> RolloutBuffer:
 
 
 def mini_batch(module: Measured, buffer: RolloutBuffer, index: int) -> MicroBatch:
-    """What a training step gets: without a budget of tokens, one micro-batch."""
+    """A training step's batch: without a token budget, a single micro-batch."""
     (batch,) = module.micro_batcher.for_update(buffer, buffer.members(index))
     return batch

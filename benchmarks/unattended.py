@@ -1,8 +1,8 @@
-"""All benchmarks one after another, each in a process of its own, within some minutes and without anybody watching.
+"""Runs all benchmarks one after another, each in its own process, unattended and within a time limit.
 
-Each part gets a share of the time that is left and is ended when that is over; what it had written by then stays. One
-that fails is recorded, and the rest go on. DIR/summary.json says after every part what became of it. The exit code is 1
-if any part failed or was ended. README.md says what a machine needs.
+Each part gets a share of the remaining time and is ended when that is over; its results so far are kept. A failing
+part is recorded, and the others continue. DIR/summary.json is updated after every part. The exit code is 1 if any part
+failed or was ended. README.md lists what a machine needs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Part:
     """One run of one benchmark.
 
     Attributes:
-        command: Its name.
+        command: Name of the benchmark.
         weight: Its share of the time.
-        options: Of its command line, beside the common ones.
-        takes: Which of the common options it knows: threads, clock, minutes.
-        name: Of its results, where the command stands twice.
+        options: Command line options besides the common ones.
+        takes: The common options that it accepts: threads, clock, minutes.
+        name: Name of its results, if the command occurs twice.
     """
 
     command: str
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def label(self) -> str:
-        """What the results are called."""
+        """Name of the results."""
         return self.name or self.command
 
 
@@ -85,7 +85,7 @@ PROFILES = {
         Part("token-groups", 3, ("--rows", "128")),
     ),
 }
-"""What runs, the most important before what can be missed: the time that a part leaves over goes to those behind it."""
+"""The parts by importance; time that a part leaves over goes to the following ones."""
 
 Outcome = Literal["done", "failed", "ended"]
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = parse(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    with exiting_on(signal.SIGTERM, signal.SIGHUP):  # so that the part that runs is ended too
+    with exiting_on(signal.SIGTERM, signal.SIGHUP):  # so the running part is ended too
         summary = run_parts(options)
     print("\n" + "\n".join(f"{own['part']:14} {own['outcome']:7} {own['seconds']:6.1f} s" for own in summary))
     if any(own["outcome"] != "done" for own in summary):
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def exiting_on(*signals: signal.Signals) -> Iterator[None]:
-    """Let signals end the program as an exception does."""
+    """Let signals end the program like an exception."""
     before = {own: signal.signal(own, lambda number, _: sys.exit(128 + number)) for own in signals}
     try:
         yield
@@ -117,7 +117,7 @@ def exiting_on(*signals: signal.Signals) -> Iterator[None]:
 
 
 def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run one part after another; what became of them is returned, and written after each."""
+    """Run one part after another; returns the outcomes, which are written after each part."""
     parts = [part for part in PROFILES[options.profile] if not options.only or part.command in options.only]
     commands: list[tuple[str, float, Part | None]] = [(part.label, part.weight, part) for part in parts]
     if options.tests:
@@ -151,12 +151,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     there = {part.command for part in PROFILES[options.profile]}
     if missing := [name for name in options.only or () if name not in there]:
-        parser.error(f"--only {' '.join(missing)} is no part of --profile {options.profile}.")
+        parser.error(f"--only {' '.join(missing)} is not a part of --profile {options.profile}.")
     return options
 
 
 def part_command(part: Part, options: argparse.Namespace, limit: float) -> list[str]:
-    """The command line of a part. One that keeps to minutes gets fewer than it is ended after, to finish in time."""
+    """The command line of a part. Parts with `--minutes` get slightly fewer than their limit, to finish in time."""
     common = {"clock": options.clock, "minutes": f"{0.6 * limit / 60:.3f}"}
     if options.threads:
         common["threads"] = str(options.threads)
@@ -171,7 +171,7 @@ def test_command() -> list[str]:
 
 
 def run_limited(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """Run a command in a process group of its own, which is killed when the limit is over or this process ends.
+    """Run a command in its own process group, which is killed when the limit is over or this process ends.
 
     Returns:
         `outcome`, `seconds`, `exit_code`, and the last lines on standard error unless it is done.
@@ -185,7 +185,7 @@ def run_limited(command: Sequence[str], limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            with suppress(ProcessLookupError):  # helpers of the part may live on
+            with suppress(ProcessLookupError):  # child processes of the part may still run
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
         stderr.seek(0)

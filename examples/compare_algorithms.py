@@ -1,13 +1,13 @@
-"""GRPO, PPO and GROUP PPO on the same prompts, from the same base policy: reward, positions, and where the time goes.
+"""GRPO, PPO and GROUP PPO on the same prompts, from the same base policy: reward, positions and time by part.
 
     python examples/compare_algorithms.py                                  # 3 algorithms x 3 seeds, on the CPU
     python examples/compare_algorithms.py --seeds 0 --steps 20             # a look
     python examples/compare_algorithms.py --resume                         # only the runs that are missing
     python examples/compare_algorithms.py --algorithms PPO "Mine=my.yaml"  # any other configuration, with its label
 
-Each run is `python cli.py fit --config ...` with the seed of everything, of the model and of the data set; checkpoints
-and pictures are left out. All runs share one process: each seeds everything itself, and threads are set once. They take
-turns, each seed in another order, so that a slow minute of the machine meets all algorithms. The output folder holds
+Each run is `python cli.py fit --config ...` with one seed for everything, the model and the data set, without
+checkpoints and pictures. All runs share one process: each seeds everything itself, and threads are set once. They take
+turns, in a different order for each seed, so a slow minute of the machine affects all algorithms. The output folder has
 `comparison.png`, `comparison.md`, `comparison.json`, and a folder with the metrics of each run.
 """
 
@@ -43,13 +43,13 @@ from pl_grouprl.functional.token_groups import token_group_counts  # noqa: E402
 from pl_grouprl.models.reference import fingerprint  # noqa: E402
 
 ALGORITHMS = {"GRPO": "grpo_pg.yaml", "PPO": "ppo.yaml", "GROUP PPO": "group_ppo.yaml"}
-"""Label and configuration of what is compared by default."""
+"""Labels and configurations of the default comparison."""
 
 CALLBACKS = ("ValidateAtStart", "RunSummary")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
-    """Run what is asked for and write the report after each run, so that there is one of what is done."""
+    """Run everything requested; update the report after each run."""
     options = parse(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -79,8 +79,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"among {', '.join(ALGORITHMS)} (or grpo, ppo, group_ppo), or LABEL=CONFIG; default: those three",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--steps", type=int, help="optimizer steps; default: what each configuration says")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--steps", type=int, help="optimizer steps; default: those of each configuration")
+    parser.add_argument("--threads", type=int, help="PyTorch's number of threads; default: PyTorch's own")
     parser.add_argument("--config", nargs="+", default=[], help="configurations merged over that of each algorithm")
     parser.add_argument(
         "--metric", default="val/rewards/exact_match/mean", help="what is compared; default: %(default)s"
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for name in ("seeds", "algorithms"):
         if len(set(getattr(options, name))) < len(getattr(options, name)):
-            parser.error(f"--{name} {getattr(options, name)}: one of them is there twice; name each once.")
+            parser.error(f"--{name} {getattr(options, name)}: one of them is listed twice; name each once.")
     return options
 
 
@@ -107,12 +107,12 @@ def parse_algorithm(text: str) -> tuple[str, str]:
 
 
 def slug(label: str) -> str:
-    """The label as a part of a file name."""
+    """The label in file names."""
     return re.sub(r"\W+", "_", label.lower())
 
 
 def run_or_read(label: str, config: str, seed: int, options: argparse.Namespace) -> Run:
-    """Train, or read the result of an earlier run with the same options where that is asked for."""
+    """Train, or with `--resume` read the result of an earlier run with the same options."""
     name = f"{slug(label)}-seed{seed}"
     file = options.output / "runs" / name / "result.json"
     files = [find_config(own) for own in (config, *options.config)]
@@ -121,7 +121,7 @@ def run_or_read(label: str, config: str, seed: int, options: argparse.Namespace)
     if options.resume and file.is_file():
         run = json.loads(file.read_text(encoding="utf-8"))
         if run["options"] != told:
-            raise SystemExit(f"--resume: {file} is of a run with other options or configurations; remove it.")
+            raise SystemExit(f"--resume: {file} is from a run with other options or configurations; remove it.")
         return run
     file.unlink(missing_ok=True)
     print(f"{label}, seed {seed}", flush=True)
@@ -133,7 +133,7 @@ def run_or_read(label: str, config: str, seed: int, options: argparse.Namespace)
 
 
 def train(files: Sequence[str], name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run `cli.py fit` in this process; return what was measured."""
+    """Run `cli.py fit` in this process; return the measurements."""
     logger = {"save_dir": str(options.output), "name": "runs", "version": name}
     trainer: dict[str, Any] = {
         "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": logger},
@@ -150,10 +150,10 @@ def train(files: Sequence[str], name: str, seed: int, options: argparse.Namespac
 
 
 class ComparedRun(RLCLI):
-    """The command line of a training run, with a `Recorder` beside the callbacks of its configuration."""
+    """The command line of a training run, with a `Recorder` in addition to its configuration's callbacks."""
 
     def before_fit(self) -> None:
-        """Refuse what the report could not show, and add the recorder."""
+        """Refuse runs that the report cannot show, and add the recorder."""
         trainer = self.trainer
         if trainer.accumulate_grad_batches != 1:
             raise SystemExit(
@@ -163,7 +163,7 @@ class ComparedRun(RLCLI):
         every = trainer.val_check_interval
         if isinstance(every, float) or trainer.max_steps % every:
             raise SystemExit(
-                f"{trainer.max_steps} steps with val_check_interval={every} need not end with a validation; pass a "
+                f"{trainer.max_steps} steps with val_check_interval={every} may not end with a validation; pass a "
                 "multiple of a whole number of steps with --steps."
             )
         device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
@@ -188,7 +188,7 @@ class ComparedRun(RLCLI):
 
 
 class Recorder(pl.Callback):
-    """Counts what is trained, notes what the run began with, and times the critic by itself after the last step."""
+    """Counts trained tokens, records the initial policy, and times the critic alone after the last step."""
 
     def __init__(self) -> None:
         self.record: dict[str, Any] = {
@@ -196,7 +196,7 @@ class Recorder(pl.Callback):
         }  # fmt: skip
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: GRPO | PPO) -> None:  # type: ignore[override]
-        """Note the policy that the run begins with."""
+        """Record the initial policy."""
         self.record |= {"algorithm": type(pl_module).__name__, "base_policy": fingerprint(pl_module.policy)}
 
     def on_train_batch_end(  # type: ignore[override]
@@ -219,7 +219,7 @@ class Recorder(pl.Callback):
 
 
 def count_positions(module: GRPO | PPO) -> tuple[int, int]:
-    """Trained tokens of the latest rollouts, and how many advantages were computed for them.
+    """Trained tokens of the latest rollouts, and the number of advantages computed for them.
 
     GRPO computes one for each rollout, PPO and distillation one for each token, GROUP PPO one for each token group.
     """
@@ -239,13 +239,13 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
     assert module.critic is not None
     (batch,) = module.micro_batcher.for_update(buffer, buffer.members(0))
     parameters = [parameter for parameter in module.critic.parameters() if parameter.requires_grad]
-    before, module.critic_warmup_steps = module.critic_warmup_steps, module.global_step + 1  # the critic alone
+    before, module.critic_warmup_steps = module.critic_warmup_steps, module.global_step + 1  # trains the critic alone
     seconds = []
-    for _ in range(1 + rounds):  # the first one warms up
+    for _ in range(1 + rounds):  # the first round warms up
         start = time.perf_counter()
         loss, _ = module.compute_loss(batch).losses["critic"]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        next(own for own in gradients if own is not None).sum().item()  # wait for a device that runs on its own
+        next(gradient for gradient in gradients if gradient is not None).sum().item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     module.critic_warmup_steps = before
     return seconds[1:]
@@ -254,8 +254,8 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
 def per_step_seconds(points: dict[str, dict[int, float]], updates_per_rollout: int) -> dict[str, list[float]]:
     """Seconds of each optimizer step by part, from the metrics `time/...`.
 
-    What precedes the updates of a rollout is shared out evenly among them. `rest` is what none of `PARTS` accounts for,
-    such as the estimate of the advantages.
+    Work before the updates of a rollout is spread evenly over them. `rest` is what none of `PARTS` covers, such as
+    estimating advantages.
     """
     steps = sorted(points["time/step"])
     seconds: dict[str, list[float]] = {part: [] for part in (*PARTS, "rest", "step")}
@@ -277,7 +277,7 @@ def check_same_start(runs: Sequence[Run]) -> None:
     new = runs[-1]
     for old in runs[:-1]:
         pair = f"{old['label']}, seed {old['seed']}, and {new['label']}, seed {new['seed']},"
-        if not math.isclose(old["base_policy"], new["base_policy"], rel_tol=1e-6):  # a sum, in any order
+        if not math.isclose(old["base_policy"], new["base_policy"], rel_tol=1e-6):  # a sum, whose order may differ
             raise SystemExit(f"{pair} begin with different policies; give them the same `policy`.")
         both = list(zip(old["prompts"], new["prompts"], strict=False))
         if old["seed"] == new["seed"] and any(mine != theirs for mine, theirs in both):
@@ -285,7 +285,7 @@ def check_same_start(runs: Sequence[Run]) -> None:
 
 
 def _text(config: str) -> bytes:
-    """Content of a configuration: of a file, or YAML on the command line."""
+    """Content of a configuration: a file, or YAML on the command line."""
     return config.encode() if "{" in config or "\n" in config else Path(config).read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""On-policy distillation against GRPO, with the same student and prompts: accuracy by sampled tokens.
+"""On-policy distillation and GRPO with the same student and prompts: accuracy by sampled tokens.
 
     python cli.py fit --config grpo_pg.yaml                     # trains the teacher, once
     python examples/compare_distillation.py                     # 2 algorithms x 3 seeds, on the CPU
@@ -36,14 +36,14 @@ from pl_grouprl.cli import RLCLI, find_config  # noqa: E402
 LABELS = ("Distillation", "GRPO")
 METRIC = "val/rewards/exact_match/mean"
 WITHIN = 0.05
-"""How far below the teacher's accuracy still counts as reaching it."""
+"""The largest difference from the teacher's accuracy that counts as reaching it."""
 
 GRPO_OPTIONS = {"epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.01}
 """Clipping and KL penalty of grpo_pg.yaml."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run both algorithms, or those asked for, and write the report."""
+    """Run the requested algorithms and write the report."""
     options = parse(arguments)
     configs = configurations(options.config, options.teacher)
     algorithms = [f"{label}={json.dumps(configs[label])}" for label in options.only]
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=LABELS, default=list(LABELS), help="default: both")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the configuration")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
+    parser.add_argument("--threads", type=int, help="PyTorch's number of threads; default: PyTorch's own")
     parser.add_argument("--config", default="distillation.yaml", help="default: %(default)s")
     parser.add_argument("--teacher", help="folder of the teacher; default: that of the configuration")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What `compare_algorithms.py` writes: a figure, a table, and everything as JSON."""
+"""The report of `compare_algorithms.py`: a figure, a table, and everything as JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Run = dict[str, Any]
 """One training run, as plain values: see `compare_algorithms.run_or_read`."""
 
 PARTS = ("rollout", "reward", "old_logprobs", "ref_logprobs", "values", "update")
-"""Parts of a step that are timed, by the names of the metrics `time/...`."""
+"""Timed parts of a step: names of the metrics `time/...`."""
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+"""Okabe and Ito's colours, which colour-blind readers can distinguish."""
 
 _LABEL_GAP = 0.055
 """Least distance of two labels, as a share of the axis."""
 
 
 class Summary(NamedTuple):
-    """The row of an algorithm, over its seeds.
+    """The table row of an algorithm, over its seeds.
 
     Attributes:
         label: Its name.
@@ -33,9 +33,9 @@ class Summary(NamedTuple):
         final: Reward at the last validation, of each seed.
         tokens: Trained tokens per optimizer step, mean.
         positions: Advantages computed per optimizer step, mean.
-        compression: Share of the trained tokens without an advantage of their own, by token groups; 0 without any.
+        compression: Share of the trained tokens that share another token's advantage; 0 without token groups.
         seconds: Median over all optimizer steps, by part.
-        critic_seconds: Median of the critic's forward and backward by itself; None without a critic.
+        critic_seconds: Median of the critic's forward and backward alone; None without a critic.
     """
 
     label: str
@@ -154,16 +154,15 @@ def markdown(summaries: Sequence[Summary], runs: Sequence[Run]) -> str:
             "",
             "Advantage positions: GRPO computes one advantage for each rollout, PPO one for each token, GROUP PPO one "
             "for each token group. Compression: the share of the tokens that token groups leave without an advantage "
-            "of their own. It is no gain in time.",
+            "of their own. It is not a reduction in time.",
             "",
             "Seconds per optimizer step, medians over all steps and seeds (so parts need not add up to the step):",
             "",
             *table(["", *(part.replace("_", " ") for part in summaries[0].seconds), "critic alone"], seconds),
             "",
             "`update` is forward, backward and optimizer of policy and critic. `critic alone` is the critic's forward "
-            "and backward in it, timed by itself after the last step. `rest` is what no other part accounts for, the "
-            "estimate of the advantages among it. Validation, checkpoints and the making of the base policy are in no "
-            "column.",
+            "and backward in it, timed by itself after the last step. `rest` is everything else in a step, such as "
+            "estimating advantages. Validation, checkpoints and creating the base policy are not included.",
             "",
             f"Conditions: {conditions(runs)}.",
             "",
@@ -172,7 +171,7 @@ def markdown(summaries: Sequence[Summary], runs: Sequence[Run]) -> str:
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table whose columns stand one below the other as plain text too."""
+    """Lines of a Markdown table, aligned as plain text too."""
     widths = [max(len(cell) for cell in column) for column in zip(names, *rows, strict=True)]
 
     def line(cells: Iterable[str]) -> str:
@@ -184,7 +183,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def conditions(runs: Sequence[Run]) -> str:
-    """Where the runs ran; what differs between them as a range."""
+    """The machine and versions; values that differ between runs are shown as a range."""
     parts = []
     for name in runs[0]["conditions"]:
         values = sorted({run["conditions"][name] for run in runs})
@@ -229,7 +228,7 @@ def draw(curves: Sequence[Curve], runs: Sequence[Run], path: Path) -> None:
 
 
 def _name_ends(axes: Any, curves: Sequence[Curve]) -> None:
-    """Write each name beside the end of its line, one above the other where lines end close together."""
+    """Write each name next to the end of its line, without overlaps."""
     low, high = axes.get_ylim()
     ordered = sorted(curves, key=lambda own: own.mean[-1])
     heights = spread([(own.mean[-1] - low) / (high - low) for own in ordered], _LABEL_GAP)
@@ -241,7 +240,7 @@ def _name_ends(axes: Any, curves: Sequence[Curve]) -> None:
 
 
 def _name_durations(axes: Any, curves: Sequence[Curve]) -> None:
-    """Drop a line from the end of each curve, and write name and seconds beside its foot."""
+    """Draw a vertical line down from the end of each curve, and write name and seconds next to it."""
     from matplotlib.patheffects import withStroke
 
     for number, own in enumerate(reversed(curves)):
@@ -262,7 +261,7 @@ def _name_durations(axes: Any, curves: Sequence[Curve]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Move rising heights apart to at least `gap`, none above 1, as little as one pass up and one down need."""
+    """Move ascending heights at least `gap` apart, none above 1, in one pass up and one down."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + gap) if placed else height)
@@ -272,7 +271,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _metric(runs: Sequence[Run]) -> str:
-    """The metric without what all of them begin and end with: `exact match` of `val/rewards/exact_match/mean`."""
+    """The metric without common prefix and suffix: `exact match` for `val/rewards/exact_match/mean`."""
     metric = runs[0]["options"]["metric"]
     return metric.removeprefix("val/").removeprefix("rewards/").removesuffix("/mean").replace("_", " ")
 

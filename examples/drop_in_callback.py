@@ -1,8 +1,8 @@
-"""A LightningModule that you have already gets faster by one callback on its Trainer.
+"""Speeds up an existing LightningModule with one callback on its Trainer.
 
 `PolicyGradient` below is written the usual way: a padded batch, an attention mask, logits, a loss. It imports nothing
-of pl_grouprl. It is trained twice on the same batches, without and with `SharedPrefixCallback`; the script prints the
-time per step and how far the losses are apart. Takes less than a minute on two CPU cores:
+from pl_grouprl. It is trained twice on the same batches, without and with `SharedPrefixCallback`; the script prints the
+time per step and the difference of the losses. Takes less than a minute on two CPU cores:
 
     python examples/drop_in_callback.py
 """
@@ -21,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 class PolicyGradient(pl.LightningModule):
-    """REINFORCE on rollouts that somebody has sampled and rated."""
+    """REINFORCE on rollouts with given advantages."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class PolicyGradient(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW over everything."""
+        """AdamW on all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
@@ -87,7 +87,7 @@ def train(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[timer, *callbacks],
     )  # fmt: skip
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # the batches are made already
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # the batches are already complete
     return module.losses, timer.seconds
 
 

@@ -1,7 +1,7 @@
 """Score a policy on a configuration's test questions with transformers and reasoning-gym alone.
 
-Checks an exported policy outside this package, which provides only the prompts. Greedy accuracy must be the same as
-that of `python cli.py test`; sampled accuracy is another draw.
+Checks an exported policy outside this package, which provides only the prompts. Greedy accuracy must equal that of
+`python cli.py test`; sampled accuracy is a different random draw.
 
     python examples/evaluate_exported.py runs/grpo_smollm2/version_0/policy
     python examples/evaluate_exported.py data/smollm2 --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf   # before training

@@ -1,7 +1,7 @@
-"""GRPO in a plain PyTorch loop, without Lightning, from the parts that `pl_grouprl.GRPO` is made of.
+"""GRPO in a plain PyTorch loop, without Lightning, from the building blocks of `pl_grouprl.GRPO`.
 
 Sampling, rewards, packing, shared prefixes and exact loss denominators come from the package; the loop, the advantage
-and the optimizer are here to be read and changed. Trains a tiny random model on short prompts, in seconds:
+and the optimizer are written out here, to read and change. Trains a tiny random model on short prompts, in seconds:
 
     python examples/grpo_loop.py
 """
@@ -34,12 +34,12 @@ from pl_grouprl.training.updater import Updater
 
 
 def share_of_letters(completions: list[str], **columns: Any) -> list[float]:
-    """Reward, with TRL's signature: how much of a completion is letters."""
+    """Reward with TRL's signature: the share of letters in a completion."""
     return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in completions]
 
 
 def grpo_advantages(groups: list[RolloutGroup]) -> Tensor:
-    """Reward less the mean of the group, over its standard deviation, shape [B] (arXiv:2402.03300, section 4.1.2)."""
+    """Reward minus the group's mean, over its standard deviation, shape [B] (arXiv:2402.03300, section 4.1.2)."""
     rewards_B = torch.tensor([rollout.reward for group in groups for rollout in group.rollouts])
     group_B = torch.tensor([index for index, group in enumerate(groups) for _ in group.rollouts])
     return group_relative_advantages(rewards_B, group_B)
@@ -59,7 +59,7 @@ def main(steps: int = 20, num_generations: int = 8, cache_dir: str = ".cache/exa
     data.setup("fit")
     prompts = data.prompts["train"]
 
-    # The parts, each with what it needs.
+    # The building blocks, each with what it needs.
     run = PlainRun(source.load().train(), source.load_tokenizer())
     sampler = Sampler(run)
     run.sample = sampler.generate
@@ -74,7 +74,7 @@ def main(steps: int = 20, num_generations: int = 8, cache_dir: str = ".cache/exa
         return objective.loss(batch, scores)
 
     optimization = Optimization()
-    micro_batcher = MicroBatcher(run, max_tokens=512)  # tokens of a forward, shared ones counted once
+    micro_batcher = MicroBatcher(run, max_tokens=512)  # tokens per forward pass, counting shared ones once
     updater = Updater(run, micro_batcher, optimization, compute_loss, objective.denominators, "grpo_loop")
     parts = {"policy": list(run.policy.parameters())}
     optimizer = torch.optim.AdamW(run.policy.parameters(), lr=1e-2)
@@ -89,7 +89,7 @@ def main(steps: int = 20, num_generations: int = 8, cache_dir: str = ".cache/exa
             buffer.put_per_rollout("advantages", grpo_advantages(buffer.groups))
 
             loss, metrics = updater.update(buffer, buffer.members(0), Accumulation())
-            loss.backward()  # of the last micro-batch; the updater ran those before
+            loss.backward()  # of the last micro-batch; the updater ran the earlier ones
             norms = optimization.before_step(parts, run.support, accumulated=1, device=run.device, step=run.global_step)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,11 +1,11 @@
-r"""Write Geometry3K as parquet files in verl's shape, for `configs/grpo_qwen2.5_vl_geometry3k.yaml`.
+r"""Write Geometry3K as parquet files in verl's format, for `configs/grpo_qwen2.5_vl_geometry3k.yaml`.
 
     python examples/prepare_geometry3k.py --output data/geometry3k                   # downloads from the hub
     python examples/prepare_geometry3k.py --output data/geometry3k --input folder    # train.parquet and test.parquet
 
-The input has the columns `images` (a list of images as bytes), `problem` (with a tag `<image>` for each) and `answer`.
+The input has the columns `images` (a list of images as bytes), `problem` (with an `<image>` tag for each) and `answer`.
 Each output row has `data_source`, `prompt` (one message), `images`, `reward_model` with the number as `ground_truth`,
-and `extra_info`. Rows whose answer is no number (`4 \sqrt{3}`) are left out, as the reward that fits,
+and `extra_info`. Rows whose answer is not a number (`4 \sqrt{3}`) are left out, because the matching reward,
 `pl_grouprl.rewards.NumericAnswer`, compares numbers.
 """
 
@@ -24,15 +24,15 @@ SPLITS = ("train", "test")
 
 
 def convert_rows(rows: Iterable[dict[str, Any]], split: str, instruction: str = INSTRUCTION) -> list[dict[str, Any]]:
-    """Bring rows of Geometry3K into verl's shape.
+    """Convert rows of Geometry3K to verl's format.
 
     Args:
         rows: Dictionaries with `images`, `problem` and `answer`.
-        split: Noted in `extra_info`.
+        split: Recorded in `extra_info`.
         instruction: Appended to each problem; empty for none.
 
     Raises:
-        ValueError: If a row lacks a column. The row is named.
+        ValueError: If a row lacks a column; names the row.
     """
     converted = (_convert_row(row, split, index, instruction) for index, row in enumerate(rows))
     return [row for row in converted if row is not None]
@@ -51,7 +51,7 @@ def read_rows(source: Path | None, split: str) -> list[dict[str, Any]]:
 
 
 def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write rows as a parquet file, in one move, so that no reader sees half of it."""
+    """Write rows as a parquet file atomically, so no reader sees half of it."""
     import pyarrow
     from pyarrow import parquet
 
@@ -63,7 +63,7 @@ def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Convert both splits."""
-    parser = argparse.ArgumentParser(description="Write Geometry3K as parquet files in verl's shape.")
+    parser = argparse.ArgumentParser(description="Write Geometry3K as parquet files in verl's format.")
     parser.add_argument("--output", type=Path, default=Path("data/geometry3k"), help="folder of the parquet files")
     parser.add_argument("--input", type=Path, help="folder with train.parquet and test.parquet; by default the hub")
     options = parser.parse_args(arguments)

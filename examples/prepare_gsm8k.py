@@ -1,11 +1,11 @@
-"""Write GSM8K as parquet files in verl's shape, for `configs/grpo_qwen3_gsm8k.yaml`.
+"""Write GSM8K as parquet files in verl's format, for `configs/grpo_qwen3_gsm8k.yaml`.
 
     python examples/prepare_gsm8k.py --output data/gsm8k                       # downloads from the Hugging Face hub
     python examples/prepare_gsm8k.py --output data/gsm8k --input folder        # reads train.jsonl and test.jsonl there
 
 The input has the columns `question` and `answer`, where the answer ends in `#### 42`. Each output row has
 `data_source`, `prompt` (one message), `ability`, `reward_model` with the number as `ground_truth`, and `extra_info`.
-The reward that fits is `pl_grouprl.rewards.NumericAnswer`.
+The matching reward is `pl_grouprl.rewards.NumericAnswer`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SPLITS = ("train", "test")
 
 
 def convert_rows(rows: Iterable[dict[str, Any]], split: str, instruction: str = INSTRUCTION) -> list[dict[str, Any]]:
-    """Bring rows of GSM8K into verl's shape.
+    """Convert rows of GSM8K to verl's format.
 
     Args:
         rows: Dictionaries with `question` and `answer`.
-        split: Noted in `extra_info`.
+        split: Recorded in `extra_info`.
         instruction: Appended to each question; empty for none.
 
     Raises:
@@ -52,7 +52,7 @@ def read_rows(source: Path | None, split: str) -> list[dict[str, Any]]:
 
 
 def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write rows as a parquet file, in one move, so that no reader sees half of it."""
+    """Write rows as a parquet file, atomically, so no reader sees half of it."""
     import pyarrow
     from pyarrow import parquet
 
@@ -64,7 +64,7 @@ def write_rows(rows: list[dict[str, Any]], file: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Convert both splits."""
-    parser = argparse.ArgumentParser(description="Write GSM8K as parquet files in verl's shape.")
+    parser = argparse.ArgumentParser(description="Write GSM8K as parquet files in verl's format.")
     parser.add_argument("--output", type=Path, default=Path("data/gsm8k"), help="folder of the parquet files")
     parser.add_argument("--input", type=Path, help="folder with train.jsonl and test.jsonl; by default the hub")
     options = parser.parse_args(arguments)

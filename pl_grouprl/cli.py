@@ -1,7 +1,7 @@
-"""The command line: `fit`, `validate`, `test`, `parity` and `plan`, configured by YAML files that add up.
+"""The command line: `fit`, `validate`, `test`, `parity` and `plan`, configured by YAML files that can be stacked.
 
-Constructor signatures are the configuration; see `python cli.py fit --help`. A configuration names classes to import,
-so it is code: run only files that you would run as a script.
+Constructor arguments are the options; see `python cli.py fit --help`. A configuration names classes to import, so it is
+code: run only files that you would run as a script.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pl_grouprl.planning import RunPlan
 
 CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__file__).resolve().parents[1::-1]))
-"""Searched by `--config NAME` after the path itself: the working directory, the project, the installed package."""
+"""Folders that `--config NAME` searches after the path itself: working directory, project, installed package."""
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 
@@ -46,7 +46,7 @@ def find_config(name: str) -> str:
         The path of an existing file, or the argument unchanged if it is not a file name (inline YAML).
 
     Raises:
-        TypeError: If it is a file name and no such file exists (the parser turns this into a usage error).
+        TypeError: If no such file exists (the parser turns this into a usage error).
     """
     if not _FILE_NAME.fullmatch(name) or Path(name).is_file():
         return name
@@ -81,7 +81,7 @@ class RLParser(LightningArgumentParser):
     """Lightning's parser, whose errors name the option and the nearest known one."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Explain the usage error; parsers of nested classes leave that to the outermost."""
+        """Explain a usage error; parsers of nested classes leave that to the outermost parser."""
         explained = explain(message) if self.exit_on_error else None
         super().error(message if explained is None else explained, ex)
 
@@ -106,17 +106,17 @@ class RLTrainer(Trainer):
             weights_only: As in the other sub-commands; must not be False.
 
         Returns:
-            A report for the policy, and one for a critic with its own trunk; `passed` says whether shared and repeated
-            prefixes agree within the dtype's tolerance.
+            A report for the policy, and one for a critic with its own backbone; `passed` says whether shared and
+            repeated prefixes agree within the dtype's tolerance.
         """
         from pl_grouprl.checks import check_parity
 
         if weights_only is False:
             raise ValueError("weights_only is False, which would let the checkpoint run code; leave it out.")
         policy = _load_policy(model, ckpt_path)
-        own_reports: Any = getattr(model, "parity_reports", None)
-        if own_reports is not None:
-            return own_reports()
+        reports_of_module: Any = getattr(model, "parity_reports", None)
+        if reports_of_module is not None:
+            return reports_of_module()
         return [check_parity(policy, backend=getattr(model, "attention_backend", "auto"))]
 
     def plan(
@@ -125,22 +125,22 @@ class RLTrainer(Trainer):
         datamodule: LightningDataModule | None = None,
         device: str | None = None,
     ) -> RunPlan:
-        """Work out memory, tokens and time of a run before anything is loaded.
+        """Estimate the memory, tokens and time of a run before anything is loaded.
 
         Args:
             model: A module of this package.
             datamodule: A `PromptDataModule`; its prompts are tokenized.
-            device: Whose rates give the time of a step: a10, a100, h100, h200, l4, l40s or rtx4090; None recognizes
-                this machine's GPU.
+            device: GPU to estimate the time of a step for: a10, a100, h100, h200, l4, l40s or rtx4090; None is this
+                machine's.
         """
         from pl_grouprl.planning import Hardware, plan_run
 
-        self.strategy.connect(model)  # data find the tokenizer through the Trainer
+        self.strategy.connect(model)  # the data module finds the tokenizer through the Trainer
         if datamodule is not None:
             datamodule.trainer = self
             datamodule.setup("fit")
-        own = {"precision": self.precision, "devices": self.world_size, "strategy": self.strategy}
-        options = own if self.planned_options is None else self.planned_options
+        current = {"precision": self.precision, "devices": self.world_size, "strategy": self.strategy}
+        options = current if self.planned_options is None else self.planned_options
         return plan_run(model, datamodule, Hardware.of_trainer(options, device))
 
     planned_options: dict[str, Any] | None = None
@@ -161,7 +161,7 @@ def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
     checkpoint = None if ckpt_path is None else load_verified(ckpt_path)
     model.configure_model()
     if checkpoint is not None:
-        model.on_load_checkpoint(checkpoint)  # as in Lightning: refuses another base or adapter
+        model.on_load_checkpoint(checkpoint)  # as Lightning does; refuses another base or adapter
         model.load_state_dict(checkpoint["state_dict"])
     policy = getattr(model, "policy", None)
     if policy is None:
@@ -201,7 +201,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class RLCLI(LightningCLI):
-    """LightningCLI for any LightningModule and data module, with configurations by name and the `parity` command.
+    """LightningCLI for any LightningModule and data module, with configurations by name, `parity` and `plan`.
 
     Differences from Lightning's: `--config NAME` also looks in `configs/`; a checkpoint's hyper-parameters are never
     merged over the command line; `--ckpt_path last` finds the newest checkpoint of earlier runs of the same name, and
@@ -227,7 +227,7 @@ class RLCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The sub-commands, and the arguments of their Trainer method that are not options."""
+        """The sub-commands, and the arguments of their Trainer methods that are not options."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -238,7 +238,7 @@ class RLCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser whose `--config` also finds names in `configs/`."""
-        kwargs.setdefault("description", "Reinforcement learning of language models with a shared prefix.")
+        kwargs.setdefault("description", "Reinforcement learning of language models with shared prefixes.")
         parser = self.parser_class(**kwargs)
         action = parser.add_argument(
             "-c",
@@ -260,7 +260,10 @@ class RLCLI(LightningCLI):
             return
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.add_argument(
-            "--model", type=LightningModule | str, required=True, help="A module, or a Hugging Face model by path."
+            "--model",
+            type=LightningModule | str,
+            required=True,
+            help="A module, or the path or name of a Hugging Face model.",
         )
         parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
 
@@ -274,7 +277,7 @@ class RLCLI(LightningCLI):
             refuse_unknown_groups(text, source, config.get(self.config.subcommand) or config)
 
     def before_instantiate_classes(self) -> None:
-        """Plan any run on any machine: without its strategy, accelerator, loggers and callbacks."""
+        """Remove strategy, accelerator, loggers and callbacks, so any run can be planned on any machine."""
         if self.subcommand == "plan":
             options = self.config["plan"]["trainer"]
             self._planned_options = options.as_dict()
@@ -284,13 +287,13 @@ class RLCLI(LightningCLI):
                 options[name] = value
 
     def _parse_ckpt_path(self) -> None:
-        """Keep the configuration from the command line: a checkpoint provides weights and state, not options."""
+        """Do nothing: options come from the command line; a checkpoint provides weights and state only."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         _refuse_missing_gpu(config.get("accelerator"))
         if config.get("fast_dev_run") and isinstance(config.get("callbacks"), list):
             # ModelCheckpoint(save_last=True) would write into the working directory when training ends.
-            config["callbacks"] = [own for own in config["callbacks"] if not isinstance(own, Checkpoint)]
+            config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, Checkpoint)]
         return super()._instantiate_trainer(config, [*callbacks, *_default_progress_bar(config)])
 
     def after_instantiate_classes(self) -> None:
@@ -332,7 +335,7 @@ def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:
     """Our progress bar, unless the configuration names one or disables it."""
     named = config.get("callbacks") or []
     named = named if isinstance(named, list) else [named]
-    if config.get("enable_progress_bar") is False or any(isinstance(own, ProgressBar) for own in named):
+    if config.get("enable_progress_bar") is False or any(isinstance(callback, ProgressBar) for callback in named):
         return []
     from pl_grouprl.callbacks import RunProgressBar
 
@@ -340,7 +343,7 @@ def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:
 
 
 def _refuse_missing_gpu(accelerator: Any) -> None:
-    """Say what runs on this machine; Lightning only says that it finds no backend."""
+    """Refuse GPUs that this machine lacks, and name what runs here; Lightning's error does not."""
     if accelerator in ("gpu", "cuda") and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
         raise ValueError(
             f"trainer.accelerator is {accelerator!r} and PyTorch finds no GPU. FSDP1 and DeepSpeed need GPUs; without "
@@ -349,7 +352,7 @@ def _refuse_missing_gpu(accelerator: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; the arguments default to those of the process."""
+    """Run the command line, by default with the arguments of the process."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     RLCLI(args)
 

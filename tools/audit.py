@@ -1,4 +1,4 @@
-"""Lists known vulnerabilities of the packages in this environment, using `pip-audit`.
+"""Lists known vulnerabilities of the packages in this environment, with `pip-audit`.
 
     python tools/audit.py --pip-audit .venv-audit/bin/pip-audit      # what `make audit` runs
 
@@ -34,7 +34,7 @@ def installed() -> list[str]:
 
 
 def read_notes(text: str) -> dict[str, str]:
-    """Read the known vulnerabilities, each with the reason why it does no harm here.
+    """Read the known vulnerabilities, each with the reason why it is harmless here.
 
     Args:
         text: Lines `ID reason`; empty lines and lines that begin with # are skipped.
@@ -48,7 +48,7 @@ def read_notes(text: str) -> dict[str, str]:
             continue
         hole, _, reason = line.strip().partition(" ")
         if len(reason.split()) < 3 or hole in notes:
-            raise ValueError(f"known_holes.txt, line {number}: {hole} needs one line, with a reason of some words.")
+            raise ValueError(f"known_holes.txt, line {number}: {hole} must have exactly one line, with a reason.")
         notes[hole] = reason.strip()
     return notes
 
@@ -69,17 +69,17 @@ def run_pip_audit(command: str, packages: Sequence[str]) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["no error output"])[-1]
         raise NotAuditedError(f"pip-audit gave no report (exit code {done.returncode}): {reason}") from None
     return report
 
 
 def judge(report: dict[str, Any], notes: dict[str, str], packages: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Find what a report leaves unexplained.
+    """Find vulnerabilities without a note, and packages that were not audited.
 
     Args:
-        report: From `pip-audit --format json`.
-        notes: From `read_notes`.
+        report: Output of `pip-audit --format json`.
+        notes: Result of `read_notes`.
         packages: The packages that should have been audited.
 
     Returns:
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Audit, print, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pip-audit", default="pip-audit", help="the command")
-    parser.add_argument("--known", type=Path, default=KNOWN, help="file of the holes that have a note")
+    parser.add_argument("--known", type=Path, default=KNOWN, help="file of known vulnerabilities")
     options = parser.parse_args(arguments)
     packages = installed()
     try:
@@ -116,11 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"NOT AUDITED: {error}.")
         return 2
     for hole in holes:
-        print(f"HOLE: {hole}. Upgrade, or explain in {options.known.name} why it does no harm here.")
+        print(f"HOLE: {hole}. Upgrade, or explain in {options.known.name} why it is harmless here.")
     audited = len(packages) - len(missed)
     print(f"{audited} of {len(packages)} packages audited; {len(holes)} holes without a note, {len(notes)} notes.")
     if missed:
-        print(f"NOT AUDITED: {', '.join(missed)}. The database does not know them, or was not reached.")
+        print(f"NOT AUDITED: {', '.join(missed)}. The database does not know them, or could not be reached.")
     return 1 if holes else 2 if missed else 0
 
 

@@ -1,10 +1,10 @@
-"""Everything that this machine can check, unattended: one line for each part, and exit code 1 if one fails.
+"""Runs everything that this machine can check, unattended: one line per part, and exit code 1 if one fails.
 
     python tools/check_everything.py                       # or: make test-all; an hour or two
     python tools/check_everything.py --only slow models    # parts whose names contain one of these
     python tools/check_everything.py --list
 
-A part that fails does not end the others; what it printed is in its file under --logs.
+The others go on if a part fails; its output is in its file under --logs.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = ("--numprocesses", "2", "--dist", "worksteal")
 COUNTS = re.compile(r"^=*\s*(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", re.MULTILINE)
-"""The last line of pytest."""
+"""Matches pytest's last line."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command and what it is called.
+    """A command with its name.
 
     Attributes:
-        name: As its line shows it.
-        command: Run in the root of the repository.
-        needs_gpu: Not run without one.
+        name: Displayed name.
+        command: The command, run in the root of the repository.
+        needs_gpu: Whether it is skipped without a GPU.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Part:
 
 
 def parts(python: str = sys.executable) -> list[Part]:
-    """All parts, quick ones first; rows of the table of strategies are a part of their own."""
+    """All parts, quick ones first; the rows of the table of strategies are a separate part."""
     pytest = (python, "-m", "pytest")
     rows = ("--deselect", "tests/strategies/test_table.py::test_row")
     return [
@@ -62,7 +62,7 @@ def has_gpu() -> bool:
 
 
 def run(part: Part, log: Path) -> bool:
-    """Run a part with its output in a file; print its line."""
+    """Run a part, writing its output to a file; print its line."""
     print(f"{part.name:14}", end=" ", flush=True)
     if part.needs_gpu and not has_gpu():
         print("not run here: no GPU", flush=True)
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose names contain one of these")
-    parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "test-all", help="folder for what parts print")
+    parser.add_argument(
+        "--logs", type=Path, default=ROOT / "runs" / "test-all", help="folder for the output of the parts"
+    )
     parser.add_argument("--list", action="store_true", help="print the parts and their commands")
     options = parser.parse_args(arguments)
     chosen = [part for part in parts() if not options.only or any(word in part.name for word in options.only)]
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"{part.name:14} {' '.join(part.command)}" for part in chosen), sep="\n")
         return 0
     if not chosen:
-        parser.error(f"--only {' '.join(options.only)} names no part; --list prints them.")
+        parser.error(f"--only {' '.join(options.only)} matches no part; --list prints them.")
     options.logs.mkdir(parents=True, exist_ok=True)
     passed = [run(part, options.logs / f"{part.name.replace(' ', '-')}.txt") for part in chosen]
     return int(not all(passed))

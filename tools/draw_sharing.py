@@ -1,6 +1,6 @@
 """Draws what sharing a prompt saves: `python tools/draw_sharing.py docs/images/sharing.png`.
 
-A bar is as long as its tokens; both halves have the same scale.
+The length of a bar is its number of tokens; both halves have the same scale.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GREY = "#8a8a8a"
 
 
 def token_counts(prompt: int, rollout: int, group: int) -> tuple[int, int]:
-    """Tokens that a decoder reads for one group: with the prompt repeated, and with the prompt once."""
+    """Tokens that a decoder reads for one group: with repeated prompts, and with a shared prompt."""
     return group * (prompt + rollout), prompt + group * rollout
 
 

@@ -1,4 +1,4 @@
-"""Shared against repeated prefix for one model: groups and forests, log-probabilities and gradients of all weights.
+"""Compares shared and repeated prefixes for one model: log-probabilities and gradients of all weights.
 
 Legend: T packed tokens of a forest.
 """
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 MAX_LOGPROB, MAX_GRADIENT = 1e-4, 1e-3
 LEAST_EFFECT = 1e-3
-"""By how much, in nats, the tokens before must move a token's log-probability, so that parity says anything."""
+"""How much, in nats, earlier tokens must change a token's log-probability for parity to be meaningful."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one family.
+    """The result for one family.
 
     Attributes:
-        family: Which.
+        family: The family.
         status: `exact`, `refused` (with an error, before any wrong number), `wrong`, or `not built`.
-        layers: Kinds of layers that the model has.
+        layers: The model's kinds of layers.
         logprob: Largest difference of a log-probability, in nats.
         gradient: Norm of the difference of all gradients over their norm.
         reason: Why it was refused or not built, or where it is wrong.
-        expected: Whether a refusal was one of the package's own errors.
+        expected: Whether a refusal is one of the package's own errors.
     """
 
     family: Family
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Forest:
-    """Segments of a packed row: their lengths, and each one's parent."""
+    """Segments of a packed row: their lengths and parents."""
 
     lengths: tuple[int, ...]
     parents: tuple[int | None, ...]
@@ -81,7 +81,7 @@ FORESTS = {
 """Prompts longer than a window of 8, rollouts shorter and longer, an empty one, segments of one token."""
 
 PADDED = {"a batch padded on the right": 0, "a batch padded on the left": 5}
-"""Columns of padding in front of the longest prompt."""
+"""Columns of padding before the longest prompt."""
 
 
 def try_family(family: Family, backend: str = "auto") -> Outcome:
@@ -114,7 +114,7 @@ def try_family(family: Family, backend: str = "auto") -> Outcome:
 
 
 def _build(family: Family) -> PreTrainedModel:
-    """A model that runs on text: with what is None by default left so if that works, else filled in."""
+    """A model that runs on text; options that are None by default are filled in only if they must be."""
     try:
         model = build(family)
         _check_sensitive(model)
@@ -128,12 +128,12 @@ def _build(family: Family) -> PreTrainedModel:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The maximum, which is NaN where one of them is."""
+    """The maximum; NaN if any value is."""
     return torch.tensor(list(values)).max().item()
 
 
 def _check_sensitive(model: PreTrainedModel) -> None:
-    """Refuse to judge a model that does not run on text alone, or whose tokens hardly see each other."""
+    """Refuse a model that does not run on text alone, or whose tokens barely depend on each other."""
     tokens = torch.arange(1, 13)[None]
     other = torch.cat([tokens[:, :-1] + 20, tokens[:, -1:]], dim=1)
     try:
@@ -144,7 +144,7 @@ def _check_sensitive(model: PreTrainedModel) -> None:
     if len(one) != tokens.shape[1]:
         raise CannotBuildError(f"Its logits for {tokens.shape[1]} tokens are those of {len(one)}.")
     if not (one[-1].log_softmax(-1) - two[-1].log_softmax(-1)).abs().max() > LEAST_EFFECT:
-        raise CannotBuildError("The tokens before hardly move a token's log-probabilities.")
+        raise CannotBuildError("Earlier tokens barely change a token's log-probabilities.")
 
 
 def _logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
@@ -169,7 +169,7 @@ def _shared(model: PreTrainedModel, forest: Forest, tokens: Tensor) -> Tensor:
 
 
 def _repeated(model: PreTrainedModel, forest: Forest, tokens: Tensor) -> Tensor:
-    """Every sequence alone; where rotary frequencies depend on the longest row, filled up to its length."""
+    """Each sequence separately; padded to the longest row if rotary frequencies depend on that."""
     paths = forest.paths()
     longest = max(map(len, paths)) if _looks_at_the_longest(model) else 0
     rows: dict[int, Tensor] = {}
@@ -190,7 +190,7 @@ def _looks_at_the_longest(model: PreTrainedModel) -> bool:
 def _padded_rows(model: PreTrainedModel, backend: str, left: int) -> float:
     """Largest difference of a log-probability between an ordinary padded batch inside and outside the context.
 
-    Prompts are padded on the left by at least `left` columns, and completions on the right.
+    Prompts are padded on the left by at least `left` columns, completions on the right.
     """
     generator = random.Random(0)
 
@@ -225,7 +225,7 @@ def _difference(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the package refused, rather than something breaking."""
+    """Whether the package refused the model, rather than something breaking."""
     if isinstance(error, UnsupportedModelError):
         return True
     trace = error.__traceback__
@@ -235,7 +235,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The sentence of a refusal that says why, without the model's name; of other errors their kind as well."""
+    """The reason in a refusal, without the model's name; for other errors, with their class."""
     if not _is_ours(error):
         return first_line(error)
     sentence = " ".join(str(error).split()).split(". ")[0].rstrip(".")

@@ -1,10 +1,10 @@
-"""Memory of one GPU for Qwen3, counted: what training holds, and what is left for tokens and for rollouts.
+"""Estimates the memory of one GPU for Qwen3: what training holds, and what is left for tokens and rollouts.
 
     python tools/memory_table.py                            # printed
     python tools/memory_table.py --write docs/scaling.md    # between the page's markers
     python tools/memory_table.py --check docs/scaling.md    # exits 1 where the page differs
 
-The formulas are those of `pl_grouprl.planning.memory`. No GPU has measured the totals.
+The formulas are those of `pl_grouprl.planning.memory`; the totals have not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
-"""Qwen3 by name; 8 key/value heads, head size 128 and a vocabulary of 151,936 are common to all."""
+"""Qwen3 sizes by name; all have 8 key/value heads, head size 128 and a vocabulary of 151,936."""
 
 GPUS = (24, 48, 80)
 """Memory in GiB."""
@@ -43,7 +43,7 @@ def qwen3(size: str) -> Any:
 
 @cache
 def footprint(size: str, method: Method) -> Footprint:
-    """What a GPU holds with a size and a method."""
+    """Memory of a GPU for a size and a method."""
     return footprint_of_method(qwen3(size), method)
 
 
@@ -52,9 +52,9 @@ class Room:
     """What is left on a GPU.
 
     Attributes:
-        tokens: Largest `max_tokens_per_micro_batch` with gradient checkpointing; 0 or less does not fit.
+        tokens: Largest `max_tokens_per_micro_batch` with gradient checkpointing; 0 or less if nothing fits.
         tokens_without: The same without checkpointing.
-        sequences: Sequences of `SEQUENCE` tokens that are decoded at once.
+        sequences: Number of sequences of `SEQUENCE` tokens that can be decoded at once.
     """
 
     tokens: int
@@ -70,13 +70,13 @@ class Room:
 
 
 def room_on(gpu: int, held: Footprint) -> Room:
-    """Compute what a GPU of so many GiB has left."""
+    """Compute what is left on a GPU with this many GiB."""
     with_, without = (held.largest_budget(gpu, checkpointing) for checkpointing in (True, False))
     return Room(with_, without, held.cached_tokens(gpu) // SEQUENCE)
 
 
 def short(tokens: int) -> str:
-    """Tokens in thousands, rounded down to two digits: 12k, 1.5k."""
+    """Tokens in thousands, rounded down to two significant digits: 12k, 1.5k."""
     digits = max(len(str(tokens)) - 2, 0)
     thousands = tokens // 10**digits * 10**digits / 1000
     return f"{thousands:g}k"
@@ -100,7 +100,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """A page with the table of today between its markers.
+    """The page with the current table between its markers.
 
     Raises:
         ValueError: If a marker is missing.
@@ -108,13 +108,13 @@ def with_table(page: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r} to put the table between.")
+        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r} between which the table goes.")
     return f"{before}{begin}{table()}{end}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print, write or check the table."""
-    parser = argparse.ArgumentParser(description="Memory of one GPU for Qwen3, counted.")
+    parser = argparse.ArgumentParser(description="Estimate the memory of one GPU for Qwen3.")
     parser.add_argument("--write", type=Path, metavar="PAGE")
     parser.add_argument("--check", type=Path, metavar="PAGE")
     options = parser.parse_args(arguments)
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write:
         path.write_text(current, encoding="utf-8")
     elif page != current:
-        print(f"{path} differs from the table; write it again with --write.", file=sys.stderr)
+        print(f"{path} is outdated; update it with --write.", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""The page docs/models.md: written from outcomes, and read back."""
+"""Writes docs/models.md from outcomes, and reads it back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SECTIONS = (
 
 
 def page(outcomes: Sequence[Outcome], backend: str) -> str:
-    """The whole page; the same on every machine with the same versions."""
+    """The whole page; identical on every machine with the same versions."""
     text = _HEADER.format(conditions=_conditions(backend), logprob=MAX_LOGPROB, gradient=MAX_GRADIENT)
     for status, title, meaning, head in _SECTIONS:
         rows = [row(outcome) for outcome in outcomes if outcome.status == status]
@@ -67,23 +67,23 @@ def row(outcome: Outcome) -> str:
 
 
 def bound(value: float) -> str:
-    """The power of ten above a difference, no finer than what rounding moves from machine to machine."""
+    """A power of ten above a difference, coarse enough not to depend on the machine's rounding."""
     power = max(math.ceil(math.log10(2 * value)) if value else -9, -5)
     return f"< 1e-{-power:d}"
 
 
 def key(family: Family) -> str:
-    """By what `statuses` calls a family."""
+    """A family's key in `statuses`."""
     return f"{family.name} {family.model_class}"
 
 
 def state(outcome: Outcome) -> str:
-    """What the page says of one family, as `statuses` gives it."""
+    """A family's value in `statuses`."""
     return f"refused, {_one_line(outcome.reason)}" if outcome.status == "refused" else outcome.status
 
 
 def statuses(text: str) -> dict[str, str]:
-    """What a page says of each family: the section that it stands in, and the reason if it is refused."""
+    """Read a page: for each family, its section, and the reason if it is refused."""
     found, status = {}, None
     titles = {title: status for status, title, *_ in _SECTIONS}
     for line in text.splitlines():
@@ -98,7 +98,7 @@ def statuses(text: str) -> dict[str, str]:
 
 
 def _one_line(reason: str) -> str:
-    """A reason that fits a table; of the figures in it only the power of ten, which does not depend on the machine."""
+    """A reason on one line; figures are reduced to powers of ten, which do not depend on the machine."""
     reason = re.sub(r"\b\d(?:\.\d+)?e-0?(\d+)\b", r"about 1e-\1", reason)
     return " ".join(reason.split()).replace("|", "/")
 

@@ -1,11 +1,11 @@
-"""Which decoder families share prefixes exactly: every family of the installed transformers is built small and run.
+"""Tests which decoder families share prefixes exactly: builds a small model of each family in transformers and runs it.
 
     python tools/models_table.py                          # all families, printed
     python tools/models_table.py --families llama gemma2  # some
     python tools/models_table.py --write docs/models.md
-    python tools/models_table.py --check docs/models.md   # exits 1 with a diff where the page is no longer true
+    python tools/models_table.py --check docs/models.md   # exits 1 with a diff if the page is outdated
 
-Exits 1 where a family is wrong without an error, or breaks in a way that is no refusal.
+Exits 1 if a family is wrong without an error, or breaks in a way that is not a refusal.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 def sweep(
     chosen: Sequence[Family], *, workers: int = 2, timeout: float = 120.0, backend: str = "auto"
 ) -> list[Outcome]:
-    """Try each family in a process of its own, so that one that crashes or hangs does not end the rest.
+    """Try each family in its own process, so a crash or a hang does not affect the others.
 
     Args:
-        chosen: What to try.
-        workers: Processes at a time.
-        timeout: Seconds for one family.
+        chosen: The families.
+        workers: Number of processes at a time.
+        timeout: Seconds per family.
         backend: Attention backend of the shared path.
     """
     context = multiprocessing.get_context("fork")
@@ -89,7 +89,7 @@ def _receive(receiver: Connection, family: Family, process: multiprocessing.proc
 
 def _report(outcome: Outcome, seconds: float) -> None:
     figures = f"{outcome.logprob:.1e} {outcome.gradient:.1e}" if outcome.logprob == outcome.logprob else ""
-    strange = "" if outcome.expected else " (no refusal of ours)"
+    strange = "" if outcome.expected else " (not one of our refusals)"
     print(
         f"{outcome.status:9} {outcome.family.name:32} {seconds:4.1f} s  {figures}{outcome.reason[:200]}{strange}",
         file=sys.stderr,
@@ -101,7 +101,7 @@ def select(names: Iterable[str] | None) -> list[Family]:
     """Families by model type or by name, variants included; all of them if None.
 
     Raises:
-        ValueError: If there is none of a name.
+        ValueError: If a name is unknown.
     """
     known = families()
     if names is None:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(text: str, written: Path, *, partial: bool) -> list[str]:
-    """Lines of a diff between what was found and what a page says; of a part of the families only theirs."""
+    """A diff between the results and a page; if `partial`, only of the families that were run."""
     found, said = statuses(text), statuses(written.read_text(encoding="utf-8"))
     if partial:
         said = {name: status for name, status in said.items() if name in found}

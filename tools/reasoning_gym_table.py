@@ -1,11 +1,11 @@
-"""Writes docs/reasoning_gym_tasks.md: which tasks of reasoning-gym build, split and score here.
+"""Writes docs/reasoning_gym_tasks.md: which reasoning-gym tasks can be generated, split and scored.
 
     python tools/reasoning_gym_table.py --write docs/reasoning_gym_tasks.md
     python tools/reasoning_gym_table.py --tasks chain_sum gcd        # prints the page with these
 
 For each task, with the library's default options: the three splits are generated twice and compared; their rows go
-through a parquet file; reference answers, written in tags, must score 1 and a wrong answer less; and scores of an entry
-from its column must be those of the original.
+through a parquet file; reference answers, in tags, must score 1, and a wrong answer less; and a decoded entry must
+score like the original.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ FAULTY = {
     "base_conversion": "some questions have an empty reference, which scores 0",
     "game_of_life_halting": "its scorer takes any text for True, so any answer to half of the questions scores 1",
 }
-"""Tasks of the library that do not pass, with the reason; the page shows it."""
+"""Tasks that do not pass, with the reason shown on the page."""
 
 NOT_TASKS = {"composite": "mixes other tasks; name several in `ReasoningGym.tasks` instead"}
-"""Names that the library lists, but that are no tasks, with the reason."""
+"""Names in the library's list that are not tasks, with the reason."""
 
 
 @dataclass
 class Findings:
-    """What was found out about a task.
+    """The findings on a task.
 
     Attributes:
         rows: Rows of each split.
         seconds: Time to generate a row.
-        reference: Where reference answers come from: `answer`, a key of the metadata, or empty.
-        levels: Different levels of the library's curriculum.
+        reference: Source of the reference answers: `answer`, a key of the metadata, or empty.
+        levels: Number of distinct levels of the library's curriculum.
         problems: What does not work.
-        scores: Scores of reference answers and wrong ones, to be compared between processes.
+        scores: Scores of reference answers and wrong ones, to compare between processes.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def task_names() -> list[str]:
 
 
 def examine(names: Sequence[str]) -> dict[str, Findings]:
-    """Try everything with some tasks."""
+    """Try everything with the given tasks."""
     found = {name: Findings() for name in names}
     splits = {split: _generate(names, split, found) for split in ("train", "val", "test")}
     again = _generate(names, "train", found)
@@ -94,7 +94,7 @@ def examine(names: Sequence[str]) -> dict[str, Findings]:
 
 
 def _generate(names: Sequence[str], split: str, found: Mapping[str, Findings]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a split by task; where the tasks cannot be generated together, find out which one is why."""
+    """Rows of a split by task; if the tasks cannot be generated together, find out which one fails."""
     sizes = {name: number * len(names) for name, number in SIZES.items()}
     try:
         rows = ReasoningGym(list(names), system_prompt=PROMPT, answer_format=TAGS, **sizes).rows(split)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def _examine_scores(name: str, rows: Sequence[Mapping[str, Any]], findings: Find
 
 
 def reference_answer(entry: Mapping[str, Any]) -> tuple[str, str | None]:
-    """A right answer to an entry, and where it is from."""
+    """A correct answer to an entry, and its source."""
     if entry["answer"] is not None:
         return "`answer`", entry["answer"]
     for key in ("possible_answer", "example_answer", "example_correct_answer"):
@@ -155,7 +155,7 @@ def reference_answer(entry: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def _compare_with_library(name: str, findings: Findings) -> Iterator[str]:
-    """Entries made here score the same before and after they are encoded."""
+    """Check that entries score the same before and after encoding."""
     from reasoning_gym.factory import create_dataset
 
     dataset = create_dataset(name, seed=5, size=4)
@@ -166,7 +166,7 @@ def _compare_with_library(name: str, findings: Findings) -> Iterator[str]:
         for answer in (reference_answer(entry)[1], reference_answer(other)[1], "17", "", None):
             same = _try(dataset, answer, decode_entry(encode_entry(entry))) == _try(dataset, answer, entry)
             if not same:
-                yield f"{answer!r} scores otherwise after the entry was encoded"
+                yield f"{answer!r} scores differently after the entry was encoded"
 
 
 def _try(dataset: Any, answer: str | None, entry: dict[str, Any]) -> Any:
@@ -177,7 +177,7 @@ def _try(dataset: Any, answer: str | None, entry: dict[str, Any]) -> Any:
 
 
 def count_levels(name: str) -> int:
-    """How many levels of the library's curriculum differ and give a row within `LEVEL_SECONDS` of CPU time."""
+    """Number of distinct levels of the library's curriculum that give a row within `LEVEL_SECONDS` of CPU time."""
     from reasoning_gym.factory import create_dataset
 
     for level in itertools.count():
@@ -192,7 +192,7 @@ def count_levels(name: str) -> int:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so much CPU time."""
+    """Raise TimeoutError after this much CPU time."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -228,7 +228,7 @@ def _power_of_ten(seconds: float) -> str:
 
 
 def conditions() -> str:
-    """Versions on which the table depends."""
+    """Versions that the table depends on."""
     return f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, Python {platform.python_version()}"
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs runs while it builds the site: the pages of `site_pages` in place of the files in docs/."""
+"""Hooks for mkdocs: the site has the pages of `site_pages` instead of the files in docs/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CODE = re.compile(r"(?<=<code>)[^<]+")
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Add the pages made from other files, with links that hold on the site."""
+    """Add the pages generated from other files, with links translated for the site."""
     from mkdocs.structure.files import File
 
     pages, copied = site_pages()

@@ -1,4 +1,4 @@
-"""The pages of the documentation site: those in docs/, and those made from other files of the project.
+"""The pages of the documentation site: those in docs/, and those generated from other files.
 
     docs/*.md              as they are
     README, CHANGELOG, ... the root's pages, under the names in ROOT_PAGES
@@ -6,7 +6,7 @@
     project/*              every other file or folder that a page links to
 
 Links work both in the repository and on the site: `rebased` translates them. Nothing here needs mkdocs, so the fast
-tests check links and navigation without it; `site_hook` hands the pages to mkdocs.
+tests check links and navigation without it; `site_hook` passes the pages to mkdocs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def site_pages(root: Path = ROOT) -> tuple[dict[str, str], dict[str, Path]]:
 
 
 def site_path(source: str, root: Path = ROOT) -> str:
-    """Where a file or folder of the project is on the site."""
+    """The path on the site of a file or folder of the project."""
     if source in ROOT_PAGES:
         return ROOT_PAGES[source]
     if source.startswith("docs/"):
@@ -181,7 +181,7 @@ def _is_page(path: Path) -> bool:
 
 
 def _as_markdown(path: Path) -> str:
-    """A page as it is, a file as one code block, a notebook as its cells, a folder as a list of what is in it."""
+    """A page unchanged, a file as a code block, a notebook as its cells, a folder as a list of its files."""
     if path.is_dir():
         names = sorted(one.name for one in path.iterdir() if not one.name.startswith(("_", ".")))
         return f"# {path.name}\n\n" + "".join(f"- [{name}]({path.name}/{name})\n" for name in names)
@@ -193,7 +193,7 @@ def _as_markdown(path: Path) -> str:
 
 
 def _outside_code(text: str, change: Callable[[str], str]) -> str:
-    """Change what is not in a fenced block."""
+    """Change text outside fenced blocks."""
     parts, end = [], 0
     for match in _FENCE.finditer(text):
         parts += [change(text[end : match.start()]), match.group()]

@@ -31,7 +31,7 @@ text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1a
 
 
 def svg() -> str:
-    """The diagram; the same text on every machine."""
+    """The diagram; identical on every machine."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} 490" aria-label="One step of a run">',
         f"<style>{_STYLE}</style>",

@@ -1,4 +1,4 @@
-"""The recipe that makes any config small: fields by what they are called, layers by what kinds there are."""
+"""Shrinks any config: fields by their names, layers to one of each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 TOKENS = 48
-"""Tokens below this number are text in every family; those of images, padding and the like lie above it."""
+"""Token ids below this are text in every family; those of images, padding and the like are above."""
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WINDOW, POSITIONS = 64, 64, 4, 2, 16, 8, 256
 MAX_LAYERS = 8
@@ -32,7 +32,7 @@ _UNTOUCHED = (
     "image_size|patch_size|spatial|temporal|channels|chunk_size_feed|conv|kernel|expand|n_langs|type_vocab|ngram"
     "|multiplier|vision_feature|num_codebooks|mel_bins|dtype|version"
 )
-# The first pattern found in a field's name says what becomes of a number larger than the one given; see `_small`.
+# The first pattern found in a field's name decides how larger numbers are replaced; see `_small`.
 _SIZES: tuple[tuple[str, int], ...] = (
     ("(^|_)(pad|bos|eos|sep|cls|mask|unk|eod)_(token_)?(id|index)$|token_(id|index)$|_token$", -1),
     ("original_max_position|floor|rel_extent|(relative|max|bias)_(max_)?distance|axial", 16),
@@ -75,9 +75,9 @@ def small_config(
     """A config of the same class, small enough to run in a moment.
 
     Args:
-        config: One with its defaults.
-        overrides: Fields of the language model that are set to something else.
-        fill: Give sizes that are None by default as well: some families cannot do without, though they say so.
+        config: A config with its defaults.
+        overrides: Fields of the language model's config to set.
+        fill: Also set sizes that are None by default, which some families need in spite of the default.
     """
     from transformers import PretrainedConfig
 
@@ -85,7 +85,7 @@ def small_config(
     kept = kept_layers(config)
     fields: dict[str, Any] = {}
     for name, default in _parameters(config).items():
-        if name not in vars(config):  # another name of a field
+        if name not in vars(config):  # an alias of a field
             continue
         value = vars(config)[name]
         if isinstance(value, PretrainedConfig):
@@ -102,7 +102,7 @@ def small_config(
 
 
 def _differences(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
-    """What single layers have otherwise than the config says, where a family knows that."""
+    """Per-layer differences from the config, for families that have them."""
     return {int(layer): fields for layer, fields in (config.to_dict().get("per_layer_config") or {}).items()}
 
 
@@ -117,14 +117,14 @@ def _small_differences(config: PretrainedConfig, kept: list[int]) -> dict[str, A
 
 
 def kept_layers(config: PretrainedConfig) -> list[int]:
-    """The first layer of each kind, where a kind is all that the config says of single layers; two at least."""
+    """The first layer of each kind, at least two. A kind is everything that the config says about a single layer."""
     count = _layer_count(config)
     properties = [found for name, value in vars(config).items() if (found := _by_layer(name, value, count))]
     if different := _differences(config):
         properties.append(tuple(str(different.get(layer)) for layer in range(count)))
     kinds = list(zip(*properties, strict=True)) if properties else [()] * count
     kept = {kinds.index(kind) for kind in dict.fromkeys(kinds)}
-    if len(kept) > MAX_LAYERS:  # not all combinations then, but every value
+    if len(kept) > MAX_LAYERS:  # then not all combinations, but every value
         kept = {values.index(value) for values in properties for value in dict.fromkeys(values)}
     for layer in range(count):
         if len(kept) < 2:
@@ -133,7 +133,7 @@ def kept_layers(config: PretrainedConfig) -> list[int]:
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
-    """What the config calls its kinds of layers."""
+    """The config's names of its kinds of layers."""
     text = config.get_text_config(decoder=True)
     names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers")
     found = next((value for name in names if (value := getattr(text, name, None))), ())
@@ -152,7 +152,7 @@ def _layer_count(config: PretrainedConfig) -> int:
 
 
 def _by_layer(name: str, value: Any, count: int) -> tuple[str, ...] | None:
-    """What a field says of each layer, or None if it does not speak of single layers."""
+    """A field's value per layer; None if the field is not about single layers."""
     if _is_int(value) and _FIRST_LAYERS.fullmatch(name):
         return tuple(str(layer < value) for layer in range(count))
     if _is_int(value) and _LAST_LAYERS.fullmatch(name):
@@ -191,7 +191,7 @@ def _small(config: Any, name: str, value: Any) -> Any:
     if re.search("dropout|pdrop|layerdrop|drop_path", name):
         return 0.0 if value is not None else None
     if re.search("soft_?cap", name) and isinstance(value, (int, float)):
-        return 2.0  # where scores of about 1 feel it
+        return 2.0  # small enough to affect scores of about 1
     if isinstance(value, dict):
         return {key: _small_rotary(config, str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and _TOKEN_IDS.search(name):
@@ -204,7 +204,7 @@ def _small(config: Any, name: str, value: Any) -> Any:
 
 
 def _filled(name: str, layers: int) -> dict[str, Any]:
-    """A value for a field that is None by default, where the recipe knows one."""
+    """A value for a field that is None by default, if one is known."""
     if name == "layer_types":
         return {name: ["full_attention"] * layers}
     if re.search(_UNTOUCHED, name) or _LAYER_COUNTS.fullmatch(name):
@@ -225,7 +225,7 @@ def _small_number(config: Any, name: str, value: int) -> int:
 
 
 def _like_its_sibling(config: Any, name: str, value: int, size: int) -> int:
-    """Key/value heads as many as query heads where they are by default; heads as wide as what is rotated likewise."""
+    """Keep equal sizes equal: key/value heads and query heads, head size and rotated size."""
     if re.search("(key_value|kv)_heads|linear_num_key", name):
         other = re.sub("key_value_|kv_", "", name) if "linear" not in name else "linear_num_value_heads"
         other = "num_attention_heads" if other not in vars(config) else other
@@ -246,20 +246,20 @@ def _small_rotary(config: Any, name: str, value: Any) -> Any:
     if name == "mrope_section":
         return sections(value, HEAD_DIM // 2 if sum(value) > 32 else HEAD_DIM // 8)
     if name == "partial_rotary_factor":
-        return max(round(value * 4), 1) / 4  # of a small head, a half or a quarter is an even number
+        return max(round(value * 4), 1) / 4  # half or a quarter of a small head is an even number
     if name in ("original_max_position_embeddings", "max_position_embeddings"):
         return 16 if name.startswith("original") else POSITIONS
     return value if isinstance(value, (bool, float, str)) or value is None else _small(config, name, value)
 
 
 def sections(value: list[int], frequencies: int) -> list[int]:
-    """Frequencies of a small head divided among time, height and width."""
+    """Distribute the frequencies of a small head over time, height and width."""
     rest = frequencies // len(value)
     return [frequencies - rest * (len(value) - 1), *[rest] * (len(value) - 1)]
 
 
 def _must_be_given(name: str, value: Any, small: Any) -> bool:
-    """Whether a config would not come to the small value of a field by itself from its other fields."""
+    """Whether a field's small value must be passed because the config does not derive it from others."""
     if isinstance(value, (list, tuple)):
         return True
     return isinstance(value, dict) and any(f"'{field}'" in str(small) for field in _ROTARY_FIELDS)

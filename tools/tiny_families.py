@@ -1,7 +1,7 @@
-"""Every decoder family of the installed transformers, built small from its config by one recipe that names none.
+"""Builds a small model of every decoder family in the installed transformers, by one recipe that names no family.
 
-All weights are drawn anew, those that a family starts at zero or one as well, so that every token that is visible
-moves the logits.
+All weights are redrawn, including those that a family initializes to zero or one, so every visible token affects the
+logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_WEIGHTS = 8_000_000
 
 
 class CannotBuildError(RuntimeError):
-    """The recipe does not build this family small."""
+    """The recipe cannot build a small model of this family."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Family:
     """One model to try.
 
     Attributes:
-        model_type: Of its config.
+        model_type: Model type of its config.
         model_class: Name of its class.
-        images: Whether it takes images as well; it is run with text alone.
-        variant: What is different from the family's defaults, or empty.
-        overrides: Fields of its language model's config that make it so.
+        images: Whether it also takes images; it is run with text alone.
+        variant: Difference from the family's defaults, or empty.
+        overrides: Fields of the language model's config for the variant.
     """
 
     model_type: str
@@ -43,7 +43,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """How it is asked for on the command line."""
+        """Its name on the command line."""
         return f"{self.model_type} {self.variant}".strip()
 
 
@@ -74,11 +74,11 @@ VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("lfm2_moe", "short convolutions", {"layer_types": ["conv", "full_attention"]}),
     ("qwen3", "biases", {"attention_bias": True}),
 )
-"""Options of the config that change what attention sees, on families whose defaults leave them off."""
+"""Config options that change attention, for families whose defaults leave them off."""
 
 
 def families() -> list[Family]:
-    """All families with a class for text, or for images and text, in the order of their names, then the variants."""
+    """All families with a class for text, or for images and text, by name, then the variants."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     with_images = dict(_registered(AutoModelForImageTextToText))
@@ -93,7 +93,7 @@ def families() -> list[Family]:
 
 
 def _registered(auto: Any) -> Iterable[tuple[str, str]]:
-    """Model types and class names, those that were registered at runtime included; no model's code is loaded."""
+    """Model types and class names, including those registered at runtime; loads no model's code."""
     mapping = auto._model_mapping
     own = dict(mapping._model_mapping.items())
     own |= {config.model_type: model.__name__ for config, model in mapping._extra_content.items()}
@@ -104,12 +104,12 @@ def build(family: Family, seed: int = 0, *, fill: bool = False) -> PreTrainedMod
     """A small random model of the family on the CPU, float32, in eval mode.
 
     Args:
-        family: Which.
-        seed: Of the weights.
+        family: The family.
+        seed: Seed of the weights.
         fill: See `small_config`.
 
     Raises:
-        CannotBuildError: With the first line of what the family says against it.
+        CannotBuildError: With the first line of the family's error.
     """
     from transformers import AutoConfig
 
@@ -125,7 +125,7 @@ def build(family: Family, seed: int = 0, *, fill: bool = False) -> PreTrainedMod
     except Exception as error:
         raise CannotBuildError(first_line(error)) from error
     module: Any
-    for module in model.modules():  # by default divided for a large head, whatever the head's size
+    for module in model.modules():  # by default split for a large head, whatever the head's size
         if getattr(module, "mrope_section", None) and hasattr(module, "inv_freq"):
             module.mrope_section = sections(module.mrope_section, len(module.inv_freq))
     randomise(model, seed)
@@ -143,7 +143,7 @@ def _from_config(family: Family, config: PretrainedConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Draw matrices anew, of gain 1.5; add noise to vectors, and to saved buffers that are zero, of deviation 0.2."""
+    """Redraw matrices with gain 1.5; add noise with deviation 0.2 to vectors and to saved buffers of zeros."""
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -158,8 +158,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line and in words that are the same on every machine."""
+    """An error's message on one line, the same on every machine."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].startswith("Class validation error"):  # a heading over what a validator said
+    if len(lines) > 1 and lines[0].startswith("Class validation error"):  # a heading above the validator's message
         return lines[1]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

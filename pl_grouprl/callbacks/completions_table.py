@@ -23,7 +23,7 @@ from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 CONSOLE_WIDTH = 120
 
 _PREFIXES = {"validate": "val_", "test": "test_"}
-"""What names of the file and tables begin with in a stage other than fit."""
+"""Prefixes of the file's and tables' names, by stage; `fit` has none."""
 
 _LAYOUT: dict[str, dict[str, Any]] = {
     "prompt": {"ratio": 2},
@@ -37,21 +37,21 @@ class CompletionsTable(Callback):
     """Show completions of the policy at the first optimizer step and every `every_n_steps` steps.
 
     Works with any module with an attribute `last_rollouts`, as in `GRPO`: a list of `RolloutGroup`, or an object whose
-    `groups` is one. Shows rank 0's rows, of episodes all turns: `call(...) -> result | answer`. Every completion of the
-    chosen groups is appended as a line to `completions.jsonl` in the run folder, episodes with their `messages`, and
-    added to the table `completions` of each logger; messages of episodes are in another, `episodes`. Rows of earlier
-    steps stay; see `pl_grouprl.loggers.log_table`. A failure to write is a warning.
+    `groups` is one. Shows rank 0's rows, and all turns of an episode: `call(...) -> result | answer`. Every completion
+    of the chosen groups is appended as a line to `completions.jsonl` in the run folder (episodes with their `messages`)
+    and added to the table `completions` of each logger; the messages of episodes go to another table, `episodes`. Rows
+    of earlier steps stay; see `pl_grouprl.loggers.log_table`. A failure to write is a warning.
 
-    `validate` and `test` write the completions of all prompts of all ranks, with the `answer` that votes in maj@k, to
+    `validate` and `test` write the completions of all prompts of all ranks, with the `answer` that counts in maj@k, to
     `val_completions.jsonl` or `test_completions.jsonl` and to tables of the same names, and show those of the first
-    prompts. `group` is then the number of the prompt. This needs a module whose validation and test steps return
+    prompts; `group` is then the number of the prompt. For this, the module's validation and test steps must return
     `groups` and `answers`, as in `GRPO`.
 
     Args:
         every_n_steps: Optimizer steps between tables.
         num_groups: Number of prompts to show, from the start of the batch.
-        num_completions: Completions per prompt on the console and in TensorBoard, spread from the highest to the
-            lowest reward; the file and other loggers have all of them.
+        num_completions: Completions per prompt on the console and in TensorBoard, spread evenly from the highest to
+            the lowest reward; the file and other loggers get all of them.
         max_characters: Longer prompts and completions are shortened in the middle on the console and in TensorBoard.
         filename: Name of the file in the run folder; None writes none.
         console: Print the table.
@@ -96,8 +96,8 @@ class CompletionsTable(Callback):
             return
         if stage == "fit" and not hasattr(pl_module, "last_rollouts"):
             raise TypeError(
-                f"CompletionsTable needs a module with an attribute `last_rollouts` and {type(pl_module).__name__} has "
-                "none; set it to the list of RolloutGroup of the step, or leave the callback out."
+                f"CompletionsTable needs a module with an attribute `last_rollouts`, and {type(pl_module).__name__} "
+                "has none; set it to the list of RolloutGroup of the step, or leave the callback out."
             )
         self._next_step = 0
         self._writes = OptionalWrites("CompletionsTable")
@@ -173,7 +173,7 @@ class CompletionsTable(Callback):
             return
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         with self._writes.to(self._file):
-            append_whole(self._file, lines.encode("utf-8", "backslashreplace"))  # a lone surrogate as JSON escapes it
+            append_whole(self._file, lines.encode("utf-8", "backslashreplace"))  # JSON's escape for a lone surrogate
 
 
 def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any = None) -> list[Row]:
@@ -186,7 +186,7 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
         tokenizer: Decodes tokens that have no text yet; without it, token ids are shown.
 
     Returns:
-        The rows, with tokens that the model wrote as `num_tokens`; those of episodes have `messages` and `turns`.
+        The rows. `num_tokens` counts the tokens that the model wrote; rows of episodes have `messages` and `turns`.
     """
     prompt = prompt_text(group, tokenizer)
     return [
@@ -212,7 +212,7 @@ def _of_episode(rollout: Rollout) -> Row:
 
 
 def prompt_text(group: RolloutGroup | Prompt, tokenizer: Any = None) -> str:
-    """Return the prompt as one string: from the data set, with messages joined, or else decoded from its tokens."""
+    """Return the prompt as one string: the data set's, with messages joined, or its tokens decoded."""
     if isinstance(group.prompt, str) and group.prompt:
         return group.prompt
     if group.prompt:
@@ -241,7 +241,7 @@ def render_table(rows: Sequence[Row], max_characters: int, title: str = "Complet
         cells = _cells(row, _columns(rows), max_characters)
         if not is_new and previous is not None and row["prompt"] == previous["prompt"]:
             cells[0] = ""
-        table.add_row(*(Text(cell) for cell in cells))  # Text: brackets of a completion are no markup
+        table.add_row(*(Text(cell) for cell in cells))  # as Text, so brackets in a completion are not markup
         previous = row
     console = Console(file=io.StringIO(), width=CONSOLE_WIDTH, force_terminal=False)
     console.print(table)
@@ -273,7 +273,7 @@ def _cells(row: Row, columns: Sequence[str], max_characters: int) -> list[str]:
 
 
 def printable_line(text: str, max_characters: int) -> str:
-    """Make one printable line: escape control characters, and shorten it in the middle if too long."""
+    """Make a text one printable line: escape control characters, and cut out the middle if it is too long."""
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
     if len(line) <= max_characters:
         return line

@@ -1,4 +1,4 @@
-"""A curriculum: the reward decides the level of difficulty."""
+"""A curriculum whose level of difficulty follows the reward."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pl_grouprl.utilities.step_log import log_numbers
 
 @checked_arguments
 class Curriculum(Callback):
-    """Trains on prompts of one level of difficulty, and goes to the next when the reward is high enough.
+    """Trains on prompts of one level of difficulty at a time, and moves up when the reward is high enough.
 
-    Rows have their level, from 0, in a column (`ReasoningGym` writes it). Training begins at level 0. When the mean
-    reward of the last `window` batches of rollouts at the current level is above `threshold`, the next batch has the
-    next level; when it is below `fall_below`, the level before. The mean then starts over. With `rollout_ahead`, a
-    batch that is already being sampled keeps its level. Logs `curriculum/level`.
+    A column of the rows has their level, from 0 (`ReasoningGym` writes it). Training begins at level 0. When the mean
+    reward of the last `window` batches of rollouts at the current level exceeds `threshold`, the next batch comes from
+    the next level; when it is below `fall_below`, from the previous one. The mean then starts over. With
+    `rollout_ahead`, a batch that is already being sampled keeps its level. Logs `curriculum/level`.
 
     Validation uses the prompts of all levels. Checkpoints contain the level and the rewards that decide it, so a
     resumed run continues exactly. It may have another `threshold`, `fall_below` or `window`, but not other rows.
 
     Args:
         threshold: Mean reward above which the level rises.
-        window: Number of batches of rollouts whose rewards count.
-        fall_below: Mean reward below which the level falls; None: it never falls.
+        window: Number of batches of rollouts in the mean.
+        fall_below: Mean reward below which the level falls; None means never.
         metric: The logged metric to take as the reward, such as `rewards/exact/mean`.
         column: Column of the level.
 
@@ -126,7 +126,7 @@ class Curriculum(Callback):
         return float(metrics[self.metric])
 
     def _update_level(self) -> None:
-        """Go a level up or down if the mean reward says so."""
+        """Move up or down a level if the mean reward says so."""
         if len(self._rewards) < self.window:
             return
         mean = math.fsum(self._rewards) / self.window

@@ -1,4 +1,4 @@
-"""The metrics of a run as one picture, or of several runs panel by panel."""
+"""Draws the metrics of a run as one picture, and those of several runs panel by panel."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ PANELS: Mapping[str, Sequence[str]] = {
 """Title and metrics of each panel; a trailing star matches any ending."""
 
 SPREADS = {"reward": ("reward_std", "standard deviation within a group")}
-"""Metrics drawn with a band as wide as another metric on both sides, and what that is."""
+"""Metrics drawn with a band of plus and minus another metric, and that metric's label."""
 
 RANGES = {"completions/mean_length": ("completions/min_length", "completions/max_length", "shortest to longest")}
-"""Metrics drawn with a band from one metric to another, and what that is."""
+"""Metrics drawn with a band from one metric to another, and the band's label."""
 
 STACKED = "seconds per step"
 """The panel whose metrics add up."""
 
 _SUM, _REST = "time/step", "time/other"
-"""The sum of the stacked metrics, and the part that small parts are added to."""
+"""The sum of the stacked metrics, and the part to which small parts are added."""
 
 _NOT_SCORES = ("val/episode/", "val/tools/")
-"""Metrics of validation that would flatten the scores in its panel; those of training have their panels."""
+"""Validation metrics left out of its panel, where they would flatten the scores."""
 
 _EXTRA_NUMBER = re.compile(r"val/rewards/[^/]+/(?!mean$)")
-"""Further numbers of a reward's dictionary, which have any unit."""
+"""Extra numbers that a reward returned in a dictionary; their units are unknown."""
 
 NEVER_CUT = ("reward", "validation")
 """Panels that show every point, because they are used to judge a run."""
@@ -67,7 +67,7 @@ _CUT_FROM = 100
 _COLUMNS = 3
 _MOST_LINES = 8
 _SMOOTHED_FROM = 30
-"""From so many points on, a line is a running mean over the faint values."""
+"""From this number of points on, a running mean is drawn over the values, which are faint."""
 
 COLORS = ("#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#f08c00", "#495057")
 
@@ -113,7 +113,7 @@ def filled_panels(runs: Sequence[Points]) -> list[str]:
 
 
 def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
-    """Draw one panel of several runs: over each other if each has one line, else side by side on the same scale.
+    """Draw one panel of several runs: overlaid if each has one line, otherwise side by side on the same scale.
 
     Args:
         title: A title in `PANELS`.
@@ -131,7 +131,7 @@ def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
 
 
 def is_overlaid(title: str, runs: Sequence[Points]) -> bool:
-    """Whether one axes holds the panel of all runs, because each has one line."""
+    """Whether all runs are drawn in the same axes, because each has one line."""
     return len(runs) == 1 or (title != STACKED and all(len(select(points, PANELS[title])) <= 1 for points in runs))
 
 
@@ -146,12 +146,12 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
     if len(axes) < len(runs):
         _draw_lines(axes[0], title, title, _line_per_run(title, runs))
         return
-    for own, (run, points) in zip(axes, runs.items(), strict=True):
+    for ax, (run, points) in zip(axes, runs.items(), strict=True):
         heading = f"{title}\n{run}" if len(runs) > 1 else title
         if title == STACKED:
-            _draw_stack(own, heading, points)
+            _draw_stack(ax, heading, points)
         else:
-            _draw_lines(own, title, heading, _line_per_metric(title, points))
+            _draw_lines(ax, title, heading, _line_per_metric(title, points))
 
 
 def _line_per_run(title: str, runs: Mapping[str, Points]) -> list[_Line]:
@@ -175,7 +175,7 @@ def _line(points: Points, name: str, label: str, color: str) -> _Line:
 
 
 def band_of(name: str, points: Points) -> tuple[Sequence[Point], Sequence[Point]] | None:
-    """Lower and upper edge of a metric's band; None for one without, or without data for it."""
+    """Lower and upper edge of a metric's band; None if it has no band, or no data for one."""
     if name in RANGES:
         low, high, _ = RANGES[name]
         return (points[low], points[high]) if low in points and high in points else None
@@ -228,7 +228,7 @@ def _draw_stack(axes: Any, heading: str, points: Points) -> None:
 
 
 def _legend(axes: Any, drawn: Sequence[Any], labels: Sequence[str], columns: int) -> None:
-    """Name what is drawn, below the axes; a name may have dollar signs, or begin with an underscore."""
+    """A legend below the axes; a label may have dollar signs, or begin with an underscore."""
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
     legend = axes.legend(drawn, labels, fontsize=7, frameon=False, ncols=columns, **below)
     for text in legend.get_texts():
@@ -236,7 +236,7 @@ def _legend(axes: Any, drawn: Sequence[Any], labels: Sequence[str], columns: int
 
 
 def stacked_parts(points: Points) -> dict[str, dict[int, float]]:
-    """The parts of a step's time by step, the longest first; those below 1 % of the time are added to `other`."""
+    """Seconds of each part by step, longest part first; parts below 1 % of the time are added to `other`."""
     parts = {name: dict(values) for name, values in points.items() if name.startswith("time/") and name != _SUM}
     totals = {name: math.fsum(part.values()) for name, part in parts.items()}
     large = sorted((name for name in parts if name != _REST), key=lambda name: -totals[name])
@@ -259,7 +259,7 @@ def _finish(axes: Any, heading: str, note: str = "") -> None:
 
 
 def short_labels(names: Sequence[str]) -> list[str]:
-    """The names without the folder that all of them share, such as `val/`."""
+    """The names without the prefix that all of them share, such as `val/`."""
     heads = {name.partition("/")[0] for name in names}
     shared = len(heads) == 1 and all("/" in name for name in names)
     return [name.partition("/")[2] if shared else name for name in names]
@@ -276,7 +276,7 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
     """Axis limits for values that a few peaks would flatten.
 
     Returns:
-        The range without the outermost 1 % at each end, plus a margin; None for 100 values or fewer, and if the whole
+        The range without the outermost 1 % at each end, plus a margin; None for 100 values or fewer, or if the full
         range is at most three times as wide, so nothing needs to be cut off.
     """
     if len(values) <= _CUT_FROM:

@@ -1,4 +1,4 @@
-"""Callbacks that a run begins with: those of the configurations, and those that a module adds to a plain Trainer."""
+"""Default callbacks: those of the YAML configurations, and those that a module adds to a plain Trainer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pl_grouprl.callbacks.weight_summary import WeightSummary
 
 
 def default_callbacks(*, save_every_n_steps: int = 100, show_every_n_steps: int = 10) -> list[Callback]:
-    """Return the callbacks of the configurations in `configs/base`, for a Trainer made in Python.
+    """Return the callbacks of the configurations in `configs/base`, for a Trainer created in Python.
 
-    Checkpoints that survive a kill, validation before the first step, a table of completions, the exported policy, and
-    a summary with curves. All files go to the run folder.
+    They write checkpoints that survive a kill, validate before the first step, show completions, export the policy, and
+    summarize the run with curves. All files go to the run folder.
 
     Args:
         save_every_n_steps: Optimizer steps between checkpoints; the last step is always saved.
@@ -37,17 +37,17 @@ def default_callbacks(*, save_every_n_steps: int = 100, show_every_n_steps: int 
 
 
 def callbacks_of_module(trainer: Trainer) -> list[Callback]:
-    """What a module adds to its Trainer: a summary with curves, unless it has one or has no logger.
+    """The callbacks that a module adds to its Trainer: a summary with curves, unless there is one or no logger.
 
-    Lightning's own table of weights and progress bar are replaced by those for such runs, with the same options.
+    Also replaces Lightning's table of weights and progress bar by this package's, with the same options.
     """
-    trainer.callbacks = [_for_rollouts(own) for own in trainer.callbacks]  # type: ignore[attr-defined]
-    if not trainer.loggers or any(isinstance(own, RunSummary) for own in trainer.callbacks):  # type: ignore[attr-defined]
+    trainer.callbacks = [_replacement(callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    if not trainer.loggers or any(isinstance(callback, RunSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return []
     return [RunSummary()]
 
 
-def _for_rollouts(callback: Callback) -> Callback:
+def _replacement(callback: Callback) -> Callback:
     if type(callback) in (ModelSummary, RichModelSummary) and not callback._summarize_kwargs:  # type: ignore[attr-defined]
         return WeightSummary(callback._max_depth)  # type: ignore[attr-defined]
     if type(callback) is RichProgressBar:

@@ -1,4 +1,4 @@
-"""How a run ends: by a signal, or with the current epoch, and how an unfinished epoch is counted."""
+"""The end of a run: by a signal, or with the current epoch; and how an unfinished epoch is counted."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ class StopRequest:
     """Remembers the first signal that asks to stop. A second Ctrl-C ends the process at once.
 
     Attributes:
-        signum: The signal, 0 for none so far.
+        signum: The signal; 0 if there was none.
     """
 
     def __init__(self) -> None:
         self.signum = 0
 
     def listen(self) -> None:
-        """Handle the signals, replacing handlers that act at once. Only the main thread can."""
+        """Handle the signals, replacing handlers that act at once. Does nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
                 signal.signal(signum, self._remember)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # works where Python code no longer runs, in a collective too
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # works even inside a collective, where no Python code runs
         if not self.signum:
             self.signum = signum
             name = signal.Signals(signum).name
-            # No print: the signal may have come in the middle of one.
+            # Not print(): the signal may have interrupted one.
             os.write(2, f"\n{name}: the run saves a checkpoint after this batch and stops.\n".encode())
 
 
 def run_ends(trainer: Trainer) -> bool:
-    """Whether the fit ends with this epoch; for `on_train_epoch_end`, before Lightning decides."""
+    """Whether the fit ends with this epoch; for `on_train_epoch_end`, where Lightning has not decided yet."""
     loop: Any = trainer.fit_loop
     limits = ((trainer.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs))
     reached = any(limit is not None and limit != -1 and count >= limit for count, limit in limits)
@@ -50,8 +50,8 @@ def run_ends(trainer: Trainer) -> bool:
 
 
 @contextlib.contextmanager
-def epoch_as_it_stands(trainer: Trainer) -> Iterator[None]:
-    """Context whose checkpoints count an interrupted epoch as unfinished, where Lightning counts it as done.
+def unfinished_epoch_counted(trainer: Trainer) -> Iterator[None]:
+    """In checkpoints saved inside this context, count an interrupted epoch as unfinished; Lightning counts it as done.
 
     A run resumed from such a checkpoint continues with the rest of the epoch.
     """

@@ -1,4 +1,4 @@
-"""Report of a validation or test: a row per completion, and a table of metrics per data source."""
+"""Reports a validation or test: a row per completion, and a table of metrics per data source."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class EvaluationRows:
     def of_batch(
         self, outputs: Mapping[str, Any], rows_of: Callable[[RolloutGroup, int], list[Row]], device: Any
     ) -> list[Row]:
-        """Return one row per completion of a batch of all ranks, in the order of the prompts. Collective.
+        """Return one row per completion of all ranks' batches, in the order of the prompts. Collective.
 
         Args:
-            outputs: What the step of this rank returned: `groups`, whose `group_id` is the position of their prompt in
-                the batch of all ranks, and their `answers`.
-            rows_of: Makes the rows of a group, given the group and that position.
+            outputs: Result of this rank's step: `groups`, whose `group_id` is the position of their prompt in the batch
+                over all ranks, and their `answers`.
+            rows_of: Creates the rows of a group, given the group and that position.
             device: As for `gather_plain`.
         """
         of_this_rank = []

@@ -31,22 +31,22 @@ class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
     Works with any module that has a transformers model as an attribute, under every strategy: sharded weights are
-    gathered in rank 0's main memory. Writes safetensors files next to the target and then renames the folder, so it is
-    complete or absent. Replaces an earlier export, recognized by its `export.json`; anything else there is an error and
-    left untouched.
+    gathered in rank 0's main memory. Safetensors files are written next to the target, then the folder is renamed, so
+    it is either complete or absent. An earlier export, recognized by its `export.json`, is replaced; anything else
+    there is an error and left untouched.
 
     Args:
         attribute: Name of the model in the module.
         tokenizer_attribute: Name of the tokenizer; None saves none.
         folder: Name of the folder inside the run folder, or an absolute path.
         adapter: What to save of a model with an adapter: `merged`, a whole model that needs no PEFT, or `separate`, the
-            adapter alone, for `PeftModel.from_pretrained(base, folder)`. The trained model does not change.
-            (Transformers 5.23, loading an adapter's folder itself, loses the norms of DoRA.)
+            adapter alone, for `PeftModel.from_pretrained(base, folder)`. (Transformers 5.23 loses the norms of DoRA if
+            it loads the adapter's folder directly.) The trained model does not change.
 
     Raises:
         ValueError: If `adapter` is unknown.
-        OSError: Before training, if the target has something else or is not writable; at the end, if the export fails.
-            An earlier export stays.
+        OSError: Before training, if the target is not writable or has anything but an earlier export; at the end, if
+            the export fails. An earlier export stays.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ExportPolicy(Callback):
             if name is not None and not hasattr(pl_module, name):
                 raise TypeError(
                     f"ExportPolicy looks for the attribute {name!r}, which {type(pl_module).__name__} does not have; "
-                    f"{option} names the attribute with the transformers model, or the tokenizer (None for none)."
+                    f"set {option} to the attribute with the transformers model, or the tokenizer (None for none)."
                 )
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder
@@ -89,17 +89,17 @@ class ExportPolicy(Callback):
 
         Raises:
             TypeError: If it has no `save_pretrained`.
-            ValueError: If its adapter is to be saved and it has none, or cannot be merged under the strategy.
+            ValueError: If it has no adapter to save, or one that cannot be merged under the strategy.
         """
         model = getattr(pl_module, self.attribute)
         if not hasattr(model, "save_pretrained"):
             raise TypeError(
-                f"ExportPolicy(attribute={self.attribute!r}) is to save a {type(model).__name__}, which has no "
+                f"ExportPolicy(attribute={self.attribute!r}) cannot save a {type(model).__name__}, which has no "
                 "save_pretrained; name an attribute with a transformers model."
             )
         if self.adapter == "separate" and not has_adapters(model):
             raise ValueError(
-                f"ExportPolicy(adapter='separate') is to save an adapter, and the {type(model).__name__} has none; "
+                f"ExportPolicy(adapter='separate') saves an adapter, and the {type(model).__name__} has none; "
                 "leave adapter out, or train one (policy.init_args.adapter)."
             )
         if self._support.shards and self._merges(model):

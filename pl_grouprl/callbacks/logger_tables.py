@@ -1,4 +1,4 @@
-"""Completions, episodes and summaries as tables for the loggers of a run."""
+"""Tables of completions, episodes and summaries for the loggers of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SUMMARY_COLUMNS = ("metric", "first", "last", "min", "max", "mean", "min_last_qu
 
 
 def log_tables(trainer: Trainer, tables: Sequence[Table], writes: OptionalWrites) -> None:
-    """Add tables to every logger; call it on rank 0. An empty table and a trial run log nothing."""
+    """Add tables to every logger; rank 0 only. Empty tables and `fast_dev_run` log nothing."""
     if is_trial(trainer):
         return
     for logger in trainer.loggers:
@@ -46,7 +46,7 @@ def completions_table(rows: Sequence[Row], step: int, name: str, markdown: str) 
     """A row per completion; an episode's `completion` is all its turns on one line.
 
     Args:
-        rows: As `completion_rows` makes them.
+        rows: Results of `completion_rows`.
         step: Optimizer steps done.
         name: Name of the table.
         markdown: What text-only loggers show.
@@ -59,7 +59,7 @@ def completions_table(rows: Sequence[Row], step: int, name: str, markdown: str) 
 
 
 def episodes_table(rows: Sequence[Row], step: int, name: str) -> Table:
-    """A row per message of the rollouts that are episodes; `rollout` counts them within their group.
+    """A row per message of each episode; `rollout` numbers the rollouts of a group.
 
     Args:
         rows: As for `completions_table`.
@@ -84,7 +84,7 @@ def summary_table(statistics: Mapping[str, Mapping[str, float]], step: int) -> T
 
 
 def _values(rows: Sequence[Row], columns: Sequence[str]) -> list[list[Any]]:
-    """The values of the columns, those that are not strings or numbers as JSON."""
+    """The values of the columns; any that is not a string or number is written as JSON."""
     return [[_cell(row.get(name)) for name in columns] for row in rows]
 
 

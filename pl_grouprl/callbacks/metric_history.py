@@ -1,4 +1,4 @@
-"""Metrics of a run by step, without a logger, saved in checkpoints."""
+"""Keeps the metrics of a run by step, independently of loggers; saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MetricHistory:
         self.points: dict[str, list[Point]] = {}
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a value of each metric. Skips non-finite values; a second value of a step replaces the first."""
+        """Add a value of each metric. Non-finite values are skipped; a second value for a step replaces the first."""
         for name, value in metrics.items():
             number = float(value)
             if not math.isfinite(number):
@@ -29,7 +29,7 @@ class MetricHistory:
     def statistics(self, name: str) -> dict[str, float]:
         """Return first, last, lowest, highest and mean value, and the lowest over the last quarter of the steps.
 
-        The last quarter is that of the steps from the first to the last value of this metric, inclusive.
+        The quarter is that of the steps from this metric's first value to its last.
         """
         points = self.points[name]
         values = [value for _, value in points]

@@ -1,4 +1,4 @@
-"""The progress bar of a run."""
+"""The progress bar of a run, and the phases shown next to it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class RunProgressBar(RichProgressBar):
     take longer than a second. If standard output is not a terminal, it prints a line at the start, every tenth and the
     end of each epoch. The command line uses it unless the configuration names another bar.
 
-    What takes longer than two seconds is named: loading, rollouts with the tokens so far, scoring, rewards, validation,
-    export. A bar shows it at its end; where there is none, it is a line, see `PhaseDisplay`.
+    A phase that lasts longer than two seconds is named: loading, rollouts with the tokens so far, scoring, rewards,
+    validation, export. The name is shown at the end of the bar or, without a bar, on a line; see `PhaseDisplay`.
     """
 
     _draws = True
@@ -35,10 +35,10 @@ class RunProgressBar(RichProgressBar):
     _phases: PhaseDisplay | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check whether a bar can be drawn, and begin to show what takes long."""
+        """Check whether a bar can be drawn, and start to show phases."""
         super().setup(trainer, pl_module, stage)
         self._draws = shows_bars(**self._console_kwargs)
-        self._stop_phases()  # left over from a run that never reached teardown
+        self._stop_phases()  # of a run that never reached teardown
         if super().is_enabled:
             self._phases = PhaseDisplay(self._print_phase, self.refresh)
             self._phases.start()
@@ -60,7 +60,7 @@ class RunProgressBar(RichProgressBar):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Training batches of this epoch, up to the end of the run by `max_steps`."""
+        """Training batches of this epoch, or up to `max_steps` if the run ends sooner."""
         trainer = self.trainer
         if trainer.max_steps < 0:
             return trainer.num_training_batches
@@ -75,7 +75,7 @@ class RunProgressBar(RichProgressBar):
         super().on_train_epoch_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Correct the total: only now is it known whether a resumed run starts mid-epoch."""
+        """Correct the total; only now is it known whether a resumed run starts mid-epoch."""
         self._batches_done = batch_idx
         if self.progress is not None and self.is_enabled:
             if self.train_progress_bar_id is None:
@@ -96,16 +96,16 @@ class RunProgressBar(RichProgressBar):
             self._lines.update(batch_idx + 1, self.get_metrics(trainer, pl_module))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the thread."""
+        """Leave out the thread."""
         return super().__getstate__() | {"_phases": None}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the bar; what the other callbacks do now takes a line."""
+        """End the bar; phases of the other callbacks are printed as lines from here on."""
         PROGRESS.enter("end of the run")
         super().on_train_end(trainer, pl_module)
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Lightning's columns, except for the speed, and what takes long."""
+        """Lightning's columns, with another one for speed, and one for the phase."""
         columns = super().configure_columns(trainer)[:-1]
         return [*columns, _SpeedColumn(self.theme.processing_speed), _PhaseColumn(self._phase_text)]
 
@@ -148,7 +148,7 @@ class _SpeedColumn(ProgressColumn):
 
 
 class _PhaseColumn(ProgressColumn):
-    """What takes long, after the other columns of the bar."""
+    """The phase, after the other columns of the bar."""
 
     max_refresh = 0.5
 

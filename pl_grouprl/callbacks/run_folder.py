@@ -21,7 +21,7 @@ from pl_grouprl.utilities.last_checkpoint import runs_folder
 from pl_grouprl.utilities.writes import explain_os_error
 
 MARKER = "run.json"
-"""File that marks a folder as taken by a run."""
+"""File that marks a folder as belonging to a run."""
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ _RUNS: WeakKeyDictionary[Trainer, _Run] = WeakKeyDictionary()
 def run_folder(trainer: Trainer) -> Path | None:
     """Return the exclusive folder of a run. The first call is collective: rank 0 takes the folder.
 
-    It is the folder of the first logger's version. If another run has taken that, or there is no logger or version, it
+    It is the folder of the first logger's version. If that belongs to another run, or there is no logger or version, it
     is a new `version_N` in the logger's folder or the Trainer's root folder.
 
     Returns:
@@ -84,7 +84,7 @@ def refuse_foreign(path: Path, writer: str, may_replace: Callable[[Path], bool])
     """Raise FileExistsError if the path has something that may not be replaced."""
     if os.path.lexists(path) and not may_replace(path):
         raise FileExistsError(
-            f"{writer} would write to {path}, and what is there was not written by this run; it is left untouched. "
+            f"{writer} would write to {path}, which has something not written by this run; it is left untouched. "
             "Move it away, or give the run another folder (its logger, or default_root_dir)."
         )
 

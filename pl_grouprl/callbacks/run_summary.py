@@ -30,9 +30,8 @@ VALIDATION_PREFIXES = ("val/", "val_")
 class RunSummary(Callback):
     """Record every logged metric and summarize them when training ends: in files and the loggers' table `summary`.
 
-    A value counts for the step that logged it, although Lightning repeats it in later steps.
-
-    After `validate` and `test`, only the metrics of each data source are printed, as a table.
+    A value counts only for the step that logged it, although Lightning repeats it in later steps. After `validate` and
+    `test`, only the metrics of each data source are printed, as a table.
 
     Works with any module that logs. Checkpoints include the history, so a resumed run is summarized from its start. A
     file that cannot be written is a warning. Under `fast_dev_run` only the console lines are written.
@@ -149,8 +148,8 @@ class RunSummary(Callback):
     def _record_training(self, trainer: Trainer) -> None:
         """Record the last step's values that are new since the previous call.
 
-        Until a metric is logged again, Lightning returns the same storage; keeping it here means that a new value has
-        different storage.
+        Lightning returns the same storage until a metric is logged again. Holding on to it here ensures that a new
+        value has different storage.
         """
         metrics = {name: v for name, v in trainer.callback_metrics.items() if not name.startswith(VALIDATION_PREFIXES)}
         seen, self._seen = self._seen, metrics

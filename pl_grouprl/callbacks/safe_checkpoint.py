@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.callbacks.end_of_run import StopRequest, epoch_as_it_stands, run_ends
+from pl_grouprl.callbacks.end_of_run import StopRequest, run_ends, unfinished_epoch_counted
 from pl_grouprl.callbacks.run_folder import is_trial, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.checkpoint_files import (
@@ -52,19 +52,19 @@ class StoppedBySignal(SystemExit):
 
 @checked_arguments
 class SafeCheckpoint(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, with checkpoints that are always complete, and one more when a signal ends the run.
+    """Lightning's ModelCheckpoint with checkpoints that are always complete, and one more when a signal ends the run.
 
     A checkpoint (file or folder) is written under a temporary name and renamed once it is on disk. A manifest of hashes
-    is verified whenever the Trainer loads a checkpoint. If a checkpoint cannot be written, or a weight has NaN or inf,
-    the run ends with an error on all ranks, and earlier checkpoints are untouched. Unfinished files of killed runs are
+    is verified whenever the Trainer loads a checkpoint. If a checkpoint cannot be written, or a weight is NaN or inf,
+    the run ends with an error on all ranks, and earlier checkpoints stay untouched. Unfinished files of killed runs are
     removed at the start.
 
     The last step of a run is saved too, before the policy is exported: like periodic checkpoints or, with `monitor`, as
-    `last`; not if nothing is to be saved (`save_top_k=0` without `save_last`). `ckpt_path="last"` in the Trainer's
-    methods means the newest complete checkpoint of earlier runs of this name, as on the command line.
+    `last`; not if `save_top_k=0` and `save_last` is unset. In the Trainer's methods, `ckpt_path="last"` means the
+    newest complete checkpoint of earlier runs of this name, as on the command line.
 
     SIGTERM, SIGUSR1 and Ctrl-C may reach any rank; after the current training batch all ranks save `last` and stop
-    (`StoppedBySignal`). After a signal following the last batch, the run finishes first. A second Ctrl-C kills the
+    (`StoppedBySignal`). If the signal comes after the last batch, the run finishes first. A second Ctrl-C kills the
     process. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from automatically, and
     requeues the job.
 
@@ -85,7 +85,7 @@ class SafeCheckpoint(ModelCheckpoint):
         self._chosen_by: ref[Trainer] | None = None  # the Trainer whose run folder is the default `dirpath`
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare the folder: check that it is writable, and remove remains of killed runs."""
+        """Prepare the folder: check that it is writable, and remove leftovers of killed runs."""
         verify_loads(trainer)
         if self._chosen_by is not None and self._chosen_by() is not trainer:
             self._forget_run()
@@ -101,7 +101,7 @@ class SafeCheckpoint(ModelCheckpoint):
         if "://" in str(self.dirpath):
             raise ValueError(f"dirpath is {self.dirpath}; SafeCheckpoint needs a local folder, use ModelCheckpoint.")
         folder = Path(str(self.dirpath))
-        if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # not one passed by the user
+        if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # unless the user passed one
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
         _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
 
@@ -132,14 +132,14 @@ class SafeCheckpoint(ModelCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if due, and always after the run's last step."""
         ends = run_ends(trainer)
-        with epoch_as_it_stands(trainer):
+        with unfinished_epoch_counted(trainer):
             super().on_train_epoch_end(trainer, pl_module)
             if ends:
                 self._save_end(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step if the run ended in a way that `on_train_epoch_end` does not see."""
-        with epoch_as_it_stands(trainer):
+        with unfinished_epoch_counted(trainer):
             self._save_end(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -148,14 +148,14 @@ class SafeCheckpoint(ModelCheckpoint):
         Raises:
             StoppedBySignal: On all ranks.
         """
-        signum = self._asked(trainer)
+        signum = self._requested_signal(trainer)
         if signum:
             raise _stopped(trainer, signum)
 
     def _save_end(self, trainer: Trainer) -> None:
         periodic = self._every_n_train_steps or self._every_n_epochs or self._train_time_interval is not None
         wanted = self.save_last or (self.save_top_k and periodic)
-        if self._should_skip_saving_checkpoint(trainer) or not (wanted or self._asked(trainer)):
+        if self._should_skip_saving_checkpoint(trainer) or not (wanted or self._requested_signal(trainer)):
             return
         if self.save_top_k and periodic and self.monitor is None:  # a metric may be older than the weights
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
@@ -185,12 +185,12 @@ class SafeCheckpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return  # checkpoints do not include accumulated gradients
-        signum = self._asked(trainer)
+        signum = self._requested_signal(trainer)
         if signum:
             self._stop(trainer, signum)
 
-    def _asked(self, trainer: Trainer) -> int:
-        """The signal that asks to stop, 0 for none; all ranks agree."""
+    def _requested_signal(self, trainer: Trainer) -> int:
+        """The signal that asked to stop, the same on all ranks; 0 for none."""
         return _largest(trainer, self._request.signum) if self.stop_on_signal else 0
 
     def _stop(self, trainer: Trainer, signum: int) -> None:

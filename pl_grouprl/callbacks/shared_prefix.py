@@ -1,4 +1,4 @@
-"""Shared prefixes in any LightningModule: add the callback to the Trainer, change nothing else."""
+"""Shared prefixes in any LightningModule: add this callback to the Trainer, and change nothing else."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class SharedPrefixCallback(Callback):
     """Makes every transformers decoder of a LightningModule encode shared prefixes once, and logs the savings.
 
     The module keeps calling its model with ordinary padded batches; rows that repeat a prefix are found and packed (see
-    `pl_grouprl.attention.shared_prefix`). A model that is already in such a context, as in `GRPO`, is only observed.
+    `pl_grouprl.attention.shared_prefix`). A model that is already patched, as in `GRPO`, is only observed.
 
     Logged each step, over the step's decoder calls without a cache: `prefix/token_ratio` (tokens with repeated
     prefixes over tokens run), `prefix/flops_ratio` (the same for operations of linear layers and attention),
-    `prefix/groups` (groups with a shared prefix that a model trains on, without those that it only scores; of several
-    models, the most) and `prefix/segments` of the same calls, `prefix/padding_fraction` (of the original batch) and, in
-    every `measure_every_n_steps`-th step, `prefix/measured_speedup` (seconds of the decoder's forward and backward on
-    padded, repeated rows over seconds on the packed row; below 1, a warning).
+    `prefix/groups` (groups with a shared prefix in calls with gradient; with several models, the largest number) and
+    `prefix/segments` of the same calls, `prefix/padding_fraction` (of the original batch) and, in every
+    `measure_every_n_steps`-th step, `prefix/measured_speedup` (seconds of the decoder's forward and backward on padded,
+    repeated rows over seconds on the packed row; a warning if it is below 1).
 
     Args:
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
         verify: Compare shared and repeated prefixes on small random groups before the first step, and stop the run if
             log-probabilities or gradients differ by more than the dtype explains.
-        measure_every_n_steps: Optimizer steps between measurements, which time one call both ways; 0 is never. With
-            repeated prefixes the call takes `prefix/token_ratio` times the memory for activations.
+        measure_every_n_steps: Optimizer steps between measurements, which time one call both ways; 0 for never. The
+            call with repeated prefixes needs `prefix/token_ratio` times the memory for activations.
         min_saved_tokens: Rows share a prefix only if that saves at least this many tokens.
 
     Raises:
@@ -67,7 +67,7 @@ class SharedPrefixCallback(Callback):
         self._observed: dict[SharedPrefix, ModelCost] = {}
         self._entered: list[SharedPrefix] = []
         self._calls: list[tuple[SharedPrefix, CallReport]] = []
-        self._trained: list[tuple[SharedPrefix, CallReport]] = []  # those with gradient
+        self._trained: list[tuple[SharedPrefix, CallReport]] = []  # calls with gradient
         self._announced = self._warned_slower = False
         self._steps_before = 0
 
@@ -158,15 +158,15 @@ class SharedPrefixCallback(Callback):
         self._trained.clear()
 
     def _warn_if_slower(self, metrics: Mapping[str, float]) -> None:
-        """Warn, once in a fit, of a model too small to gain."""
+        """Warn once in a fit if sharing slows the model down."""
         speedup = metrics["prefix/measured_speedup"]
         if speedup >= 1 or self._warned_slower:
             return
         self._warned_slower = True
         rank_zero_warn(
             f"Sharing prefixes makes this run slower: the measured speedup is {speedup:.2f} at a token ratio of "
-            f"{metrics['prefix/token_ratio']:.2f}. Models and prompts this small do not pay for the packing; use "
-            "sharing='repeated', or leave this callback out of a module of your own."
+            f"{metrics['prefix/token_ratio']:.2f}. For models and prompts this small, packing costs "
+            "more than it saves; use sharing='repeated', or, in your own module, leave out this callback."
         )
 
     def _leave(self) -> None:
@@ -195,10 +195,12 @@ class SharedPrefixCallback(Callback):
         counts: dict[SharedPrefix, list[tuple[int, int]]] = {}
         for patch, call in self._trained:
             if (layout := call.layout) is not None:
-                # A slice starts with its prompt; a prompt alone is followed by an empty rollout.
+                # A slice starts with its prompt; a separate prompt is followed by an empty rollout.
                 groups = 0 if call.part == "slice" else layout.num_groups
                 counts.setdefault(patch, []).append((groups, len(layout.segments) - (call.part is not None)))
-        sums = [(sum(groups for groups, _ in own), sum(segments for _, segments in own)) for own in counts.values()]
+        sums = [
+            (sum(groups for groups, _ in pairs), sum(segments for _, segments in pairs)) for pairs in counts.values()
+        ]
         return max(sums, default=(0, 0))
 
     def _announce(self, calls: list[tuple[SharedPrefix, CallReport]]) -> None:
@@ -237,13 +239,13 @@ class _Saving(NamedTuple):
             tokens = call.input_ids.numel()
             return cls(tokens, tokens, cost.per_token * tokens, cost.per_token * tokens)
         tokens, flops = layout.num_queries, cost.shared(layout)
-        if call.part == "prompt":  # the following slices count the repetitions
+        if call.part == "prompt":  # the slices that follow count the repetitions
             return cls(tokens, 0, flops, 0.0)
         return cls(tokens, sum(layout.repeated_lengths), flops, cost.repeated(layout))
 
 
 def _key(call: CallReport, cost: ModelCost) -> Hashable:
-    """Key shared by a step's calls with the same saving."""
+    """Key that calls with the same saving have in common."""
     source = call if call.layout is None else call.layout
     return id(source), call.part, id(cost)
 

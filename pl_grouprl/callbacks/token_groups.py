@@ -1,6 +1,6 @@
-"""Compression by GROUP PPO's token groups, as torchmetrics, and logged by any LightningModule that creates them.
+"""Compression by GROUP PPO's token groups, as torchmetrics and as a callback for any LightningModule.
 
-Counts are summed over batches and ranks before taking ratios.
+Counts are summed over batches and ranks before ratios are taken.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _TokenGroupMetric(Metric):
         self.counts += torch.stack([counts.get(name, zero) for name in COUNTS]).to(self.counts.device)
 
     def by_name(self) -> dict[str, Tensor]:
-        """The counts, with those by cause only if the groups had causes."""
+        """The counts; those by cause only if the groups had causes."""
         named = dict(zip(COUNTS, self.counts, strict=True))
         if named["positions"] > 0 and not self.counts[2:].any():
             return {name: named[name] for name in COUNTS[:2]}
@@ -89,13 +89,13 @@ _ABSENT = object()
 class TokenGroupMonitor(Callback):
     """Logs `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 
-    Sums the counts of all micro-batches of the step and of all ranks before taking ratios. The same object passed by
+    Counts are summed over all micro-batches of the step and all ranks before ratios are taken. An object passed by
     several micro-batches counts once. `token_group/speedup_factor` is the reduction in advantage positions, not in
     wall-clock time.
 
-    The groups are what the training step returns under `groups_key` (`{"loss": loss, "token_groups": groups}`), else
-    the module's attribute or property of that name: one `TokenGroups`, or several in a list. None means that the batch
-    has none. The threshold is found the same way, and only logged if there is one.
+    The groups are what the training step returns under `groups_key` (`{"loss": loss, "token_groups": groups}`) or, if
+    it returns none, the module's attribute of that name: one `TokenGroups`, or a list of them; None for a batch without
+    groups. The threshold is found the same way, and logged only if there is one.
 
     Args:
         groups_key: Key of the training step's result, or attribute of the module, with the groups.

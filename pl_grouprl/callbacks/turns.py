@@ -1,4 +1,4 @@
-"""An episode on one line: what the model wrote, the calls it made, and their results."""
+"""Formats an episode as one line: the model's text, its calls, and their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pl_grouprl.types import Messages
 
 
 def turns_line(messages: Messages) -> str:
-    """Write the turns one after another, such as `Let me see. look_up(key="a") -> 41 | It is 41.`."""
+    """Join the turns, such as `Let me see. look_up(key="a") -> 41 | It is 41.`."""
     turns: list[str] = []
     before = None
     for message in messages:

@@ -9,10 +9,11 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 
 
 class WeightSummary(ModelSummary):
-    """Lightning's `ModelSummary` without FLOPs, which are 0 before anything has run.
+    """Lightning's `ModelSummary` without its FLOPs, which are 0 before anything has run.
 
     Args:
-        max_depth: Levels of submodules; 1 shows the parts of the module, such as policy and reference, 0 nothing.
+        max_depth: Levels of submodules to show: 1 for the parts of the module, such as policy and reference; 0 for
+            none.
     """
 
     @staticmethod
@@ -34,7 +35,7 @@ class WeightSummary(ModelSummary):
         for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
         trained, total = (
-            get_human_readable_count(int(own)).strip() for own in (trainable_parameters, total_parameters)
+            get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters)
         )
         table.caption = f"{trained} of {total} weights are trained"
         get_console().print(table)

@@ -1,4 +1,4 @@
-"""Conversations as tokens: rendering by chat templates, parsing of what the model answers, tools included."""
+"""Conversations as tokens: renders them by chat templates, and parses the model's turns, including tool calls."""
 
 from pl_grouprl.chat.families import register_tool_parser
 from pl_grouprl.chat.format import ChatFormat

@@ -1,4 +1,4 @@
-"""Casts arguments that a model wrote as text to the types that the tool's schema asks for.
+"""Casts arguments that a model wrote as text to the types in the tool's schema.
 
 The rules are those of transformers' `parse_response(..., tools=...)`, which TRL uses.
 """
@@ -16,10 +16,10 @@ from pl_grouprl.chat.parsing import Message, Schema
 def cast_arguments(message: Message, tools: Sequence[Schema]) -> Message:
     """Cast the arguments of a message's calls, in place: the text `7` becomes a number if the schema says `integer`.
 
-    Text that fits no type of the schema is left for the tool to refuse, and so are arguments that the schema lacks.
+    Text that fits no type of the schema, and arguments that are not in it, are left for the tool to refuse.
 
     Args:
-        message: A parsed message, checked.
+        message: A parsed and checked message.
         tools: Schemas of the tools.
 
     Returns:
@@ -117,4 +117,4 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "object": _json_of(dict),
     "array": _json_of(list),
 }
-"""Without `string`: text is cast to another of the schema's types if it fits one."""
+"""Casts by type; `string` is missing, so text is cast to another of the schema's types if it fits one."""

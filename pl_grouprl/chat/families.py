@@ -1,4 +1,4 @@
-"""The built-in parsers, and the table to which users add theirs."""
+"""The built-in parsers, and the registry to which users can add theirs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
     schema = next((function for function in functions if function.get("name") == name), None)
     parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
     values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
-    places = parameters or {"input": {}}  # a tool without parameters gets an argument, too, and refuses it
+    places = parameters or {"input": {}}  # a tool without parameters also gets an argument, and refuses it
     return {"name": name, "arguments": dict(zip(places, values, strict=False))}
 
 
@@ -123,7 +123,7 @@ _PARSERS: list[ToolParser] = [
 
 
 def register_tool_parser(parser: ToolParser) -> None:
-    """Add a parser. It precedes those added before it, and replaces one of the same name.
+    """Add a parser. It takes precedence over earlier ones, and replaces one with the same name.
 
     Args:
         parser: Used by every later `ChatFormat` whose chat template contains its markers.

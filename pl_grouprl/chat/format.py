@@ -21,16 +21,16 @@ _TAIL_TOKENS = 64
 
 
 class ChatFormat:
-    """Renders conversations with tools, and parses what the model answers.
+    """Renders conversations with tools, and parses the model's turns.
 
     Args:
         tokenizer: A transformers tokenizer with a chat template.
-        chat_template: Replaces the tokenizer's: the name of a built-in training template (`qwen3`, `llama3`,
-            `plain`), a path to a file, or a Jinja template. None: the tokenizer's.
+        chat_template: The name of a built-in training template (`qwen3`, `llama3`, `plain`), a path to a file, or a
+            Jinja template; None for the tokenizer's.
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
 
     Raises:
-        ValueError: If there is no such chat template, or `template_kwargs` sets one too.
+        ValueError: If there is no such chat template, or `template_kwargs` also sets one.
     """
 
     encodes_prompts = False
@@ -44,7 +44,7 @@ class ChatFormat:
         other = self.template_kwargs.pop("chat_template", None)
         if chat_template is not None and other is not None:
             raise ValueError(
-                "chat_template is given twice, as an option and in chat_template_kwargs; leave one of them out."
+                "chat_template is set twice, as an option and in chat_template_kwargs; leave one of them out."
             )
         chosen = other if chat_template is None else chat_template
         self.chat_template = None if chosen is None else read_template(chosen)
@@ -74,13 +74,13 @@ class ChatFormat:
             )
         if self.tokenizer.eos_token_id not in self._dummy_prefix_ids("check"):
             log.warning(
-                "The chat template does not end turns with the tokenizer's EOS token (%r). Put the token that ends "
-                "them into sampling.stop_token_ids, unless it is among the model's end tokens.",
+                "The chat template does not end turns with the tokenizer's EOS token (%r). Add the token that ends "
+                "them to sampling.stop_token_ids, unless it is among the model's end tokens.",
                 self.tokenizer.eos_token,
             )
 
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:
-        """Render a prompt up to where the model starts to write; an assistant message at its end is left open.
+        """Render a prompt up to where the model starts to write; a final assistant message is left open.
 
         Args:
             messages: The conversation.
@@ -107,8 +107,8 @@ class ChatFormat:
     def encode_results(self, results: Messages) -> list[int]:
         """Tokens between two turns of the model: the results of tools, and the header of the next turn.
 
-        A dummy conversation is rendered with the results and without them. The tokens are what the former adds after
-        the last EOS token of the latter (TRL's `_get_tool_suffix_ids`), so sampled turns are never tokenized again.
+        A dummy conversation is rendered with and without the results. The tokens are what the former adds after the
+        last EOS token of the latter (TRL's `_get_tool_suffix_ids`), so sampled turns are never tokenized again.
 
         Args:
             results: Messages `{"role": "tool", "name": ..., "content": ...}`, at least one.
@@ -134,13 +134,15 @@ class ChatFormat:
     ) -> dict[str, Any]:
         """Parse a turn of the model into an assistant message, with `tool_calls` if it has any.
 
-        The tokenizer's `response_template` (or `response_schema`) parses it, or else the parser of the template's
-        family. A turn that is malformed, such as a call without a name or with broken JSON, is plain text.
+        It is parsed by the tokenizer's `response_template` (or `response_schema`) if there is one, otherwise by the
+        parser of the template's family. A malformed turn, such as a call without a name or with broken JSON, becomes
+        plain text.
 
         Args:
-            token_ids: The turn, end token included.
-            prefix_ids: All tokens before it. Those after the turn's header, such as an opened `<think>`, are parsed.
-            tools: Schemas of the tools, for the types of arguments, and their names where the format has none.
+            token_ids: The turn with its end token.
+            prefix_ids: All tokens before it. Those after the turn's header, such as an opened `<think>`, are parsed
+                too.
+            tools: Schemas of the tools, for the types of arguments, and for their names if the format has none.
 
         Returns:
             `role`, `content` (a string), and, if there are any, `reasoning_content` and `tool_calls`, each
@@ -157,7 +159,7 @@ class ChatFormat:
         return message
 
     def plain_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A turn as an assistant message with all of its text as content, without special tokens."""
+        """A turn as an assistant message whose content is all its text, without special tokens."""
         return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
 
     def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> Any:
@@ -170,7 +172,7 @@ class ChatFormat:
         return self.parser.parse(text, tools)
 
     def _tokenizer_parses(self) -> bool:
-        """Whether the tokenizer can parse turns: it has what `parse_response` of this transformers version needs."""
+        """Whether the tokenizer has what `parse_response` of this transformers version needs."""
         name = "response_template" if _takes_prefix(self.tokenizer) else "response_schema"
         return getattr(self.tokenizer, name, None) is not None
 
@@ -193,7 +195,7 @@ class ChatFormat:
         eos = self.tokenizer.eos_token_id
         if eos in token_ids:
             token_ids = token_ids[: len(token_ids) - token_ids[::-1].index(eos)]
-        if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent any number of names
+        if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
             self._dummy_prefixes.clear()
         self._dummy_prefixes[name] = token_ids
         return token_ids
@@ -221,7 +223,7 @@ class ChatFormat:
 
 
 def _takes_prefix(tokenizer: Any) -> bool:
-    """Whether `parse_response` is that of transformers >= 5.13, with response templates."""
+    """Whether `parse_response` is the one of transformers >= 5.13, with response templates."""
     parse_response = getattr(tokenizer, "parse_response", None)
     return parse_response is not None and "prefix" in inspect.signature(parse_response).parameters
 

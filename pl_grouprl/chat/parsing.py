@@ -1,7 +1,7 @@
-"""Parses what models write into assistant messages: one parser per family of chat templates.
+"""Parses model output into assistant messages, with one parser per family of chat templates.
 
-A parser reads decoded text, never evaluates it, and agrees with the `response_template` that TRL defines for the
-family: the fields of a turn are regions between an opening and a closing mark, everything else is content.
+A parser reads decoded text, never evaluates it, and agrees with TRL's `response_template` for the family: the fields of
+a turn are regions between an opening and a closing mark; everything else is content.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 Message = dict[str, Any]
 Schema = dict[str, Any]
-"""JSON schema of a tool, as transformers' `get_json_schema` makes it."""
+"""JSON schema of a tool, as returned by transformers' `get_json_schema`."""
 
 MAX_NESTING = 64
-"""Arguments that are nested deeper make a call malformed; copying and pickling them would exhaust Python's stack."""
+"""A call with arguments nested deeper is malformed; copying and pickling them would overflow the stack."""
 
 
 class MalformedTurnError(ValueError):
-    """A turn that cannot be parsed, and so counts as plain text."""
+    """A turn that cannot be parsed, and therefore counts as plain text."""
 
 
 @dataclass(frozen=True)
 class ToolParser:
-    """Parser of the turns that one family of chat templates asks for.
+    """Parser of turns in the format of one family of chat templates.
 
     Attributes:
         name: Name of the family.
@@ -49,9 +49,9 @@ class Region:
 
     Attributes:
         field: Key of the message. Values of `tool_calls` accumulate; for other fields, the last one counts.
-        opens: Regular expression of the opening mark; its named groups are for `read`.
-        closes: Regular expression of the closing mark; without one, the region extends to the end.
-        read: Turns the match of the opening mark and the text up to the closing one into the value.
+        opens: Regular expression of the opening mark; `read` may use its named groups.
+        closes: Regular expression of the closing mark; if it is missing in a turn, the region extends to the end.
+        read: Converts the match of the opening mark, and the text up to the closing mark, to the value.
     """
 
     field: str
@@ -65,7 +65,7 @@ class TurnGrammar:
 
     Args:
         regions: Fields between marks. Text outside them is content; if there are several stretches, the last counts.
-        end: Regular expression of what ends a turn.
+        end: Regular expression of the end of a turn.
     """
 
     def __init__(self, *regions: Region, end: str) -> None:
@@ -131,7 +131,7 @@ def checked_message(message: Any) -> Message:
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:
-    """Copy JSON data, with lone surrogates, which cannot be encoded, replaced by U+FFFD.
+    """Copy JSON data; lone surrogates, which cannot be encoded, become U+FFFD.
 
     Raises:
         MalformedTurnError: If it is nested deeper than `MAX_NESTING`.
@@ -165,4 +165,4 @@ def read_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedTurnError(f"no JSON: {error}") from error
+        raise MalformedTurnError(f"not JSON: {error}") from error

@@ -1,4 +1,4 @@
-"""Chat formats of the optional library `renderers`, which renders and parses token by token, without chat templates."""
+"""Chat formats of the optional library `renderers`, which works on tokens, without chat templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY = "renderers"
 class RendererFormat(ChatFormat):
     """A `ChatFormat` that uses a renderer of the library.
 
-    Calls are recognised by their special tokens, not by text that spells them. Renderers extend a conversation without
+    Calls are recognized by special tokens, not by text that looks like them. Renderers extend a conversation without
     rendering its turns again, so the model's chat template need not be prefix-preserving.
 
     Args:
@@ -26,7 +26,7 @@ class RendererFormat(ChatFormat):
 
     Raises:
         ModuleNotFoundError: If the library is missing.
-        ValueError: If it has no such renderer, or the renderer does not fit the tokenizer.
+        ValueError: If there is no such renderer, or it does not fit the tokenizer.
     """
 
     encodes_prompts = True
@@ -50,7 +50,7 @@ class RendererFormat(ChatFormat):
         """Refuse a renderer that cannot extend conversations.
 
         Raises:
-            ValueError: With the remedy.
+            ValueError: Names the remedy.
         """
         self.encode_results([{"role": "tool", "name": "check", "content": "check"}])
 
@@ -79,7 +79,7 @@ class RendererFormat(ChatFormat):
         rendered = self._renderer.bridge_to_next_turn(prompt_ids, turn_ids, results)
         if rendered is None:
             raise ValueError(
-                f"The renderer {type(self._renderer).__name__} cannot extend a conversation by results of tools; name "
+                f"The renderer {type(self._renderer).__name__} cannot extend a conversation by tool results; name "
                 f"another with chat_template='{LIBRARY}:NAME', or pass a chat template."
             )
         return list(rendered.token_ids[len(prompt_ids) + len(turn_ids) :])
@@ -119,14 +119,14 @@ class RendererFormat(ChatFormat):
 
 
 def uses_renderers(chat_template: str | None) -> bool:
-    """Whether an option `chat_template` asks for the library."""
+    """Whether a `chat_template` option selects the library."""
     return chat_template is not None and chat_template.partition(":")[0] == LIBRARY
 
 
 def make_chat_format(
     tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
 ) -> ChatFormat:
-    """Make the chat format that the option `chat_template` asks for.
+    """Create the chat format that a `chat_template` option selects.
 
     Args:
         tokenizer: A transformers tokenizer.

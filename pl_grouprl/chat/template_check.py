@@ -24,9 +24,9 @@ def check_tool_template(
     """Refuse a template that drops calls or results, or renders results differently in different conversations.
 
     Args:
-        encode: Tokens of a conversation; takes `add_generation_prompt`.
-        encode_results: Tokens of results between two turns.
-        render: Text of a conversation.
+        encode: Returns the tokens of a conversation; takes `add_generation_prompt`.
+        encode_results: Returns the tokens of results between two turns.
+        render: Returns the text of a conversation.
 
     Raises:
         ValueError: Says what is wrong with the template.
@@ -51,7 +51,7 @@ def _check_results(
     encode: Callable[..., list[int]],
     encode_results: Callable[[Messages], list[int]],
 ) -> None:
-    """The rendered conversation must be the one without the results, up to its last turn, followed by the results."""
+    """A conversation with results must be the one without, up to its last turn, followed by the results."""
     result_ids = encode_results(results)
     full_ids = encode([*before, *results], add_generation_prompt=True)
     prefix_ids = encode(before, add_generation_prompt=False)
@@ -62,7 +62,7 @@ def _check_results(
             "follows"
         )
     if full_ids[cut:] != result_ids:
-        raise ValueError("the chat template renders results differently in different places of a conversation")
+        raise ValueError("the chat template renders results differently at different positions of a conversation")
 
 
 def _turn(thought: str | None = None) -> dict[str, Any]:
@@ -82,10 +82,10 @@ def _conversation() -> Messages:
 
 
 def remedy(source: str) -> str:
-    """What to do about a refused template; names the built-in one of its family."""
+    """What to do about a refused template; names the built-in one for its family."""
     fitting = [name for name, markers in _FAMILIES.items() if all(marker in source for marker in markers)]
     names = " or ".join(f"chat_template={name!r}" for name in fitting or _FAMILIES)
     return (
         f"pass {names}{'' if fitting else ' if the model is of that family'}, a built-in training template, or a "
-        "template of your own that renders each message by itself"
+        "template of your own that renders each message independently"
     )

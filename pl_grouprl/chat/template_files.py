@@ -28,7 +28,7 @@ def read_template(chat_template: str) -> str:
     path = Path(chat_template)
     if not path.is_file():
         raise ValueError(
-            f"chat_template is {chat_template!r}, which is no file, no Jinja template (it has no '{{{{' or '{{%'), and "
-            f"none of the built-in ones: {', '.join(builtin_templates())}."
+            f"chat_template is {chat_template!r}, which is neither a file, nor a Jinja template (it has no "
+            f"'{{{{' or '{{%'), nor a built-in one: {', '.join(builtin_templates())}."
         )
     return path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A digest of the data, equal in every process for equal rows."""
+"""Hashes the data; equal rows give the same hash in every process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pl_grouprl.data.sources import SourceRow
 def digest_rows(rows: Sequence[SourceRow]) -> str:
     """Hash all columns of all rows, in order, but not the files and lines they came from.
 
-    To avoid decoding, images and videos are hashed by their bytes or paths, decoded images by size and mode, and any
+    Nothing is decoded: images and videos are hashed by their bytes or paths, decoded images by size and mode, and any
     other object by its class.
 
     Returns:
@@ -27,7 +27,7 @@ def digest_rows(rows: Sequence[SourceRow]) -> str:
         try:
             text = _encode(values)
         except (RecursionError, ValueError) as error:
-            raise ValueError(f"{where}: nested too deep or in itself ({error}); correct the row.") from error
+            raise ValueError(f"{where}: nested too deeply, or within itself ({error}); correct the row.") from error
         digest.update(text.encode("ascii"))
         digest.update(b"\n")
     return digest.hexdigest()

@@ -25,18 +25,18 @@ from pl_grouprl.utilities.text import shorten
 log = logging.getLogger(__name__)
 
 EMPTY_PROMPT: Messages = [{"role": "user", "content": ""}]
-"""The prompt of a row without one, which an environment writes (TRL)."""
+"""The prompt of a row that has none, because an environment writes it (as in TRL)."""
 
 RenderOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""The columns of a row -> what its chat template gets besides the messages, such as `tools`."""
+"""From a row's columns to its further chat template arguments, such as `tools`."""
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a module says about the conversations of its prompts.
+    """A module's requirements on the conversations of its prompts.
 
     Attributes:
-        of_row: What the chat template gets for a row besides the messages; empty for none.
+        of_row: A row's chat template arguments besides the messages; may be empty.
         needs_messages: Why prompts must be messages; None if strings will do.
         may_be_empty: Whether a row may lack the prompt, because an environment writes it.
         writes_data: Whether that environment needs no rows at all.
@@ -50,7 +50,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """How to convert rows to prompts; see `PromptDataModule` for the fields."""
+    """How to convert rows to prompts; `PromptDataModule` documents the fields."""
 
     prompt_column: str = "prompt"
     add_special_tokens: bool = True
@@ -60,7 +60,7 @@ class EncodingOptions:
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def media_columns(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """The column of each kind of media in a row; the singular (TRL's) if only that exists."""
+        """The column of each kind of media in a row; TRL's singular name if only that exists."""
         columns = {"image": self.image_column, "video": self.video_column}
         for kind, column in columns.items():
             if column == f"{kind}s" and values.get(column) is None and kind in values:
@@ -84,8 +84,8 @@ def encode_rows(
         tokenizer: A transformers tokenizer.
         options: Column names, tokenizer and template options.
         load_processor: Returns a transformers processor; called if a row has images or videos, or `reads_media`.
-        reads_media: Whether the model reads images or videos; their tags and tokens are then searched for in texts.
-        chat: What the module says about conversations, such as its tools.
+        reads_media: Whether the model reads images or videos; texts are then searched for their tags and tokens.
+        chat: The module's requirements on conversations, such as its tools.
 
     Returns:
         One prompt per row, of any length. Images and videos are processed when a prompt is opened.
@@ -120,7 +120,7 @@ def _text_prompts(
     processor: Any,
     chat: ChatOptions,
 ) -> dict[int, Prompt]:
-    """The prompts of some rows, by index; refuses the processor's image tokens in them."""
+    """The text prompts, by row index; image tokens in them are refused."""
     token_ids = _tokenize([read[i] for i in indices], [rows[i] for i in indices], tokenizer, options, processor, chat)
     return {
         index: Prompt(ids, read[index], **_other_columns(rows[index], options))
@@ -185,16 +185,16 @@ def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: Enc
 
 
 def _find(load_processor: Callable[[], Any] | None) -> Any:
-    """The processor, or None if it cannot be loaded; text does not need it."""
+    """The processor, or None if it cannot be loaded; text prompts do not need it."""
     try:
         return load_processor() if load_processor is not None else None
-    except Exception as error:  # a text-only run must not fail for a processor that it does not use
-        log.info("Texts are not searched for the tokens of images: %s", error)
+    except Exception as error:  # a text-only run must not fail because of a processor that it does not use
+        log.info("Texts are not searched for image tokens: %s", error)
         return None
 
 
 def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions, reads_media: bool) -> None:
-    """Refuse places for images and videos in a row without any. Tags count if the row has a column for media."""
+    """Refuse placeholders for images and videos in a row without any. Tags count if there is a column for media."""
     columns = options.media_columns(row.values)
     tags = (reads_media or any(name in row.values for name in columns.values())) and has_tags(prompt)
     if tags or (not isinstance(prompt, str) and has_parts(prompt)):

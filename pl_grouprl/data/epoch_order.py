@@ -1,4 +1,4 @@
-"""The order of an epoch's rows, and how it changes when other rows are dropped."""
+"""The order of rows in an epoch, which stays stable if other rows are dropped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 class EpochOrder:
     """The order of the training rows in each epoch.
 
-    The order is drawn for all rows, including dropped ones, from (seed, epoch) alone, and then dropped rows are left
-    out, so the others keep their order under another length limit. If the limit changes mid-epoch, rows of batches
-    already begun stay in front, in their order, and the others follow.
+    The order is drawn for all rows from (seed, epoch) alone, and dropped rows are left out afterwards, so the others
+    keep their order under another length limit. If the limit changes mid-epoch, rows of batches already begun stay in
+    front, in their order, and the others follow.
 
     Args:
         rows: The row of each prompt in use, counted from 0, ascending.
         num_rows: Number of rows, including dropped ones.
         seed: Determines the orders, together with the epoch.
-        shuffle: If False, every epoch takes the rows in the given order.
+        shuffle: If False, every epoch keeps the original order.
     """
 
     def __init__(self, rows: Sequence[int], num_rows: int, *, seed: int, shuffle: bool) -> None:
@@ -39,7 +39,7 @@ class EpochOrder:
         return self._drawn[1]
 
     def rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: rows in use, and those of batches that began before the length limit changed."""
+        """The order of an epoch: rows in use, and those of batches begun before the length limit changed."""
         order = self.kept(self.all_rows(epoch))
         if self._begun is None or self._begun[0] != epoch:
             return order
@@ -47,11 +47,11 @@ class EpochOrder:
         return np.concatenate([begun, order[~np.isin(order, begun)]])
 
     def kept(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the given rows that are in use."""
+        """Keep only rows that are in use."""
         return rows[self._prompt_of[rows] >= 0]
 
     def prompts(self, rows: np.ndarray) -> list[int]:
-        """The index of each row's prompt; rows that are not in use are skipped."""
+        """The prompt index of each row; skips rows that are not in use."""
         return self._prompt_of[self.kept(rows)].tolist()
 
     def begin_with(self, epoch: int, rows: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Reads files of rows: JSON lines, JSON arrays and parquet. Errors name the file and the place in it."""
+"""Reads files of rows: JSON lines, JSON arrays and parquet. Errors name the file and the position in it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def read_file(file: Path) -> list[tuple[str, Any]]:
     """Read all rows of a file.
 
     Returns:
-        Place and value of each row. A place is such as `data/train.jsonl, line 17` (lines count from 1, rows of other
-        files from 0).
+        Origin and value of each row. An origin is `data/train.jsonl, line 17` (lines are counted from 1) or
+        `data/train.parquet, row 16` (rows of other files are counted from 0).
 
     Raises:
         ValueError: If the file type is unknown, or its content is damaged.
@@ -34,7 +34,7 @@ def read_file(file: Path) -> list[tuple[str, Any]]:
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    """Read one row group at a time, to name a damaged one. Verifies page checksums if present."""
+    """Read one row group at a time, so errors can name it. Verifies page checksums if present."""
     from pyarrow import parquet
 
     with open(file, "rb"):  # a plain OSError if it cannot be opened
@@ -52,7 +52,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
     for group, size in enumerate(sizes):
         try:
             rows = opened.read_row_group(group, use_threads=False).to_pylist()
-        except Exception as error:  # decompression, decoding, UTF-8, or out of memory for damaged sizes
+        except Exception as error:  # decompression, decoding, UTF-8, or out of memory because of damaged sizes
             raise ValueError(
                 f"{file}, row group {group} (rows {start} to {start + size - 1}): damaged ({_first_line(error)}); "
                 "write the file again."
@@ -60,7 +60,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         yield from ((f"{file}, row {start + index}", values) for index, values in enumerate(rows))
         start += len(rows)
     if start != expected:
-        raise ValueError(f"{file}: damaged, it has {start} rows and its footer says {expected}; write it again.")
+        raise ValueError(f"{file}: damaged: it has {start} rows, and its footer says {expected}; write it again.")
 
 
 def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
@@ -80,7 +80,7 @@ def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
-    """Parse the elements of a JSON array one by one, to name a broken one."""
+    """Parse the elements of a JSON array one by one, so errors can name them."""
     place, mark, index = _skip_space(text, text.index("[") + 1), ",", 0
     if text[place : place + 1] == "]":
         place, mark = place + 1, "]"
@@ -93,7 +93,7 @@ def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
         index += 1
     if mark != "]":
         raise ValueError(
-            f"{file}: not valid JSON ({mark or 'the end'!r} follows row {index - 1}, where ',' or ']' should); correct "
+            f"{file}: not valid JSON ({mark or 'the end'!r} after row {index - 1}, instead of ',' or ']'); correct "
             "the file."
         )
     if text[place:].strip():
@@ -101,7 +101,7 @@ def _array_rows(text: str, file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(text: str, start: int, where: str, *, ends: bool = False) -> tuple[Any, int]:
-    """Parse the value at a position; returns it and its end. With `ends`, nothing may follow it."""
+    """Parse the value at a position; returns it and where it ends. With `ends`, nothing may follow it."""
     try:
         return (_DECODER.decode(text), len(text)) if ends else _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:

@@ -1,6 +1,6 @@
-"""The columns of `HubDataset` that are made from others: answers extracted by patterns, prompts written from templates.
+"""Derived columns of `HubDataset`: answers extracted by patterns, prompts filled into templates.
 
-Errors name the option of `HubDataset` that is wrong.
+Errors name the option of `HubDataset` to correct.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def compile_pattern(column: str, pattern: str) -> re.Pattern[str]:
     """Compile the pattern of a column in the option `extract`.
 
     Raises:
-        ValueError: If it is no regular expression.
+        ValueError: If it is not a regular expression.
     """
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"HubDataset.extract has {pattern!r} for {column!r}, which is no regular expression ({error}); correct it."
+            f"HubDataset.extract has {pattern!r} for {column!r}, not a regular expression ({error}); correct it."
         ) from error
 
 
@@ -43,19 +43,20 @@ def last_match(pattern: re.Pattern[str], value: Any, where: str) -> str:
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None
     if found is None:
         raise ValueError(
-            f"{where} is {shorten(value)}, where extract finds no {pattern.pattern!r}; correct the pattern or the row."
+            f"{where} is {shorten(value)}, which extract does not match with {pattern.pattern!r}; correct the "
+            "pattern or the row."
         )
     return found.strip()
 
 
 class PromptTemplates:
-    """Writes prompts from templates of their messages, the option `messages`.
+    """Writes prompts by the option `messages`.
 
     Args:
-        messages: The templates, with columns in braces.
+        messages: Templates of the messages, with column names in braces.
 
     Attributes:
-        columns: Names of the columns in the templates.
+        columns: Names of the columns that the templates use.
 
     Raises:
         ValueError: If there is no message, one lacks role or content, or its braces do not name columns.
@@ -63,7 +64,7 @@ class PromptTemplates:
 
     def __init__(self, messages: Sequence[Mapping[str, str]]) -> None:
         if not messages:
-            raise ValueError("HubDataset.messages is empty; write at least one, or leave it out.")
+            raise ValueError("HubDataset.messages is empty; pass at least one message, or leave it out.")
         self._messages = messages
         self.columns: set[str] = set()
         for message in messages:
@@ -98,7 +99,7 @@ def _columns_in(template: str) -> list[str]:
     wrong = [field for field in fields if not field.isidentifier()]
     if wrong:
         raise ValueError(
-            f"HubDataset.messages has {shorten(template)}, whose braces do not hold the name of a column "
-            f"({wrong[0]!r}); write {{{{ and }}}} for braces as such."
+            f"HubDataset.messages has {shorten(template)}, where braces do not contain the name of a column "
+            f"({wrong[0]!r}); write {{{{ and }}}} for literal braces."
         )
     return fields

@@ -1,4 +1,4 @@
-"""Rows of a data set of the Hugging Face hub, or of a folder laid out like one."""
+"""Reads a data set of the Hugging Face hub, or a local folder with the same layout."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ DEFAULT_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 @checked_arguments
 class HubDataset:
-    """A data set of the hub by its name, or a local folder laid out like one, read by the library `datasets`.
+    """A data set on the hub, or a local folder with the same layout, read by the library `datasets`.
 
-    One object may serve `train`, `val` and `test` of `PromptDataModule`. The data is downloaded once and then read from
-    the cache; with `HF_HUB_OFFLINE=1` the network is never asked. There is no streaming: runs resume at an exact row.
+    The same object may be `train`, `val` and `test` of `PromptDataModule`. The data is downloaded once and then read
+    from the cache; with `HF_HUB_OFFLINE=1` the network is never used. There is no streaming, because runs resume at an
+    exact row.
 
-    A row is made in this order: columns are renamed (`columns`), answers are extracted (`extract`), and the prompt is
+    For each row, columns are renamed first (`columns`), then answers are extracted (`extract`), then the prompt is
     written (`messages`). Images and videos stay encoded until their prompt is sampled.
 
     Args:
         path: Name on the hub, such as `openai/gsm8k`, or path of a folder of .parquet, .jsonl or .csv files (the README
             of the folder may declare configurations and splits).
         name: Configuration of the data set, such as `main`.
-        split: The split of the data set that each of `train`, `val` and `test` reads, with slices as in `test[:200]` or
-            `train[5%:]`. A string is for all three. A mapping may leave some out; the defaults are `train`,
-            `validation` and `test`.
+        split: The split that each of `train`, `val` and `test` reads, possibly a slice such as `test[:200]` or
+            `train[5%:]`. A string is for all three; a mapping may omit some, whose defaults are `train`, `validation`
+            and `test`.
         columns: Our name of a column -> the name in the data set, for example `{prompt: question}`.
-        keep_other_columns: Keep the columns that are not in `columns`, under their own names.
+        keep_other_columns: Keep columns that are not in `columns`, under their original names.
         extract: Column -> a regular expression. Its last match, or that match's first group if it has groups, replaces
             the value, for example `{answer: '#### (.+)'}`.
         messages: Templates of the messages of the prompt, with columns in braces, for example
@@ -41,8 +42,8 @@ class HubDataset:
         data_source: Name in validation metrics, passed to rewards with verl's signature. None: the row's column
             `data_source`, or else `path` (the last part of a folder's).
         revision: Branch, tag or commit on the hub.
-        data_dir: Folder inside the data set to read.
-        data_files: Files inside the data set to read, by split or as one list.
+        data_dir: Read only this folder of the data set.
+        data_files: Read only these files of the data set, by split or as one list.
         cache_dir: Folder of the prepared data; by default that of `datasets`.
 
     Raises:
@@ -81,7 +82,7 @@ class HubDataset:
         return f"HubDataset({', '.join(map(repr, filter(None, (self.path, self.name))))})"
 
     def rows(self, split: str) -> Sequence[dict[str, Any]]:
-        """Return the rows of `train`, `val` or `test`. They are read when indexed, a block at a time.
+        """Return the rows of `train`, `val` or `test`, which are read when indexed, a block at a time.
 
         Raises:
             ValueError: If the data set, its configuration, split or a column is not found, or a file is damaged.
@@ -98,7 +99,7 @@ class HubDataset:
             where: Data set, split and number of the row, for errors.
 
         Raises:
-            ValueError: If `extract` finds nothing in a value, or a column of the prompt is null or does not fit it.
+            ValueError: If `extract` finds no match, or a column of the prompt is null or does not fit its template.
         """
         for column, pattern in self.extract.items():
             row[column] = last_match(pattern, row[column], f"{where}: column {column!r}")

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 BLOCK = 1000
-"""Number of rows read at once."""
+"""Number of rows read at a time."""
 
 _MEDIA = ("Audio", "Image", "Nifti", "Pdf", "Video")
 
@@ -21,8 +21,8 @@ class HubLoader:
     Args:
         path: Hub name or folder.
         name: Configuration of the data set.
-        options: Further arguments of `datasets.load_dataset_builder`; those that are None are left out.
-        label: Names the data set in errors.
+        options: Further arguments of `datasets.load_dataset_builder`; None values are left out.
+        label: Name of the data set in errors.
     """
 
     def __init__(self, path: str, name: str | None, options: Mapping[str, Any], label: str) -> None:
@@ -31,11 +31,11 @@ class HubLoader:
         self._label = label
 
     def load(self, split: str, hub_split: str) -> Any:
-        """Download and prepare the data set unless it is cached; return one of its splits, a `datasets.Dataset`.
+        """Return a split, a `datasets.Dataset`; downloads and prepares the data set unless it is cached.
 
         Args:
             split: Our name of the split, for errors.
-            hub_split: Its name in the data set, perhaps with a slice.
+            hub_split: The name in the data set, possibly with a slice.
 
         Raises:
             ValueError: If the data set, its configuration or split is not found, or a file is damaged.
@@ -62,19 +62,19 @@ class HubLoader:
             text = " ".join(str(reason or error).split()).rstrip(".") or type(reason or error).__name__
             if isinstance(error, ConnectionError):
                 remedy = (
-                    f"there is no folder {self._path!r} in {Path.cwd()}, and the hub cannot be asked; load it once "
-                    "with a network, or pass the path of a folder"
+                    f"there is no folder {self._path!r} in {Path.cwd()}, and the hub cannot be reached; load it once "
+                    "while online, or pass the path of a folder"
                 )
             raise ValueError(f"{self._label}: {text}; {remedy}.") from error
 
 
 class BlockRows(Sequence[dict[str, Any]]):
-    """The rows of one split. Indexing one reads its block, unless that is the block read last.
+    """The rows of one split. Indexing a row reads its block; the last block is cached.
 
     Args:
         data: The split, a `datasets.Dataset`.
         names: The columns to read: our name -> the name in the data set.
-        convert: Completes a row in place, given the row and its origin, and returns it.
+        convert: Completes a row in place and returns it; takes the row and its origin.
         where: Data set and split, for errors.
     """
 
@@ -129,7 +129,7 @@ def _with_encoded_media(features: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _progress_on_rank_zero() -> Iterator[None]:
-    """Hide the progress bars of downloads on all other ranks."""
+    """Hide download progress bars on all ranks but 0."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from huggingface_hub import utils as hub
 

@@ -19,8 +19,8 @@ class KeptPrompts:
 
     Attributes:
         prompts: The prompts in use.
-        rows: The row of each, counted from 0 over the whole split.
-        num_rows: Rows before anything was dropped.
+        rows: Row index of each prompt in the whole split, from 0.
+        num_rows: Number of rows before dropping.
         num_truncated: Number of truncated prompts.
     """
 
@@ -48,7 +48,9 @@ class KeptPrompts:
         line += f", {self.num_truncated} truncated"
         if self.num_truncated:
             line += f" (to max_prompt_length={max_prompt_length})"
-        return line + (f"; each epoch leaves out {in_no_batch}, in no full batch (drop_last)" if in_no_batch else "")
+        return line + (
+            f"; each epoch leaves out {in_no_batch} that do not fill a batch (drop_last)" if in_no_batch else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class LengthPolicy:
         refused = {"error": overlong, "truncate": uncut, "drop": ()}[self.overlong_prompts]
         if refused:
             first = prompts[refused[0]]
-            remedy = "set overlong_prompts to 'drop'" + (" (images are not cut)" if uncut else " or 'truncate'")
+            remedy = "set overlong_prompts to 'drop'" + (" (images cannot be truncated)" if uncut else " or 'truncate'")
             raise ValueError(
                 f"{first.where}: the prompt has {first.num_tokens} tokens, more than max_prompt_length={limit} "
                 f"({len(overlong)} of {len(prompts)} prompts have); raise the limit, or {remedy}."

@@ -12,15 +12,15 @@ from pl_grouprl.types import Prompt
 
 
 class LevelSchedule:
-    """The level of each rollout: 0 at first, then the one given to `change_to`.
+    """The level of each rollout: 0 at first, then as set by `change_to`.
 
-    A change begins with the first rollout whose level nobody has asked for yet, so rollouts that were sampled ahead
-    keep theirs. The state contains all changes, so a resumed run has the same levels.
+    A change takes effect at the first rollout whose level has not been queried yet, so rollouts sampled ahead keep
+    theirs. The state contains all changes, so a resumed run has the same levels.
     """
 
     def __init__(self) -> None:
         self._changes = [(0, 0)]  # first rollout, level
-        self._last_asked = -1
+        self._last_queried = -1
 
     @property
     def level(self) -> int:
@@ -29,7 +29,7 @@ class LevelSchedule:
 
     def at(self, rollout_number: int) -> tuple[int, int]:
         """The level of a rollout, and how many rollouts before it had the same level."""
-        self._last_asked = max(self._last_asked, rollout_number)
+        self._last_queried = max(self._last_queried, rollout_number)
         stretches = [(first, level) for first, level in self._changes if first <= rollout_number]
         ends = [first for first, _ in stretches[1:]] + [rollout_number]
         current = stretches[-1][1]
@@ -38,25 +38,25 @@ class LevelSchedule:
 
     def change_to(self, level: int) -> int:
         """Change the level; return the number of the first rollout that has the new one."""
-        first = self._last_asked + 1
+        first = self._last_queried + 1
         self._changes.append((first, level))
         return first
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers."""
-        return {"changes": [list(change) for change in self._changes], "known": self._last_asked}
+        return {"changes": [list(change) for change in self._changes], "known": self._last_queried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._changes = [(int(first), int(level)) for first, level in state["changes"]]
-        self._last_asked = state["known"]
+        self._last_queried = state["known"]
 
 
 class LevelPromptLoader(TrainPromptLoader):
-    """Yields batches whose prompts all have the level of their rollout in a schedule.
+    """Yields batches of prompts of a single level, set by a schedule.
 
-    Each pass over the prompts of a level has a new order; those that do not fill a batch are left out of that pass. An
-    epoch is as long as without levels. A resumed run must have the same rows in use.
+    Each pass over the prompts of a level has a new order; prompts that do not fill a batch are left out of that pass.
+    An epoch is as long as without levels. A resumed run must have the same rows in use.
 
     Args:
         prompts: All prompts in use, of every level, the same on every rank.
@@ -75,7 +75,7 @@ class LevelPromptLoader(TrainPromptLoader):
         self._settings |= {"level_column": column, "num_prompts_in_use": len(prompts)}
         levels = [_level(prompt, column) for prompt in prompts]
         self._counts = np.bincount(levels)  # prompts of each level
-        self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 where it is not in use
+        self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 for rows not in use
         self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
         self._check_levels()
 

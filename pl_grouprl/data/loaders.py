@@ -15,15 +15,15 @@ from pl_grouprl.utilities.copying import private_copy
 class PromptBatch:
     """This rank's prompts of one rollout.
 
-    Deliberately a plain object: Lightning walks through collections and dataclasses, token by token, to move tensors
-    and to guess a batch size. Pass `batch_size` when logging.
+    Deliberately a plain object: Lightning would walk through a collection or dataclass, token by token, to move tensors
+    and guess the batch size. Pass `batch_size` when logging.
 
     Attributes:
         prompts: Prompts of this rank; copies, because callbacks receive the batch.
         rollout_number: Index of the rollout since the start of training, over all epochs; equal on all ranks. In
             evaluation, the index of the batch.
-        update_index: How often this batch has already been yielded: 0 when a rollout begins.
-        num_updates: How often this batch is yielded in total.
+        update_index: How many times this batch was yielded before: 0 when a rollout begins.
+        num_updates: How many times this batch is yielded in total.
     """
 
     __slots__ = ("num_updates", "prompts", "rollout_number", "update_index")
@@ -47,16 +47,15 @@ class PromptBatch:
 
 
 class TrainPromptLoader:
-    """Yields each batch of prompts as often as it is trained on, epoch after epoch, with a resumable position.
+    """Yields each batch of prompts once per update, epoch after epoch, with a resumable position.
 
     Lightning sees `len(loader)` batches per epoch. The order of the prompts depends on (seed, epoch) and the rows in
-    use; see `EpochOrder`. Each rank takes every `num_replicas`-th prompt of a batch, so their numbers may differ by
-    one.
+    use; see `EpochOrder`. Each rank takes every `num_replicas`-th prompt of a batch, so ranks may differ by one prompt.
 
-    Not a torch DataLoader: those get samplers injected, and an unsized one is fetched one batch ahead, which would
-    start a rollout one optimizer step too early. Lightning sets the epoch by calling `set_epoch` on the attribute
-    `sampler`. Checkpoints save the position (`state_dict`). It is valid for any number of ranks, and if other rows are
-    dropped: the epoch then continues with prompts that it has not used.
+    Not a torch DataLoader: Lightning injects samplers into those, and prefetches one batch if they have no length,
+    which would start a rollout one optimizer step too early. Lightning sets the epoch by calling `set_epoch` on the
+    attribute `sampler`. Checkpoints save the position (`state_dict`), which is valid for any number of ranks, also if
+    other rows are dropped: the epoch then continues with prompts that it has not used.
 
     Args:
         prompts: All prompts in use, the same on every rank.
@@ -67,7 +66,7 @@ class TrainPromptLoader:
         drop_last: Skip the prompts of an epoch that do not fill a batch.
         num_replicas: Number of ranks that share the data.
         rank: This rank.
-        rows: The data row of each prompt, ascending, if rows were dropped. None: no row was dropped.
+        rows: The data row of each prompt, ascending; None if no row was dropped.
         num_rows: Number of rows in the data; required with `rows`.
     """
 
@@ -120,10 +119,10 @@ class TrainPromptLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; no-op if it has already begun.
+        """Begin an epoch; does nothing if it has already begun.
 
-        The first call sets the number. After a resume only a *change* of the number counts, because Lightning 2.6 skips
-        one when it resumes, under `max_steps`, from a checkpoint at the end of an epoch.
+        The first call sets the number. After a resume only a *change* of the number counts: Lightning 2.6 skips a
+        number if, under `max_steps`, it resumes from a checkpoint at the end of an epoch.
         """
         if self._announced_epoch is None:
             self._epoch, self._position, self._first_rollout = epoch, 0, epoch * self.rollouts_per_epoch
@@ -134,8 +133,8 @@ class TrainPromptLoader:
     def __iter__(self) -> Iterator[PromptBatch]:
         """Iterate over one epoch; without `set_epoch`, each iteration is the next one.
 
-        The first iteration after `load_state_dict` continues from that state. (Reads nothing before the first batch is
-        requested, because Lightning creates iterators before it sets the epoch.)
+        The first iteration after `load_state_dict` continues from that state. (Nothing is read before the first batch
+        is requested, because Lightning creates iterators before it sets the epoch.)
         """
         if not self._resumed or self._position >= len(self):
             self._begin_next_epoch()
@@ -146,7 +145,7 @@ class TrainPromptLoader:
             self._position += 1
             rollout_number = self._first_rollout + batch_index
             yield PromptBatch(
-                self._share(self._rows_of(rollout_number)),
+                self._prompts_of_rank(self._rows_of(rollout_number)),
                 rollout_number=rollout_number,
                 update_index=update_index,
                 num_updates=updates,
@@ -154,17 +153,17 @@ class TrainPromptLoader:
 
     def peek(self, rollout_number: int) -> list[Prompt]:
         """Return this rank's prompts of a past or future rollout, without changing the position."""
-        return self._share(self._rows_of(rollout_number))
+        return self._prompts_of_rank(self._rows_of(rollout_number))
 
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
         """Draw additional prompts for a rollout, to replace groups without signal (dynamic sampling).
 
-        The draw depends only on seed, rollout, attempt, ranks and count, so a resumed run draws the same prompts. No
-        prompt comes twice in one call. As far as the data suffices, draws of different ranks are disjoint, as are those
-        of different attempts (if none exceeds a rank's share of a batch, rounded up), and draws and the rollout's
-        regular batch. If the data does not suffice, first other ranks' shares and then the regular batch are used.
+        The draw depends only on seed, rollout, attempt, ranks and count, so a resumed run draws the same prompts. One
+        call never returns a prompt twice. If there is enough data, draws are disjoint from the rollout's regular batch,
+        across ranks, and across attempts (if none exceeds a rank's share of a batch, rounded up). Otherwise other
+        ranks' shares are used first, then the regular batch.
 
-        Draws from all prompts, even those outside an epoch's full batches and beyond Lightning's `overfit_batches`.
+        Draws from all prompts, including those outside an epoch's full batches and Lightning's `overfit_batches`.
 
         Args:
             count: Prompts for this rank; may differ between ranks.
@@ -180,12 +179,14 @@ class TrainPromptLoader:
         for name, value in (("count", count), ("rollout_number", rollout_number), ("attempt", attempt)):
             if value < 0:
                 raise ValueError(f"draw_extra: {name} is {value}; it must be 0 or larger.")
-        # The last number separates this stream from those of the epochs' orders, since seeds are padded with zeros.
+        # The last number keeps this stream apart from those of the epochs' orders: seeds are padded with zeros.
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
         order = self._eligible(rng.permutation(self._order.num_rows), rollout_number)
         regular = np.isin(order, self._rows_of(rollout_number))
-        dealt = np.concatenate([self._deal(order[~regular], attempt), self._deal(order[regular], attempt)])
-        return [self.prompts[index] for index in self._order.prompts(dealt[:count])]
+        drawn = np.concatenate(
+            [self._own_share_first(order[~regular], attempt), self._own_share_first(order[regular], attempt)]
+        )
+        return [self.prompts[index] for index in self._order.prompts(drawn[:count])]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, the rows that this epoch has begun, and the settings they depend on."""
@@ -206,8 +207,8 @@ class TrainPromptLoader:
         has its new length, and is over if it already had that many batches.
 
         Raises:
-            ValueError: If the settings differ, so the position would mean other prompts; or if the epoch is over while
-                its current batch still has updates left.
+            ValueError: If the settings differ, so the position would refer to other prompts; or if the epoch is over
+                while its current batch still has updates left.
         """
         differences = [
             f"{name} was {state_dict.get(name)!r} and is {value!r}"
@@ -238,7 +239,7 @@ class TrainPromptLoader:
         self._epoch, self._position, self._first_rollout = epoch + 1, 0, first + batches
 
     def _begin_next_epoch(self) -> None:
-        """Go to the start of the next epoch, or stay if nothing of the current one was read."""
+        """Move to the next epoch, unless nothing of the current one was read."""
         if self._position > 0:
             self._first_rollout += self.rollouts_per_epoch
             self._epoch, self._position, self._resumed = self._epoch + 1, 0, False
@@ -253,22 +254,22 @@ class TrainPromptLoader:
         return self._batch(self._order.rows(self._epoch + epochs), batch_index)
 
     def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
-        """Those of the given rows that a rollout may use."""
+        """Keep only rows that a rollout may use."""
         return self._order.kept(rows)
 
     def _batch(self, order: np.ndarray, batch_index: int) -> np.ndarray:
         size = self._settings["batch_size"]
         return order[batch_index * size : (batch_index + 1) * size]
 
-    def _share(self, rows: np.ndarray) -> list[Prompt]:
+    def _prompts_of_rank(self, rows: np.ndarray) -> list[Prompt]:
         """This rank's prompts of a batch."""
         return [self.prompts[index] for index in self._order.prompts(rows[self.rank :: self.num_replicas])]
 
-    def _deal(self, indices: np.ndarray, attempt: int) -> np.ndarray:
+    def _own_share_first(self, indices: np.ndarray, attempt: int) -> np.ndarray:
         """Order the indices: this rank's share first, starting at the attempt's offset, then the other ranks'."""
-        own = np.arange(len(indices)) % self.num_replicas == self.rank
+        is_own = np.arange(len(indices)) % self.num_replicas == self.rank
         step = attempt * -(-self._settings["batch_size"] // self.num_replicas)
-        return np.concatenate([np.roll(part, -step) for part in (indices[own], indices[~own])])
+        return np.concatenate([np.roll(part, -step) for part in (indices[is_own], indices[~is_own])])
 
     def _check(self) -> None:
         size, prompts, ranks = self._settings["batch_size"], len(self.prompts), self.num_replicas

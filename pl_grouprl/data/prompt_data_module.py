@@ -43,16 +43,16 @@ class PromptDataModule(LightningDataModule):
 
     Args:
         train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
-            `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`). It may be left out where an
+            `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`). Not needed if an
             environment writes the prompts (its `reset` returns them); an epoch is then one batch.
         val: The same, for validation. None: no validation.
         test: The same, for the test stage. The predict stage uses it too, or `val` if it is None.
-        batch_size: Prompts per rollout, over all ranks together (verl's `train_batch_size`). Need not be a multiple of
-            the number of ranks.
+        batch_size: Prompts per rollout, over all ranks (verl's `train_batch_size`); not necessarily a multiple of the
+            number of ranks.
         val_batch_size: Maximum number of prompts in a validation or test batch, over all ranks.
         prompt_column: Column of the prompt.
-        image_column: Column of a prompt's images, or image. Rows without `images` may have `image` (TRL).
-        video_column: Column of a prompt's videos, or video. Rows without `videos` may have `video`.
+        image_column: Column with one or several images. Rows without `images` may have `image` (TRL).
+        video_column: Column with one or several videos. Rows without `videos` may have `video`.
         max_prompt_length: Maximum prompt length in tokens, including template, images and videos; None for no limit.
         overlong_prompts: How to treat longer prompts: `drop` skips them, `truncate` keeps their last
             `max_prompt_length` tokens (an error with images), `error` refuses the data. The counts are printed at the
@@ -124,7 +124,7 @@ class PromptDataModule(LightningDataModule):
         self._levels: dict[str, Any] = {}
 
     def setup(self, stage: str) -> None:
-        """Read and tokenize a stage's data (once), and print how many of its prompts are used.
+        """Read and tokenize a stage's data (once), and print how many prompts are used.
 
         Raises:
             ValueError: If the data is missing, malformed, empty, too small for a batch, or not the same on all ranks.
@@ -138,11 +138,11 @@ class PromptDataModule(LightningDataModule):
     def _compare_ranks(self, device: Any) -> None:
         """Refuse ranks with different rows, which would deadlock."""
         facts = {split: kept.num_rows for split, kept in self.kept.items()} | self.resume_facts()
-        for rank, own in enumerate(gather_plain(facts, device)):
-            for name in (name for name in facts if own.get(name) != facts[name]):
+        for rank, theirs in enumerate(gather_plain(facts, device)):
+            for name in (name for name in facts if theirs.get(name) != facts[name]):
                 raise ValueError(
-                    f"PromptDataModule: {name} is {facts[name]!r} here and {own.get(name)!r} on rank {rank}; all ranks "
-                    "must read the same rows with the same options."
+                    f"PromptDataModule: {name} is {facts[name]!r} here and {theirs.get(name)!r} on rank {rank}; all "
+                    "ranks must read the same rows with the same options."
                 )
 
     def _set_up(self, stage: str) -> None:
@@ -153,8 +153,8 @@ class PromptDataModule(LightningDataModule):
             if self._source(split) is not None and split not in self.prompts:
                 self._load(split)
         if "train" in splits:
-            self._levels = {}  # those of an earlier fit
-            self.train_dataloader()  # run its checks before anything else of the run
+            self._levels = {}  # of an earlier fit
+            self.train_dataloader()  # runs its checks before anything else
         for split in (split for split in splits if split in self.kept):
             left_out = len(self.prompts[split]) % self.batch_size if split == "train" and self.drop_last else 0
             rank_zero_info(self.kept[split].describe(split, self.length_policy.max_prompt_length, left_out))
@@ -199,9 +199,8 @@ class PromptDataModule(LightningDataModule):
     def resume_facts(self) -> dict[str, Any]:
         """Facts that a resumed run must share, as plain values: the training rows, their batches and encoding.
 
-        Rows are taken before the length policy, so `max_prompt_length` and `overlong_prompts` may change.
-
-        Empty until the training data is loaded.
+        Rows are those before the length policy, so `max_prompt_length` and `overlong_prompts` may change. Empty until
+        the training data is loaded.
         """
         if "train" not in self.prompts:
             return {}
@@ -227,7 +226,7 @@ class PromptDataModule(LightningDataModule):
         return counts
 
     def peek(self, rollout_number: int) -> list[Prompt]:
-        """Return this rank's training prompts of a rollout, whether or not it has come; nothing moves."""
+        """Return this rank's training prompts of a past or future rollout, without changing the position."""
         return self._loader().peek(rollout_number)
 
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
@@ -291,7 +290,7 @@ class PromptDataModule(LightningDataModule):
         self.prompts[split] = self.kept[split].prompts
 
     def _chat(self) -> ChatOptions:
-        """What the LightningModule says about conversations."""
+        """The LightningModule's requirements on conversations."""
         options: ChatOptions = getattr(getattr(self._module(), "episodes", None), "chat_options", ChatOptions())
         return options
 

@@ -1,4 +1,4 @@
-"""Checks of every row, independent of the meaning of its columns."""
+"""Checks that apply to every row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_values(values: Any, where: str) -> None:
 
     Args:
         values: The row.
-        where: Its place, for the error.
+        where: The row's origin, for the error.
 
     Raises:
         ValueError: If it is not a mapping, a column name is not a string, or a text has a lone surrogate.
@@ -38,12 +38,12 @@ def check_values(values: Any, where: str) -> None:
 
 
 def check_columns_of(values: Mapping[str, Any], prompt_column: str, where: str) -> None:
-    """Check the columns other than the prompt that have a special meaning.
+    """Check the columns with a special meaning, other than the prompt.
 
     Args:
         values: The row.
-        prompt_column: Not checked.
-        where: The row's place, for the error.
+        prompt_column: The prompt's column, which is not checked.
+        where: The row's origin, for the error.
 
     Raises:
         ValueError: If one cannot be passed to reward functions as intended.

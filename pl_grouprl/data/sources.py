@@ -30,7 +30,7 @@ class SourceRow(NamedTuple):
     """A row and its origin.
 
     Attributes:
-        where: For error messages: `data/train.jsonl, line 17` or `train, row 17` (rows count from 0).
+        where: Its origin for error messages, such as `data/train.jsonl, line 17` or `train, row 17` (counted from 0).
         values: The columns.
     """
 
@@ -76,7 +76,7 @@ def _is_paths(source: Any) -> bool:
 def _iterate(source: Any, split: str) -> Iterator[Any]:
     if isinstance(source, Mapping):
         raise TypeError(
-            f"PromptDataModule(`{split}`) is a mapping with the keys {list(source)[:10]}; pass one split of it."
+            f"PromptDataModule(`{split}`) is a mapping with the keys {list(source)[:10]}; pass one of its splits."
         )
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""A tool for word problems: arithmetic with exact fractions. Nothing but numbers, + - * / and parentheses is read."""
+"""A tool for word problems: arithmetic with exact fractions, limited to numbers, + - * / and parentheses."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def calculate(expression: str) -> str:
         expression: Numbers, + - * / and parentheses, such as (12 + 3.5) * 4.
 
     Returns:
-        The value, with at most ten significant digits if it is not whole.
+        The value, rounded to ten significant digits if it is not whole.
 
     Raises:
         ValueError: If it is not such an expression, or longer than 200 characters.
         ZeroDivisionError: If it divides by zero.
     """
     if len(expression) > _LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters; at most {_LONGEST} are read")
+        raise ValueError(f"the expression has {len(expression)} characters; at most {_LONGEST} are allowed")
     value = _Expression(expression).value()
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 class _Expression:
-    """Reads an expression by recursive descent; thousands separators are read over."""
+    """Parses an expression by recursive descent; ignores thousands separators."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _TOKEN.findall(text.replace(",", ""))
@@ -68,7 +68,7 @@ class _Expression:
         return Fraction(found)
 
     def _take(self, wanted: str = "") -> str:
-        """The next token, if it is one of those wanted (any, by default); otherwise an empty string."""
+        """Consume and return the next token if it is wanted (any, by default); otherwise return an empty string."""
         token = self._tokens[self._next] if self._next < len(self._tokens) else ""
         if not token or (wanted and token not in wanted):
             return ""

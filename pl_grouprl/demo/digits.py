@@ -1,4 +1,4 @@
-"""Built-in task: find the most frequent digit of a long prompt. Generated in NumPy, without a download."""
+"""Built-in task: find the most frequent digit in a long prompt. Generated with NumPy, without a download."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class MostFrequentDigit:
     def demonstrations(
         self, count: int, seed: int = 0, *, label_noise: float | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """Return prompts with completions to imitate, some of them wrong.
+        """Return prompts with completions to imitate, some of which are wrong.
 
         Args:
             count: Number of demonstrations.
@@ -174,5 +174,5 @@ class MostFrequentDigit:
 
 
 def _checksum(digits_BP: np.ndarray) -> np.ndarray:
-    """Return a number from 0 to 7 per prompt that depends on all of its digits."""
+    """Return a number from 0 to 7 per prompt that depends on all its digits."""
     return (digits_BP @ np.arange(1, 2 * digits_BP.shape[1], 2)) % 8

@@ -34,8 +34,8 @@ _NAMES = ["".join(letters) for letters in itertools.product("bdfgklmnprstvz", "a
 _ROOMS = ["".join(digits) for digits in itertools.permutations(string.digits, 3)]
 _SPLITS = ("train", "val", "test", "demonstrations")
 MISTAKES = ("stops early", "repeats the name", "cuts the room", "gives up")
-"""Mistakes in demonstrations, in order: answering with the room; looking the name up twice, then answering with the
-room; looking up only the first digits of the room, which finds nothing; calling no tool."""
+"""Mistakes in demonstrations, in order: answers with the room; looks the name up twice and answers with the room; looks
+up only the first digits of the room, which finds nothing; calls no tool."""
 
 
 class Directory:
@@ -62,10 +62,10 @@ class Directory:
 
 @checked_arguments
 class TwoStepLookup:
-    """Questions for a telephone number. Each takes two tool calls: the person's room, then the room's telephone.
+    """Questions about telephone numbers. Each takes two tool calls: the person's room, then the room's telephone.
 
-    Each row has its own directory, a number in column `directory`; the environment `Directory` opens it.
-    The same arguments give the same data. No directory occurs in two splits or in the demonstrations.
+    Each row has its own directory, a number in the column `directory`, which the environment `Directory` opens. The
+    same arguments give the same data. No directory occurs in two splits, or in a split and the demonstrations.
 
     Args:
         train_size: Rows of split `train`.
@@ -108,8 +108,8 @@ class TwoStepLookup:
             seed: Determines them, together with the task's seed.
 
         Returns:
-            Prompt ids, completion ids with the results of the tool and end tokens, and the completion's loss mask,
-            which is 0 for tokens of results.
+            Prompt ids, completion ids including tool results and end tokens, and the completion's loss mask, which is 0
+            for tokens of results.
         """
         rng = np.random.default_rng((self.seed, _SPLITS.index("demonstrations"), seed))
         tokenizer = _cached_tokenizer()
@@ -135,7 +135,7 @@ class TwoStepLookup:
         }
 
     def _episode(self, row: dict[str, Any], rng: np.random.Generator) -> Messages:
-        """The completion of a demonstration as messages, perhaps with a mistake."""
+        """The completion of a demonstration as messages, possibly with a mistake."""
         directory = entries(row["directory"])
         name = row["prompt"][-1]["content"].removeprefix(_USER)
         room = directory[name].removeprefix(_ROOM)
@@ -166,7 +166,7 @@ def entries(number: int) -> dict[str, str]:
 def lookup_tokenizer() -> Any:
     """Build the tokenizer of the task, with the chat template `plain`.
 
-    The words of its sentences, each with the space after it, are tokens; anything else is spelled in ASCII characters.
+    The words of its sentences, with a following space, are tokens; anything else is spelled in ASCII characters.
 
     Returns:
         A `PreTrainedTokenizerFast`; `AutoTokenizer` loads what its `save_pretrained` writes.
@@ -205,7 +205,7 @@ def _call(key: str, entry: str) -> Messages:
 
 
 def _demonstration(token_ids: list[int], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """Split an episode at the policy's first token; it writes from each assistant token to the next end token."""
+    """Split an episode at the policy's first token; the policy writes from assistant tokens to end tokens."""
     assistant, end = tokenizer.convert_tokens_to_ids([ASSISTANT_TOKEN, END_TOKEN])
     start = token_ids.index(assistant) + 1
     writes, loss_mask = True, []

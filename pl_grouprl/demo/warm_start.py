@@ -38,21 +38,21 @@ FORMAT_VERSION = 1
 """Part of the cache key; increment it when the same options give a different policy."""
 
 _SAMPLE = 64
-"""Number of demonstrations in the cache key, to detect changes of the task."""
+"""Number of demonstrations in the cache key, to detect changes to the task."""
 
 _IGNORED = -100
 
 Demonstration = tuple[list[int], list[int]] | tuple[list[int], list[int], list[int]]
-"""Token ids of a prompt and of a completion, including its end token; and optionally the completion's loss mask, which
-is 1 where a token is imitated and 0 where it is only context."""
+"""Token ids of a prompt and of a completion with its end token; optionally the completion's loss mask, 1 for tokens to
+imitate and 0 for context."""
 
 
 @runtime_checkable
 class Demonstrations(Protocol):
     """A task that can be demonstrated."""
 
-    def demonstrations(self, count: int, seed: int) -> Any:  # not list[Demonstration]: YAML takes exact types only
-        """Return a list of so many `Demonstration`s; the same seed gives the same ones."""
+    def demonstrations(self, count: int, seed: int) -> Any:  # not list[Demonstration]: YAML accepts exact types only
+        """Return a list of `count` `Demonstration`s; the same seed gives the same ones."""
         ...
 
     def tokenizer(self) -> Any:
@@ -79,8 +79,8 @@ class WarmStartedPolicy:
         seed: Seed of the initial weights and the demonstrations.
         cache_dir: Folder of finished policies, one subfolder per set of options.
         progress_bar: Show the progress of the supervised training.
-        adapter: As in `PretrainedPolicy`: train low-rank layers on the warm-started weights, which stay frozen. The
-            warm start itself trains all weights.
+        adapter: As in `PretrainedPolicy`: train low-rank layers on top of the warm-started weights, which stay frozen.
+            The warm start itself trains all weights.
         compile_layers: As in `PretrainedPolicy`. The warm start itself runs uncompiled.
     """
 
@@ -99,7 +99,7 @@ class WarmStartedPolicy:
     def __post_init__(self) -> None:
         if "model_type" not in self.architecture:
             raise ValueError(
-                f"architecture has the options {sorted(self.architecture)} and no model_type; add the name of a "
+                f"architecture has the options {sorted(self.architecture)} but no model_type; add the name of a "
                 "transformers family, such as model_type: qwen3."
             )
         checks = {
@@ -152,7 +152,7 @@ class WarmStartedPolicy:
         return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=_describe).encode(), digest_size=8).hexdigest()
 
     def _make(self, folder: Path) -> None:
-        """Train, and rename the finished folder into place, so readers see all of it or nothing."""
+        """Train, and rename the finished folder into place, so readers see either all of it or nothing."""
         if os.path.lexists(folder) and not folder.is_dir():
             raise FileExistsError(f"cache_dir: {folder} is not a folder and is left untouched; move it away.")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def model_config(architecture: dict[str, Any], tokenizer: Any) -> PretrainedConf
 
     Args:
         architecture: `model_type` and options of that family's config.
-        tokenizer: Gives `vocab_size` and special token ids unless `architecture` does.
+        tokenizer: Provides `vocab_size` and special token ids unless `architecture` does.
 
     Raises:
         ValueError: If the family's config lacks an option; transformers would silently ignore it.
@@ -236,8 +236,8 @@ def model_config(architecture: dict[str, Any], tokenizer: Any) -> PretrainedConf
 def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Tensor:
     """Mean cross-entropy of the imitated tokens, given the prompt and earlier tokens.
 
-    Rows are padded on the right, which causal attention never sees, so no mask is needed. Only positions from the end
-    of the shortest prompt on go through the output layer.
+    Rows are padded on the right, where causal attention never looks, so no mask is needed. Positions before the end of
+    the shortest prompt skip the output layer.
 
     Args:
         model: A transformers causal language model.
@@ -250,8 +250,8 @@ def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Te
     targets = torch.full_like(input_ids, _IGNORED)
     for i, (prompt, completion, *loss_mask) in enumerate(demonstrations):
         imitated = loss_mask[0] if loss_mask else [1] * len(completion)
-        own = [token if trained else _IGNORED for token, trained in zip(completion, imitated, strict=True)]
-        targets[i, len(prompt) - 1 : len(rows[i]) - 1] = torch.tensor(own, device=device)
+        labels = [token if trained else _IGNORED for token, trained in zip(completion, imitated, strict=True)]
+        targets[i, len(prompt) - 1 : len(rows[i]) - 1] = torch.tensor(labels, device=device)
     first = min(len(prompt) for prompt, *_ in demonstrations) - 1
     kept = torch.arange(first, length - 1, device=device)
     logits = model(input_ids=input_ids, logits_to_keep=kept, use_cache=False).logits
@@ -261,7 +261,7 @@ def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Te
 def _describe(instance: Any) -> Any:
     """An object's class and options, for the cache key; `str` if it has no attributes."""
     if is_dataclass(instance):
-        options = {own.name: getattr(instance, own.name) for own in fields(instance)}
+        options = {field.name: getattr(instance, field.name) for field in fields(instance)}
     elif hasattr(instance, "__dict__"):
         options = {name: value for name, value in vars(instance).items() if not name.startswith("_")}
     else:
@@ -306,7 +306,7 @@ def _progress(title: str, total: int, enabled: bool) -> Iterator[Callable[[float
 
 @contextmanager
 def _display(title: str, total: int) -> Iterator[Callable[[int, float], None]]:
-    """Yields a function that shows how many steps are done, and the loss."""
+    """Yields a function that shows the number of finished steps and the loss."""
     if not shows_bars():
         lines = ProgressLines(title, total)
         yield lambda done, loss: lines.update(done, {"loss": loss})

@@ -25,14 +25,14 @@ from pl_grouprl.utilities.writes import append_whole
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one step.
+    """The rows that one step adds to a table.
 
     Attributes:
         name: Name of the table. All tables of a run with this name have the same columns.
         step: Optimizer steps done.
         columns: Names of the columns.
-        rows: A value for each column, in their order: strings, numbers or None.
-        markdown: What loggers show that only have text; None is all the rows.
+        rows: The values of each row in the order of the columns: strings, numbers or None.
+        markdown: What text-only loggers show; None shows all the rows.
     """
 
     name: str
@@ -55,7 +55,7 @@ def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 @singledispatch
 def log_table(logger: Logger, table: Table) -> None:
-    """Add a table's rows to a logger; one without tables ignores them. For rank 0 only.
+    """Add a table's rows to a logger; loggers without tables ignore them. For rank 0 only.
 
     | logger | where |
     |---|---|
@@ -75,7 +75,7 @@ def log_table(logger: Logger, table: Table) -> None:
 
 
 _CSV_FOLDERS: WeakKeyDictionary[CSVLogger, Path] = WeakKeyDictionary()
-"""Where each logger writes: not where an earlier run in its folder has."""
+"""Where each logger writes its tables; never in the folder of an earlier run."""
 
 
 @log_table.register
@@ -85,7 +85,7 @@ def _(logger: CSVLogger, table: Table) -> None:
         _CSV_FOLDERS[logger] = next(path for name in names if not (path := Path(logger.log_dir) / name).exists())
     file = _CSV_FOLDERS[logger] / f"{table.name}.csv"
     text = io.StringIO()
-    writer = csv.writer(text)  # its line ends, \r\n, have it quote both characters
+    writer = csv.writer(text)  # its line ending \r\n makes it quote cells that contain either character
     if not file.exists():
         writer.writerow(table.columns)
     writer.writerows(table.rows)
@@ -99,7 +99,7 @@ def _(logger: TensorBoardLogger, table: Table) -> None:
 
 
 _WANDB_TABLES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""The tables of each wandb run, by name: an incremental table must be the same object in every step."""
+"""The tables of each wandb run by name: an incremental table must be the same object at every step."""
 
 
 @log_table.register

@@ -1,4 +1,4 @@
-"""Lightning's logger interface for trackio, which keeps runs on this machine or in a Hugging Face Space."""
+"""A Lightning logger for trackio, which keeps runs on this machine or in a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrackioLogger(Logger):
     Args:
         project: Name of the project.
         name: Name of the run; None lets trackio choose one.
-        resume: `allow` continues a run of that name, `must` requires one, `never` starts another.
+        resume: `allow` continues a run of that name if there is one, `must` requires one, `never` starts a new one.
         **options: Other arguments of `trackio.init`, such as `space_id` and `group`.
 
     Raises:
@@ -46,7 +46,7 @@ class TrackioLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """Name of the run; None until it starts if trackio is to choose it."""
+        """Name of the run; if trackio chooses it, None until the run starts."""
         return self._name
 
     @property
@@ -62,7 +62,7 @@ class TrackioLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Log options; trackio keeps those that come before the first metric."""
+        """Log options; trackio keeps only those logged before the first metric."""
         flat = _flatten_dict(_convert_params(params))
         self._config.update({name: str(value) for name, value in flat.items()})
         self.experiment.config.update(self._config)

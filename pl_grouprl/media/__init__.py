@@ -1,4 +1,4 @@
-"""Images and videos, from a data set's row to a model's arguments.
+"""Images and videos, from a data set's row to the model's arguments.
 
     images          open and decode a row's media: PIL images, paths, bytes
       -> places     their places in a prompt: parts, tags, the model's tokens

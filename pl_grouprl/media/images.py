@@ -1,4 +1,4 @@
-"""Images and videos in the formats of data sets: PIL images, paths, and dictionaries with bytes or a path."""
+"""Reads images and videos in the formats of data sets: PIL images, paths, dictionaries with bytes or a path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a row's images or videos as a list: a single one in a list, None as an empty list."""
+    """Return a row's images or videos as a list: a single one is wrapped, None becomes empty."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -44,7 +44,7 @@ def check_video(video: Any) -> None:
     """Verify that a video's file exists, or that its frames are images.
 
     Raises:
-        ValueError: If not.
+        ValueError: If they are not.
     """
     video = _inside(video, "video")
     if _is_frames(video):
@@ -83,7 +83,7 @@ def _open(image: Any) -> Any:
 
 
 def _inside(value: Any, kind: str) -> Any:
-    """The content of a dictionary; bytes before a path, which may be from another machine."""
+    """The content of a dictionary. Bytes take precedence over a path, which may be from another machine."""
     if not isinstance(value, Mapping):
         return value
     found = next((value[key] for key in ("bytes", kind, "path") if value.get(key) is not None), None)
@@ -99,7 +99,7 @@ def _is_frames(video: Any) -> bool:
 def _path(path: str | Path) -> Path:
     text = str(path)
     if text.startswith(("http://", "https://")):
-        raise ValueError(f"{text!r} is on another machine; download it and give its path")
+        raise ValueError(f"{text!r} is on another machine; download it and pass its path")
     return Path(text.removeprefix("file://")).expanduser()
 
 

@@ -1,6 +1,6 @@
-"""Image and video arguments of models: checks, and the arguments for one prompt.
+"""Checks the image and video arguments of models, and creates them for one prompt.
 
-Shapes: S tokens of one prompt.
+Legend: S tokens of one prompt.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
-"""Names in a model's config of the placeholder tokens of images, videos and sound."""
+"""Names in a model's config of the placeholder tokens for images, videos and sound."""
 
 
 def placeholder_ids(model: PreTrainedModel) -> dict[str, int]:
-    """Placeholder tokens of images and videos, by their names in the model's config; empty for text models."""
+    """Ids of the placeholder tokens, by their names in the model's config; empty for text models."""
     config = getattr(find_backbone(model), "config", None)
     ids = {name: getattr(config, name, None) for name in PLACEHOLDERS}
     return {name: token for name, token in ids.items() if isinstance(token, int)}
 
 
 def media_key(media: Media) -> bytes:
-    """Hash the content of a prompt's media: equal for equal tensors under equal names; empty for text."""
+    """Hash a prompt's media: equal for equal tensors under equal names; empty for text."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(media.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -41,8 +41,8 @@ def media_key(media: Media) -> bytes:
     return digest.digest() if media else b""
 
 
-def _untaken(model: Any, names: Collection[str]) -> list[str]:
-    """The given names that are not arguments of the model."""
+def _unknown_arguments(model: Any, names: Collection[str]) -> list[str]:
+    """The names that are not arguments of the model."""
     return sorted(names - inspect.signature(find_backbone(model).forward).parameters.keys())
 
 
@@ -59,11 +59,11 @@ def check_prompt_media(model: Any, prompts: Sequence[Sequence[int]], media: Sequ
         )
     if not any(media):
         return
-    untaken = _untaken(model, {name for own in media for name in own})
-    for index, (prompt, own) in enumerate(zip(prompts, media, strict=True)):
-        for name, value in own.items():
+    unknown = _unknown_arguments(model, {name for prompt_media in media for name in prompt_media})
+    for index, (prompt, prompt_media) in enumerate(zip(prompts, media, strict=True)):
+        for name, value in prompt_media.items():
             where = f"media[{index}][{name!r}]"
-            if name in untaken:
+            if name in unknown:
                 raise ValueError(
                     f"{where} is given, but {type(find_backbone(model)).__name__} takes no {name}; use the processor "
                     "that belongs to the model, or a model that reads images and videos."
@@ -83,10 +83,10 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
     Raises:
         ValueError: If the model has no such argument, or a rollout contains a placeholder token.
     """
-    untaken = _untaken(model, batch.media.keys())
-    if untaken:
+    unknown = _unknown_arguments(model, batch.media.keys())
+    if unknown:
         raise ValueError(
-            f"the prompts have media {untaken}, which {type(find_backbone(model)).__name__} does not take; use the "
+            f"the prompts have media {unknown}, which {type(find_backbone(model)).__name__} does not take; use the "
             "processor that belongs to the model, or a model that reads images and videos."
         )
     for name, token in placeholder_ids(model).items():
@@ -100,7 +100,7 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
 
 
 def media_inputs(model: Any, prompt: Sequence[int], media: Media) -> tuple[dict[str, Tensor], PromptPositions | None]:
-    """Make the arguments of a model for one prompt with media.
+    """Create the arguments of a model for one prompt with media.
 
     Args:
         model: A transformers model with a vision tower.
@@ -108,8 +108,8 @@ def media_inputs(model: Any, prompt: Sequence[int], media: Media) -> tuple[dict[
         media: Its images and videos.
 
     Returns:
-        Keyword arguments on the model's device; and on the CPU the positions of the prompt, shape [3, 1, S], if the
-        model has them in time, height and width, otherwise None.
+        Keyword arguments, on the model's device; and positions of the prompt, shape [3, 1, S], on the CPU, if the model
+        has positions in time, height and width, otherwise None.
     """
     rows = {name: value[None] if is_per_token(name) else value for name, value in media.items()}
     backbone, positions = find_backbone(model), None

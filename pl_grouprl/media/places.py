@@ -1,4 +1,4 @@
-"""Places of images and videos in a prompt: parts of its messages, tags in its text, the model's tokens."""
+"""Where images and videos are in a prompt: parts of its messages, tags in its text, the model's tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _OWN = ("image", "video", "url", "path", "base64")
 
 
 def check_contents(messages: Messages, where: str) -> None:
-    """Check the contents of messages.
-
-    Tool outputs are left to the chat template.
+    """Check the contents of messages, except for tool outputs, which are left to the chat template.
 
     Args:
         messages: Each has `role` and `content`.
@@ -46,7 +44,7 @@ def check_contents(messages: Messages, where: str) -> None:
                 raise ValueError(f"{place}[{index}].text is {shorten(str(part.get('text')))}, not a string.")
             if part["type"] in _OTHER_TYPES:
                 raise ValueError(
-                    f"{place}[{index}] has the type {part['type']!r}; put what it shows into the column of "
+                    f"{place}[{index}] has the type {part['type']!r}; put its content in the column of "
                     "images or videos, and write {'type': 'image'} or {'type': 'video'} here."
                 )
 
@@ -80,11 +78,11 @@ def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Me
     parts = [part for message in placed for part in _own_parts(message["content"])]
     found = {kind: sum(part["type"] == kind for part in parts) for kind in KINDS}
     for part in parts:
-        own = [name for name in _OWN if part["type"] in KINDS and part.get(name) is not None]
-        if own:
+        keys = [name for name in _OWN if part["type"] in KINDS and part.get(name) is not None]
+        if keys:
             raise ValueError(
-                f"{where}: a part of type {part['type']!r} has {own[0]!r}, and the row has {part['type']}s in a "
-                f"column too; put them all into the column, and write {{'type': {part['type']!r}}} in their places."
+                f"{where}: a part of type {part['type']!r} has {keys[0]!r}, and the row also has {part['type']}s in "
+                f"a column; put them all in the column, and write {{'type': {part['type']!r}}} in their places."
             )
     users = [message for message in placed if message["role"] == "user"]
     if not any(found.values()) and users:
@@ -100,7 +98,7 @@ def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Me
 
 
 def check_tokens(counts: Mapping[str, int], text: str, processor: Any, where: str) -> None:
-    """Compare the numbers of a row's images and videos with those of the model's tokens for them.
+    """Check that a prompt has one of the model's media tokens for each image and video of its row.
 
     Args:
         counts: Number of each kind; 0 if missing.
@@ -118,8 +116,8 @@ def check_tokens(counts: Mapping[str, int], text: str, processor: Any, where: st
                 raise ValueError(f"{where}: {type(processor).__name__} has no {kind} token; remove the {kind}s.")
         elif (there := text.count(str(token))) != count:
             raise ValueError(
-                f"{where}: the row has {count} {kind}s, and its rendered text has {there} times the {kind} token "
-                f"{str(token)!r}; correct the row, or use a chat template that writes that token."
+                f"{where}: the row has {count} {kind}s, and its rendered text has the {kind} token {str(token)!r} "
+                f"{there} times; correct the row, or use a chat template that writes that token."
             )
 
 
@@ -135,7 +133,7 @@ def _without_none(content: Any) -> Any:
 
 
 def _parts(content: Any) -> Any:
-    """A content as a list of parts, split at tags; other tool outputs are unchanged."""
+    """Convert a content to a list of parts, split at tags; leaves other tool outputs unchanged."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -158,7 +156,7 @@ def _texts(content: Any) -> list[str]:
 
 
 def _own_parts(content: Any) -> Sequence[dict[str, Any]]:
-    """The parts of a content that is a list of parts; otherwise empty."""
+    """The parts of a content if it is a list of parts; otherwise empty."""
     is_parts = isinstance(content, (list, tuple)) and all(_is_part(part) for part in content)
     return content if is_parts else ()
 

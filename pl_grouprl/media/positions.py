@@ -1,6 +1,6 @@
 """Rotary positions of prompts with images and videos, and of the rollouts that continue them.
 
-Legend: B rollouts, T packed tokens, L longest sequence, S prompts of a batch: those of a packed row, or one for each of
+Legend: B rollouts, T packed tokens, L padded length, S prompts of a batch: those of a packed row, or one for each of
 the B padded rows.
 """
 
@@ -38,8 +38,8 @@ class PromptPositions(NamedTuple):
 def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | None:
     """Compute positions of a batch for models whose rotary positions depend on images and videos (Qwen-VL).
 
-    A prompt's positions come from the model's `get_rope_index`; a rollout's continue after the prompt's last token,
-    equally in time, height and width, as in one forward of both. Does not run the vision tower.
+    A prompt's positions come from the model's `get_rope_index`; a rollout's continue from there, equally in time,
+    height and width, as in one forward pass over both. Does not run the vision tower.
 
     Returns:
         Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L], 0 at padding; None if the batch
@@ -56,7 +56,7 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     else:
         parents = [segment.parent for segment in batch.layout.segments if segment.parent is not None]
         spans = [(row, 0, batch.layout.segments[parent].length) for row, parent in enumerate(parents)]
-        places = [parents.index(place) for place, own in enumerate(batch.layout.segments) if own.parent is None]
+        places = [parents.index(place) for place, segment in enumerate(batch.layout.segments) if segment.parent is None]
 
     def prompts(values: Tensor) -> Tensor:
         return pad_sequence([values[row, start : start + length] for row, start, length in spans], batch_first=True)
@@ -74,7 +74,7 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
 def prompt_positions(
     backbone: Any, input_ids_SL: Tensor, attention_mask_SL: Tensor, media: dict[str, Tensor]
 ) -> PromptPositions:
-    """Compute the positions of prompts, one per row, by the model.
+    """Compute the positions of prompts, one per row, with the model's `get_rope_index`.
 
     Args:
         backbone: A model with transformers' `get_rope_index`; see `find_backbone`.
@@ -85,7 +85,8 @@ def prompt_positions(
     accepted = inspect.signature(backbone.get_rope_index).parameters
     known = {name: value for name, value in media.items() if name in accepted}
     position_ids, deltas_S1 = backbone.get_rope_index(input_ids_SL, attention_mask=attention_mask_SL, **known)
-    # Text continues after the last token, even if a long video has larger positions; after an image, after the largest.
+    # After text, continue from the last token, even if a long video has larger positions; after an image, from the
+    # largest position.
     places = torch.arange(input_ids_SL.shape[1]).expand_as(input_ids_SL)
     last_S = (places * attention_mask_SL.cpu()).argmax(dim=1)
     rows_S = torch.arange(len(last_S))

@@ -37,7 +37,7 @@ def reads_media(source: Any) -> bool:
         return False
     try:
         config = load_config()
-    except (OSError, ValueError):  # loading the policy will explain what is wrong with its path
+    except (OSError, ValueError):  # loading the policy will report the bad path
         return False
     return any(isinstance(getattr(config, name, None), int) for name in PLACEHOLDERS)
 
@@ -72,10 +72,10 @@ def load_processor(source: Any) -> Any:
 
 
 def check_processor_options(processor: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that a processor would ignore, or only refuse later.
+    """Refuse options that a processor would ignore, or refuse only later.
 
     Args:
-        processor: A transformers processor; one that does not declare its arguments must check them itself.
+        processor: A transformers processor; if it does not declare its arguments, it must check them itself.
         options: Keyword arguments for it.
 
     Raises:
@@ -97,7 +97,7 @@ def check_processor_options(processor: Any, options: Mapping[str, Any]) -> None:
 
 
 def _names_in(processor: Any, group: str, declared: Any) -> set[str]:
-    """The options of a group such as `images_kwargs`, of the processor's class and its parts."""
+    """Options of a group such as `images_kwargs`, as declared by the processor's class and its parts."""
     part = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}.get(group, "")
     both = (declared, getattr(getattr(processor, part, None), "valid_kwargs", None))
     return {name for source in both for name in getattr(source, "__annotations__", ())}

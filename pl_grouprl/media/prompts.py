@@ -1,4 +1,4 @@
-"""Prompts with images and videos: checks of a row's media, and their processing."""
+"""Prompts with images and videos: checks a row's media, and processes them on demand."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class MediaPrompt(Prompt):
     Its `token_ids` are those of the text, with one token per image or video.
 
     Attributes:
-        encode: Reads and processes them; returns the model's tokens, and the media.
-        counted: Number of tokens including images and videos, if a length limit has counted them.
+        encode: Reads and processes the media; returns the model's tokens and the media.
+        counted: Number of tokens including images and videos, if a length limit required counting them.
     """
 
     encode: Callable[[], tuple[list[int], Media]] = field(kw_only=True, repr=False)
@@ -97,7 +97,7 @@ def _encode(
         }
         given = {name: items for name, items in read.items() if items}
         encoded = dict(processor(text=[text], return_tensors="pt", **given, **options))
-    except Exception as error:  # processors raise any error of their libraries
+    except Exception as error:  # processors may raise any error of their libraries
         raise ValueError(f"{where}: the images or videos cannot be processed ({error}); correct the row.") from error
     token_ids = encoded.pop("input_ids")[0].tolist()
     encoded.pop("attention_mask", None)

@@ -1,4 +1,4 @@
-"""Where a run is planned for: its precision, processes and strategy, and the rates of known devices."""
+"""The hardware that a run is planned for, its precision and strategy, and the rates of known devices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class DeviceRates(NamedTuple):
-    """A device by its data sheet.
+    """Data sheet figures of a device.
 
     Attributes:
-        gib: Memory.
+        gib: Memory in GiB.
         operations: Dense 16-bit operations per second.
         bandwidth: Bytes read from its memory per second.
     """
@@ -32,7 +32,7 @@ DEVICES: dict[str, DeviceRates] = {
     "l40s": DeviceRates(48, 362e12, 864e9),
     "rtx4090": DeviceRates(24, 165e12, 1008e9),
 }
-"""NVIDIA's data sheets: A100, H100 and H200 with SXM sockets (the A100 with 80 GB)."""
+"""From NVIDIA's data sheets; A100 (80 GB), H100 and H200 as SXM modules."""
 
 _CLASSES = {
     "SingleDeviceStrategy": "single",
@@ -46,11 +46,11 @@ KNOWN = ("single", "ddp", "fsdp", "fsdp2", "deepspeed_stage_2", "deepspeed_stage
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan needs to know of a Trainer.
+    """What a plan needs to know about a Trainer.
 
     Attributes:
         precision: As in Lightning.
-        processes: Devices of all nodes.
+        processes: Devices on all nodes.
         strategy: One of `KNOWN`.
         device: A name in `DEVICES`; None if its rates are not known.
 
@@ -66,11 +66,11 @@ class Hardware:
     def __post_init__(self) -> None:
         for name, value, known in (("strategy", self.strategy, KNOWN), ("device", self.device, (None, *DEVICES))):
             if value not in known:
-                raise ValueError(f"{name} is {value!r}; `plan` knows {', '.join(str(own) for own in known)}.")
+                raise ValueError(f"{name} is {value!r}; `plan` knows {', '.join(str(choice) for choice in known)}.")
 
     @classmethod
     def of_trainer(cls, options: Mapping[str, Any], device: str | None = None) -> Hardware:
-        """Read a Trainer's options, as they stand in a configuration.
+        """Read a Trainer's options from a configuration.
 
         Args:
             options: The Trainer's arguments.
@@ -86,7 +86,7 @@ class Hardware:
 
 
 def count_devices(devices: Any) -> int:
-    """Number of devices that a Trainer's argument means; `auto` is this machine's GPUs, or one."""
+    """Number of devices for a Trainer's `devices`; `auto` means all GPUs of this machine, or one device."""
     if isinstance(devices, list | tuple):
         return len(devices)
     if devices in (None, "auto", -1, "-1"):
@@ -109,7 +109,7 @@ def strategy_name(strategy: Any, processes: int) -> str:
 
 
 def local_device() -> str | None:
-    """Name of this machine's GPU in `DEVICES`."""
+    """Name of this machine's GPU in `DEVICES`; None if it is not there."""
     if not torch.cuda.is_available():
         return None
     words = torch.cuda.get_device_name().lower().replace("rtx ", "rtx").replace("-", " ").split()

@@ -1,8 +1,8 @@
-"""Memory of one device, counted: what training holds, and what is left for tokens and for rollouts.
+"""Estimates the memory of one device: what training holds, and what is left for tokens and rollouts.
 
 Weights, gradients and moments are counted exactly, from the parameters of models on the meta device. Activations follow
-a formula whose coefficients were counted for PyTorch's operations of a Qwen3 layer under `bf16-mixed`; docs/scaling.md
-has it, and what it was compared with.
+a formula whose coefficients were counted from PyTorch's operations in a Qwen3 layer under `bf16-mixed`. docs/scaling.md
+gives the formula and how it was checked.
 
 Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
 """
@@ -24,13 +24,13 @@ from pl_grouprl.models import LoRAAdapter
 GIB = 2**30
 
 USABLE = 0.9
-"""Share of a device's memory that is counted on; the rest is for CUDA, the allocator and what is not counted."""
+"""Usable share of a device's memory; the rest is for CUDA, the allocator and anything not counted."""
 
 SEQUENCE = 1024
-"""Tokens of a sequence in a table's cache, and the smallest budget that counts as fitting."""
+"""Cached tokens per sequence in a table, and the smallest budget that counts as fitting."""
 
 MIN_QUANTIZED = 4096
-"""Smaller tensors keep moments of 32 bits."""
+"""Smaller tensors keep 32-bit moments."""
 
 
 def empty_model(config: Any, dtype: torch.dtype = torch.float32, adapter: LoRAAdapter | None = None) -> Any:
@@ -38,8 +38,8 @@ def empty_model(config: Any, dtype: torch.dtype = torch.float32, adapter: LoRAAd
 
     Args:
         config: A transformers config.
-        dtype: Of the weights.
-        adapter: Trained in place of the weights.
+        dtype: Dtype of the weights.
+        adapter: Adapter to train instead of the weights.
     """
     import transformers
 
@@ -53,10 +53,10 @@ class Method:
     """What is trained, and how it is stored.
 
     Attributes:
-        name: As printed.
-        trains_all: Train all weights, in float32; otherwise an adapter, in float32, on weights in bfloat16.
-        state_bits: Of the optimizer.
-        four_bits: Store the linear layers of the frozen base in 4 bits, with scales of 8 bits.
+        name: Printed name.
+        trains_all: Train all weights, in float32; otherwise an adapter in float32 on bfloat16 weights.
+        state_bits: Bits of the optimizer's states.
+        four_bits: Store the linear layers of the frozen base in 4 bits, with 8-bit scales.
         has_reference: Keep a copy of the initial policy (`beta` above 0); an adapter needs none.
     """
 
@@ -82,11 +82,11 @@ class Held:
     """Bytes of one model that do not depend on the number of tokens.
 
     Attributes:
-        weights: With an adapter and the scales of 4-bit weights.
-        gradients: Of what is trained; kept until the next update begins.
-        moments: Of AdamW.
-        copies: Weights that an update has in another dtype meanwhile: autocast's copies of the float32 matrices in
-            bfloat16, and the largest 4-bit matrix, dequantized.
+        weights: Weights, including an adapter and the scales of 4-bit weights.
+        gradients: Gradients of trained parameters; kept until the next update begins.
+        moments: AdamW's moments.
+        copies: Temporary copies of weights in another dtype during an update: autocast's bfloat16 copies of float32
+            matrices, and the largest 4-bit matrix, dequantized.
     """
 
     weights: int = 0
@@ -95,9 +95,9 @@ class Held:
     copies: int = 0
 
     def __add__(self, other: Held) -> Held:
-        """Add up two models."""
-        own, others = vars(self), vars(other)
-        return Held(**{name: own[name] + others[name] for name in own})
+        """The sum of two models."""
+        first, second = vars(self), vars(other)
+        return Held(**{name: first[name] + second[name] for name in first})
 
 
 def held_bytes(
@@ -112,20 +112,20 @@ def held_bytes(
 
     Args:
         model: A model, on any device. Parameters without `requires_grad` are frozen.
-        state_bits: Of the optimizer.
+        state_bits: Bits of the optimizer's states.
         four_bits: Whether the frozen linear layers, except for the head, are stored in 4 bits.
-        autocast: Whether the precision is a mixed one.
-        known: Parameters that another model has counted.
+        autocast: Whether the precision is mixed.
+        known: Parameters already counted with another model.
     """
     backbone = find_backbone(model) if hasattr(model, "get_decoder") else model
     matrices = {module.weight for module in backbone.modules() if isinstance(module, nn.Linear)} - set(known)
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     quantized = {p for p in matrices if four_bits and not p.requires_grad}
-    own = set(model.parameters()) - set(known)
-    trained = [p for p in own if p.requires_grad]
+    counted = set(model.parameters()) - set(known)
+    trained = [p for p in counted if p.requires_grad]
     copied = sum(2 * p.numel() for p in matrices if autocast and p.dtype == torch.float32 and p not in quantized)
     return Held(
-        weights=sum(four_bit_bytes(p.numel()) if p in quantized else p.nbytes for p in own),
+        weights=sum(four_bit_bytes(p.numel()) if p in quantized else p.nbytes for p in counted),
         gradients=sum(p.nbytes for p in trained),
         moments=sum(moment_bytes(p.numel(), state_bits, p in embeddings, p.element_size()) for p in trained),
         copies=copied + max((2 * p.numel() for p in quantized), default=0),
@@ -133,26 +133,26 @@ def held_bytes(
 
 
 def moment_bytes(size: int, bits: int, is_embedding: bool = False, width: int = 4) -> int:
-    """Both moments of a tensor, in its dtype; with 8 bits, a float32 scale for each block of 256 in either."""
+    """Bytes of both moments, `width` bytes per value; with 8 bits, plus a float32 scale per block of 256 in each."""
     if bits == 32 or is_embedding or size < MIN_QUANTIZED:
         return 2 * width * size
     return 2 * (size + 4 * math.ceil(size / 256))
 
 
 def four_bit_bytes(size: int) -> int:
-    """A 4-bit matrix: codes, a scale of 8 bits for each 64 of them, and a float32 scale for each 256 scales."""
+    """Bytes of a 4-bit matrix: codes, an 8-bit scale per 64 of them, and a float32 scale per 256 scales."""
     scales = math.ceil(size / 64)
     return math.ceil(size / 2) + scales + 4 * math.ceil(scales / 256)
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes per token of a decoder, by its config.
+    """Bytes per token of a decoder, computed from its config.
 
     Attributes:
         config: The decoder's config.
         rank: Rank of the trained adapter; None if all weights are trained.
-        width: Bytes of a weight, and so of a number in the cache.
+        width: Bytes of a weight, and so of a value in the KV cache.
     """
 
     config: Any
@@ -176,34 +176,34 @@ class LayerBytes:
     def kept_per_layer(self) -> int:
         """What a layer keeps for its backward pass without checkpointing."""
         heads, key_heads, hidden, query, key, inner = self._sizes
-        norms = 8 * heads + 4 * key_heads  # of heads; log-sum-exp
+        norms = 8 * heads + 4 * key_heads  # norms of the heads, and the log-sum-exp
         if self.rank is None:
             return 26 * hidden + 10 * query + 10 * key + 8 * inner + norms + 8
         return 18 * hidden + 10 * query + 8 * key + 8 * inner + norms + 8 + 14 * self.rank
 
     @property
     def working(self) -> int:
-        """The gradients inside the layer that is differentiated."""
+        """The gradients inside the layer that is in its backward pass."""
         _, _, hidden, query, _, inner = self._sizes
         return 8 * hidden + 2 * query + 4 * inner if self.rank is None else 14 * hidden + 6 * inner
 
     def activations(self, checkpointing: bool) -> tuple[int, int]:
-        """Bytes that the forward pass leaves, and those in addition while a layer is differentiated."""
+        """Bytes that the forward pass leaves behind, and the extra bytes while a layer is in its backward pass."""
         layers = self.config.num_hidden_layers
         if not checkpointing:
             return layers * self.kept_per_layer, self.working
-        stream = (4 if self.rank is None else 2) * self.config.hidden_size  # the input of a layer
+        stream = (4 if self.rank is None else 2) * self.config.hidden_size  # a layer's input
         return layers * stream, self.kept_per_layer + self.working
 
     @property
     def head(self) -> int:
-        """Logits, kept for 512 tokens (not per token), and blocks of them; for a trained head also its new gradient."""
+        """Total bytes (not per token) of logits for 512 tokens, temporaries, and the gradient of a trained head."""
         logits = 512 * self.config.vocab_size
         return logits if self.rank is not None else 3 * logits + 4 * self.config.vocab_size * self.config.hidden_size
 
     @property
     def cache(self) -> int:
-        """Keys and values in all layers; rollouts run in the dtype of the weights."""
+        """Keys and values of all layers, in the dtype of the weights, in which rollouts run."""
         return 2 * self.width * self._sizes[4] * self.config.num_hidden_layers
 
 
@@ -213,10 +213,10 @@ class Footprint:
 
     Attributes:
         policy: The policy.
-        layers: Its bytes per token.
-        reference: Bytes of a frozen copy, or of a teacher.
+        layers: The policy's bytes per token.
+        reference: Bytes of the reference policy or teacher.
         critic: What the critic adds.
-        critic_layers: Its bytes per token, if it has its own backbone.
+        critic_layers: The critic's bytes per token, if it has its own backbone.
         gathered: Weights that rollouts gather from other devices.
     """
 
@@ -229,7 +229,7 @@ class Footprint:
 
     @property
     def resident(self) -> int:
-        """Bytes at any time, in rollouts too."""
+        """Bytes held at all times, in rollouts too."""
         models = self.policy + self.critic
         return models.weights + models.gradients + models.moments + self.reference
 
@@ -239,37 +239,39 @@ class Footprint:
         return self.policy.copies + self.critic.copies
 
     def activations(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes of a micro-batch at its peak, logits not included."""
+        """Peak bytes of a micro-batch, without logits."""
         left, inside = self._per_token(checkpointing)
         return tokens * (left + inside)
 
     def logits(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes that the head adds to that peak; it is done before the first layer is differentiated."""
+        """Bytes that the head adds to that peak; the head is done before the backward pass reaches the layers."""
         left, _ = self._per_token(checkpointing)
         return max(0, tokens * left + self.layers.head - self.activations(tokens, checkpointing))
 
     def _per_token(self, checkpointing: bool) -> tuple[int, int]:
-        own = [layers.activations(checkpointing) for layers in (self.layers, self.critic_layers) if layers is not None]
-        return sum(left for left, _ in own), max(inside for _, inside in own)
+        pairs = [
+            layers.activations(checkpointing) for layers in (self.layers, self.critic_layers) if layers is not None
+        ]
+        return sum(left for left, _ in pairs), max(inside for _, inside in pairs)
 
     def largest_budget(self, gib: float, checkpointing: bool) -> int:
-        """Most tokens of a micro-batch on a device of so many GiB; 0 or less if nothing fits."""
+        """Most tokens in a micro-batch on a device with this many GiB; 0 or less if nothing fits."""
         room = int(gib * GIB * USABLE) - self.resident - self.copies
         left, inside = self._per_token(checkpointing)
         return min(room // (left + inside), (room - self.layers.head) // left)
 
     def cached_tokens(self, gib: float) -> int:
-        """Most tokens in the caches of a rollout."""
+        """Most tokens in the KV caches of a rollout."""
         return (int(gib * GIB * USABLE) - self.resident - self.gathered) // self.layers.cache
 
 
 def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprint:
-    """What a device holds if a model of this config is trained by a method, without a critic.
+    """Memory of a device that trains a model of this config with a method, without a critic.
 
     Args:
         config: A transformers config.
         method: The method.
-        rank: Of the adapters, on all linear layers of the decoder.
+        rank: Rank of the adapter, which is on all linear layers of the decoder.
     """
     adapter = None if method.trains_all else LoRAAdapter(r=rank)
     model = empty_model(config, torch.float32 if method.trains_all else torch.bfloat16, adapter)
@@ -283,14 +285,14 @@ def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprin
 
 
 SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")
-"""Strategies that divide the weights."""
+"""Strategies that shard the weights."""
 
 
 def divided(footprint: Footprint, strategy: str, devices: int) -> Footprint:
-    """Divide a footprint as a strategy does; docs/scaling.md has the table.
+    """Shard a footprint as a strategy does; docs/scaling.md has the table.
 
     Args:
-        footprint: Of the whole models.
+        footprint: Memory of the whole models.
         strategy: `single`, `ddp`, `fsdp`, `fsdp2`, `deepspeed_stage_2` or `deepspeed_stage_3`.
         devices: Number of processes.
     """
@@ -298,7 +300,7 @@ def divided(footprint: Footprint, strategy: str, devices: int) -> Footprint:
         return footprint
     shard = 1 / devices
     weights, gradients, moments = {
-        "ddp": (1.0, 2.0, 1.0),  # gradients and their buckets
+        "ddp": (1.0, 2.0, 1.0),  # gradients and their communication buckets
         "deepspeed_stage_2": (1 + shard, shard, shard),  # the update's copy of the weights
         "deepspeed_stage_3": (2 * shard, shard, shard),
     }.get(strategy, (shard, shard, shard))

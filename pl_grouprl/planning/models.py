@@ -1,4 +1,4 @@
-"""The models of a run on the meta device, and what they hold."""
+"""The models of a run, built on the meta device, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class PlannedModels:
 
     Attributes:
         name: The policy's class.
-        num_parameters: Of the policy, without an adapter.
+        num_parameters: Parameters of the policy without its adapter.
         config: The policy's config.
-        footprint: Bytes on one device that holds everything whole.
+        footprint: Memory on one device, with nothing sharded.
         cost: Operations of the policy.
         has_adapter: Whether the policy trains an adapter.
-        has_critic: Whether a critic runs its own backbone.
-        checkpointing: Whether layers run again in the backward pass.
+        has_critic: Whether there is a critic with its own backbone.
+        checkpointing: Whether gradient checkpointing is on.
     """
 
     name: str
@@ -47,10 +47,10 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
 
     Args:
         module: An `RLModule` whose models are not loaded.
-        hardware: Decides dtypes.
+        hardware: Its precision decides dtypes.
 
     Raises:
-        TypeError: If a source of a model has no `load_config`.
+        TypeError: If a model's source has no `load_config`.
     """
     source = module.policy_source
     config = load_config(source, "policy")
@@ -80,7 +80,7 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
 
 
 def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) -> tuple[Held, LayerBytes | None]:
-    """What the critic adds, and the layers of a backbone that runs besides the policy's."""
+    """What the critic adds, and the bytes per token of its own backbone, if it has one."""
     source: Any = getattr(module, "critic_source", None)
     if source is None:
         return Held(), None
@@ -113,8 +113,8 @@ def _teacher_bytes(module: Any, hardware: Hardware) -> int:
 
 def _layers(model: Any, config: Any, dtype: torch.dtype) -> LayerBytes:
     """Bytes per token of a model's decoder, with the largest rank of its adapters."""
-    adapters: Any = next((own.peft_config for own in model.modules() if "peft_config" in vars(own)), {})
-    rank = max((own.r for own in adapters.values()), default=None)
+    adapters: Any = next((m.peft_config for m in model.modules() if "peft_config" in vars(m)), {})
+    rank = max((adapter.r for adapter in adapters.values()), default=None)
     return LayerBytes(config.get_text_config(decoder=True), rank, dtype.itemsize)
 
 

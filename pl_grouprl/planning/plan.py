@@ -1,4 +1,4 @@
-"""The plan of a run: what it holds, what fits, what sharing saves, and how long a step takes at least."""
+"""The plan of a run: memory, what fits, what sharing saves, and the least time of a step."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Figures of a run, by formula; `str` is the page that `cli.py plan` prints.
+    """Estimates for a run, by formula; `str` gives the page that `cli.py plan` prints.
 
     Attributes:
-        algorithm: Class of the module.
-        models: What it loads.
-        workload: Its step.
+        algorithm: The module's class.
+        models: The models that it loads.
+        workload: The workload of a step.
         hardware: Where it runs.
-        passes: Forward passes over a batch of rollouts besides the updates: old scores, reference.
+        passes: Forward passes over a batch of rollouts besides the updates: old and reference log-probabilities.
     """
 
     algorithm: str
@@ -51,12 +51,12 @@ class RunPlan:
 
     @property
     def footprint(self) -> Footprint:
-        """What one device holds under the run's strategy."""
+        """Memory of one device under the run's strategy."""
         return divided(self.models.footprint, self.hardware.strategy, self.hardware.processes)
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of one device by part, at the longest prompts and responses."""
+        """Bytes on one device by part, with the longest prompts and responses."""
         held, tokens, checkpointing = self.footprint, self.workload.longest_micro_batch, self.models.checkpointing
         critic = held.critic
         return {
@@ -74,50 +74,50 @@ class RunPlan:
 
     @property
     def update_bytes(self) -> int:
-        """Peak of an update."""
+        """Peak memory of an update, in bytes."""
         memory = self.memory
         return self.footprint.resident + memory["copies"] + memory["activations"] + memory["logits"]
 
     @property
     def rollout_bytes(self) -> int:
-        """Peak of a rollout."""
+        """Peak memory of a rollout, in bytes."""
         return self.footprint.resident + self.memory["caches"] + self.memory["gathered"]
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of both."""
+        """The larger of the two peaks."""
         return max(self.update_bytes, self.rollout_bytes)
 
     def fits(self, gib: float) -> bool:
-        """Whether the run as configured fits on a device, with a tenth of it left free."""
+        """Whether the run as configured fits on a device with a tenth of its memory left free."""
         return self.peak_bytes <= gib * GIB * USABLE
 
     def budget(self, gib: float) -> int:
-        """Largest `max_tokens_per_micro_batch` with the run's method; below what the data needs it is 0."""
+        """Largest `max_tokens_per_micro_batch` that fits; 0 if that is less than the data needs."""
         return _usable_budget(self.footprint, self.workload, gib, self.models.checkpointing)
 
     def sequences(self, gib: float) -> int:
-        """Sequences that fit into the caches of a rollout; at most those of a step."""
+        """Number of sequences whose KV caches fit in a rollout; at most those of a step."""
         return _sequences(self.footprint, self.workload, gib)
 
     def step_operations(self) -> tuple[float, float]:
         """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
         forward = self.workload.operations(self.models.cost, "shared" if self.workload.shares else "repeated")
         sampled = self.workload.operations(self.models.cost, "shared")
-        # A backward pass takes twice a forward, half of it for gradients of weights, which frozen ones do not have.
+        # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
         update = 1 + (1 if self.models.has_adapter else 2) + self.models.checkpointing
         critic = (1 + update) * self.models.has_critic
         return sampled, forward * (self.passes + update * self.workload.num_iterations + critic)
 
     def step_seconds(self) -> tuple[float, float] | None:
-        """Least seconds of rollouts, and of scoring and updates, at the data sheet's rates; None if those are unknown.
+        """Least seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
 
-        Decoding reads all weights for each token of a wave of sequences, and the caches for each token.
+        A decoding step takes at least the time to read all weights and the KV caches of its sequences.
         """
         if self.hardware.device is None or not self.hardware.precision.startswith(("bf16", "16")):
             return None
         rates, work = DEVICES[self.hardware.device], self.workload
-        sampled, trained = (own / self.hardware.processes / rates.operations for own in self.step_operations())
+        sampled, trained = (total / self.hardware.processes / rates.operations for total in self.step_operations())
         all_sequences = math.ceil(work.batch_size / work.processes) * work.num_generations
         waves = math.ceil(all_sequences / work.sequences)
         prompts = all_sequences / work.num_generations * work.mean_prompt
@@ -126,7 +126,7 @@ class RunPlan:
         return max(sampled, read / rates.bandwidth), trained
 
     def suggestion(self, gib: float) -> str:
-        """What to set on a device of so many GiB so that the run fits."""
+        """What to set so that the run fits on a device with this many GiB."""
         if self.fits(gib):
             return "fits as configured"
         if (budget := self.budget(gib)) and (sequences := self.sequences(gib)):
@@ -136,7 +136,7 @@ class RunPlan:
         return self._more_devices(gib)
 
     def _other_method(self, gib: float) -> str | None:
-        """The first method with more savings that leaves room."""
+        """The first more frugal method that leaves room."""
         beta = self.footprint.reference > 0
         for method in METHODS:
             if method.has_reference:
@@ -150,7 +150,7 @@ class RunPlan:
         return None
 
     def _more_devices(self, gib: float) -> str:
-        """The fewest devices on which the weights can be divided."""
+        """The smallest number of devices over which the weights must be sharded."""
         for devices in (2, 4, 8, 16, 32, 64):
             held = divided(self.models.footprint, "fsdp2", devices)
             work = replace(self.workload, processes=devices)
@@ -172,7 +172,7 @@ def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
         hardware: Where it runs.
 
     Raises:
-        TypeError: If the module or the data is of a kind that cannot be planned.
+        TypeError: If a module or data of this kind cannot be planned.
     """
     if not hasattr(module, "policy_source") or not getattr(data, "prompts", {}).get("train"):
         raise TypeError(
@@ -190,14 +190,14 @@ def _usable_budget(held: Footprint, work: Workload, gib: float, checkpointing: b
 
 
 def _sequences(held: Footprint, work: Workload, gib: float) -> int:
-    """Prompts count once per sequence here, as in a group that is split."""
+    """Counts a prompt once per sequence, as in a group that is split."""
     per_sequence = work.prompt_lengths[-1] + work.response
     everything = math.ceil(work.batch_size / work.processes) * work.num_generations
     return max(0, min(held.cached_tokens(gib) // per_sequence, everything))
 
 
 def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
-    """The budget, if the longest micro-batch exceeds it, and the sequences, if the caches do."""
+    """The options to set: a budget if a micro-batch would be too long, `max_sequences` if the caches would not fit."""
     parts = []
     unlimited = replace(plan.workload, max_tokens=None).longest_micro_batch
     if budget < unlimited:
@@ -208,7 +208,7 @@ def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
 
 
 def rounded(tokens: int) -> int:
-    """Rounded down to two digits."""
+    """Round down to two significant digits."""
     digits = 10 ** max(len(str(tokens)) - 2, 0)
     return tokens // digits * digits
 
@@ -224,13 +224,13 @@ def _title(plan: RunPlan) -> Iterator[str]:
     devices = "1 device" if where.processes == 1 else f"{where.processes} devices, {where.strategy}"
     count = f"{models.num_parameters / 1e9:.2f}e9" if models.num_parameters >= 1e7 else f"{models.num_parameters:,}"
     yield f"{plan.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}."
-    yield "By formula, before anything is loaded; no GPU has measured these figures."
+    yield "Estimated by formula; nothing is loaded or measured."
     if where.precision != "bf16-mixed":
-        yield f"Activations were counted for bf16-mixed; {where.precision} differs."
+        yield f"The formula for activations is that of bf16-mixed; {where.precision} differs."
     if models.config.model_type != "qwen3":
-        yield f"Activations were counted for layers of Qwen3; those of {models.config.model_type} may differ."
+        yield f"The formula for activations is that of Qwen3 layers; {models.config.model_type} may differ."
     if not plan.workload.caches:
-        yield "The memory of the sampler, another engine than HFRolloutEngine, is not counted."
+        yield "The memory of the sampling engine is not included; only that of HFRolloutEngine is known."
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
@@ -239,24 +239,24 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
     labels = {
         "weights": "weights",
         "gradients": "gradients",
-        "moments": "moments of AdamW",
+        "moments": "AdamW moments",
         "reference": "reference or teacher",
         "critic": "critic: weights, gradients, moments",
-        "copies": "copies of weights in another dtype (updates)",
+        "copies": "weights in another dtype (updates)",
         "activations": f"activations of {work.longest_micro_batch:,} tokens, {checkpointing} (updates)",
-        "logits": "logits, where they peak above the layers (updates)",
-        "caches": f"caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
+        "logits": "logits beyond the peak of the layers (updates)",
+        "caches": f"KV caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
         "gathered": "weights gathered from other devices (rollouts)",
     }
     unit, name = (GIB, "GiB") if plan.peak_bytes >= GIB else (2**20, "MiB")
-    yield f"{'Memory of a device, with the longest prompts and responses':<70}{name:>9}"
+    yield f"{'Memory per device, with the longest prompts and responses':<70}{name:>9}"
     rows = {labels[part]: size for part, size in memory.items() if size}
-    rows |= {"peak of an update": plan.update_bytes, "peak of a rollout": plan.rollout_bytes}
+    rows |= {"peak in updates": plan.update_bytes, "peak in rollouts": plan.rollout_bytes}
     yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
 
 
 def _fit_lines(plan: RunPlan) -> Iterator[str]:
-    yield "What fits, with a tenth of the memory left free"
+    yield "What fits, with 10 % of the memory kept free"
     yield f"  {'device':<9}{'largest budget':>15}{'sequences':>11}   suggestion"
     for gib in GPUS:
         budget, sequences = plan.budget(gib), plan.sequences(gib)
@@ -267,24 +267,24 @@ def _fit_lines(plan: RunPlan) -> Iterator[str]:
 def _sharing_lines(plan: RunPlan) -> Iterator[str]:
     work, lengths = plan.workload, plan.workload.prompt_lengths
     yield f"{len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {work.mean_prompt:.0f} on average"
-    yield f"{work.num_generations} rollouts of a prompt; tokens of a batch of {work.batch_size} prompts, all devices"
+    yield f"tokens of a batch: {work.batch_size} prompts with {work.num_generations} rollouts each, over all devices"
     yield f"  {'response':>8}{'repeated':>12}{'shared':>12}{'token ratio':>13}{'expected speedup':>18}"
     for response in dict.fromkeys(max(1, work.response // part) for part in (1, 2, 4)):
-        own = work.with_response(response)
-        tokens = f"{own.tokens('repeated'):>12,.0f}{own.tokens('shared'):>12,.0f}{own.token_ratio:>13.2f}"
-        yield f"  {response:>8}{tokens}{own.operations_ratio(plan.models.cost):>18.2f}"
-    yield "The speedup is that of scoring and updates, by operations; rollouts encode each prompt once either way."
+        variant = work.with_response(response)
+        tokens = f"{variant.tokens('repeated'):>12,.0f}{variant.tokens('shared'):>12,.0f}{variant.token_ratio:>13.2f}"
+        yield f"  {response:>8}{tokens}{variant.operations_ratio(plan.models.cost):>18.2f}"
+    yield "The speedup is for scoring and updates, by operations; rollouts encode each prompt once in any case."
 
 
 def _time_lines(plan: RunPlan) -> Iterator[str]:
     (sampled, trained), seconds = plan.step_operations(), plan.step_seconds()
     updates = plan.workload.num_mini_batches * plan.workload.num_iterations
-    yield f"A batch of rollouts, with responses of {plan.workload.response} tokens, and its updates ({updates})"
-    yield f"  rollouts {sampled:.2e} operations, scoring and updates {trained:.2e}"
+    yield f"One batch of rollouts, with responses of {plan.workload.response} tokens; updates: {updates}"
+    yield f"  {sampled:.2e} operations for rollouts, {trained:.2e} for scoring and updates"
     if seconds is None:
         reason = "this device's rates are not known" if plan.hardware.device is None else "rates are for 16-bit floats"
-        yield f"  no time: {reason}; --device takes {', '.join(DEVICES)}, for a 16-bit precision"
+        yield f"  no time estimate: {reason}; --device takes {', '.join(DEVICES)}, for a 16-bit precision"
         return
     rollout, update = seconds
     yield f"  at least {rollout:.2g} s for rollouts and {update:.2g} s for scoring and updates,"
-    yield f"  at the full rates of {plan.hardware.device}'s data sheet; runs reach a fraction of them"
+    yield f"  at the peak rates in {plan.hardware.device}'s data sheet, of which runs reach a fraction"

@@ -1,4 +1,4 @@
-"""The tokens and operations of a step, from the lengths of the data's prompts."""
+"""Tokens and operations of a step, from the prompt lengths of the data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pl_grouprl.packing import Sharing
 from pl_grouprl.rollout import HFRolloutEngine
 
 _SAMPLE = 256
-"""Prompts, evenly spaced by length, for which operations are counted."""
+"""Number of prompts, evenly spaced by length, over which operations are averaged."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step: one batch of rollouts and its updates. All responses are taken to have the same length.
+    """A step: one batch of rollouts and its updates. All responses are assumed to have the same length.
 
     Attributes:
         prompt_lengths: Tokens of each prompt of the training data, in ascending order.
@@ -25,12 +25,12 @@ class Workload:
         processes: Devices.
         num_generations: Rollouts per prompt.
         response: Tokens of a response.
-        num_mini_batches: Updates in a pass over the rollouts.
-        num_iterations: Passes.
-        max_tokens: Budget of a micro-batch; None is none.
-        max_sequences: Sequences decoded at once on a device; None is all.
+        num_mini_batches: Updates per pass over the rollouts.
+        num_iterations: Passes over the rollouts.
+        max_tokens: Token budget of a micro-batch; None for no limit.
+        max_sequences: Sequences decoded at once on a device; None for all.
         shares: Whether the run encodes a prompt once per group.
-        caches: Whether the trainer's process holds the caches of rollouts.
+        caches: Whether the trainer's process holds the KV caches of rollouts.
     """
 
     prompt_lengths: Sequence[int]
@@ -47,7 +47,7 @@ class Workload:
 
     @classmethod
     def of(cls, module: Any, data: Any, processes: int) -> Workload:
-        """Read the lengths and options of a module and of its data, which is set up."""
+        """Read the options of a module, and the prompt lengths of a data module that is set up."""
         lengths = sorted(prompt.num_tokens for prompt in data.prompts["train"])
         return cls(
             prompt_lengths=lengths,
@@ -69,7 +69,7 @@ class Workload:
         return sum(self.prompt_lengths) / len(self.prompt_lengths)
 
     def tokens(self, sharing: Sharing) -> float:
-        """Mean tokens of a batch of rollouts, over all devices, that a forward pass encodes."""
+        """Mean number of tokens that a forward pass over a batch of rollouts encodes, on all devices."""
         copies = self.num_generations if sharing == "repeated" else 1
         return self.batch_size * (copies * self.mean_prompt + self.num_generations * self.response)
 
@@ -79,7 +79,7 @@ class Workload:
         return self.tokens("repeated") / self.tokens("shared")
 
     def operations(self, cost: ModelCost, sharing: Sharing) -> float:
-        """Operations of one forward pass over a batch of rollouts, over all devices."""
+        """Operations of one forward pass over a batch of rollouts, on all devices."""
         step = max(1, len(self.prompt_lengths) // _SAMPLE)
         lengths = self.prompt_lengths[step // 2 :: step]
         groups = [(length, [self.response] * self.num_generations) for length in lengths]
@@ -95,7 +95,7 @@ class Workload:
 
     @property
     def longest_micro_batch(self) -> int:
-        """Most tokens of a micro-batch on one device: a mini-batch of the longest prompts, or the budget."""
+        """Most tokens in a micro-batch on one device: a mini-batch of the longest prompts, or the budget."""
         copies = 1 if self.shares else self.num_generations
         longest = self.prompt_lengths[-1] * copies + self.num_generations * self.response
         everything = self._groups_per_update * longest
@@ -103,24 +103,24 @@ class Workload:
 
     @property
     def smallest_budget(self) -> int:
-        """The least `max_tokens_per_micro_batch` that this data allows."""
+        """The smallest `max_tokens_per_micro_batch` that this data allows."""
         longest = self.prompt_lengths[-1]
         return max(longest, self.response) if self.shares else longest + self.response
 
     @property
     def sequences(self) -> int:
-        """Sequences that a device decodes at once."""
+        """Number of sequences that a device decodes at once."""
         everything = math.ceil(self.batch_size / self.processes) * self.num_generations
         return everything if self.max_sequences is None else min(self.max_sequences, everything)
 
     @property
     def cached_tokens(self) -> int:
-        """Most tokens in the caches of a device: each prompt once, and all tokens of each sequence."""
+        """Most tokens in a device's KV caches: each prompt once, and all response tokens of each sequence."""
         if not self.caches:
             return 0
         prompts = math.ceil(self.sequences / self.num_generations)
         return prompts * self.prompt_lengths[-1] + self.sequences * self.response
 
     def with_response(self, response: int) -> Workload:
-        """The same step with other responses."""
+        """The same step with responses of another length."""
         return replace(self, response=response)

@@ -13,9 +13,11 @@ from pl_grouprl.report.run import read_runs
 
 def main(args: Sequence[str] | None = None) -> None:
     """Write the page and print its path."""
-    parser = argparse.ArgumentParser("python -m pl_grouprl.report", description="One HTML page of one or several runs.")
+    parser = argparse.ArgumentParser(
+        "python -m pl_grouprl.report", description="Write one HTML page of a run, or of several side by side."
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, such as runs/grpo_pg/version_0")
-    parser.add_argument("--output", default="report.html", help="the page (default: %(default)s)")
+    parser.add_argument("--output", default="report.html", help="the file to write (default: %(default)s)")
     options = parser.parse_args(args)
     try:
         path = write_report(read_runs(options.runs), Path(options.output))

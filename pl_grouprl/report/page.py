@@ -1,4 +1,4 @@
-"""The page: an HTML file that needs no other file and no network."""
+"""Writes the page: a self-contained HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIGURES = (
     ("time/step", "seconds per step", "mean {mean:.2f}"),
     ("perf/tokens_per_second", "tokens per second", "mean {mean:,.0f}"),
 )
-"""Metric, its name in the table at the top, and the statistics that it shows."""
+"""Metrics in the table at the top: name, label, and the format of their statistics."""
 
 
 def write_report(runs: Sequence[RecordedRun], path: Path) -> Path:
@@ -43,7 +43,7 @@ def write_report(runs: Sequence[RecordedRun], path: Path) -> Path:
         The file.
 
     Raises:
-        FileExistsError: If there is a file that is not a report.
+        FileExistsError: If the file exists and is not a report.
         OSError: If it cannot be written.
     """
     if path.is_dir() or (path.is_file() and GENERATOR not in path.read_text("utf-8", "replace")[:1000]):
@@ -88,7 +88,7 @@ def _figure(run: RecordedRun, metric: str, form: str) -> str:
 
 
 def _panels(runs: Sequence[RecordedRun]) -> Iterable[str]:
-    """Each panel as SVG, as many columns wide as it has axes."""
+    """Each panel as SVG, one grid column wide per axes, up to the full width."""
     points = {run.name: run.history.points for run in runs}
     for title in filled_panels(list(points.values())):
         figure = panel_figure(title, points)
@@ -97,14 +97,14 @@ def _panels(runs: Sequence[RecordedRun]) -> Iterable[str]:
 
 
 def _svg(figure: Any) -> str:
-    """A figure as an SVG element whose texts stay texts."""
+    """A figure as an SVG element, with text as text rather than paths."""
     from matplotlib import rc_context
 
     drawing = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}):
         figure.savefig(drawing, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = drawing.getvalue()
-    return text[text.index("<svg") :]  # without the XML declaration, which HTML does not know
+    return text[text.index("<svg") :]  # HTML has no XML declaration
 
 
 def _different(runs: Sequence[RecordedRun]) -> str:
@@ -115,7 +115,7 @@ def _different(runs: Sequence[RecordedRun]) -> str:
 
 
 def _completions(run: RecordedRun) -> str:
-    """The completions of a few steps, the last one unfolded."""
+    """The completions of a few steps; only the last step is expanded."""
     steps = sorted({row["step"] for row in run.completions})
     if len(steps) > _MOST_STEPS:
         steps = [steps[round(i * (len(steps) - 1) / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
@@ -124,7 +124,9 @@ def _completions(run: RecordedRun) -> str:
         rows = [row for row in run.completions if row["step"] == step]
         cells = [_completion_cells(row) for row in rows[:_MOST_ROWS]]
         note = f" ({_MOST_ROWS} of {len(rows)})" if len(rows) > _MOST_ROWS else ""
-        table = _table(["prompt", "completion", "reward", "tokens", "end"], _once(cells), "completions")
+        table = _table(
+            ["prompt", "completion", "reward", "tokens", "end"], _without_repeated_prompts(cells), "completions"
+        )
         is_open = " open" if step == steps[-1] else ""
         parts.append(f"<details{is_open}><summary>Step {step}{note}</summary>{table}</details>")
     return f"<h2>Completions of {escape(run.name)}</h2>{''.join(parts)}"
@@ -136,10 +138,10 @@ def _completion_cells(row: Row) -> list[Any]:
     return [row["prompt"], text, reward, row["num_tokens"], row["finish_reason"]]
 
 
-def _once(rows: Sequence[list[Any]]) -> list[list[Any]]:
-    """The rows, with a prompt only where it changes."""
-    former = [None, *(row[0] for row in rows)]
-    return [["" if row[0] == before else row[0], *row[1:]] for row, before in zip(rows, former, strict=False)]
+def _without_repeated_prompts(rows: Sequence[list[Any]]) -> list[list[Any]]:
+    """The rows; a prompt is shown only where it changes."""
+    previous = [None, *(row[0] for row in rows)]
+    return [["" if row[0] == before else row[0], *row[1:]] for row, before in zip(rows, previous, strict=False)]
 
 
 def _all_options(run: RecordedRun) -> str:

@@ -1,4 +1,4 @@
-"""Reads what a run left in its folder."""
+"""Reads the files in a run folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pl_grouprl.callbacks.metric_history import MetricHistory
 
 Row = dict[str, Any]
 
-_OF_A_COMPLETION = itemgetter("step", "prompt", "completion", "reward", "num_tokens", "finish_reason")
-"""What the page shows of a completion."""
+_SHOWN_OF_COMPLETION = itemgetter("step", "prompt", "completion", "reward", "num_tokens", "finish_reason")
+"""Required keys of a completion; the page shows them."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder shows it.
+    """The contents of a run folder.
 
     Attributes:
         name: Distinguishes it from the other runs of the page.
@@ -49,16 +49,16 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RecordedRun]:
-    """Read several runs, and name each by the end of its path: two folders, or as many as it takes to tell them apart.
+    """Read several runs. Each is named by the last two parts of its path, or as many as distinguish it from the others.
 
     Raises:
-        ValueError: If a folder is named twice.
-        OSError: If one is no run folder.
+        ValueError: If a folder is passed twice.
+        OSError: If one is not a run folder.
     """
     paths = [Path(folder).resolve() for folder in folders]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        raise ValueError(f"{twice} is named twice; name each run once.")
+        raise ValueError(f"{twice} is passed twice; pass each run once.")
     depth = next(d for d in itertools.count(2) if len({path.parts[-d:] for path in paths}) == len(paths))
     return [
         read_run(Path(folder), str(Path(*path.parts[-depth:]))) for folder, path in zip(folders, paths, strict=True)
@@ -73,8 +73,8 @@ def read_run(folder: Path, name: str | None = None) -> RecordedRun:
         name: Name of the run on the page; by default, that of the folder.
 
     Raises:
-        FileNotFoundError: If there are no metrics; names the run folders below, if there are any.
-        ValueError: If there are no metrics yet, or a file is damaged.
+        FileNotFoundError: If there is no `metrics.csv`; names the run folders below, if any.
+        ValueError: If it has no metrics yet, or a file is damaged.
     """
     metrics = folder / "metrics.csv"
     if not metrics.is_file():
@@ -97,15 +97,15 @@ def read_run(folder: Path, name: str | None = None) -> RecordedRun:
 
 
 def different_options(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Values of the options in which the runs differ, by name; None where a run has no such option."""
+    """The options in which runs differ: one value per run, by name; None for a run without that option."""
     names = dict.fromkeys(name for run in runs for name in run.options)
     values = {name: [run.options.get(name) for run in runs] for name in names}
-    return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
+    return {name: per_run for name, per_run in values.items() if any(value != per_run[0] for value in per_run)}
 
 
 @contextmanager
-def _named(path: Path, kind: str) -> Iterator[None]:
-    """Add the path to errors about what a file contains."""
+def _naming_file(path: Path, kind: str) -> Iterator[None]:
+    """Add the path and the expected kind to errors in a file's contents."""
     try:
         yield
     except (ValueError, TypeError, LookupError, csv.Error, yaml.YAMLError) as error:
@@ -114,14 +114,14 @@ def _named(path: Path, kind: str) -> Iterator[None]:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """The lines with their ends; the run may be writing the last one, or was killed while it did."""
+    """The complete lines; a running or killed run may have left the last one unfinished."""
     with path.open(encoding="utf-8", newline="\n") as file:  # no other character ends a line
         return [line for line in file if line.endswith("\n")]
 
 
 def _history(path: Path) -> MetricHistory:
     history = MetricHistory()
-    with _named(path, "a file of metrics by step"):
+    with _naming_file(path, "a file of metrics by step"):
         for row in csv.DictReader(_whole_lines(path)):
             step = int(row.pop("step"))
             history.record(step, {name: float(value) for name, value in row.items() if value and name != "epoch"})
@@ -131,7 +131,7 @@ def _history(path: Path) -> MetricHistory:
 def _options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    with _named(path, "a configuration"):
+    with _naming_file(path, "a configuration"):
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         return dict(_flat("", config)) if config else {}
 
@@ -148,15 +148,15 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _completions(path: Path) -> list[Row]:
     if not path.is_file():
         return []
-    with _named(path, "a file of completions"):
+    with _naming_file(path, "a file of completions"):
         rows = [json.loads(line) for line in _whole_lines(path)]
         for row in rows:
-            _OF_A_COMPLETION(row)
+            _SHOWN_OF_COMPLETION(row)
     return rows
 
 
 def _training_seconds(path: Path) -> float | None:
     if not path.is_file():
         return None
-    with _named(path, "a summary"):
+    with _naming_file(path, "a summary"):
         return float(json.loads(path.read_text(encoding="utf-8"))["training_seconds"])

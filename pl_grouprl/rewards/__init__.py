@@ -1,4 +1,4 @@
-"""Reward functions: TRL's and verl's signatures are accepted as they are."""
+"""Reward functions; those with TRL's or verl's signature work unchanged."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import reward models when they are asked for: a reward worker starts without PyTorch unless it needs it."""
+    """Import reward models on first use, so a reward worker starts without PyTorch unless it needs it."""
     if name == "ModelReward":
         from pl_grouprl.rewards.model_reward import ModelReward
 

@@ -1,4 +1,4 @@
-"""From groups of rollouts to rewards: calls the functions, adds up, writes the rewards into the rollouts."""
+"""Rewards groups of rollouts: calls the functions, sums their results, writes the rewards into the rollouts."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from pl_grouprl.types import LiveObject, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import private_copy
 
 Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
-"""What is accepted wherever reward functions are: one, or a list, weighted or not."""
+"""One reward function or a list of them, weighted or not."""
 
 
 def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
-    """Check reward functions before a run: names, and which signature each has.
+    """Check the names and signatures of reward functions before a run.
 
     Raises:
-        ValueError: If the list is empty, names repeat, all weights are 0, or a signature is none of the known ones.
+        ValueError: If the list is empty, names repeat, all weights are 0, or a signature is unknown.
         TypeError: If something is not callable, or is a class.
     """
     prepared = [prepare_reward(weighted) for weighted in as_weighted(rewards)]
     if all(reward.weight == 0 for reward in prepared):
         raise ValueError(
-            f"rewards has the weight 0 for all of {[reward.name for reward in prepared]}, so no rollout would have a "
+            f"rewards has weight 0 for all of {[reward.name for reward in prepared]}, so no rollout would have a "
             "reward; give one of them another weight."
         )
     return prepared
 
 
 def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str, *, environments: bool = False) -> None:
-    """Check before a run that every prompt has the columns that the reward functions cannot be called without.
+    """Check before a run that every prompt has the columns that the reward functions require.
 
     Calls each function's `set_up` and, for each row, its `check_row`, if it has these methods.
 
@@ -51,8 +51,8 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str, *, en
         environments: Whether rollouts will have environments in this process, for functions that require them.
 
     Raises:
-        ValueError: If one has not, or `check_row` refuses it; names the row, the function and the column.
-        RewardConfigurationError: If a function cannot work as it is configured.
+        ValueError: If a prompt lacks one, or `check_row` refuses it; names the row, the function and the column.
+        RewardConfigurationError: If a function raises it.
     """
     prepared = prepare_rewards(rewards)
     for reward in prepared:
@@ -72,10 +72,10 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str, *, en
 
 
 def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
-    """Refuse a time limit without workers, unless it applies to async functions.
+    """Refuse a time limit that no worker could enforce; for async functions none is needed.
 
     Raises:
-        ValueError: Names the functions that it could not stop.
+        ValueError: Names the functions that could not be stopped.
     """
     plain = [reward.name for reward in prepared if not reward.is_async]
     if len(plain) == len(prepared) or any(not reward.in_process for reward in prepared):
@@ -86,7 +86,7 @@ def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
 
 
 def check_time_limits(prepared: Sequence[PreparedReward], workers: int, timeout: float | None) -> None:
-    """Refuse functions that can run forever without workers that stop them.
+    """Refuse functions that may run forever, unless workers can stop them.
 
     Raises:
         ValueError: Names the functions and the options.
@@ -94,13 +94,13 @@ def check_time_limits(prepared: Sequence[PreparedReward], workers: int, timeout:
     endless = [reward.name for reward in prepared if reward.needs_time_limit]
     if endless and (workers == 0 or timeout is None):
         raise ValueError(
-            f"the reward functions {endless} can take forever on what a model writes, and reward_workers is {workers} "
+            f"the reward functions {endless} may take forever on some completions, and reward_workers is {workers} "
             f"with reward_timeout {timeout}; set reward_workers to 1 or more and reward_timeout to seconds per call."
         )
 
 
 class PendingRewards:
-    """Rewards that are being computed; made by `start_rewards`."""
+    """Rewards that are being computed; see `start_rewards`."""
 
     def __init__(
         self, groups: Sequence[RolloutGroup], prepared: Sequence[PreparedReward], scores: PendingScores
@@ -110,21 +110,21 @@ class PendingRewards:
         self._scores = scores
 
     def wait(self) -> dict[str, float]:
-        """Run the functions that run on this thread, wait for the others, and write the rewards into the rollouts.
+        """Run the functions of this thread, wait for the others, and write the rewards into the rollouts.
 
-        Call it once. Returns and raises what `apply_rewards` does.
+        Call it once. Returns and raises the same as `apply_rewards`.
         """
         scores = self._scores.wait()
         start = 0
         for group in self._groups:
             end = start + len(group.rollouts)
-            by_function = [_align_steps(own[start:end], group.rollouts) for own in scores]
+            by_function = [_align_steps(per_function[start:end], group.rollouts) for per_function in scores]
             for index, rollout in enumerate(group.rollouts):
-                _write_reward(rollout, self._prepared, [own[index] for own in by_function])
+                _write_reward(rollout, self._prepared, [group_scores[index] for group_scores in by_function])
             start = end
         metrics: dict[str, float] = {}
-        for reward, own in zip(self._prepared, scores, strict=True):
-            metrics |= _metrics(f"rewards/{reward.name}", own)
+        for reward, function_scores in zip(self._prepared, scores, strict=True):
+            metrics |= _metrics(f"rewards/{reward.name}", function_scores)
         return metrics
 
 
@@ -138,17 +138,17 @@ def start_rewards(
     workers: CallRunner | None = None,
     timeout: float | None = None,
 ) -> PendingRewards:
-    """Begin what `apply_rewards` does, and go on with something else: `wait` on the result finishes it.
+    """Start what `apply_rewards` does without waiting; `wait` on the result finishes it.
 
-    Coroutine functions, and all that runs in worker processes, begin here. Plain functions of this process run on the
-    thread that waits, when it waits. The rollouts must be left as they are until then.
+    Coroutine functions and those in worker processes start here. Plain functions of this process run on the thread that
+    calls `wait`. Do not change the rollouts until then.
     """
     if retries < 0:
         raise ValueError(f"retries is {retries}; it must be 0 or larger.")
     if not 0 <= max_failed_share <= 1:
         raise ValueError(f"max_failed_share is {max_failed_share}; it must be in [0, 1].")
     if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout}; it must be larger than 0, or None for any time.")
+        raise ValueError(f"timeout is {timeout}; it must be larger than 0, or None for no limit.")
     prepared = prepare_rewards(rewards)
     decode_completions(groups, tokenizer)
     inputs = flatten_groups(groups)
@@ -175,37 +175,37 @@ def apply_rewards(
     took too long, or gave NaN or infinity of float32): the sum of the rest would not be comparable with the other
     rollouts of the group.
 
-    A function may return a list for a completion, with a number for each token, or None (or NaN) for a token without a
-    reward. Their sum is then the function's reward. Where it does so for a completion of a group, a number that it
-    returns for another one of the group is the reward of the last token. A completion begins after the observation of
-    its environment, so its tokens are `Rollout.completion_ids`.
+    For a completion, a function may return a list with a number for each token, or None (or NaN) for a token without a
+    reward; their sum is then its reward. If it does so for any completion of a group, a single number for another one
+    of the group is the reward of its last token. The tokens are `Rollout.completion_ids`, which begin after the
+    environment's observation.
 
-    For an episode, functions of TRL's signature get the messages as `completions`, calls and results of tools included.
-    They may also take `completion_mask`, per completion 1 for each token that the model wrote and 0 for the others, and
-    `environments`, the environments themselves rather than copies; `environments` not in worker processes. As
-    `solution_str`, functions of verl's signature get the whole completion decoded, results of tools included, as verl
-    does; those with a true attribute `reads_final_answer` get the content of the last assistant message.
+    For an episode, functions of TRL's signature get the messages as `completions`, with tool calls and results. They
+    may also take `completion_mask` (per completion, 1 for each token that the model wrote and 0 for others) and, unless
+    they run in worker processes, `environments` (the objects themselves, not copies). Functions of verl's signature get
+    the whole decoded completion as `solution_str`, tool results included, as in verl; those with a true attribute
+    `reads_final_answer` get the content of the last assistant message.
 
     Args:
-        groups: Any number of groups of any size. Changed in place.
+        groups: Any number of groups of any size; modified in place.
         rewards: One reward function or several, weighted or not.
-        tokenizer: Decodes completions whose `text` is None (and sets it). May be left out if all have their text.
-        retries: How often a call that raised is repeated.
+        tokenizer: Decodes completions whose `text` is None, and sets it. Not needed if all have their text.
+        retries: Retries of a call that raised.
         max_failed_share: Share of rollouts on which a function may fail before that is an error, from 0 to 1.
-        workers: `RewardWorkers` made for the same rewards: functions run in its processes, side by side. None: in this
-            process, one after another.
+        workers: `RewardWorkers` created with the same rewards; functions then run in parallel in its processes. None:
+            one after another in this process.
         timeout: Seconds that a call of an async function may take; None uses the workers' limit, if there are workers.
 
     Returns:
-        For each function `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
+        For each function, `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
         are none), `/none` (rollouts to which it did not apply), `/invalid` (on which it failed), and the mean of every
-        other number in returned dictionaries, as `rewards/{name}/{key}`. The keys of the last kind depend on the
-        data, so ranks may differ in them.
+        other number in returned dictionaries, as `rewards/{name}/{key}`. Which of the last there are depends on the
+        data, so ranks may differ.
 
     Raises:
         ValueError: If a function returns the wrong type or length, or needs a column that the data lacks; if a text is
             missing and there is no tokenizer.
-        RewardConfigurationError: If a function says that it cannot work as it is configured.
+        RewardConfigurationError: If a function raises it.
         RuntimeError: If a function fails on more rollouts than allowed.
     """
     return start_rewards(
@@ -241,7 +241,7 @@ def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: 
     if not applied or any(score.invalid for _, score in counted):
         return
     tokens = _weighted_tokens(applied)
-    steps = [own for own in tokens or () if own is not None]
+    steps = [value for value in tokens or () if value is not None]
     if not all(map(fits_float32, steps)):
         return
     outcome = sum(weight * (score.value or 0.0) for weight, score in applied if score.token_rewards is None)
@@ -253,22 +253,22 @@ def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: 
 def _weighted_tokens(scores: Sequence[tuple[float, Score]]) -> list[float | None] | None:
     """The weighted sum of the rewards per token; None if there are none."""
     rows = [
-        [None if own is None else weight * own for own in score.token_rewards]
+        [None if value is None else weight * value for value in score.token_rewards]
         for weight, score in scores
         if score.token_rewards is not None
     ]
     if not rows:
         return None
     return [
-        None if all(own is None for own in column) else sum(own for own in column if own is not None)
+        None if all(value is None for value in column) else sum(value for value in column if value is not None)
         for column in zip(*rows, strict=True)
     ]
 
 
 def _align_steps(scores: Sequence[Score], rollouts: Sequence[Rollout]) -> list[Score]:
-    """Bring a function's rewards of tokens into line with the token ids of a group's rollouts.
+    """Align a function's token rewards with the token ids of a group's rollouts.
 
-    If it rewarded tokens of any rollout, its numbers become rewards of the last token.
+    If it rewarded tokens of any rollout, its single numbers become rewards of the last token.
     """
     if all(score.token_rewards is None for score in scores):
         return list(scores)

@@ -1,7 +1,7 @@
-"""Runs coroutine reward functions on an event loop in a separate thread, abandoned if a function blocks it.
+"""Runs coroutine reward functions on an event loop in a separate thread, which is abandoned if a function blocks it.
 
-The loop is kept from batch to batch, because HTTP clients that a reward function keeps between calls are bound to it.
-It runs in another thread so that a loop already running in this one, such as a notebook's, does not matter.
+The loop is kept across batches, because HTTP clients that a reward function keeps are bound to it. It has its own
+thread because this one may already run a loop, as in notebooks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pl_grouprl.utilities.exit_gate import exits_refused
 log = logging.getLogger(__name__)
 
 MAX_BLOCKED_THREADS = 8
-"""Number of threads hanging in blocking functions at which the run ends."""
+"""Number of threads stuck in blocking functions at which the run ends."""
 
 
 class AsyncCalls:
@@ -31,7 +31,7 @@ class AsyncCalls:
     Args:
         reward: The function.
         calls: The calls, which run concurrently.
-        retries: How often a call that raised is repeated.
+        retries: Retries of a call that raised.
         timeout: Seconds that each attempt may take; None for no limit.
     """
 
@@ -48,8 +48,8 @@ class AsyncCalls:
         """Wait for the outcomes.
 
         Raises:
-            RuntimeError: If too many threads hang in blocking functions.
-            RewardConfigurationError: If the function says that it cannot work as it is configured.
+            RuntimeError: If too many threads are stuck in blocking functions.
+            RewardConfigurationError: If the function raises it.
             ValueError: If it returned the wrong type or length.
         """
         while pending := self._pending():
@@ -58,8 +58,8 @@ class AsyncCalls:
             name = _abandon(self._loop)
             if name in ("", self._reward.name):
                 blocked = Failure(
-                    f"took longer than reward_timeout={self._timeout} seconds and blocked its event loop meanwhile; "
-                    "await what takes time (asyncio.sleep, an asynchronous client), or make it a plain function"
+                    f"took longer than reward_timeout={self._timeout} seconds and blocked its event loop; await "
+                    "whatever takes time (asyncio.sleep, an asynchronous client), or make it a plain function"
                 )
                 self._outcomes |= dict.fromkeys(pending, blocked)
             else:
@@ -70,7 +70,7 @@ class AsyncCalls:
         ]
 
     def cancel(self) -> None:
-        """Cancel calls that still run."""
+        """Cancel calls that are still running."""
         for future in self._futures.values():
             future.cancel()
 
@@ -96,7 +96,7 @@ async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, tim
                 outcome = await asyncio.wait_for(attempt_async(reward, call), timeout)
         except asyncio.TimeoutError:
             return too_slow(timeout)
-        if timeout is not None and clock() - began > timeout:  # it blocked the loop, which could not stop it
+        if timeout is not None and clock() - began > timeout:  # it blocked the loop, which therefore could not stop it
             return too_slow(timeout)
         if not isinstance(outcome, Failure):
             return outcome
@@ -110,7 +110,7 @@ _lock = threading.Lock()
 
 
 def _current_loop() -> BackgroundLoop:
-    """The loop of this process (a fork inherits no threads)."""
+    """The loop of this process; forks do not inherit threads, so they get their own."""
     with _lock:
         if os.getpid() not in _loops:
             _loops[os.getpid()] = BackgroundLoop("reward-functions")
@@ -118,17 +118,17 @@ def _current_loop() -> BackgroundLoop:
 
 
 def _abandon(loop: BackgroundLoop) -> str:
-    """Make the next calls use a new loop, unless too many threads hang; returns the function that blocks this one."""
+    """Give later calls a new loop, unless too many threads are stuck; returns the function that blocks this one."""
     name = loop.abandon()
     with _lock:
-        if _loops.get(os.getpid()) is not loop:  # done already
+        if _loops.get(os.getpid()) is not loop:  # already done
             return name
         del _loops[os.getpid()]
         _blocked[:] = [thread for thread in (*_blocked, loop.thread) if thread.is_alive()]
         if len(_blocked) >= MAX_BLOCKED_THREADS:
             raise RuntimeError(
-                f"{len(_blocked)} threads hang in async reward functions that block their event loop, the last one in "
-                f"{name!r}; await what takes time, or make it a plain function and set reward_workers."
+                f"{len(_blocked)} threads are stuck in async reward functions that block their event loop, the last "
+                f"one in {name!r}; await whatever takes time, or make it a plain function and set reward_workers."
             )
     log.warning("Reward function %r blocks its event loop; its thread is abandoned.", name)
     return name

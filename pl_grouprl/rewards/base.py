@@ -1,4 +1,4 @@
-"""What a reward function is, how several are weighted, and how one is named by file path."""
+"""Reward functions: their type, weights, and loading from a file."""
 
 from __future__ import annotations
 
@@ -27,51 +27,50 @@ verl's, called once per rollout, returns a number, or a dictionary whose `score`
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
 
-The third is for functions that need token ids and handle prompts shared by several rollouts, such as `ModelReward`. It
-is called once, with the `RolloutGroup`s, and returns for each group one number or None per rollout::
+The third is for functions that need token ids and whole groups, such as `ModelReward`. It is called once, with the
+`RolloutGroup`s, and returns for each group one number or None per rollout::
 
     f(groups) -> list[list[float | None]]
 
-In place of a number, each of them may return a list (an array, a tensor) with one number per token of the completion,
-None or NaN for a token without a reward; or a dictionary whose `score` is either, and whose other numbers are logged.
+Instead of a number, each may return a list (or array, or tensor) with one number per token of the completion, None or
+NaN for a token without a reward; or a dictionary whose `score` is either, and whose other numbers are logged.
 
 Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.copying.private_copy`.
 
-If the object has a method `set_up()`, it is called when a run is set up, and perhaps again: whatever must be loaded is
-then loaded, or refused, before the first rollout. A method `check_row(columns)` is then called for each prompt, and
-raises ValueError if it cannot score it. An object with a true attribute `stays_in_process` is never sent to worker
-processes, nor is an `async` function; every other one must then give a group's rewards whatever the other groups are,
-since workers call it once per group.
+If the object has a method `set_up()`, it is called at least once when a run is set up, so it can load what it needs, or
+fail, before the first rollout. A method `check_row(columns)` is then called for each prompt, and raises ValueError if
+it cannot score it. An object with a true attribute `stays_in_process` is never sent to worker processes, nor is an
+`async` function. In workers, a function is called once per group, so a group's rewards must not depend on other groups.
 
 For an episode, functions see more: see `pl_grouprl.rewards.apply_rewards`. A function of verl's signature with a true
 attribute `reads_final_answer` gets the content of the last assistant message as `solution_str`; one with an attribute
-`ground_truth_column` gets its reference from that column. A run refuses a function with a true attribute
-`needs_time_limit` unless workers run it with a `reward_timeout`. A method `extract_answer(text)`, or
-`extract_answer(text, columns)`, returns the answer in a completion as a string, or None, for majority votes over
-completions; it is called in the training process, without a time limit.
+`ground_truth_column` gets its reference from that column. A function with a true attribute `needs_time_limit` must run
+in workers with a `reward_timeout`. A method `extract_answer(text)`, or `extract_answer(text, columns)`,
+returns the answer in a completion as a string, or None, for majority votes; it is called in the training process,
+without a time limit.
 
-This is a plain callable type: a Protocol would have to list the columns of every data set, and a function read from
-a YAML file would be refused for not naming them.
+This is a plain callable type: a Protocol would have to list the columns of every data set, and the parser would refuse
+functions in YAML files that do not name them.
 """
 
 
 class RewardConfigurationError(ValueError):
-    """A reward function that cannot work as it is configured, whatever the rollouts are.
+    """Raised by a reward function that cannot work as configured, whatever the rollouts are.
 
-    It ends the run: it is not tried again, and not counted among the failures that `max_failed_share` allows.
+    It ends the run: the call is not retried, and does not count towards `max_failed_share`.
     """
 
 
 @checked_arguments
 @dataclass
 class Weighted:
-    """A reward function together with its share in the combined reward.
+    """A reward function with its weight in the combined reward.
 
     Attributes:
         function: The reward function.
-        weight: Factor in the weighted sum. 0 logs the function and leaves it out of the reward.
-        name: Name in metrics and in `Rollout.rewards`; the function's own name by default, and `reward_1` for a lambda,
-            which has none, that is the first in the list.
+        weight: Factor in the weighted sum; 0 logs the function but leaves it out of the reward.
+        name: Name in metrics and in `Rollout.rewards`; by default the function's own name. A lambda, which has none, is
+            named by its position in the list, from `reward_1`.
     """
 
     function: RewardFunction
@@ -84,17 +83,17 @@ class Weighted:
 
 @checked_arguments
 class FunctionFromFile:
-    """A reward function named by file and function, as in verl's `custom_reward_function`.
+    """A reward function loaded from a file by name, as with verl's `custom_reward_function`.
 
-    The file is run when the object is made: it is code of the person who wrote the configuration.
+    The file is executed on construction, so it must be as trusted as the configuration itself.
 
     Args:
-        path: A Python file. Relative paths start at the working directory.
+        path: A Python file; relative paths start at the working directory.
         name: Name of a function (or of any other callable) in that file.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file defines no callable of that name.
+        ValueError: If the file defines no callable with that name.
     """
 
     def __init__(self, path: str, name: str = "compute_score") -> None:
@@ -103,14 +102,14 @@ class FunctionFromFile:
         file = Path(path).expanduser()
         if not file.is_file():
             raise FileNotFoundError(
-                f"FunctionFromFile(path={path!r}): no such file; give the path of a Python file, absolute or "
+                f"FunctionFromFile(path={path!r}): no such file; pass the path of a Python file, absolute or "
                 f"relative to the working directory ({Path.cwd()})."
             )
         function = getattr(_run_file(file.resolve()), name, None)
         if not callable(function):
             raise ValueError(
                 f"FunctionFromFile(path={path!r}, name={name!r}): the file defines no callable of that name; "
-                "give the name of a function at its top level."
+                "pass the name of a function at its top level."
             )
         self.function: RewardFunction = function
         self._sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -123,12 +122,12 @@ class FunctionFromFile:
         return FunctionFromFile, (self.path, self.name)
 
     def run_options(self) -> dict[str, str]:
-        """What decides its rewards, wherever the file is: the function's name, and a digest of the file."""
+        """What its rewards depend on: the function's name and a digest of the file, but not its path."""
         return {"function": self.name, "sha256": self._sha256}
 
 
 def reward_name(function: RewardFunction) -> str | None:
-    """Return the name that metrics show for a function: its own, or that of its class. None for a lambda."""
+    """Return a function's name in metrics: its own, or that of its class; None for a lambda."""
     if isinstance(function, FunctionFromFile):
         return function.name
     if isinstance(function, functools.partial):
@@ -140,14 +139,14 @@ def reward_name(function: RewardFunction) -> str | None:
 
 
 def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
-    """Return an optional method of a reward function, such as `set_up`; also for one defined in a file."""
-    own = function.function if isinstance(function, FunctionFromFile) else function
-    found = getattr(own, name, None)
+    """Return an optional method of a reward function, such as `set_up`; looks through `FunctionFromFile`."""
+    target = function.function if isinstance(function, FunctionFromFile) else function
+    found = getattr(target, name, None)
     return found if callable(found) else None
 
 
 def as_weighted(rewards: Sequence[Weighted | RewardFunction] | Weighted | RewardFunction) -> list[Weighted]:
-    """Bring a reward function, or a list of them, weighted or not, into one form: weighted and named.
+    """Normalize one or several reward functions, weighted or not, to weighted functions with names.
 
     Raises:
         ValueError: If the list is empty or two functions share a name.
@@ -168,7 +167,7 @@ def as_weighted(rewards: Sequence[Weighted | RewardFunction] | Weighted | Reward
         if names.count(name) > 1:
             raise ValueError(
                 f"rewards has {names.count(name)} functions named {name!r}, whose metrics would overwrite each other; "
-                "name them apart with Weighted(function, name=...)."
+                "give them different names with Weighted(function, name=...)."
             )
     return named
 
@@ -187,12 +186,12 @@ def _check_callable(function: RewardFunction) -> None:
 
 
 def _run_file(file: Path) -> ModuleType:
-    """Run a Python file as a module of its own, without making it importable by name."""
+    """Run a Python file as a module that cannot be imported by name."""
     spec = importlib.util.spec_from_file_location(f"pl_grouprl_reward_file_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"FunctionFromFile(path={str(file)!r}): not a Python file; its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and annotations in the file look their module up while the file runs.
+    # Dataclasses and annotations in the file look up their module while the file runs.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

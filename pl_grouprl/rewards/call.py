@@ -22,7 +22,7 @@ class Call:
         unit: The rollouts that it scores.
         group_of: The group of each of them.
         lengths: Tokens of each completion.
-        kwargs: The function's arguments, not yet copied. Each of the `environments` is a `LiveObject`, never copied.
+        kwargs: The function's arguments, not yet copied. `environments` are `LiveObject`s, which are never copied.
     """
 
     unit: list[int]
@@ -39,18 +39,18 @@ class Call:
 def _unwrap_environments(kwargs: dict[str, Any]) -> dict[str, Any]:
     if "environments" not in kwargs:
         return kwargs
-    values = [own.value if isinstance(own, LiveObject) else own for own in kwargs["environments"]]
+    values = [item.value if isinstance(item, LiveObject) else item for item in kwargs["environments"]]
     return kwargs | {"environments": values}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands for the scores of a call that returned none.
+    """The outcome of a call that returned no scores.
 
     Attributes:
-        what: What the function did, to follow its name in a message.
+        what: What the function did; follows its name in messages.
         error: What it raised, if anything.
-        out_of_memory: True where it ran out of memory, some of which it may still hold.
+        out_of_memory: Whether it ran out of memory; it may still hold some of it.
     """
 
     what: str
@@ -70,7 +70,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
     """Call a plain function in this process, with retries.
 
     Raises:
-        RewardConfigurationError: If it says that it cannot work as it is configured.
+        RewardConfigurationError: If the function raises it.
         ValueError: If it returned the wrong type or length.
     """
     failure = Failure("was not called")
@@ -79,7 +79,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
             result = call.make(reward.function)
         except (RewardConfigurationError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # math-verify's time limit, for one, is no Exception
+        except BaseException as error:  # not every error is an Exception: math-verify's time limit is none
             failure = Failure.of(error)
         else:
             return read_result(reward, result, call.group_of, call.lengths)
@@ -87,12 +87,12 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
 
 
 async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:
-    """Call a coroutine function once; raises what `attempt` does."""
+    """Call a coroutine function once; raises the same errors as `attempt`."""
     try:
         result = await call.make(reward.function)
     except (RewardConfigurationError, KeyboardInterrupt, asyncio.CancelledError):
         raise
-    except BaseException as error:  # a SystemExit that leaves a task would end the event loop
+    except BaseException as error:  # a SystemExit that escapes a task would end the event loop
         return Failure.of(error)
     return read_result(reward, result, call.group_of, call.lengths)
 

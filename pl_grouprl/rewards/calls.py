@@ -1,8 +1,8 @@
-"""Running reward functions: retries, functions side by side, failures kept to the rollouts they concern.
+"""Runs reward functions: with retries, in parallel, and with failures confined to the rollouts concerned.
 
-Functions run in one of three places: coroutine functions on an event loop in a separate thread; plain ones in worker
-processes if there are any; otherwise one after another on the thread that waits for the scores, because graders that
-use signals only work on the main thread.
+Coroutine functions run on an event loop in a separate thread. Plain functions run in worker processes if there are any;
+otherwise one after another on the thread that waits for the scores, because graders that use signals work only on the
+main thread.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ log = logging.getLogger(__name__)
 
 
 class CallRunner(Protocol):
-    """What runs calls elsewhere: `pl_grouprl.rewards.workers.RewardWorkers`."""
+    """Runs calls elsewhere; see `pl_grouprl.rewards.workers.RewardWorkers`."""
 
     timeout: float | None
 
     def submit(self, name: str, call: Call, retries: int) -> Future[Outcome]:
-        """Run a call of the function of that name."""
+        """Start a call of the function with this name."""
         ...
 
 
 class PendingScores:
-    """The calls of all functions; those that run outside this thread have begun.
+    """The calls of all functions; those that run outside this thread start on construction.
 
-    A call that raises (`sys.exit()` too, which would end the run or its event loop) is repeated `retries` times, one
-    that took too long is not. A call for many groups is then made once per group. What still fails is marked so.
+    A call that raises (including `sys.exit()`, which would end the run or its event loop) is retried `retries` times;
+    one that took too long is not. A failed call for many groups is then repeated group by group. What still fails is
+    marked as failed.
 
     Args:
         rewards: The functions.
         inputs: The rollouts.
-        retries: How often a call that raised is repeated.
+        retries: Retries of a call that raised.
         max_failed_share: Share of rollouts on which a function may fail.
-        workers: Runs the functions that are not `in_process`, a group or a rollout per call; None runs them here.
+        workers: Runs the functions that are not `in_process`, one group or rollout per call; None runs them here.
         timeout: Seconds that a call of a coroutine function may take; None uses the workers' limit.
 
     Raises:
-        ValueError: If a function needs a column that the data lacks, or the environments of this process in a worker.
+        ValueError: If a function needs a column that the data lacks, or would need environments in a worker.
     """
 
     def __init__(
@@ -76,16 +77,16 @@ class PendingScores:
         if workers is not None and inputs.environments is not None:
             check_environments(rewards)
         units = [call_units(reward, inputs, by_group=self._runs_in_workers(reward)) for reward in rewards]
-        self._calls = [self._make_calls(reward, own) for reward, own in zip(rewards, units, strict=True)]
-        self._begun = [self._begin(reward, own, retries) for reward, own in zip(rewards, self._calls, strict=True)]
+        self._calls = [self._make_calls(reward, per_call) for reward, per_call in zip(rewards, units, strict=True)]
+        self._begun = [self._begin(reward, calls, retries) for reward, calls in zip(rewards, self._calls, strict=True)]
 
     def wait(self) -> list[list[Score]]:
-        """Run what runs here, and return every function's score of every rollout: a list of length B per function.
+        """Run what runs on this thread, and return each function's scores of all rollouts: a list of length B each.
 
         Raises:
-            RuntimeError: If a function raised or gave no finite number on more than `max_failed_share` of the
+            RuntimeError: If a function raised or returned no finite number on more than `max_failed_share` of the
                 rollouts.
-            RewardConfigurationError: If a function says that it cannot work as it is configured.
+            RewardConfigurationError: If a function raises it.
             ValueError: If a function returned the wrong type or length.
         """
         try:
@@ -93,13 +94,13 @@ class PendingScores:
             parts = [
                 [
                     part
-                    for call, outcome in zip(calls, own, strict=True)
+                    for call, outcome in zip(calls, call_outcomes, strict=True)
                     if isinstance(outcome, Failure)
                     for part in self._make_calls(reward, smaller_units(reward, call.unit, self._inputs))
                 ]
-                for reward, calls, own in zip(self._rewards, self._calls, outcomes, strict=True)
+                for reward, calls, call_outcomes in zip(self._rewards, self._calls, outcomes, strict=True)
             ]
-            again = [self._begin(reward, own, retries=0) for reward, own in zip(self._rewards, parts, strict=True)]
+            again = [self._begin(reward, calls, retries=0) for reward, calls in zip(self._rewards, parts, strict=True)]
             outcomes_again = self._finish(again)
         finally:
             for begun in self._begun_elsewhere:
@@ -131,11 +132,11 @@ class PendingScores:
         return self._workers is not None and not reward.in_process
 
     def _begin(self, reward: PreparedReward, calls: list[Call], retries: int) -> Callable[[], list[Outcome]]:
-        """Start calls, or put them off where they run here; returns what waits for their outcomes."""
+        """Start calls, or postpone those that run on this thread; returns a function that waits for the outcomes."""
         if reward.is_async:
-            own = AsyncCalls(reward, calls, retries, self._timeout)
-            self._begun_elsewhere.append(own)
-            return own.wait
+            pending = AsyncCalls(reward, calls, retries, self._timeout)
+            self._begun_elsewhere.append(pending)
+            return pending.wait
         if self._workers is not None and not reward.in_process:
             futures = [self._workers.submit(reward.name, call, retries) for call in calls]
             self._begun_elsewhere += futures
@@ -143,21 +144,21 @@ class PendingScores:
         return lambda: self._attempt_here(reward, calls, retries)
 
     def _attempt_here(self, reward: PreparedReward, calls: Sequence[Call], retries: int) -> list[Outcome]:
-        with left_as_found(reward.name, children=self._workers is None):  # workers start and end meanwhile
+        with left_as_found(reward.name, children=self._workers is None):  # with workers, processes come and go anyway
             return [attempt(reward, call, retries) for call in calls]
 
     def _finish(self, begun: Sequence[Callable[[], list[Outcome]]]) -> list[list[Outcome]]:
-        """Wait for the outcomes of each function; what runs here goes first, while the others run."""
+        """Wait for the outcomes of each function; what runs on this thread goes first, while the others run."""
         here = [
             index
             for index, reward in enumerate(self._rewards)
             if not (reward.is_async or self._runs_in_workers(reward))
         ]
         outcomes = {index: begun[index]() for index in here}
-        return [outcomes[index] if index in outcomes else own() for index, own in enumerate(begun)]
+        return [outcomes[index] if index in outcomes else wait() for index, wait in enumerate(begun)]
 
     def _join(self, reward: PreparedReward, outcomes: Sequence[tuple[Call, Outcome]]) -> list[Score]:
-        """Put the scores of a function's calls in the order of the rollouts, and check how much failed."""
+        """Put a function's scores in the order of the rollouts, and check how many failed."""
         scores = [Score(failed=True)] * len(self._inputs.texts)
         failure: Failure | None = None
         for call, outcome in outcomes:
@@ -173,7 +174,7 @@ class PendingScores:
 def score_all(
     rewards: Sequence[PreparedReward], inputs: RewardInputs, *, retries: int, max_failed_share: float
 ) -> list[list[Score]]:
-    """Call every function in this process, and return its score of every rollout; see `PendingScores`."""
+    """Call all functions in this process, and return each one's score of each rollout; see `PendingScores`."""
     return PendingScores(rewards, inputs, retries=retries, max_failed_share=max_failed_share).wait()
 
 
@@ -188,6 +189,6 @@ def _judge_failures(
     if failed > max_failed_share * total:
         raise RuntimeError(
             f"{what}. It failed for {failed} of {total} rollouts, more than max_failed_share={max_failed_share} "
-            "allows; mend the function (the cause is above), or let it return None where it does not apply."
+            "allows; fix the function (the cause is above), or let it return None where it does not apply."
         ) from (None if failure is None else failure.error)
     log.warning("%s. %d of %d rollouts are left without a reward.", what, failed, total)

@@ -1,4 +1,4 @@
-"""Reads the tests of a row, in our form, in that of verl and APPS, or as assert statements (MBPP)."""
+"""Reads the tests of a row, in our format, in that of verl and APPS, or as assert statements (MBPP)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_tests(value: Any, column: str) -> list[CodeTest]:
     Args:
         value: A list of tests, a mapping with verl's `inputs`, `outputs` and perhaps `fn_name`, verl's `reward_model`
             with one of these as `ground_truth`, or any of them as JSON.
-        column: The column that has it, for errors.
+        column: Name of the column, for errors.
 
     Raises:
         ValueError: If the tests are malformed, or a program could pass one without computing the answer.
@@ -36,7 +36,7 @@ def read_tests(value: Any, column: str) -> list[CodeTest]:
 
 
 def _from_json(value: Any, where: str) -> Any:
-    """Decode a string; anything else is decoded already."""
+    """Decode a string; anything else is already decoded."""
     if not isinstance(value, str):
         return value
     try:
@@ -50,7 +50,7 @@ def _read_test(test: Any, where: str) -> CodeTest:
         return _read_assert(test, where)
     if not isinstance(test, Mapping):
         raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
-    # Parquet gives each test the keys of all tests, with null where a test lacks one.
+    # In Parquet, each test has the keys of all tests, with null for those it lacks.
     fields = {name: value for name, value in test.items() if value is not None or name == "expected"}
     if {"input", "output"} <= fields.keys() and "function" not in fields:
         if all(isinstance(fields[name], str) for name in ("input", "output")):
@@ -71,7 +71,7 @@ def _function_test(function: str, args: Any, expected: Any, where: str) -> Value
 
 
 def _read_pairs(value: Mapping[str, Any], where: str) -> list[CodeTest]:
-    """Read verl's form: standard input and output, or with `fn_name` the arguments and values of a function."""
+    """Read verl's format: standard input and output or, with `fn_name`, arguments and values of a function."""
     inputs, outputs = value["inputs"], value["outputs"]
     if not all(isinstance(listed, list | tuple) for listed in (inputs, outputs)):
         raise ValueError(f"{where} has the inputs {inputs!r:.80} and the outputs {outputs!r:.80}; write two lists.")
@@ -111,7 +111,7 @@ def _args_and_expected(args: Any, expected: Any, where: str) -> tuple[list[Any],
 
 
 def _read_assert(text: str, where: str) -> ValueTest:
-    """Split `assert f(1) == 2` into an expression, which the program sees, and its value, which it never sees."""
+    """Split `assert f(1) == 2` into an expression, which the program sees, and its value, which it does not."""
     try:
         (statement,) = ast.parse(text.strip()).body
         assert isinstance(statement, ast.Assert)
@@ -119,8 +119,8 @@ def _read_assert(text: str, where: str) -> ValueTest:
         return ValueTest({"expression": ast.unparse(expression)}, expected)
     except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError) as error:
         raise ValueError(
-            f"{where} is {text!r:.120}; of assert statements, only `assert CALL == VALUE` and `assert CALL` can be "
-            "split into what a program computes and an answer that it never sees. Any other one it could pass without "
+            f"{where} is {text!r:.120}; only `assert CALL == VALUE` and `assert CALL` can be split into what the "
+            "program computes and an answer that it never sees. It could pass any other assert statement without "
             f"computing the answer: write {_FORMS}."
         ) from error
 
@@ -147,9 +147,9 @@ def _check_hides_expected(computed: ast.expr, expected: Any) -> None:
 
 
 def _check_plain_call(node: ast.expr) -> None:
-    """Refuse anything but one call with literal arguments as the source of a truth value.
+    """Refuse an expression for a truth value unless it is one call with literal arguments.
 
-    `isclose(f(2), 1.4)` and `f(2).__eq__(1.4)` show the answer to the program.
+    `isclose(f(2), 1.4)` and `f(2).__eq__(1.4)` would show the answer to the program.
     """
     if not isinstance(node, ast.Call):
         raise ValueError("no call")

@@ -1,4 +1,4 @@
-"""Tests of programs: what runs in the sandbox, and the expected answer, which never enters it."""
+"""Kinds of program tests: what runs in the sandbox, and the expected answer, which never enters it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CodeTest(Protocol):
 
 
 class StdinTest:
-    """Expects a program that reads `input` to write `output` and to end without an error.
+    """Expects the program to write `output` when it reads `input`, and to exit without error.
 
     Whitespace at the ends of lines is ignored.
 
@@ -39,10 +39,10 @@ class StdinTest:
 
 
 class ValueTest:
-    """Expects a value computed with the program's names to equal `expected`. As JSON is compared, tuples equal lists.
+    """Expects a value computed with the program's names to equal `expected`; compared as JSON, so tuples equal lists.
 
     Args:
-        request: What `sandbox/function_call.py` computes: a call of a function, or an expression.
+        request: What `sandbox/function_call.py` computes: a function call or an expression.
         expected: The expected value; it may contain sets.
 
     Raises:

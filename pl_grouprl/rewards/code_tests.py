@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 class CodeTests:
     """The share of tests that the program in a completion passes. Has TRL's signature.
 
-    The program is the completion's last block between lines of three backticks; without one the reward is 0. Each test
+    The program is the completion's last fenced block (three backticks); without one the reward is 0. Each test
     runs it in a new sandbox; see `pl_grouprl.rewards.sandbox.Sandbox` for what that prevents and requires. Answers are
     compared in this process, so a program cannot read the expected ones, and what it claims about itself is ignored.
 
@@ -31,9 +31,9 @@ class CodeTests:
             `{"function": ..., "args": [...], "expected": ...}`, or of `"assert f(1) == 2"` as in MBPP's `test_list`;
             or verl's `{"inputs": [...], "outputs": [...], "fn_name": ...}`, also as the `ground_truth` of
             `reward_model`. The reward does not apply to rows where it is None.
-        all_or_nothing: Give 1 if all tests pass, otherwise 0, and stop at the first that fails.
+        all_or_nothing: Return 1 if all tests pass, otherwise 0; stops at the first failure.
         max_concurrent: Number of programs that each process runs at a time.
-        limits: Limits of each program, or a mapping of them.
+        limits: Resource limits of each program.
 
     Raises:
         ValueError: If an option is out of range.
@@ -57,7 +57,7 @@ class CodeTests:
         """Check that the sandbox works here by running a trial program.
 
         Raises:
-            RewardConfigurationError: If this system does not allow the sandbox, with the reason.
+            RewardConfigurationError: If this system does not allow the sandbox; says why.
         """
         self._sandbox.check()
 
@@ -65,12 +65,12 @@ class CodeTests:
         """Refuse a row whose tests are missing or malformed.
 
         Raises:
-            ValueError: With the column and what is wrong.
+            ValueError: Names the column and what is wrong.
         """
         if self.column not in columns:
             raise ValueError(
-                f"CodeTests needs the column {self.column!r}, and the row has {sorted(columns)}; add it, or name "
-                "another one: CodeTests(column=...)."
+                f"CodeTests needs the column {self.column!r}, and the row has {sorted(columns)}; add it, or pass "
+                "another column: CodeTests(column=...)."
             )
         if columns[self.column] is not None:
             read_tests(columns[self.column], self.column)
@@ -79,7 +79,7 @@ class CodeTests:
         """Return the share of passed tests of each completion.
 
         Raises:
-            ValueError: As `check_row` does.
+            ValueError: As for `check_row`.
         """
         rows = [{name: values[index] for name, values in columns.items()} for index in range(len(completions))]
         for row in rows:

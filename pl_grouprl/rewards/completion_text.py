@@ -1,4 +1,4 @@
-"""What the model wrote in a completion, whichever form TRL's convention gives it."""
+"""Extracts what the model wrote from a completion in either form of TRL's convention."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pl_grouprl.types import Messages
 
 
 def completion_text(completion: str | Messages) -> str:
-    """Return the model's answer: a string as it is; of messages, the content of the last one by the assistant.
+    """Return the model's answer: a string unchanged; of messages, the content of the last assistant message.
 
-    Earlier turns and results of tools are not the answer. Empty if there is none.
+    Earlier turns and tool results are not part of the answer. Empty if there is none.
     """
     if isinstance(completion, str):
         return completion
@@ -18,7 +18,7 @@ def completion_text(completion: str | Messages) -> str:
 
 
 def written_text(completion: str | Messages) -> str:
-    """Return all that the model wrote: a string as it is; of messages, the assistant's contents joined."""
+    """Return everything the model wrote: a string unchanged; of messages, the joined contents of the assistant's."""
     return completion if isinstance(completion, str) else "\n".join(_assistant_texts(completion))
 
 

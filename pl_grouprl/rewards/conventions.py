@@ -1,4 +1,4 @@
-"""The three signatures of reward functions: telling them apart, and what each is called with."""
+"""The three signatures of reward functions: which one a function has, and its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pl_grouprl.types import LiveObject, Messages, Rollout, RolloutGroup
 Convention = Literal["trl", "verl", "groups"]
 
 _NO_ENVIRONMENTS = (
-    " `environments` are those of an environment_factory, in the process that trains: leave tool_workers, "
+    " `environments` are those of an environment_factory, in the training process: leave tool_workers, "
     "reward_workers and rollout_ahead at 0."
 )
 
@@ -25,15 +25,15 @@ class RewardInputs:
 
     Attributes:
         prompts: Prompt of each rollout, length B: a string or messages, with the observation of its environment.
-        texts: Completion of each rollout, decoded; of an episode, with the results of tools.
+        texts: Decoded completion of each rollout; an episode's includes tool results.
         completion_ids: Tokens of each completion.
-        data_sources: Name of the data set that each prompt is from.
-        columns: Every column of the data, one value per rollout; None where a prompt's row lacks it.
-        groups: Which group each rollout is from, counted from 0.
+        data_sources: Name of each prompt's data set.
+        columns: Every column of the data, one value per rollout; None if the prompt's row lacks it.
+        groups: Group of each rollout, numbered from 0.
         rollout_groups: The groups themselves.
-        of_prompts: What a function of verl's signature is told about a prompt, by its name and the group.
+        of_prompts: Cached arguments about a prompt for functions of verl's signature, by function name and group.
         messages: Completion of each rollout as messages; None for one that is not an episode.
-        completion_masks: For each token of each completion, 1 if the model wrote it; None if none is an episode.
+        completion_masks: For each token of each completion, 1 if the model wrote it; None if there are no episodes.
         environments: The environment of each rollout; None if there are none in this process.
     """
 
@@ -52,21 +52,21 @@ class RewardInputs:
 
 @dataclass(frozen=True)
 class PreparedReward:
-    """A reward function whose convention is known.
+    """A reward function with what is known about it.
 
     Attributes:
-        function: What is called.
+        function: The callable.
         name: Name in metrics.
         weight: Factor in the weighted sum.
         convention: Whose signature the function has.
-        parameters: Names that the function takes; None if it takes any (`**kwargs`).
-        required: Names without which it cannot be called.
-        is_async: True for a coroutine function.
-        in_process: True where the function is never sent to a worker process: it is async, or says so itself.
-        final_answer: True where a function of verl's signature reads only the answer of an episode, as it says itself.
-        names_environments: True where the function names the parameter `environments`.
-        needs_time_limit: True where it must run in workers with a time limit, as it says itself.
-        ground_truth_column: Column with the reference of a function of verl's signature, as it says itself.
+        parameters: Names of its parameters; None if it takes any (`**kwargs`).
+        required: Names of its required parameters.
+        is_async: Whether it is a coroutine function.
+        in_process: Whether it is never sent to a worker process: it is async, or has a true `stays_in_process`.
+        final_answer: Its attribute `reads_final_answer`.
+        names_environments: Whether it has a parameter `environments`.
+        needs_time_limit: Its attribute `needs_time_limit`.
+        ground_truth_column: Its attribute `ground_truth_column`.
     """
 
     function: RewardFunction
@@ -84,16 +84,16 @@ class PreparedReward:
 
 
 def prepare_reward(weighted: Weighted) -> PreparedReward:
-    """Find out which signature a named function has.
+    """Determine the signature of a named function by its parameters.
 
-    A parameter `solution_str` makes it verl's; `completions`, or `**kwargs` alone, makes it TRL's; `groups` that of
-    whole groups.
+    With `solution_str` it is verl's; with `completions`, or `**kwargs` alone, TRL's; with `groups`, that of whole
+    groups.
 
     Raises:
         ValueError: If it is none of these.
     """
     function, name = weighted.function, weighted.name or ""
-    if isinstance(function, FunctionFromFile):  # called through it, since it can be pickled and the function cannot
+    if isinstance(function, FunctionFromFile):  # kept as the callable: it can be pickled, the function cannot
         function = function.function
     try:
         signature = inspect.signature(function)
@@ -110,10 +110,10 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
     convention = _convention(by_name.keys(), takes_any)
     if convention is None:
         raise ValueError(
-            f"Reward function {name!r} has the signature {signature}, which is none of the known ones; write "
+            f"Reward function {name!r} has the signature {signature}, which is not one of the known ones; write "
             "f(prompts, completions, **columns) -> list[float | None] (TRL), "
             "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict (verl) or "
-            "f(groups) -> list[list[float | None]]. In place of a number, a list has one per token."
+            "f(groups) -> list[list[float | None]]. Instead of a number, it may return a list with one per token."
         )
     is_async = _is_async(function)
     return PreparedReward(
@@ -133,7 +133,7 @@ def prepare_reward(weighted: Weighted) -> PreparedReward:
 
 
 def check_environments(rewards: Sequence[PreparedReward]) -> None:
-    """Refuse to run functions in reward workers that take the environments, which live in this process.
+    """Refuse reward workers for functions that take environments, which live in this process.
 
     Raises:
         ValueError: Names the functions.
@@ -141,7 +141,7 @@ def check_environments(rewards: Sequence[PreparedReward]) -> None:
     if stranded := [reward.name for reward in rewards if reward.names_environments and not reward.in_process]:
         raise ValueError(
             f"The reward functions {stranded} take `environments`, which live in this process, and reward_workers "
-            "would run them in another; set reward_workers to 0, or give each a true attribute `stays_in_process`."
+            "would run them in another; set reward_workers to 0, or set `stays_in_process = True` on each."
         )
 
 
@@ -187,7 +187,11 @@ def _completion_masks(rollouts: Sequence[Rollout]) -> list[list[int]] | None:
 
 def _environments(rollouts: Sequence[Rollout]) -> list[LiveObject | None] | None:
     environments = [rollout.environment for rollout in rollouts]
-    return environments if any(own is not None and own.value is not None for own in environments) else None
+    return (
+        environments
+        if any(environment is not None and environment.value is not None for environment in environments)
+        else None
+    )
 
 
 def call_units(reward: PreparedReward, inputs: RewardInputs, *, by_group: bool = False) -> list[list[int]]:
@@ -207,7 +211,7 @@ def call_units(reward: PreparedReward, inputs: RewardInputs, *, by_group: bool =
 
 
 def smaller_units(reward: PreparedReward, unit: list[int], inputs: RewardInputs) -> list[list[int]]:
-    """Divide a call that failed into one call per group, so that a single bad completion costs only its group."""
+    """Split a failed call into one call per group, so a single bad completion costs only its group."""
     if reward.convention == "verl":
         return []
     parts = _by_group(unit, inputs)
@@ -234,17 +238,17 @@ def call_arguments(reward: PreparedReward, inputs: RewardInputs, unit: list[int]
     text, messages = inputs.texts[index], inputs.messages[index]
     if reward.final_answer and messages is not None:
         text = completion_text(messages)
-    of_prompt = (reward.name, inputs.groups[index])  # made once for all of its rollouts
+    of_prompt = (reward.name, inputs.groups[index])  # computed once for all rollouts of a prompt
     if of_prompt not in inputs.of_prompts:
         inputs.of_prompts[of_prompt] = _taken(reward, inputs, _verl_arguments(reward, inputs, index))
     return inputs.of_prompts[of_prompt] | {"solution_str": text}
 
 
 def _taken(reward: PreparedReward, inputs: RewardInputs, available: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments that a function takes.
+    """The available arguments that a function takes.
 
     Raises:
-        ValueError: If one that it requires is missing.
+        ValueError: If a required one is missing.
     """
     missing = sorted(reward.required - available.keys())
     if missing:
@@ -305,11 +309,11 @@ def _ground_truth(reward: PreparedReward, columns: Mapping[str, Any]) -> Any:
 
 
 def ground_truth_of(columns: Mapping[str, Any], column: str | None = None) -> Any:
-    """Find the reference: `reward_model["ground_truth"]` as verl has it, or a column `ground_truth` or `answer`.
+    """Find the reference: verl's `reward_model["ground_truth"]`, or a column `ground_truth` or `answer`.
 
     Args:
-        columns: Of one row.
-        column: Look only in this one.
+        columns: The columns of one row.
+        column: Look only in this column.
     """
     if column is not None:
         return columns.get(column)

@@ -1,4 +1,4 @@
-"""Reward for correctness that depends on the length: short correct answers and long wrong ones fare better."""
+"""Length-dependent correctness reward: higher for short correct answers and for long wrong ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pl_grouprl.utilities.options import check_finite, check_options
 
 
 def cosine_between(start: float, end: float, progress: float) -> float:
-    """Go from `start` to `end` along half a cosine, flat at both ends (CosFn of arXiv:2502.03373).
+    """Interpolate from `start` to `end` along half a cosine, flat at both ends (CosFn in arXiv:2502.03373).
 
     Args:
         start: Value at progress 0 and below.
         end: Value at progress 1 and above.
-        progress: Share of the way, without unit.
+        progress: Position between the two, without unit.
     """
     progress = min(max(progress, 0.0), 1.0)
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
@@ -29,28 +29,26 @@ def cosine_between(start: float, end: float, progress: float) -> float:
 
 @checked_arguments
 class CosineLengthReward:
-    """Cosine reward of arXiv:2502.03373. Has TRL's signature; takes the place of the correctness reward.
+    """Cosine reward of arXiv:2502.03373. Has TRL's signature; replaces the correctness reward.
 
-    A correct answer earns `max_value_correct` when it is empty and falls to `min_value_correct` at `max_len`. A wrong
-    one earns `min_value_wrong` when it is empty and rises to `max_value_wrong` at `max_len`: a policy that does
-    not know the answer yet may think for longer. What is longer than `max_len` counts as `max_len` (the cosine of
-    open-r1's `get_cosine_scaled_reward` turns back there and treats it as shorter again; up to there, with
-    `unit="character"`, the numbers are equal).
+    The reward of a correct answer falls from `max_value_correct` at length 0 to `min_value_correct` at `max_len`. That
+    of a wrong one rises from `min_value_wrong` to `max_value_wrong`: a policy that does not know the answer yet may
+    think for longer. Lengths beyond `max_len` count as `max_len`. (Up to there, with `unit="character"`, the numbers
+    equal those of open-r1's `get_cosine_scaled_reward`, whose cosine turns back beyond it.)
 
     Args:
-        correct: Reward function that says what is right, with TRL's or verl's signature, `async` or not. A completion
-            is correct if its reward is larger than `threshold`. Where it does not apply (None), neither does this;
-            where it fails, this has no reward either.
-        max_len: Length at which the far ends are reached, in `unit`s: as a rule the sampler's
-            `max_completion_length`.
+        correct: Reward function that judges correctness, with TRL's or verl's signature, `async` or not. A completion
+            is correct if its reward is larger than `threshold`. If it does not apply (None), neither does this; if it
+            fails, there is no reward either.
+        max_len: Length at which the cosine ends, in `unit`s; usually the sampler's `max_completion_length`.
         min_value_wrong: Reward of a wrong answer of length 0.
         max_value_wrong: Reward of a wrong answer of `max_len`.
         min_value_correct: Reward of a correct answer of `max_len`.
         max_value_correct: Reward of a correct answer of length 0.
-        exceed_value: Reward at `max_len` and beyond, right or wrong (the paper's r_e). None: no such penalty.
+        exceed_value: Reward at `max_len` and beyond, correct or not (the paper's r_e); None for no such penalty.
         threshold: Largest reward of `correct` that still counts as wrong.
-        unit: What lengths count: `token` (the paper) or `character` of the text (open-r1). In an episode, only
-            those that the model wrote.
+        unit: Unit of length: `token` (the paper) or `character` (open-r1). In an episode, only those that the model
+            wrote count.
     """
 
     def __init__(
@@ -87,12 +85,12 @@ class CosineLengthReward:
 
     @property
     def stays_in_process(self) -> bool:
-        """As `correct` does, unless it is only async."""
+        """Same as for `correct`, unless that stays only because it is async."""
         return self.correct.in_process and not self.correct.is_async
 
     @property
     def needs_time_limit(self) -> bool:
-        """As `correct` does."""
+        """Same as for `correct`."""
         return self.correct.needs_time_limit
 
     def set_up(self) -> None:
@@ -125,7 +123,7 @@ class CosineLengthReward:
         units: Sequence[Any] = written_ids(completion_ids, completion_mask)
         if self.unit == "character":
             units = [written_text(completion) for completion in completions]
-        return [self._score(value, len(own)) for value, own in zip(correctness, units, strict=True)]
+        return [self._score(value, len(unit)) for value, unit in zip(correctness, units, strict=True)]
 
     def _score(self, correctness: float | None, length: int) -> float | None:
         if correctness is None or math.isnan(correctness):
@@ -140,8 +138,8 @@ class CosineLengthReward:
         self, prompts: list[Any], rollouts: list[Rollout], columns: dict[str, list[Any]]
     ) -> list[float | None]:
         """Call `correct` as it would be called by itself."""
-        # One group per rollout, so that a completion on which the function fails costs no other one its reward. No
-        # function of the two conventions sees the prompt's tokens, which are not known here.
+        # One group per rollout, so a completion on which the function fails does not cost another its reward.
+        # The prompt's tokens are unknown here, but neither signature receives them.
         groups = [
             RolloutGroup(
                 prompt_ids=[0],
@@ -153,7 +151,7 @@ class CosineLengthReward:
             )
             for index, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True))
         ]
-        # How many may fail is judged by the caller, which sees the NaNs.
+        # The caller, which sees the NaNs, decides how many may fail.
         (scores,) = score_all([self.correct], flatten_groups(groups), retries=1, max_failed_share=1.0)
         return [math.nan if score.invalid else score.value for score in scores]
 
@@ -164,7 +162,7 @@ class CosineLengthReward:
             low, high = getattr(self, f"min_value_{kind}"), getattr(self, f"max_value_{kind}")
             if low > high:
                 raise ValueError(
-                    f"CosineLengthReward.min_value_{kind} is {low}, larger than max_value_{kind}={high}; exchange them."
+                    f"CosineLengthReward.min_value_{kind} is {low}, larger than max_value_{kind}={high}; swap them."
                 )
         if self.max_value_wrong > self.min_value_correct:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The reward that an environment gives its own episode."""
+"""The reward that an environment assigns to its episode."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pl_grouprl.utilities.arguments import checked_arguments
 
 @checked_arguments
 class EnvironmentReward:
-    """What `get_reward` of an environment returned; does not apply to episodes of environments of other classes.
+    """The result of an environment's `get_reward`; does not apply to episodes in environments of other classes.
 
-    `get_reward` is called when an episode ends; an episode whose `get_reward` failed has no reward.
+    `get_reward` is called when an episode ends. If it fails, the episode has no reward.
 
     Args:
         name: Name of the environment's class; also the reward's name in metrics.
     """
 
     stays_in_process = True
-    """The rewards are known already."""
+    """The rewards are already known."""
 
     def __init__(self, name: str) -> None:
         self.name = self.__name__ = name

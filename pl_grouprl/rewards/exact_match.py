@@ -1,4 +1,4 @@
-"""Reward for a completion that is the reference answer."""
+"""Reward for completions that equal the reference answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ExactMatch:
     """1 if the completion equals the reference, else 0. Has verl's signature.
 
     Args:
-        strip: Leave white space at both ends out of the comparison.
-        ignore_case: Compare without regard to upper and lower case.
+        strip: Ignore white space at both ends.
+        ignore_case: Ignore upper and lower case.
     """
 
     reads_final_answer = True
@@ -30,6 +30,6 @@ class ExactMatch:
         return float(self.extract_answer(solution_str) == self.extract_answer(str(ground_truth)))
 
     def extract_answer(self, text: str) -> str:
-        """The text as it is compared; equal ones vote together."""
+        """The text as it is compared; in majority votes, equal texts count as one answer."""
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text

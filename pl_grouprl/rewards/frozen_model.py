@@ -30,16 +30,16 @@ _CLASSIFIES = {"SequenceClassification": "sequence", "TokenClassification": "tok
 
 
 class FrozenModel:
-    """A classifier of sequences or tokens, by name or already loaded, with the options of `ModelReward`.
+    """A sequence or token classifier, by name or already loaded, with the options of `ModelReward`.
 
     Args:
         owner: Name of the reward's class, for errors.
-        kind: Which of transformers' classifiers it must be.
+        kind: Kind of transformers classifier that it must be.
         model: Name, folder, or transformers model.
-        max_tokens_per_pass: Limit on the tokens of a forward pass. A group with more of them has a pass to itself.
+        max_tokens_per_pass: Limit on the tokens of a forward pass. A larger group gets a pass to itself.
         sharing: `shared` encodes prompts once, `repeated` once per rollout.
         attention_backend: As in `pl_grouprl.attention.shared_prefix`.
-        device: Where it runs. `auto` is this process's GPU, or for a model that was passed, where it already is.
+        device: Where it runs. `auto` is this process's GPU; a model that was passed stays where it is.
         dtype: As in `PretrainedPolicy`, as are all options below.
         attn_implementation: As in transformers.
         revision: Branch, tag or commit on the hub.
@@ -47,7 +47,7 @@ class FrozenModel:
         allow_mismatched_weights: Weights that may be missing, unexpected or of another shape.
 
     Raises:
-        FileNotFoundError: If `model` is a path that is no folder.
+        FileNotFoundError: If `model` is a path and not a folder.
         TypeError: If it is neither a name nor a model.
         ValueError: If an option is out of range.
     """
@@ -74,7 +74,7 @@ class FrozenModel:
             raise ValueError(f"{owner}.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
         check_patterns(allow_mismatched_weights, owner)
         _check_type(model, owner)
-        get_backend(attention_backend, "attention_backend")  # refuses an unknown name now, not at the first reward
+        get_backend(attention_backend, "attention_backend")  # refuses an unknown name before the first reward
         self.owner = owner
         self.kind = kind
         self.model = model
@@ -97,7 +97,7 @@ class FrozenModel:
         return f"{self.owner}({self.model!r})" if self.checkpoint else f"{self.owner}({type(self.model).__name__})"
 
     def load(self) -> Any:
-        """Load the model, put it into evaluation mode, and check that its head reads the states of a causal decoder.
+        """Load the model, put it in evaluation mode, and check that its head reads the states of a causal decoder.
 
         Raises:
             OSError, ValueError: If it cannot be loaded or used.
@@ -105,7 +105,7 @@ class FrozenModel:
         model = self._load_or_move().eval()
         head = score_head(model, self.kind)
         if self.sharing == "shared":
-            with shared_prefix(model, self.attention_backend):  # refuses a model that cannot share
+            with shared_prefix(model, self.attention_backend):  # refuses a model that cannot share prefixes
                 pass
         check_score_head(model, head, repr(self), self.kind)
         if self.sharing == "shared":
@@ -114,10 +114,10 @@ class FrozenModel:
         return model
 
     def label(self, model: Any, label: int | None) -> int:
-        """The label that is the reward; 0 if it is None and the model has only one.
+        """The index of the label that is the reward; 0 if None was passed and the model has a single label.
 
         Raises:
-            ValueError: If it is None and the model has several, or it is out of range.
+            ValueError: If None was passed and the model has several labels, or the index is out of range.
         """
         labels = model.config.num_labels
         chosen = 0 if label is None and labels == 1 else label
@@ -131,7 +131,7 @@ class FrozenModel:
     def states(self, model: Any, groups: list[RolloutGroup]) -> Iterator[tuple[ScoringBatch, Tensor]]:
         """Run the model over groups, pass by pass; yields each pass's batch and its hidden states, shape [T, D].
 
-        Iterate under `torch.no_grad()`. The body of the caller's loop runs in the context of its pass: prefixes are
+        Iterate under `torch.no_grad()`. The body of the caller's loop runs inside the context of the pass: prefixes are
         shared, and autocast is off.
 
         Raises:
@@ -149,7 +149,7 @@ class FrozenModel:
                 yield batch, hidden_states(model, batch)
 
     def configuration_error(self, error: Exception) -> RewardConfigurationError:
-        """An error that ends the run, and names this model."""
+        """Turn an error into one that ends the run and names this model."""
         text = str(error)
         return RewardConfigurationError(text if repr(self) in text else f"{self!r}: {text}")
 
@@ -157,7 +157,7 @@ class FrozenModel:
         largest, known = int(batch.model_inputs["input_ids"].max()), model.get_input_embeddings().num_embeddings
         if largest >= known:
             raise RewardConfigurationError(
-                f"{self!r} has embeddings for {known} tokens and was given token {largest}; its tokens are not the "
+                f"{self!r} has embeddings for {known} tokens and was given token {largest}; its vocabulary is not the "
                 f"policy's, so pass its own tokenizer: {self.owner}(..., tokenizer=...)."
             )
 
@@ -169,24 +169,24 @@ class FrozenModel:
                 f"{self!r} is not a {_CLASSIFIES[self.kind]} classifier, so it has no head that scores; pass a "
                 f"checkpoint of a ...For{self.kind} model."
             )
-        available = "cuda" if torch.cuda.is_available() else "cpu"  # "cuda" is the GPU of this rank
+        available = "cuda" if torch.cuda.is_available() else "cpu"  # "cuda" is this rank's GPU
         device = available if self.device == "auto" else self.device
         return self.checkpoint.load_as(f"AutoModelFor{self.kind}").to(device)
 
 
 def load_tokenizer(tokenizer: Any) -> Any:
-    """Load a tokenizer by name or folder; return any other object as it is."""
+    """Load a tokenizer by name or folder; return any other object unchanged."""
     return PretrainedPolicy(tokenizer).load_tokenizer() if isinstance(tokenizer, str) else tokenizer
 
 
 def check_label(label: int | None, owner: str) -> None:
-    """Refuse anything but None or an integer from 0.
+    """Refuse anything but None or a non-negative integer.
 
     Raises:
         ValueError: If it is anything else.
     """
     if label is not None and (isinstance(label, bool) or not isinstance(label, int) or label < 0):
-        raise ValueError(f"{owner}.label is {label!r}; pass the number of a label, counted from 0.")
+        raise ValueError(f"{owner}.label is {label!r}; pass the index of a label, counted from 0.")
 
 
 def check_tokenizer(tokenizer: Any, owner: str, otherwise: str) -> None:
@@ -216,7 +216,7 @@ def _check_type(model: Any, owner: str) -> None:
 
 
 def _passes(groups: list[RolloutGroup], sharing: Sharing, max_tokens: int) -> Iterator[list[RolloutGroup]]:
-    """Divide groups, in order, into passes of at most `max_tokens` tokens, or of one group."""
+    """Split groups, in order, into passes of at most `max_tokens` tokens, or of a single group."""
     current: list[RolloutGroup] = []
     for group in groups:
         if current and _num_tokens([*current, group], sharing) > max_tokens:
@@ -228,7 +228,7 @@ def _passes(groups: list[RolloutGroup], sharing: Sharing, max_tokens: int) -> It
 
 
 def _num_tokens(groups: list[RolloutGroup], sharing: Sharing) -> int:
-    """The tokens of a pass; with repeated prefixes, rows are padded to the longest."""
+    """Number of tokens in a pass; with repeated prefixes, rows are padded to the longest."""
     if sharing == "shared":
         return sum(len(group.prompt_ids) + sum(len(r.token_ids) for r in group.rollouts) for group in groups)
     lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts]

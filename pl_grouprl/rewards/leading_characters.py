@@ -1,4 +1,4 @@
-"""Reward for the leading characters of the answer that are correct."""
+"""Reward for the share of correct leading characters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def leading_correct_share(completion: str, answer: str) -> float:
-    """Return the share of characters, counted from the start, that are right before the first wrong one.
+    """Return the share of correct characters before the first wrong one.
 
-    The share is of the longer of the two strings, so characters after the answer cost something, and the result is 1
-    exactly where both are equal. `sevex` for `seven` gives 4/5, `sevens` 5/6, `even` 0.
+    The share is of the longer of the two strings, so extra characters after the answer lower it, and it is 1 only if
+    both are equal. `sevex` for `seven` gives 4/5, `sevens` 5/6, `even` 0.
     """
     longest = max(len(completion), len(answer))
     if longest == 0:
@@ -20,9 +20,9 @@ def leading_correct_share(completion: str, answer: str) -> float:
 
 
 class LeadingCorrectCharacters:
-    """Share of leading characters that are right, see `leading_correct_share`. Has verl's signature.
+    """Share of correct leading characters; see `leading_correct_share`. Has verl's signature.
 
-    Partly correct completions earn something, so a policy that is rarely exactly right has something to learn from.
+    Partly correct completions earn a reward too, so a policy that is rarely exactly right still has a signal.
     """
 
     reads_final_answer = True

@@ -1,4 +1,4 @@
-"""Reward for a mathematical answer, compared symbolically by the library math-verify."""
+"""Reward for mathematical answers, compared symbolically by the library math-verify."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class MathVerify:
     r"""1 if the completion's answer is mathematically equal to the reference, else 0. Has verl's signature.
 
     `\frac{1}{2}`, `0.5` and `2^{-1}` are equal. With the default extraction the reward is that of TRL's
-    `accuracy_reward`; with `reference="answer"` the reference is read as verl's `math_verify.compute_score` reads it. A
-    reference in which nothing can be parsed gives None: the reward does not apply.
+    `accuracy_reward`; with `reference="answer"` the reference is read as in verl's `math_verify.compute_score`. If
+    nothing in the reference can be parsed, the result is None: the reward does not apply.
 
-    Comparing `9^{9^{9}}` with anything takes forever. The library's own time limit is off here: it uses a signal, so it
-    works only on a main thread, and it calls the answer wrong. Instead, a run must set `reward_workers` and
-    `reward_timeout`: a worker that takes too long is killed, and the rollout has no reward, rather than 0.
+    Comparing `9^{9^{9}}` with anything takes forever. The library's own time limit is switched off: it uses a signal,
+    which works only on the main thread, and it counts the answer as wrong. Instead, a run must set `reward_workers` and
+    `reward_timeout`: a worker that takes too long is killed, and the rollout has no reward rather than 0.
 
     Args:
         reference: `answer`: the reference is the bare answer, such as `x^2+1`. `solution`: it is text that contains
@@ -58,18 +58,18 @@ class MathVerify:
 
     @property
     def ground_truth_column(self) -> str | None:
-        """The attribute in which functions of verl's signature name the column of their reference."""
+        """Column of the reference, as functions of verl's signature name it."""
         return self.column
 
     def set_up(self) -> None:
-        """Import the library now: the time of a call is limited."""
+        """Import the library now, because calls have a time limit."""
         self("", r"\boxed{1}", "1")
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a worked solution where a bare answer is expected: its words would be read as a product of letters.
+        """Refuse a worked solution where a bare answer is expected; its words would be parsed as products of letters.
 
         Raises:
-            ValueError: With the remedy.
+            ValueError: Names the remedy.
         """
         text = str(ground_truth_of(columns, self.column)).strip()
         if self.reference == "answer" and ("\n" in text or "####" in text):
@@ -127,13 +127,13 @@ def _library() -> Any:
     import math_verify
     from math_verify import grader, parser
 
-    for module in (grader, parser):  # silences each one's warning that its time limit is off
+    for module in (grader, parser):  # silences their warnings that the time limit is off
         module.TIMEOUT_WARNING_SHOWN = True
     return math_verify
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{...}` that closes last, without white space at its ends; one pass over the text."""
+    r"""The stripped content of the `\boxed{...}` that closes last, found in one pass."""
     opened: list[int | None] = []  # for each open brace: where its content begins, or None if it does not open a box
     last: str | None = None
     for match in _BRACES.finditer(text):

@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier that scores whole groups and encodes their shared prefixes once."""
+"""A reward model: a sequence classifier that scores whole groups, encoding shared prefixes once."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _NEEDS_TOOLS = (
 
 @checked_arguments
 class ModelReward:
-    """The score that a `...ForSequenceClassification` model gives to prompt and completion.
+    """The score of prompt and completion by a `...ForSequenceClassification` model.
 
-    Scores are the model's logits, read as transformers does, at the last token that is not the padding token. (Of
-    a model whose padding token ends completions, that is the one before the end token.) That suits decoders; a model
-    that reads its scores elsewhere, as encoders do, is found out by a short forward pass, and refused. The model is
-    loaded when the run is set up, or at the first call, stays in evaluation mode and is never trained.
+    The score is the model's logit at the last token that is not the padding token, as in transformers. (If the padding
+    token also ends completions, that is the token before the end token.) This suits decoders; a model that reads its
+    score elsewhere, as encoders do, is detected by a short forward pass and refused. The model is loaded at setup or at
+    the first call, stays in evaluation mode and is never trained.
 
     Args:
-        model: Name on the model hub or a local folder; or a transformers model, which is put into evaluation mode.
-        label: Which of several labels is the reward. May be left out where the model has one.
-        tokenizer: Name, folder or tokenizer of a reward model whose tokens are not the policy's. Messages and
-            completion then go through its chat template, a string and its completion are encoded as one text. The
-            template must be able to render the tool calls of an episode. None: the reward model reads the policy's own
-            token ids.
-        max_tokens_per_pass: Groups are put into one forward pass up to so many tokens, one group at least.
+        model: Name on the hub or a local folder; or a transformers model, which is put in evaluation mode.
+        label: Index of the label that is the reward. May be left out if the model has a single label.
+        tokenizer: Name, folder or tokenizer, for a reward model whose vocabulary is not the policy's. Messages and
+            completion are then rendered by its chat template; a string prompt and its completion are encoded as one
+            text. The template must be able to render the tool calls of an episode. None: the reward model reads the
+            policy's token ids.
+        max_tokens_per_pass: Limit on the tokens of a forward pass. A larger group gets a pass to itself.
         sharing: `shared` encodes what the sequences of a group have in common once, `repeated` once per rollout.
         attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
-        dtype: Of the weights as loaded from a folder or name; `auto` is the checkpoint's own. Autocast is off.
-        device: Where the model runs. `auto`: this process's GPU where there is one, otherwise the CPU; a model that was
+        dtype: Dtype of the weights as loaded from a folder or name; `auto` is the checkpoint's. Autocast is off.
+        device: Where the model runs. `auto`: this process's GPU if there is one, otherwise the CPU; a model that was
             passed stays where it is.
         attn_implementation: As in transformers.
         revision: Branch, tag or commit on the hub.
@@ -53,7 +53,7 @@ class ModelReward:
             of another shape.
 
     Raises:
-        FileNotFoundError: If `model` is a path that is no folder.
+        FileNotFoundError: If `model` is a path and not a folder.
         TypeError: If `model` is neither a name nor a model, or `tokenizer` neither a name nor a tokenizer.
         ValueError: If an option is out of range.
     """
@@ -102,7 +102,7 @@ class ModelReward:
         return repr(self._network)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is loaded again at the first call."""
+        """Leave out what the first call loads again."""
         return vars(self) | {"_loaded": None}
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
@@ -113,8 +113,8 @@ class ModelReward:
         """Load the model now rather than at the first call.
 
         Raises:
-            RewardConfigurationError: If it cannot be loaded, is no sequence classifier whose score is read at the last
-                token, cannot share prefixes, or its label is not settled.
+            RewardConfigurationError: If it cannot be loaded, is not a sequence classifier that reads its score at the
+                last token, cannot share prefixes, or needs a label.
         """
         self._load()
 
@@ -123,16 +123,16 @@ class ModelReward:
         """Score every rollout.
 
         Args:
-            groups: Prompts with their rollouts; they are left as they are.
+            groups: Prompts with their rollouts; not modified.
 
         Returns:
-            For each group one number per rollout.
+            For each group, one number per rollout.
 
         Raises:
-            RewardConfigurationError: As `set_up` does; also if the model does not know a token, or its chat template
-                leaves tool calls out.
-            ValueError: If it has another tokenizer than the policy, and a text is missing, prompt and completion have
-                no token, or its chat template refuses an episode.
+            RewardConfigurationError: As for `set_up`; also if a token is outside the model's vocabulary, or its chat
+                template omits tool calls.
+            ValueError: If it has its own tokenizer and a text is missing, prompt and completion have no token, or the
+                chat template refuses an episode.
         """
         model, tokenizer, label = self._load()
         pad = model.config.get_text_config().pad_token_id
@@ -147,7 +147,7 @@ class ModelReward:
         return [[next(remaining) for _ in group.rollouts] for group in groups]
 
     def run_options(self) -> dict[str, Any]:
-        """The options that decide its rewards; the others only change their cost."""
+        """The options that its rewards depend on; the others only change their cost."""
         parts = {"model": self.model, "label": self.label, "tokenizer": self.tokenizer}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 
@@ -169,7 +169,7 @@ def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> I
             yield group.prompt_ids + rollout.token_ids
             continue
         if rollout.text is None:
-            raise ValueError(f"{reward!r} has a tokenizer of its own and Rollout.text is None; decode it first.")
+            raise ValueError(f"{reward!r} has its own tokenizer, and Rollout.text is None; decode it first.")
         prompt = group.prompt if rollout.prompt is None else rollout.prompt
         if isinstance(prompt, str):
             ids = tokenizer(prompt + rollout.text)["input_ids"]
@@ -187,32 +187,32 @@ def _encode_episode(messages: Messages, tokenizer: Any, reward: ModelReward) -> 
     """Render an episode with a chat template.
 
     Raises:
-        RewardConfigurationError: If the template leaves out calls or results of tools.
+        RewardConfigurationError: If the template omits calls or results of tools.
         ValueError: If it refuses this episode.
     """
     messages = [message | {"content": message.get("content") or ""} for message in messages]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         raise ValueError(f"{reward!r}: its chat template refuses an episode ({error}); {_NEEDS_TOOLS}.") from error
     called = [call.get("function", call)["name"] for message in messages for call in message.get("tool_calls") or ()]
     lost = [name for name in called if name not in text]
     lost += [message["content"] for message in messages if message["role"] == "tool" and not _shows(text, message)]
     if lost:
         raise RewardConfigurationError(
-            f"{reward!r}: its chat template leaves {lost[0]!r:.80} out of an episode; {_NEEDS_TOOLS}."
+            f"{reward!r}: its chat template omits {lost[0]!r:.80} from an episode; {_NEEDS_TOOLS}."
         )
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 
 def _shows(text: str, message: dict[str, Any]) -> bool:
-    """Whether a rendering has a message's content, as it is or as JSON."""
+    """Whether a rendering contains a message's content, verbatim or as JSON."""
     content = message["content"].strip()
     return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text or json.dumps(content)[1:-1] in text
 
 
 def _without_padding(sequence: list[int], pad: int | None) -> list[int]:
-    """Cut the padding tokens off the end; of nothing else the first remains, where transformers reads then."""
+    """Strip padding tokens from the end. If there is nothing else, keep the first, at which transformers reads then."""
     stop = len(sequence)
     while stop > 1 and sequence[stop - 1] == pad:
         stop -= 1
@@ -220,23 +220,23 @@ def _without_padding(sequence: list[int], pad: int | None) -> list[int]:
 
 
 def _regroup(sequences: list[list[int]], sizes: list[int]) -> list[RolloutGroup]:
-    """Groups of the same sequences in the same order, with all that they have in common as their prompt."""
+    """Group the sequences again, in order, with each group's common prefix as its prompt."""
     groups: list[RolloutGroup] = []
     start = 0
     for size in sizes:
-        own = sequences[start : start + size]
+        group = sequences[start : start + size]
         start += size
-        if not own:
+        if not group:
             continue
-        shared = _common_length(own)
+        shared = _common_length(group)
         if shared:
-            groups.append(RolloutGroup(own[0][:shared], [Rollout(sequence[shared:]) for sequence in own]))
+            groups.append(RolloutGroup(group[0][:shared], [Rollout(sequence[shared:]) for sequence in group]))
         else:
-            groups += [RolloutGroup(sequence[:1], [Rollout(sequence[1:])]) for sequence in own]
+            groups += [RolloutGroup(sequence[:1], [Rollout(sequence[1:])]) for sequence in group]
     return groups
 
 
 def _common_length(sequences: list[list[int]]) -> int:
-    """Tokens from the start that all sequences have in common: those of the first and last in dictionary order."""
+    """Length of the common prefix of all sequences, which is that of the first and last in lexicographic order."""
     first, last = min(sequences), max(sequences)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

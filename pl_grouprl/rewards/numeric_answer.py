@@ -1,4 +1,4 @@
-"""Reward for a numeric answer at the end of worked steps, as in GSM8K."""
+"""Reward for a numeric answer after worked steps, as in GSM8K."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") 
     """Return the final number of a solution.
 
     Args:
-        text: A solution, worked steps included.
+        text: A solution with its worked steps.
         method: `strict` takes the number after the last `####`; `flexible` the last number anywhere.
 
     Returns:
-        The number (thousands separators are read over), or None if there is none.
+        The number (thousands separators are ignored), or None if there is none.
     """
     found = (_MARKED if method == "strict" else _ANY).findall(text)
     if not found:
@@ -40,8 +40,8 @@ class NumericAnswer:
     GSM8K solution that ends in `#### 42`. Nothing is evaluated: an expression such as 6*7 is not a number.
 
     Args:
-        method: `strict` asks for the form `#### 42`, `flexible` takes the last number of the completion.
-        format_score: Reward for a number in the asked form that is wrong.
+        method: `strict` requires the form `#### 42`; `flexible` takes the last number of the completion.
+        format_score: Reward for a wrong number in the required form.
     """
 
     reads_final_answer = True
@@ -72,7 +72,7 @@ class NumericAnswer:
         return 1.0 if answer == reference else self.format_score
 
     def extract_answer(self, text: str) -> str | None:
-        """The number in a completion, the same text for equal numbers, for majority votes; None if there is none."""
+        """The number in a completion in normal form, for majority votes; None if there is none."""
         number = extract_number(text, self.method)  # type: ignore[arg-type]
         if number is None:
             return None

@@ -20,14 +20,14 @@ class OverlongPenalty:
         penalty * ((L - C) - y) / C      L - C < y <= L
         -penalty                         y > L
 
-    In an episode, only tokens that the model wrote count. Add it to a reward for correctness; by itself it only teaches
-    brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
+    In an episode, only tokens that the model wrote count. Combine it with a reward for correctness; alone, it only
+    teaches brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
     `overlong_buffer_cfg` (`len`, `penalty_factor`, with `max_resp_len`) give the same numbers.
 
     Args:
-        max_length: L, in tokens: as a rule the sampler's `max_completion_length`.
-        overlong_buffer: C, in tokens, from 0 (no slope, only the fall beyond L) to `max_length`.
-        penalty: Height of the penalty, positive.
+        max_length: L, in tokens; usually the sampler's `max_completion_length`.
+        overlong_buffer: C, in tokens, from 0 (no slope, only the drop beyond L) to `max_length`.
+        penalty: Size of the penalty, positive.
     """
 
     def __init__(self, max_length: int, overlong_buffer: int, penalty: float = 1.0) -> None:

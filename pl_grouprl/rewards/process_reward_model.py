@@ -1,4 +1,4 @@
-"""A process reward model: a token classifier that scores each step of a completion. Shared prefixes are encoded once.
+"""A process reward model: a token classifier that scores each step of a completion, encoding shared prefixes once.
 
 Legend: S steps of a pass, D hidden size, C labels.
 """
@@ -27,27 +27,27 @@ from pl_grouprl.utilities.describe import identity, is_plain
 class ProcessRewardModel:
     """The probability that each step of a completion is right, by a `...ForTokenClassification` model.
 
-    Returns a reward per token: at the last token of each step the probability of `label` (softmax over labels), at all
-    other tokens None. A step ends with `separator`, or with the completion; the end token belongs to no step. By
-    default, scores are read at the last token of a step, where TRL's `PRMTrainer` trains them. With `step_token`, that
-    token is inserted after each step and the score is read there, as Qwen2.5-Math-PRM does with `<extra_0>`.
+    Returns a reward per token: the probability of `label` (softmax over labels) at the last token of each step, None at
+    all others. A step ends with `separator`, or with the completion; the end token belongs to no step. By default,
+    scores are read at the last token of a step, where TRL's `PRMTrainer` trains them. With `step_token`, that token is
+    inserted after each step and the score is read there, as with `<extra_0>` of Qwen2.5-Math-PRM.
 
-    The model reads the policy's token ids, prompt included, so it must have the policy's tokenizer. It is loaded when
-    the run is set up, or at the first call, stays in evaluation mode and is never trained. Completions of several turns
-    (tools, environments) are refused.
+    The model reads the policy's token ids, prompt included, so it must have the policy's tokenizer. It is loaded at
+    setup or at the first call, stays in evaluation mode and is never trained. Completions of several turns (tools,
+    environments) are refused.
 
     Args:
-        model: Name on the model hub or a local folder; or a transformers model, which is put into evaluation mode.
-        separator: Text at which a step ends.
-        label: The label whose probability is the reward; 1 is "right" in TRL's data. None is for a model with one
-            label, whose logit is then the reward.
-        tokenizer: Decodes completions, to find where steps end: the policy's tokenizer, or its name or folder. None:
+        model: Name on the hub or a local folder; or a transformers model, which is put in evaluation mode.
+        separator: Text that ends a step.
+        label: Index of the label whose probability is the reward; 1 is "right" in TRL's data. None: the model has a
+            single label, whose logit is the reward.
+        tokenizer: Decodes completions to find where steps end: the policy's tokenizer, or its name or folder. None:
             that of the folder `model`.
         step_token: Text of the token to insert after each step.
         max_tokens_per_pass: As in `ModelReward`, as are all options below.
         sharing: `shared` encodes prompts once, `repeated` once per rollout.
         attention_backend: Attention over shared prefixes.
-        dtype: Of the weights as loaded.
+        dtype: Dtype of the weights as loaded.
         device: Where the model runs.
         attn_implementation: As in transformers.
         revision: Branch, tag or commit on the hub.
@@ -55,7 +55,7 @@ class ProcessRewardModel:
         allow_mismatched_weights: Weights that may be missing, unexpected or of another shape.
 
     Raises:
-        FileNotFoundError: If `model` is a path that is no folder.
+        FileNotFoundError: If `model` is a path and not a folder.
         TypeError: If `model` is neither a name nor a model, or `tokenizer` neither a name nor a tokenizer.
         ValueError: If an option is out of range, or there is no tokenizer.
     """
@@ -84,10 +84,10 @@ class ProcessRewardModel:
         check_label(label, "ProcessRewardModel")
         check_tokenizer(tokenizer, "ProcessRewardModel", "that of the folder `model`")
         if not separator:
-            raise ValueError("ProcessRewardModel.separator is empty; pass the text at which a step ends.")
+            raise ValueError("ProcessRewardModel.separator is empty; pass the text that ends a step.")
         if tokenizer is None and not isinstance(model, str):
             raise ValueError(
-                "ProcessRewardModel.tokenizer is None and model is no name or folder that has one; pass the policy's."
+                "ProcessRewardModel.tokenizer is None and model is not a name or folder; pass the policy's tokenizer."
             )
         self.model = model
         self.separator = separator
@@ -114,7 +114,7 @@ class ProcessRewardModel:
         return repr(self._network)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is loaded again at the first call."""
+        """Leave out what the first call loads again."""
         return vars(self) | {"_loaded": None}
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[list[float | None]]]:
@@ -125,8 +125,8 @@ class ProcessRewardModel:
         """Load model and tokenizer now rather than at the first call.
 
         Raises:
-            RewardConfigurationError: If one cannot be loaded, the model is no token classifier or cannot share
-                prefixes, `label` does not fit it, or `step_token` is no single token.
+            RewardConfigurationError: If one cannot be loaded, the model is not a token classifier or cannot share
+                prefixes, `label` does not fit it, or `step_token` is not a single token.
         """
         self._load()
 
@@ -141,8 +141,8 @@ class ProcessRewardModel:
             For each group and each of its rollouts, one number or None per token of the completion.
 
         Raises:
-            RewardConfigurationError: As `set_up` does; also if the model's tokens are not the policy's, or a completion
-                has several turns.
+            RewardConfigurationError: As for `set_up`; also if the model's vocabulary is not the policy's, or a
+                completion has several turns.
         """
         loaded = self._load()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -155,7 +155,7 @@ class ProcessRewardModel:
         return [[next(rewards) for _ in group.rollouts] for group in groups]
 
     def _score_steps(self, loaded: _Loaded, groups: Sequence[RolloutGroup], ends: list[list[int]]) -> list[float]:
-        """The scores of all steps, rollout after rollout, given where the steps of each rollout end."""
+        """The scores of all steps, in the order of the rollouts; `ends` has the last token of each step."""
         next_ends = iter(ends)
         marked = [
             RolloutGroup(group.prompt_ids, [loaded.with_step_tokens(r, next(next_ends)) for r in group.rollouts])
@@ -173,12 +173,12 @@ class ProcessRewardModel:
         return scores
 
     def run_options(self) -> dict[str, Any]:
-        """The options that decide its rewards; the others only change their cost."""
+        """The options that its rewards depend on; the others only change their cost."""
         parts = {name: getattr(self, name) for name in ("model", "separator", "label", "tokenizer", "step_token")}
         return {name: part if is_plain(part) else identity(type(part)) for name, part in parts.items()}
 
     def _check_rollout(self, tokenizer: Any, rollout: Rollout) -> None:
-        """Refuse completions of several turns, and tokens that are not the model's."""
+        """Refuse completions of several turns, and a vocabulary that is not the model's."""
         if rollout.messages is not None:
             raise RewardConfigurationError(
                 f"{self!r} scores completions of one turn, and this one has several; write a reward function of groups "
@@ -188,7 +188,7 @@ class ProcessRewardModel:
         if rollout.text is not None and text != rollout.text:
             raise RewardConfigurationError(
                 f"{self!r}: its tokenizer decodes a completion as {text!r:.80}, and the policy's as "
-                f"{rollout.text!r:.80}; a process reward model must have the policy's tokens."
+                f"{rollout.text!r:.80}; a process reward model must have the policy's vocabulary."
             )
 
     def _load(self) -> _Loaded:
@@ -214,7 +214,7 @@ class ProcessRewardModel:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The model and what depends on it; `step_id` is the id of the step token, None if there is none."""
+    """The loaded model and what depends on it; `step_id` is the id of the step token, or None."""
 
     model: Any
     tokenizer: Any
@@ -222,7 +222,7 @@ class _Loaded:
     step_id: int | None
 
     def with_step_tokens(self, rollout: Rollout, ends: list[int]) -> Rollout:
-        """The rollout with the step token after each step."""
+        """The rollout with a step token after each step."""
         if self.step_id is None:
             return Rollout(rollout.token_ids)
         last_of_steps = set(ends)
@@ -234,12 +234,12 @@ class _Loaded:
         return Rollout(token_ids)
 
     def read_at(self, ends: list[int]) -> list[int]:
-        """The tokens at which scores are read, counted from the completion's first, step tokens included."""
+        """Indices in the completion, step tokens included, at which scores are read."""
         return ends if self.step_id is None else [end + number + 1 for number, end in enumerate(ends)]
 
 
 def _token_rewards(scores: Iterator[float], ends: list[int], length: int) -> list[float | None]:
-    """A completion's reward per token; takes the scores of its steps from the iterator."""
+    """A completion's reward per token; consumes the scores of its steps."""
     rewards: list[float | None] = [None] * length
     for end in ends:
         rewards[end] = next(scores)
@@ -247,11 +247,14 @@ def _token_rewards(scores: Iterator[float], ends: list[int], length: int) -> lis
 
 
 def _batch_positions(batch: ScoringBatch, tokens: list[list[int]]) -> Tensor:
-    """Positions in the batch of tokens of its rollouts, each counted from its rollout's first response token."""
+    """Convert token indices in each rollout's response to positions in the batch."""
     predicting, final = batch.predict_index_N.tolist(), batch.final_index_B.tolist()
     index, start = [], 0
     for length, last, tokens_of_rollout in zip(batch.rollout_lengths, final, tokens, strict=True):
-        positions = [*predicting[start + 1 : start + length], last]  # a token is where its successor is predicted
+        positions = [
+            *predicting[start + 1 : start + length],
+            last,
+        ]  # the successor of a token is predicted at its position
         index += [positions[token] for token in tokens_of_rollout]
         start += length
     return torch.tensor(index, dtype=torch.long, device=batch.final_index_B.device)

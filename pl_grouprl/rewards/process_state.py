@@ -1,7 +1,7 @@
-"""Detects what a reward function changes in the process that calls it, restores it where possible, and warns.
+"""Detects changes that a reward function makes to its process, undoes them where possible, and warns.
 
-A run whose working directory changes writes elsewhere; one without its signal handlers saves no checkpoint. In a
-worker, an alarm that a function leaves would end a later call.
+If the working directory changed, the run would write elsewhere; without its signal handlers, it would save no
+checkpoint. In a worker, a leftover alarm would end a later call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _warned: set[tuple[str, str]] = set()
 
 @contextlib.contextmanager
 def left_as_found(name: str, *, children: bool) -> Iterator[None]:
-    """Compare the training process before and after a function's calls, as `put_back` does; refuse `os._exit`.
+    """Undo changes to the training process, see `put_back`; also refuse `os._exit`.
 
     Args:
         name: Name of the function.
@@ -43,11 +43,11 @@ def left_as_found(name: str, *, children: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def put_back(name: str, advice: str, *, children: bool = False) -> Iterator[None]:
-    """Compare the process before and after a function's calls; restore what changed, and warn once of each thing.
+    """Compare the process before and after a function's calls; restore what changed, and warn once per kind of change.
 
     Args:
         name: Name of the function.
-        advice: The end of the warning.
+        advice: Remedy at the end of the warning.
         children: Whether to look for processes that it leaves running.
     """
     before = _State.now(children)
@@ -83,7 +83,7 @@ class _State:
         )
 
     def restore(self, children: bool) -> Iterator[tuple[str, str]]:
-        """Undo changes since then; yields each kind of change and its details."""
+        """Undo changes since this state; yields each kind of change and its details."""
         now = _State.now(children)
         if now.directory != self.directory:
             with contextlib.suppress(OSError):

@@ -19,7 +19,7 @@ def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
         ngram_size: Units in one n-gram, at least 1. N-grams overlap.
 
     Returns:
-        A number in [0, 1); 0 if there are fewer units than one n-gram has.
+        A number in [0, 1); 0 if there are fewer units than in one n-gram.
     """
     total = len(units) - ngram_size + 1
     if total < 1:
@@ -32,14 +32,14 @@ def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
 class RepetitionPenalty:
     """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
 
-    On words it gives the numbers of open-r1's `get_repetition_penalty_reward`: words are what white space separates,
-    upper and lower case are the same. Languages without spaces between words need `unit="token"`. In an episode, only
-    what the model wrote counts, all turns as one text.
+    On words it agrees with open-r1's `get_repetition_penalty_reward`: words are separated by white space, and case is
+    ignored. Languages without spaces between words need `unit="token"`. In an episode, only the text of the model
+    counts, with all turns joined.
 
     Args:
         ngram_size: Words or tokens in one n-gram.
-        max_penalty: Reward that a completion approaches when it consists of one n-gram over and over; not positive.
-        unit: Count n-grams of `word`s of the text or of `token`s.
+        max_penalty: Reward that a completion approaches as it repeats a single n-gram; not positive.
+        unit: Count n-grams of words (`word`) or tokens (`token`).
     """
 
     def __init__(self, ngram_size: int, max_penalty: float, unit: Literal["word", "token"] = "word") -> None:
@@ -67,5 +67,5 @@ class RepetitionPenalty:
         sequences: list[Any] = written_ids(completion_ids, completion_mask)
         if self.unit == "word":
             sequences = [written_text(completion).lower().split() for completion in completions]
-        # No penalty is 0.0, not -0.0.
+        # + 0.0 turns -0.0 into 0.0.
         return [self.max_penalty * repeated_share(units, self.ngram_size) + 0.0 for units in sequences]

@@ -1,4 +1,4 @@
-"""What reward functions return, read into one score per rollout."""
+"""Reads the results of reward functions into one score per rollout."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def fits_float32(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Score:
-    """What a function said of one rollout.
+    """A function's score of one rollout.
 
     Attributes:
-        value: The reward; the sum of those of the tokens if there are any. None: the function does not apply.
-        extras: Further numbers to be logged.
-        failed: True where the function raised.
-        token_rewards: The reward of each token, None for a token without one; None: the reward is of the completion as
-            a whole.
+        value: The reward, or the sum of the token rewards; None if the function does not apply.
+        extras: Further numbers to log.
+        failed: Whether the function raised.
+        token_rewards: The reward of each token, None for a token without one; None if the reward is of the whole
+            completion.
     """
 
     value: float | None = None
@@ -39,9 +39,9 @@ class Score:
 
     @property
     def invalid(self) -> bool:
-        """True where there should be a number and there is none: the function raised, or gave NaN or infinity.
+        """Whether a number is missing: the function raised, or returned NaN or infinity.
 
-        What float32 does not hold, in which advantages are computed, is infinite.
+        Numbers beyond float32, in which advantages are computed, count as infinite.
         """
         return self.failed or (self.value is not None and not fits_float32(self.value))
 
@@ -52,7 +52,7 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
     Args:
         reward: The function.
         result: What it returned.
-        group_of: Which group each rollout of the call is from.
+        group_of: The group of each rollout of the call.
         lengths: Tokens of each completion.
 
     Raises:
@@ -81,25 +81,25 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
 
 
 def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
-    """Check that there is one list per group and one entry per rollout in it; return the entries of all groups.
+    """Return the entries of all groups, which must have one list per group and one entry per rollout.
 
     Raises:
-        ValueError: If not.
+        ValueError: If they have not.
     """
-    lists = [own.tolist() if hasattr(own, "tolist") else own for own in result]
-    given = [len(own) if isinstance(own, (list, tuple)) else type(own).__name__ for own in lists]
+    lists = [item.tolist() if hasattr(item, "tolist") else item for item in result]
+    given = [len(item) if isinstance(item, (list, tuple)) else type(item).__name__ for item in lists]
     expected = list(Counter(group_of).values())
     if given != expected:
         raise ValueError(
             f"Reward function {reward.name!r} returned {given} rewards for groups of {expected} rollouts; return one "
             "list per group, with one number or None per rollout."
         )
-    return [value for own in lists for value in own]
+    return [value for values in lists for value in values]
 
 
 def _read_item(reward: PreparedReward, result: Any, length: int) -> Score:
     """The score of one completion, with the other numbers of a dictionary as extras."""
-    if type(result) is float:  # what most functions return, for each rollout: the checks below take longer
+    if type(result) is float:  # shortcut for what most functions return
         return Score(result)
     if not isinstance(result, Mapping):
         return _read_value(reward, result, length)
@@ -122,14 +122,14 @@ def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
             f"Reward function {reward.name!r} returned {len(value)} rewards for a completion of {length} tokens; "
             "return one number or None per token of completion_ids, or one number for all."
         )
-    numbers = [_number(reward, _without_arrays(own), "token") for own in value]
-    tokens = [None if own is None or math.isnan(own) else own for own in numbers]
-    steps = [own for own in tokens if own is not None]
+    numbers = [_number(reward, _without_arrays(number), "token") for number in value]
+    tokens = [None if number is None or math.isnan(number) else number for number in numbers]
+    steps = [number for number in tokens if number is not None]
     return Score(sum(steps) if all(map(fits_float32, steps)) else math.inf, token_rewards=tokens)
 
 
 def _without_arrays(value: Any, length: int = 0) -> Any:
-    """Turn arrays and tensors into numbers and lists; one with a single element is a number."""
+    """Convert arrays and tensors to numbers and lists; a single element becomes a number."""
     if not hasattr(value, "item"):
         return value
     shape = getattr(value, "shape", ())

@@ -1,4 +1,4 @@
-"""Where the steps of a completion end, in tokens."""
+"""Finds the tokens at which the steps of a completion end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[
     """Return the index of the last token of each step.
 
     A step ends at the token that completes `separator`, whatever else that token contains. The last step ends with the
-    completion, before its final special tokens. White space and separators alone are no step: they belong to the next
-    step, and at the end of the completion to none.
+    completion, before its final special tokens. White space and separators alone are not a step: they belong to the
+    next one or, at the end of the completion, to none.
 
     Args:
         token_ids: The completion.
         tokenizer: Decodes the token ids.
-        separator: Text at which a step ends, not empty.
+        separator: Text that ends a step; not empty.
     """
     length = _length_before_final(token_ids, set(tokenizer.all_special_ids))
     may_complete = _MayComplete(tokenizer, separator[-1])
@@ -47,7 +47,7 @@ def _length_before_final(token_ids: Sequence[int], special: set[int]) -> int:
 
 
 class _MayComplete:
-    """Whether a token may complete the separator: it has the separator's last character, or part of some character."""
+    """Whether a token may complete the separator: it has its last character, or part of a multi-byte character."""
 
     def __init__(self, tokenizer: Any, character: str) -> None:
         self._tokenizer = tokenizer

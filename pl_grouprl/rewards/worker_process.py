@@ -1,7 +1,7 @@
-"""What runs in a reward worker: calls arrive on a pipe, scores go back as JSON.
+"""The main function of a reward worker: calls arrive on a pipe, scores go back as JSON.
 
-The process that trains sends pickles, which it made itself. What comes back is never unpickled: completions
-could make a reward function return anything.
+The training process sends pickles of its own objects. What comes back is never unpickled: completions could make a
+reward function return anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pl_grouprl.rewards.process_state import put_back
 from pl_grouprl.rewards.results import Score
 from pl_grouprl.utilities.worker_process import lead_session, limit_memory
 
-_ADVICE = "make it leave the process as it was, for the calls after it"
+_ADVICE = "make it restore the process for the calls that follow"
 
 
 class RemoteError(RuntimeError):
@@ -30,21 +30,23 @@ class RemoteError(RuntimeError):
 
 
 def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: int | None = None) -> None:
-    """Serve calls on the main thread, where graders that use signals work, until the pipe is closed.
+    """Serve calls until the pipe is closed, on the main thread, where graders that use signals work.
 
     Args:
-        pipe: Where calls arrive and scores go.
+        pipe: Receives calls and sends scores.
         pickled: The functions by name.
-        memory_limit_mb: MiB of address space of this process, and of each that a function starts; None: no limit.
+        memory_limit_mb: MiB of address space of this process, and of each that a function starts; None for no limit.
     """
     lead_session()
     limit_memory(memory_limit_mb)
     process = os.getpid()
-    os.register_at_fork(after_in_child=pipe.close)  # open in a child, it would hide that this process is gone
+    os.register_at_fork(
+        after_in_child=pipe.close
+    )  # if a child held it open, nobody would notice that this process is gone
     rewards: dict[str, PreparedReward] = {}
     for name, data in pickled.items():
         try:
-            rewards[name] = pickle.loads(data)  # noqa: S301 (made by the process that trains)
+            rewards[name] = pickle.loads(data)  # noqa: S301 (from the training process)
             if set_up := hook_of(rewards[name].function, "set_up"):
                 set_up()
         except Exception as error:
@@ -57,7 +59,7 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
         except EOFError:
             return
         answer = _serve(rewards[name], call)
-        if os.getpid() != process:  # a child that the function forked returned as well
+        if os.getpid() != process:  # a child forked by the function also returned
             os._exit(0)
         _send(pipe, answer)
 
@@ -66,7 +68,7 @@ def read_answer(message: bytes) -> Outcome:
     """Turn a worker's message into the outcome of the call.
 
     Raises:
-        RewardConfigurationError: If the function cannot work as it is configured, or could not be loaded.
+        RewardConfigurationError: If the function raised it, or could not be loaded.
         ValueError: If it returned the wrong type or length.
     """
     answer = json.loads(message)
@@ -86,12 +88,12 @@ def _serve(reward: PreparedReward, call: Call) -> dict[str, Any]:
             outcome = attempt(reward, call)
     except RewardConfigurationError as error:
         return {"configuration": str(error), "trace": traceback.format_exc()}
-    except ValueError as error:  # of the wrong type or length
+    except ValueError as error:  # wrong type or length
         return {"result": str(error), "trace": traceback.format_exc()}
     if isinstance(outcome, Failure):
         assert outcome.error is not None
         if outcome.out_of_memory:
-            traceback.clear_frames(outcome.error.__traceback__)  # which hold what was allocated
+            traceback.clear_frames(outcome.error.__traceback__)  # frames hold what was allocated
         trace = "".join(traceback.format_exception(outcome.error))
         return {"raised": outcome.what, "trace": trace, "out_of_memory": outcome.out_of_memory}
     return {"scores": [dataclasses.asdict(score) for score in outcome]}

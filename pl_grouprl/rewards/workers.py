@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: in parallel, and killed if they take too long."""
+"""Runs reward functions in worker processes: in parallel, and killed if they take too long."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from pl_grouprl.utilities.worker_process import (
 class RewardWorkers:
     """Worker processes for the calls of reward functions; pass it to `start_rewards` or `apply_rewards`.
 
-    Each worker serves one call at a time on its main thread, in its own session. One that takes too long is killed
-    together with the processes that it started (on Linux including those in other sessions), and replaced, as is one
-    that dies. All end with this process, even if it is killed.
+    Each worker serves one call at a time on its main thread, in its own session. If a call takes too long, the worker
+    is killed together with the processes that it started (on Linux including those in other sessions), and replaced,
+    as is one that dies. All end with this process, even if it is killed.
 
     Functions are sent to the workers once, by pickle. State that they keep between calls is separate in each worker.
     Workers are started by "spawn", so a script needs the usual `if __name__ == "__main__":`.
 
     Args:
-        rewards: The functions, as `prepare_rewards` gives them. Async ones, and those that say that they stay in the
-            process (`ModelReward`), are not sent.
-        count: How many workers.
-        timeout: Seconds that a call may take: of one group, or of one rollout with verl's signature. None: any time.
+        rewards: Results of `prepare_rewards`. Async functions, and those with a true `stays_in_process` (such as
+            `ModelReward`), are not sent.
+        count: Number of workers.
+        timeout: Seconds that a call may take, which is for one group or, with verl's signature, one rollout; None for
+            no limit.
         memory_limit_mb: MiB of address space of each worker, its imports included, and of each process that it starts.
-            A call that needs more fails with a MemoryError, and its worker is replaced. None: no limit; if the system
-            runs out of memory, it kills workers first.
+            A call that needs more fails with a MemoryError, and its worker is replaced. None for no limit; if the
+            system runs out of memory, it kills workers first.
 
     Raises:
         ValueError: If an option is out of range, a function cannot be pickled, or all stay in the process.
@@ -61,7 +62,7 @@ class RewardWorkers:
         pickled = {reward.name: _pickle(reward) for reward in rewards if not reward.in_process}
         if not pickled and timeout is None:
             raise ValueError(
-                f"reward_workers is {count}, but each of {[reward.name for reward in rewards]} stays in the process: "
+                f"reward_workers is {count}, but each of {[reward.name for reward in rewards]} stays in this process: "
                 "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
             )
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -69,7 +70,7 @@ class RewardWorkers:
         self._workers = [
             _Worker(pickled, self._tasks, timeout, memory_limit_mb, reaper) for _ in range(count if pickled else 0)
         ]
-        # Before multiprocessing waits for its processes at the end of the program.
+        # Runs at exit, before multiprocessing waits for its processes.
         self.close = Finalize(self, _close, (self._workers, self._tasks, reaper), exitpriority=100)
         for worker in self._workers:
             worker.start()
@@ -83,14 +84,14 @@ class RewardWorkers:
     def submit(self, name: str, call: Call, retries: int) -> Future[Outcome]:
         """Run a call as soon as a worker is free; see `apply_rewards` for what failures mean."""
         if not self.close.still_active():
-            raise RuntimeError("these RewardWorkers are closed; make new ones.")
+            raise RuntimeError("these RewardWorkers are closed; create new ones.")
         try:
             message = pickle.dumps((name, call))
         except Exception as error:
             raise ValueError(
-                f"Reward function {name!r} cannot run in a worker, because what it is called with cannot be pickled "
-                f"({type(error).__name__}: {error}); leave out such columns, let it name those that it needs, or set "
-                "reward_workers to 0."
+                f"Reward function {name!r} cannot run in a worker, because its arguments cannot be pickled "
+                f"({type(error).__name__}: {error}); leave out such columns, have it name only the columns that it "
+                "needs, or set reward_workers to 0."
             ) from error
         future: Future[Outcome] = Future()
         self._tasks.put(_Task(future, message, retries))
@@ -98,7 +99,7 @@ class RewardWorkers:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the workers that run."""
+        """Process ids of the running workers."""
         return [pid for worker in self._workers if (pid := worker.process.pid) is not None]
 
 
@@ -109,7 +110,7 @@ class _Task(NamedTuple):
 
 
 class _Worker(threading.Thread):
-    """A thread that looks after one worker process at a time.
+    """A thread that manages one worker process at a time.
 
     Attributes:
         started: Done when the first process is ready.
@@ -132,7 +133,7 @@ class _Worker(threading.Thread):
         self.process = WorkerProcess("reward worker", run_worker, (pickled, memory_limit_mb), read_answer, reaper)
 
     def run(self) -> None:
-        """Serve tasks until there is a None among them."""
+        """Serve tasks until it gets None."""
         try:
             self.process.start()
             self.started.set_result(None)
@@ -143,7 +144,7 @@ class _Worker(threading.Thread):
                 continue
             try:
                 task.future.set_result(self._attempt(task))
-            except BaseException as error:  # raised where the scores are waited for
+            except BaseException as error:  # raised by whoever waits for the scores
                 task.future.set_exception(error)
         self.process.end()
 
@@ -169,7 +170,7 @@ def _check(count: int, timeout: float | None, memory_limit_mb: int | None) -> No
     if count < 1:
         raise ValueError(f"reward_workers is {count}; it must be at least 1, or 0 for rewards in this process.")
     if timeout is not None and not timeout > 0:
-        raise ValueError(f"reward_timeout is {timeout}; it must be larger than 0, or None for any time.")
+        raise ValueError(f"reward_timeout is {timeout}; it must be larger than 0, or None for no limit.")
     if memory_limit_mb is not None and memory_limit_mb < 1:
         raise ValueError(f"reward_memory_limit_mb is {memory_limit_mb}; it must be at least 1, or None for no limit.")
     check_process_groups("reward_workers", count)

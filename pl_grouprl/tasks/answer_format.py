@@ -1,4 +1,4 @@
-"""Answer templates, such as `Answer: {answer}`: filling them in, and finding answers in completions."""
+"""Answer templates such as `Answer: {answer}`: fills them in, and finds answers in completions."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
         template: Text with `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`. White space at its
             ends and around the answer is ignored.
         completion: What the model wrote.
-        num_lines: Number of lines of the answer if the template ends with `{answer}`; None: all lines that follow.
+        num_lines: Number of lines in the answer if the template ends with `{answer}`; None for all remaining lines.
 
     Returns:
-        The answer without white space at its ends, or None if the template's text is not in the completion.
+        The stripped answer, or None if the template's text is not in the completion.
     """
     before, after = text_around(template)
     if after:
@@ -58,12 +58,12 @@ def is_only_answer(template: str, completion: str, answer: str) -> bool:
 
 
 def is_recovered(template: str, answer: str) -> bool:
-    """Whether `extract_answer` finds an answer that is written in a template."""
+    """Whether `extract_answer` recovers an answer that was filled into a template."""
     num_lines = answer.strip().count("\n") + 1
     return extract_answer(template, write_answer(template, answer), num_lines) == answer.strip()
 
 
 def text_around(template: str) -> tuple[str, str]:
-    """The text before and after the answer, without white space at its ends."""
+    """The text before and after the answer, each stripped."""
     before, _, after = template.partition(ANSWER)
     return before.strip(), after.strip()

@@ -1,4 +1,4 @@
-"""Entries of reasoning-gym as JSON text, which survives every file format and process boundary unchanged."""
+"""Encodes entries of reasoning-gym as JSON text, which survives file formats and process boundaries unchanged."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _KIND, _ITEMS = "__kind__", "__items__"
 
 
 def encode_entry(entry: Mapping[str, Any]) -> str:
-    """Write an entry as JSON, marking what JSON lacks: tuples, and dictionaries whose keys are not strings.
+    """Write an entry as JSON, with markers for tuples and for dictionaries whose keys are not strings.
 
-    NumPy numbers and members of enumerations become plain values.
+    NumPy numbers and enum members become plain values.
 
     Raises:
         TypeError: If the entry contains any other type.

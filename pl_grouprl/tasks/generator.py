@@ -1,8 +1,8 @@
 """Generates entries with reasoning-gym in a separate process.
 
-Some generators iterate over sets of strings, whose order differs between Python processes, or use the global random
-numbers of Python and NumPy. In a process with fixed hash and random seeds they always give the same entries, and the
-process that trains is left unchanged.
+Some generators iterate over sets of strings, whose order differs between Python processes, or use the global generators
+of Python and NumPy. A process with fixed hash and random seeds always gives the same entries, and the training process
+is left unchanged.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pl_grouprl.tasks.entries import encode_entry
 
 _PROGRAM = "from pl_grouprl.tasks.generator import main; main()"
 _DRAWING_ORDER = ("examples", "val", "test", "train")
-"""Splits in the order in which they are drawn: the training split is last, so its size does not change the others."""
+"""Splits in the order of drawing: the training split comes last, so its size does not change the others."""
 
 
 class GeneratorError(ValueError):
-    """A task that cannot be generated as it is configured."""
+    """A task that cannot be generated as configured."""
 
 
 def generate(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def respond(request: dict[str, Any]) -> dict[str, Any]:
-    """Generate in this process: `tasks` as `generate` returns them, or why the request is `refused`."""
+    """Generate in this process; returns `tasks`, the result of `generate`, or `refused`, the reason."""
     try:
         return {"tasks": [_Task(task, request).generate() for task in request["tasks"]]}
     except GeneratorError as error:
@@ -116,13 +116,13 @@ class _Task:
         drawn_before = len(self._drawn_questions) - len(drawn)
         raise GeneratorError(
             f"task {self.name!r} with {self.configs[level]} has too few different questions: {len(drawn)} of {count} "
-            f"for {split!r} in {attempts} attempts, besides {drawn_before} drawn before. Ask for fewer "
+            f"for {split!r} in {attempts} attempts, in addition to {drawn_before} drawn before. Ask for fewer "
             "(size, val_size, test_size), or widen the task's options."
         )
 
     def _entries(self, split: str, level: int, count: int) -> Iterator[dict[str, Any]]:
         text = json.dumps([self.seed, self.name, level, split])
-        # Halved, so that the index can be added: NumPy takes seeds below 2**32.
+        # Halved so the index can be added: NumPy's seeds must be below 2**32.
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2
         dataset = _create(self.name, self.configs[level], seed=seed, size=count)
         for index in range(count):
@@ -166,11 +166,11 @@ def _options(name: str) -> list[str]:
 def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:
     """Options of the first levels of the library's curriculum of a task.
 
-    Where a level is a range of values, it leaves out the ranges of the levels below it.
+    If a level is a range of values, it excludes the ranges of the levels below it.
 
     Args:
         name: The task.
-        config: Options that the curriculum leaves open.
+        config: Options that the curriculum does not set.
         levels: Number of levels.
 
     Raises:
@@ -199,7 +199,7 @@ def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[
 
 
 def _names_set_by(curriculum: Any) -> set[str]:
-    """The options that a curriculum sets; one with a range sets its lower bound, too."""
+    """The options that a curriculum sets; for a range, also its lower bound."""
     attributes = curriculum.attributes.values()
     lower_bounds = {range_.lower_field_name for range_ in attributes if hasattr(range_, "lower_field_name")}
     return lower_bounds | set(curriculum.get_global_level() or {})

@@ -1,4 +1,4 @@
-"""Which answers may be passed to scorers of reasoning-gym that evaluate them as Python code."""
+"""Decides which answers may be passed to reasoning-gym scorers that evaluate them as Python code."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd)
 
 
 def is_harmless(task: str, answer: str) -> bool:
-    """Whether a task's scorer can read an answer without running code from it.
+    """Whether a task's scorer can evaluate an answer without running code from it.
 
-    Always true of tasks whose scorer evaluates nothing. Of `LITERAL_TASKS`, the answer must be a literal (numbers,
-    strings, lists), or no Python at all, so that `eval` cannot even parse it. Of `FORMULA_TASKS`, it must be a formula
-    of numbers, names and elementary functions whose numbers stay below 4096 bits.
+    Always true for scorers that evaluate nothing. For `LITERAL_TASKS`, the answer must be a literal (numbers, strings,
+    lists), or not valid Python, which `eval` cannot parse. For `FORMULA_TASKS`, it must be a formula of numbers, names
+    and elementary functions whose values stay below 4096 bits.
     """
     if task not in LITERAL_TASKS | FORMULA_TASKS:
         return True

@@ -1,4 +1,4 @@
-"""Reward for answers to tasks of reasoning-gym, by the library's own scorers."""
+"""Reward for answers to reasoning-gym tasks, by the library's scorers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class ReasoningGymScore:
     """The score, from 0 to 1, that reasoning-gym gives the answer in a completion. Has verl's signature.
 
     The answer is found by the template in its row (`ReasoningGym.answer_format`). The score is 0 if there is none, or
-    if the library's scorer cannot read it. Several scorers give partial credit to an answer that is nearly right, or
+    if the library's scorer cannot read it. Several scorers give partial credit for answers that are nearly right, or
     right in another form.
 
-    Some scorers evaluate answers as Python code. They get only literals, or formulas of elementary functions without
-    large powers; they get any other answer as None. Simplifying a formula may still take long, so run this reward in
-    reward workers with a time limit.
+    Some scorers evaluate answers as Python code. They receive only literals, or formulas of elementary functions
+    without large powers; any other answer is passed as None. Simplifying a formula may still take long, so run this
+    reward in reward workers with a time limit.
 
     Args:
-        exact: 1 for a full score, 0 for anything less.
-        only_answer: 0 for a completion that says anything before or after its answer. Otherwise a policy may learn to
-            keep writing after the answer, since that costs it nothing.
+        exact: Return 1 for a full score, 0 for anything less.
+        only_answer: Return 0 if there is text before or after the answer. Otherwise a policy may learn to keep writing
+            after the answer, since that costs it nothing.
     """
 
     reads_final_answer = True
@@ -43,7 +43,7 @@ class ReasoningGymScore:
         self._scorers: dict[tuple[str, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the library's objects, which are made again when they are needed."""
+        """Leave out the library's objects, which are recreated when needed."""
         return vars(self) | {"_scorers": {}}
 
     def set_up(self) -> None:
@@ -59,9 +59,7 @@ class ReasoningGymScore:
         info = columns.get("extra_info") or {}
         missing = [name for name in _EXTRA_INFO if name not in info]
         if missing:
-            raise ValueError(
-                f"ReasoningGymScore: `extra_info` of the row lacks {missing}; use rows made by ReasoningGym."
-            )
+            raise ValueError(f"ReasoningGymScore: `extra_info` of the row lacks {missing}; use rows from ReasoningGym.")
         self._scorer(info)
         decode_entry(info["entry"])
 
@@ -77,7 +75,7 @@ class ReasoningGymScore:
         Args:
             data_source: Not used.
             solution_str: The completion.
-            extra_info: As `ReasoningGym` writes it.
+            extra_info: As written by `ReasoningGym`.
             ground_truth: Not used; the entry in `extra_info` has the answer.
         """
         entry = decode_entry(extra_info["entry"])
@@ -91,17 +89,17 @@ class ReasoningGymScore:
             score = float(scorer.score_answer(passed_on, entry))
         except MemoryError:  # counted as a failed reward rather than a score of 0
             raise
-        except Exception:  # scorers expect some form, and an answer may have any
+        except Exception:  # scorers expect a certain form, but an answer may have any
             return 0.0
         return float(score >= 1) if self.exact else score
 
     def extract_answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
-        """The answer in a completion, for majority votes; None if the completion is not in the form of its row."""
+        """The answer in a completion, for majority votes; None if the completion does not follow its row's template."""
         info = columns["extra_info"]
         return extract_answer(info["answer_format"], text, _num_lines(decode_entry(info["entry"])))
 
     def _scorer(self, info: Mapping[str, Any]) -> Any:
-        """The library's data set of a row's task, which scores its answers."""
+        """The library's data set for a row's task, which scores its answers."""
         task, config = info["task"], info["config"]
         if (task, config) not in self._scorers:
             from reasoning_gym.factory import create_dataset
@@ -111,6 +109,6 @@ class ReasoningGymScore:
 
 
 def _num_lines(entry: Mapping[str, Any]) -> int | None:
-    """Number of lines of the reference, and so of an answer; None if there is no reference."""
+    """Number of lines in the reference, and therefore in an answer; None if there is no reference."""
     reference = entry["answer"]
     return None if reference is None else str(reference).strip().count("\n") + 1

@@ -1,4 +1,4 @@
-"""Reads the option `tasks` of `ReasoningGym`, and divides rows among tasks and levels."""
+"""Reads the option `tasks` of `ReasoningGym`, and distributes rows over tasks and levels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def read_tasks(tasks: str | list[str] | dict[str, Any], levels: int | None) -> dict[str, dict[str, Any]]:
-    """Check the option `tasks`, and bring its forms into one.
+    """Check the option `tasks`, and normalize it.
 
     Args:
         tasks: A name, a list of names, or a mapping of names to options, as in `ReasoningGym`.
-        levels: Number of levels of the library's curriculum; None: the levels are those listed in the options.
+        levels: Number of levels to take from the library's curriculum; None uses the levels listed in the options.
 
     Returns:
-        For each name, the `weight`, and as `configs` the options of each level, without the weight.
+        For each name, its `weight` and its `configs`: the options of each level, without the weight.
 
     Raises:
         ValueError: If they are malformed, or tasks differ in their number of levels.
@@ -33,7 +33,7 @@ def read_tasks(tasks: str | list[str] | dict[str, Any], levels: int | None) -> d
 
 
 def divide(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide a number of rows in proportion to weights, with at least one row each; all 0 if there are none.
+    """Distribute rows in proportion to weights, at least one each; all 0 if there are no rows.
 
     Args:
         total: Number of rows; 0, or at least as many as weights.
@@ -41,7 +41,7 @@ def divide(total: int, weights: Sequence[float]) -> list[int]:
     """
     if total == 0:
         return [0] * len(weights)
-    exact = [(total - len(weights)) * weight / sum(weights) for weight in weights]  # besides the row that each one gets
+    exact = [(total - len(weights)) * weight / sum(weights) for weight in weights]  # beyond the first row of each
     shares = [1 + int(share) for share in exact]
     largest_remainders = sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])
     for i in largest_remainders[: total - sum(shares)]:
@@ -50,10 +50,10 @@ def divide(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _check_levels(listed: dict[str, int], levels: int | None) -> None:
-    """Refuse tasks with different numbers of levels, or with levels from two places.
+    """Refuse tasks with different numbers of levels, or with levels from two sources.
 
     Args:
-        listed: By task, for how many levels options are listed.
+        listed: Number of levels in each task's options.
         levels: As for `read_tasks`.
     """
     if levels is not None and levels < 1:
@@ -61,8 +61,8 @@ def _check_levels(listed: dict[str, int], levels: int | None) -> None:
     different = set(listed.values())
     if len(different) > 1 or (levels is not None and different != {1}):
         raise ValueError(
-            f"ReasoningGym.tasks has these numbers of levels: {listed}, with levels={levels}; list as many options "
-            "for every task, or set `levels` and list none."
+            f"ReasoningGym.tasks has these numbers of levels: {listed}, with levels={levels}; list the same number of "
+            "levels for every task, or set `levels` and list none."
         )
 
 
@@ -77,7 +77,7 @@ def _read_task(name: str, options: Any) -> dict[str, Any]:
         raise ValueError(f"ReasoningGym.tasks: the weight of {name!r} must be one number larger than 0: {options!r}.")
     if reserved := [key for key in ("seed", "size") for config in configs if key in config]:
         raise ValueError(
-            f"ReasoningGym.tasks: {reserved[0]!r} of {name!r} is ReasoningGym's; set it there, once for all tasks."
+            f"ReasoningGym.tasks: {reserved[0]!r} of {name!r} is ReasoningGym's own option; set it there for all tasks."
         )
     return {
         "weight": weight,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, Mapping)
-"""Types whose values never satisfy a protocol or abstract class of ours."""
+"""Types whose values never satisfy one of our protocols or abstract classes."""
 
 _WORDS = {
     bool: "True or False",
@@ -31,7 +31,7 @@ _short.maxstring = _short.maxother = 120
 
 
 class ArgumentError(TypeError, ValueError):
-    """An argument that a constructor does not take: an unknown name, a wrong type, or not one of its choices."""
+    """An argument that a constructor refuses: an unknown name, a wrong type, or not one of the choices."""
 
 
 def convert(hint: Any, value: Any, name: str) -> Any:
@@ -138,7 +138,7 @@ def _convert_union(union: Any, value: Any, name: str) -> Any:
             return convert(hint, value, name)
         except ArgumentError as error:
             errors.append((hint, error))
-    # The branch of the value's kind can tell what is wrong inside it.
+    # The branch that matches the value's kind can say what is wrong inside it.
     for hint, refusal in errors:
         is_list = get_origin(hint) in (list, tuple) and isinstance(value, list | tuple)
         if is_list or (dataclasses.is_dataclass(hint) and isinstance(value, Mapping)):

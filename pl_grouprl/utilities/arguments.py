@@ -32,7 +32,8 @@ def checked_arguments(cls: C) -> C:
         owner = type(self).__name__
         names = [name for name, parameter in _parameters(init).items() if parameter.kind is not parameter.KEYWORD_ONLY]
         if len(args) > len(names):
-            raise ArgumentError(f"{owner} takes {', '.join(names)} by position; name {describe_value(args[-1])}.")
+            extra = describe_value(args[-1])
+            raise ArgumentError(f"{owner} takes only {', '.join(names)} by position; pass {extra} by name.")
         hints = _hints(init, cls)
         given = [convert(hints.get(name, Any), arg, f"{owner}.{name}") for name, arg in zip(names, args, strict=False)]
         init(self, *given, **{name: convert(hints.get(name, Any), v, f"{owner}.{name}") for name, v in kwargs.items()})

@@ -1,4 +1,4 @@
-"""An event loop in a separate thread, which can be abandoned if something blocks it."""
+"""An event loop in a separate thread that can be abandoned if a task blocks it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BackgroundLoop:
         self.thread.start()
 
     def submit(self, label: str, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine. Tasks that it starts have its label."""
+        """Run a coroutine. Tasks that it starts inherit its label."""
         context = contextvars.copy_context()
         context.run(_label.set, label)
         return context.run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
@@ -58,9 +58,9 @@ class BackgroundLoop:
         return self._blocked_by
 
     def close(self, seconds: float | None = None) -> None:
-        """Cancel all tasks and end the thread; waits no longer than that for it to end."""
+        """Cancel all tasks and end the thread, waiting at most `seconds` for it; None waits without limit."""
         self._stop()
-        if threading.current_thread() is not self.thread:  # garbage may be collected on any thread
+        if threading.current_thread() is not self.thread:  # garbage collection may call this on any thread
             self.thread.join(seconds)
 
     def _stop(self) -> None:
@@ -75,7 +75,7 @@ class BackgroundLoop:
 
     def _run(self) -> None:
         while not self._stopping:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task; they leave run_forever
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a task, they leave run_forever
                 self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:

@@ -67,7 +67,7 @@ def commit(unfinished: Path, target: Path, facts: dict[str, Any], owner: str) ->
         for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
             _sync(folder)
         _replace(unfinished, target, owner)
-        target.with_name(f"{target.name}.{_MANIFEST}").unlink(missing_ok=True)  # of a file that it replaced
+        target.with_name(f"{target.name}.{_MANIFEST}").unlink(missing_ok=True)  # if it replaced a file
     else:
         manifest = target.with_name(f"{target.name}.{_MANIFEST}")
         _write_manifest(manifest, [version, *_versions(manifest)], owner)
@@ -135,7 +135,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Give complete checkpoints of killed runs the names that they were about to get or had just lost.
+    """Rename complete checkpoints that killed runs left under temporary names to their final names.
 
     Several processes may do this at once.
     """
@@ -237,7 +237,8 @@ def _corruption_of_archive(checkpoint: Path) -> str | None:
         torn = archive.testzip()
         if torn is not None:
             return f"its part {torn} is torn"
-        return None if any(name.endswith("/data.pkl") for name in archive.namelist()) else "it is not of torch.save"
+        has_data = any(name.endswith("/data.pkl") for name in archive.namelist())
+        return None if has_data else "it was not written by torch.save"
 
 
 def _difference(checkpoint: Path, files: dict[str, dict[str, Any]]) -> str | None:

@@ -13,15 +13,15 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 class DirectCheckpointIO(TorchCheckpointIO):
     """Writes directly to the path, and never runs code from a loaded file.
 
-    Lightning's plugin makes a second copy in memory, writes it to TMPDIR first, which may be small or in memory, and is
-    silent if it lacks permission to write.
+    Lightning's plugin makes a second copy in memory, writes it to TMPDIR first, which may be small or in RAM, and
+    ignores a missing write permission.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint.
 
         Raises:
-            OSError: If the file system refuses, with its own reason.
+            OSError: If the file cannot be written; says why.
             TypeError: If there are storage options.
         """
         if storage_options is not None:
@@ -37,7 +37,7 @@ class DirectCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint to the CPU, with `weights_only` unless it is False."""
+        """Load a checkpoint, by default to the CPU; `weights_only` is True unless set to False."""
         return super().load_checkpoint(path, map_location or "cpu", weights_only is not False)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
-"""One sentence for an error of the configuration, out of the parser's report on all types that it tried.
+"""Condenses the parser's report on a bad configuration, which covers every type that it tried, to one sentence.
 
-The report is a tree by indentation: keys and classes, with what is wrong at the deepest place.
+The report is an indented tree of keys and classes; the cause is at the deepest level.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LITERAL = re.compile(r"typing\.Literal\[(.*)\]$")
 
 
 def explain(message: str) -> str | None:
-    """Say which name or value is wrong, where, and what would be right. None if the report shows no such place."""
+    """Say which name or value is wrong, where, and what would be right. None if the report does not show it."""
     lines = message.splitlines()
     found = [number for number, line in enumerate(lines) if _sentence(line, None) is not None]
     if not found:
         return _explain_union(lines)
-    # Of equal ones the first; a wrong class only if it is all that is wrong, since it may be right for another type.
+    # The first of the deepest. A wrong class counts only if nothing else is wrong: another type may take it.
     deepest = max(found, key=lambda number: (not _NO_SUBCLASS.search(lines[number]), _indent(lines[number])))
     above = [lines[deepest], *_ancestors(lines, deepest)]
     keys = [match[1] for line in reversed(above) if (match := _KEY.search(line))]
@@ -52,7 +52,7 @@ def explain(message: str) -> str | None:
 
 
 def _explain_union(lines: Sequence[str]) -> str | None:
-    """The same for a value that is none of several types; None if another error is among those of the types."""
+    """The same for a value that fits no type of a union; None if a type failed for any other reason."""
     given = [number for number, line in enumerate(lines) if _GIVEN.search(line)]
     if not given:
         return None
@@ -64,17 +64,17 @@ def _explain_union(lines: Sequence[str]) -> str | None:
     names = [name for match in tried if match for name in _type_names(match[1])]
     value = lines[deepest].split(":", 1)[1].strip()
     nearest = _nearest(value, names, default=".")
-    return f"{'.'.join(reversed(keys))}: {value!r} is none of {', '.join(names)}{nearest}"
+    return f"{'.'.join(reversed(keys))}: {value!r} is not one of {', '.join(names)}{nearest}"
 
 
 def _tried(lines: Sequence[str], indent: int) -> list[str]:
-    """The last list of errors at an indent, one for each type."""
+    """The last list of errors at this indentation, one per type."""
     start = max(number for number, line in enumerate(lines) if line == f"{' ' * indent}Errors:")
     return [line for line in lines[start:] if line.startswith(f"{' ' * indent}  - ")]
 
 
 def _ancestors(lines: Sequence[str], place: int) -> Iterable[str]:
-    """The lines that a line is below of, from the innermost."""
+    """The lines above a line in the tree, innermost first."""
     indent = _indent(lines[place])
     for line in reversed(lines[:place]):
         if _indent(line) < indent:
@@ -110,7 +110,7 @@ def _about_option(option: str, group: str | None, owner: str | None) -> str:
     name = option.removeprefix("trainer.").split(".")[0]
     if close := difflib.get_close_matches(name, ("class_path", "init_args"), n=1, cutoff=0.8):
         wrong = "" if name in ("class_path", "init_args") else f"{name!r} is not {close[0]!r}; "
-        return f"{wrong}a class is written as class_path and init_args, with nothing next to them"
+        return f"{wrong}a class is written as class_path and init_args, and nothing else"
     cls = config_class(cls, group) if group is not None and owner is not None else cls
     return f"{cls.__name__} takes no {name!r}{suggestion(cls, name)}"
 
@@ -121,19 +121,19 @@ def _about_class(line: str, owner: str | None) -> str | None:
     if match := _NO_SUBCLASS.search(line):
         return f"{match[1]} is not a {match[2]}"
     if match := _NO_GROUP.search(line):
-        return f"{match[1]!r} is neither options as `name: value` nor a file of them"
+        return f"{match[1]!r} is neither a mapping of options (`name: value`) nor a YAML file"
     return None
 
 
 def _about_value(expected: str, value: str) -> str:
     names = _type_names(expected)
     if len(names) == 1:
-        return f"expected {names[0]}, and it is {value}"
-    return f"{value!r} is none of {', '.join(names)}{_nearest(value, names, default='.')}"
+        return f"expected {names[0]}, got {value}"
+    return f"{value!r} is not one of {', '.join(names)}{_nearest(value, names, default='.')}"
 
 
 def _type_names(expected: str) -> list[str]:
-    """What a type takes: the values of a literal, or its own name."""
+    """The values of a literal type, or the name of any other."""
     if expected.startswith("dot import path string"):
         return ["class_path"]
     literal = _LITERAL.search(expected)

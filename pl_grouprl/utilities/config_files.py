@@ -14,11 +14,11 @@ _MAY_BE_EMPTY = ("init_args", "dict_kwargs")
 
 
 def refuse_duplicates(text: str, source: str) -> None:
-    """Refuse what is no YAML mapping, and duplicate keys, where YAML would use the last.
+    """Refuse text that is not a YAML mapping, and duplicate keys, of which YAML would silently use the last.
 
     Args:
         text: A YAML document.
-        source: Its name in the error, such as the file's path.
+        source: What to call it in the error, such as the file's path.
 
     Raises:
         TypeError: Names the source, the line and the key.

@@ -1,4 +1,4 @@
-"""Copies of data for code that may change its arguments."""
+"""Copies data for code that may modify its arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
 
 
 def field_values(instance: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, as they are: nothing is copied."""
+    """Return the fields of a dataclass by name, without copying their values."""
     return {field.name: getattr(instance, field.name) for field in fields(instance)}
 
 
@@ -22,7 +22,7 @@ def private_copy(value: T) -> T:
 
     Lists, tuples, dictionaries, sets, byte arrays, NumPy arrays and dataclasses (prompts, rollouts, groups) are copied,
     including subclasses. Everything else, such as tensors and images, is shared, since copying it may cost more than
-    the call that the copy is for.
+    the call itself.
     """
     return _copy(value)
 

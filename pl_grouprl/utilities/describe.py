@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _LONGEST = 200
-"""Longer values are replaced by their digest; in characters."""
+"""Characters; longer values are replaced by their digest."""
 
 _MOST_ITEMS = 100
-"""Longer lists and mappings are replaced by their digest."""
+"""Items; longer lists and mappings are replaced by their digest."""
 
 _DEEPEST = 3
 """Objects nested deeper than this are replaced by their digest."""
@@ -34,8 +34,7 @@ class _Object(NamedTuple):
 def describe(name: str, value: Any) -> dict[str, Any]:
     """Describe a value as plain values: itself, or an object's class and its constructor's arguments.
 
-    An object whose class has a method `run_options()` is described by the mapping that it returns, an unreadable object
-    only by its class.
+    If an object has a method `run_options()`, its result is used. If its attributes cannot be read, only its class is.
 
     Args:
         name: Name of the option; an object's arguments are named after it with a dot.
@@ -88,7 +87,7 @@ def _tree(value: Any, above: tuple[int, ...]) -> Any:
     """A plain value, or an `_Object`; `above` are the ids of the objects that this one is part of."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to write much longer ones in decimals
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to print much longer ones in decimal
         return hex(value)
     if value is None or isinstance(value, bool | int | float | str | bytes | Enum):
         return plain(value)
@@ -96,7 +95,7 @@ def _tree(value: Any, above: tuple[int, ...]) -> Any:
         return _Object(identity(type(value)), {})
     try:
         return _tree_of_object(value, (*above, id(value)))
-    except Exception:  # attributes of users' objects may raise anything
+    except Exception:  # a user's attributes may raise anything
         return _Object(identity(type(value)), {})
 
 
@@ -136,7 +135,7 @@ def _limited(itself: Any, parts: Mapping[Any, Any]) -> _Object:
 
 
 def _function_parts(function: Any) -> dict[str, Any]:
-    """What distinguishes functions of the same name: a method's object, defaults, closures, and a lambda's code."""
+    """What distinguishes functions with the same name: a method's object, defaults, closure, and a lambda's code."""
     owner = getattr(function, "__self__", None)
     parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
     code = getattr(function, "__code__", None)

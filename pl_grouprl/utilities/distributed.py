@@ -1,4 +1,4 @@
-"""Communication between ranks, other than gradients, and what each rank has of a tensor."""
+"""Communication between ranks other than that of gradients, and the shard of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def num_ranks() -> int:
 
 
 def own_rank() -> int:
-    """This process's number among them; 0 without a process group."""
+    """This process's rank; 0 without a process group."""
     return torch.distributed.get_rank() if num_ranks() > 1 else 0
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard under ZeRO-3 and FSDP2, detached; the whole tensor where it is not sharded."""
-    shard: torch.Tensor = getattr(tensor, "ds_tensor", tensor)  # of ZeRO-3
-    local: torch.Tensor = shard.to_local() if hasattr(shard, "to_local") else shard  # a DTensor, of FSDP2
+    shard: torch.Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3
+    local: torch.Tensor = shard.to_local() if hasattr(shard, "to_local") else shard  # a DTensor (FSDP2)
     return local.detach()
 
 
@@ -107,8 +107,8 @@ def raise_on_all_ranks(
     except Exception as raised:
         error = raised
     is_shared = shared is not None and isinstance(error, shared)
-    own = None if error is None else [is_shared, f"{type(error).__name__}: {error}"]
-    failed = [(rank, *told) for rank, told in enumerate(gather_plain(own, device, group)) if told is not None]
+    failure = None if error is None else [is_shared, f"{type(error).__name__}: {error}"]
+    failed = [(rank, *told) for rank, told in enumerate(gather_plain(failure, device, group)) if told is not None]
     failed.sort(key=lambda failure: failure[1])  # errors that are not shared first
     if error is not None and (not is_shared or failed[0][1]):
         raise error

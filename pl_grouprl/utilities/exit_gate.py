@@ -1,4 +1,4 @@
-"""Keeps a user's function from ending the run with `os._exit`: a run that ends with `os._exit(0)` looks finished."""
+"""Keeps user functions from ending the run with `os._exit`; after `os._exit(0)` the run would look finished."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 class _ExitGate:
-    """Replaces `os._exit` while users' functions run; counts them, because several threads may run one."""
+    """Replaces `os._exit` while user functions run; counts them, since several threads may run one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ _process: ContextVar[int] = ContextVar("process", default=0)
 
 @contextlib.contextmanager
 def exits_refused() -> Iterator[None]:
-    """Turn `os._exit` called inside, in this process and thread, into `SystemExit`."""
+    """Turn `os._exit` into `SystemExit` inside this context, for this process and thread only."""
     token = _process.set(os.getpid())
     _gate.enter()
     try:

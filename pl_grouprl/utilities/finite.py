@@ -14,9 +14,9 @@ from pl_grouprl.utilities.distributed import gather_plain, local_shard
 def nonfinite_parameters(
     named_parameters: Iterable[tuple[str, Tensor]], device: torch.device | str = "cpu"
 ) -> list[str]:
-    """Name the parameters that have NaN or inf on any rank. Collective, with the same result on all.
+    """Name the parameters that contain NaN or inf on any rank. Collective, with the same result on all.
 
-    Each rank reads its weights or shards once; only names are gathered.
+    Each rank scans its weights or shards once; only names are gathered.
 
     Args:
         named_parameters: A module's `named_parameters()`; under FSDP and ZeRO-3, in their state between steps.
@@ -29,16 +29,16 @@ def nonfinite_parameters(
 
 @torch.no_grad()
 def nonfinite_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Name the tensors that have NaN or inf on this rank; see `nonfinite_parameters`."""
-    largest = {name: _largest(tensor) for name, tensor in named_tensors if _counts(tensor)}
+    """Name the tensors that contain NaN or inf on this rank; see `nonfinite_parameters`."""
+    largest = {name: _largest(tensor) for name, tensor in named_tensors if _can_be_nonfinite(tensor)}
     if not largest:
         return []
-    place = next(iter(largest.values())).device
-    finite = torch.stack([value.to(place, torch.float64) for value in largest.values()]).isfinite().tolist()
+    first = next(iter(largest.values())).device
+    finite = torch.stack([value.to(first, torch.float64) for value in largest.values()]).isfinite().tolist()
     return [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
 
 
-def _counts(tensor: Tensor) -> bool:
+def _can_be_nonfinite(tensor: Tensor) -> bool:
     return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 

@@ -1,4 +1,4 @@
-"""Classes of policy losses and advantage estimators that are now registered functions, by name."""
+"""Former policy loss and advantage estimator classes, with the names of the registered functions that replaced them."""
 
 POLICY_LOSS_CLASSES = {
     "ClippedPolicyLoss": "ppo",

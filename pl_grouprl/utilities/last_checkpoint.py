@@ -25,7 +25,7 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
 
     Args:
         trainer: Its loggers and callbacks determine where to look.
-        module: The module to compare options with; None compares none.
+        module: The module whose options are compared with the checkpoint's; None skips the comparison.
 
     Raises:
         ValueError: If there is none, or it is from a run with other options.
@@ -54,9 +54,10 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
 
 
 def find_last(trainer: Trainer) -> None:
-    """Make `ckpt_path="last"` of a Trainer's methods the result of `last_checkpoint`. A second call changes nothing.
+    """Make a Trainer resolve `ckpt_path="last"` with `last_checkpoint`. A second call changes nothing.
 
-    Lightning asks its checkpoint callbacks what they saved; in a new process that is nothing, so it starts fresh.
+    Lightning itself asks the checkpoint callbacks what they saved. In a new process that is nothing, so it would start
+    from scratch.
     """
     connector: Any = trainer._checkpoint_connector
     if "_parse_ckpt_path" in vars(connector):

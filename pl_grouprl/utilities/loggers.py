@@ -20,10 +20,10 @@ _LIGHTNINGS_INTERVAL = 50
 def prepare_loggers(loggers: Sequence[Logger]) -> None:
     """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
-    - They agree on one version.
-    - Renames metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete.
+    - All loggers use the same version.
+    - Metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete, are renamed.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
-      cannot even be opened is an error with the same details.
+      cannot be opened at all raises an error with the same details.
     """
     for logger in loggers:
         _ = logger.version
@@ -35,15 +35,15 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
 
 
 def log_every_step(trainer: Trainer) -> None:
-    """Log every step with a Trainer that has Lightning's default interval, which leaves short runs without a line.
+    """Log every step if the Trainer has Lightning's default interval, at which a short run would log nothing.
 
-    A step of reinforcement learning is a batch of rollouts and takes seconds to minutes.
+    In reinforcement learning, a step is a batch of rollouts and takes seconds to minutes.
     """
     if trainer.loggers and trainer.log_every_n_steps == _LIGHTNINGS_INTERVAL:  # type: ignore[attr-defined]
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
         rank_zero_info(
-            f"Every step is logged, not every {_LIGHTNINGS_INTERVAL}th, which is Lightning's default; any other number "
-            "in Trainer(log_every_n_steps=...) stays."
+            f"Every step is logged, not every {_LIGHTNINGS_INTERVAL}th (Lightning's default). Any other value of "
+            "Trainer(log_every_n_steps=...) is kept."
         )
 
 
@@ -58,7 +58,7 @@ def _keep_former_metrics(folder: Path) -> None:
 
 
 class _Guarded(Logger):
-    """A logger that warns if it cannot write."""
+    """A mixin for loggers that warns if they cannot write."""
 
     _writes: OptionalWrites | None = None
 
@@ -83,7 +83,7 @@ class _Guarded(Logger):
         if self._writes is None:
             self._attempt(lambda: super(_Guarded, self).finalize(status))
         else:
-            with suppress(Exception):  # it closes what it can
+            with suppress(Exception):  # closes as much as it can
                 super().finalize(status)
         self._writes = None
 

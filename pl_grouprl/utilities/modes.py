@@ -29,7 +29,7 @@ def examining(model: Any) -> Iterator[None]:
     """Evaluate a transformers model without compilation, autocast or inference mode.
 
     Autocast's rounding would look like a difference, and an inference tensor in a buffer (rotary frequencies) could not
-    be used in training. Restores frequencies that depend on the longest call so far.
+    be used in training. Restores rotary frequencies that depend on the longest input so far.
     """
     rotary = [
         (module, dict(module.__dict__), dict(module._buffers))
@@ -49,8 +49,8 @@ def examining(model: Any) -> Iterator[None]:
 def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled layers uncompiled.
 
-    This affects the whole process. That is safe with a sampling thread, which uses a copy of the policy, as deep copies
-    are not compiled.
+    This affects the whole process, which is safe: sampling threads use deep copies of the policy, which are not
+    compiled. Does nothing on other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         return nullcontext()

@@ -13,7 +13,7 @@ def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         module: The old module.
-        homes: The new name of each old one, with its module: `package.module.name`.
+        homes: Full new name, `package.module.name`, of each old name.
 
     Returns:
         A function that imports the new name and emits a `DeprecationWarning`.

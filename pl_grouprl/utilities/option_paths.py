@@ -1,4 +1,4 @@
-"""Finds where an unknown constructor argument belongs, by its name here, in TRL or in verl.
+"""Finds where an unknown constructor argument belongs, by the name it has here, in TRL or in verl.
 
 A test checks that this agrees with the tables in docs/options.md.
 """

@@ -17,7 +17,7 @@ VLLM_AVAILABLE = find_spec("vllm") is not None
 
 
 def require(available: bool, what: str, extra: str) -> None:
-    """Refuse to construct what needs a missing optional package.
+    """Raise an error with the install command if an optional package is missing.
 
     Args:
         available: The package's flag in this file.
@@ -25,7 +25,7 @@ def require(available: bool, what: str, extra: str) -> None:
         extra: Name of the optional dependency of this package that installs it.
 
     Raises:
-        ModuleNotFoundError: With the install command, if it is missing.
+        ModuleNotFoundError: If it is missing.
     """
     if not available:
         raise ModuleNotFoundError(
@@ -34,7 +34,7 @@ def require(available: bool, what: str, extra: str) -> None:
 
 
 class Absent:
-    """A placeholder for a missing package: its decorators work at import, and the kernels they make fail when called.
+    """A placeholder for a missing package: its decorators work at import, but decorated kernels fail when called.
 
     Args:
         package: Name of the package.

@@ -1,4 +1,4 @@
-"""Options: checked, left out, joined."""
+"""Helpers for options: range checks, merging, and leaving out those that are not set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
     """Refuse options that are out of range, and any number that is not finite.
 
     Args:
-        checks: By name, the value, whether it is valid, and what it must be.
+        checks: For each option by name: its value, whether that is valid, and what it must be.
 
     Raises:
         ValueError: Gives the name, the value and what it must be.
@@ -41,17 +41,17 @@ def is_finite(value: Any) -> bool:
 
 
 def drop_none(**options: Any) -> dict[str, Any]:
-    """Leave out options that are None: one that a loss does not know is then an error only if it was set."""
+    """Leave out options that are None, so an option that a loss does not know is an error only if it was set."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def join_options(options: dict[str, Any], more: dict[str, Any] | None, argument: str) -> dict[str, Any]:
-    """Join options that are constructor arguments with the mapping of all others.
+    """Merge constructor arguments with the mapping that holds all further options.
 
     Args:
-        options: The former.
-        more: The latter.
-        argument: The name of the mapping.
+        options: The constructor arguments.
+        more: The further options; None for none.
+        argument: The name of that mapping, for the error.
 
     Raises:
         ValueError: If an option is in both.

@@ -1,4 +1,4 @@
-"""Records the module class that a checkpoint comes from, and compares it."""
+"""Records which module class wrote a checkpoint, and refuses checkpoints of other algorithms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGE = __name__.partition(".")[0]
 def lineage(module: Any) -> list[str]:
     """Names of a module's class and its bases, up to and including the algorithm of this package.
 
-    Only the class for modules that are not subclasses of this package's.
+    For other modules, only the name of their class.
     """
     classes = [cls for cls in type(module).__mro__ if isinstance(cls, type)]
     for place, cls in enumerate(classes):
@@ -33,18 +33,18 @@ def compare_lineage(module: Any, then: Sequence[str] | None, what: str) -> None:
     """
     if then and then[-1] != lineage(module)[-1]:
         raise ValueError(
-            f"{what} is of {_title(then)}, and the module is {_title(lineage(module))}; a checkpoint belongs to the "
-            f"algorithm that wrote it. Load it with {then[-1]}, or start from the policy that its run exported "
+            f"{what} was written by {_title(then)}, and the module is {_title(lineage(module))}; a checkpoint belongs "
+            f"to the algorithm that wrote it. Load it with {then[-1]}, or start from the policy that its run exported "
             "(ExportPolicy): pass that folder as the policy."
         )
 
 
 def describe_misfit(module: Any, then: Sequence[str] | None, reason: str) -> str:
     """Error text for a checkpoint whose weights do not fit a module: what wrote it, and torch's reason."""
-    of = f"of {_title(then)}" if then else f"of a module that is not one of {PACKAGE}'s, or of an older version"
+    writer = _title(then) if then else f"a module that is not one of {PACKAGE}'s, or an older version"
     return (
-        f"the weights of the checkpoint do not fit. It is {of}, and the module is {_title(lineage(module))} with other "
-        "models than the checkpoint's: pass the policy, the critic and the adapter that it was trained with. "
+        f"the weights of the checkpoint do not fit. It was written by {writer}, and the module is "
+        f"{_title(lineage(module))} with other models: pass the policy, critic and adapter that it was trained with. "
         f"{reason}"
     )
 

@@ -1,4 +1,4 @@
-"""Says what this process is doing when it takes long."""
+"""Tells the user what this process is doing when a phase takes long."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ TITLES = {
     "validation": "Validation",
     "test": "Test",
 }
-"""What phases are called; others by their names."""
+"""Titles of phases; a phase without one is shown by its name."""
 
 _SILENT = ("start", "warm start")
-"""Nothing is known of the first; the second shows its own progress."""
+"""Phases that are never shown: `start` says nothing, and the warm start shows its own progress."""
 
 _SAMPLING = ("rollout", "validation", "test")
-"""Phases that show their tokens."""
+"""Phases shown with the number of tokens sampled."""
 
 
 class PhaseDisplay:
-    """Shows the phase of a process once it lasts longer than two seconds, on a thread.
+    """Shows the current phase of a process, from a thread, once it has lasted two seconds.
 
-    A line is printed the first time that a phase takes so long, and every half minute: a long run prints no lines for
-    phases that are over sooner.
+    The first time that a phase lasts so long, a line is printed at once; later only every half minute, so a long run
+    does not print a line for every short phase.
 
     Args:
         print_line: Called with each line.
         refresh: Called about once a second, for a display that shows `text`.
-        progress: What is shown.
+        progress: The progress to show.
         now: Clock of `progress`.
     """
 

@@ -1,4 +1,4 @@
-"""Identifies processes beyond their pid, so a reused pid is never killed."""
+"""Identifies processes by more than their pid, so a process that reuses a pid is never killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of this process, read by the watchdog and by what shows it, on other threads."""
+"""Progress of this process, which the watchdog and the progress display read from other threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Progress:
     Attributes:
         count: Incremented by any progress, such as a decoding step or a reward call.
         phase: The main thread's current phase.
-        since: When it began, by `time.monotonic`.
-        tokens: Tokens sampled since then; some samplers also count the rest of a batch for ended sequences.
+        since: When the phase began, by `time.monotonic`.
+        tokens: Tokens sampled in this phase; some samplers also count the padding of finished sequences.
         step: The optimizer step.
     """
 
@@ -26,20 +26,20 @@ class Progress:
         self.step = 0
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, or go on with it."""
+        """Begin a phase, or continue it."""
         if phase != self.phase:
             self.phase, self.since, self.tokens = phase, time.monotonic(), 0
         self.count += 1
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A phase inside this context; afterwards the former one again."""
-        former = self.phase
+        """Set the phase inside this context, then restore the previous one."""
+        previous = self.phase
         self.enter(phase)
         try:
             yield
         finally:
-            self.enter(former)
+            self.enter(previous)
 
 
 PROGRESS = Progress()

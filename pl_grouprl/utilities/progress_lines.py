@@ -9,10 +9,10 @@ from typing import Any
 
 
 def shows_bars(**console_options: Any) -> bool:
-    """Whether standard output redraws a progress bar: a terminal or a notebook, not a file or a pipe.
+    """Whether standard output can redraw a progress bar: true of a terminal or notebook, not of a file or pipe.
 
     Args:
-        console_options: Of `rich.console.Console`.
+        console_options: Passed to `rich.console.Console`.
     """
     from rich.console import Console
 
@@ -42,7 +42,7 @@ class ProgressLines:
 
         Args:
             done: Steps done so far.
-            numbers: By name; those that are floats are printed too.
+            numbers: Metrics by name; those that are floats are printed.
         """
         if self._tenth_of(done) > self._tenth:
             self._tenth = self._tenth_of(done)

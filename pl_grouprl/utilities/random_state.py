@@ -10,7 +10,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of the global generators of Python, NumPy and torch, including the process's GPU, if any."""
+    """State of the global generators of Python, NumPy and torch, and of the GPU if the process has one."""
     version, words, gauss = random.getstate()
     name, key, *rest = np.random.get_state(legacy=True)
     state = {
@@ -24,7 +24,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore a state, including the GPU's if both process and state have one."""
+    """Restore a state; the GPU's only if both the process and the state have one."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = state["numpy"]

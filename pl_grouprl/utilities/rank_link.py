@@ -54,7 +54,7 @@ class RankLink(threading.Thread):
         self._describe = describe
         self._name, self._num_ranks, self._interval = name, num_ranks, interval
         self._wake = threading.Condition()
-        self._asked = self._done = 0
+        self._requested = self._done = 0
         self._ended = False
         self.statuses: list[RankStatus] = []
         self.contact = time.monotonic()
@@ -75,10 +75,10 @@ class RankLink(threading.Thread):
     def exchange_now(self, limit: float) -> None:
         """Publish and read now, waiting at most `limit` seconds."""
         with self._wake:
-            self._asked += 1
-            asked = self._asked
+            self._requested += 1
+            requested = self._requested
             self._wake.notify_all()
-            self._wake.wait_for(lambda: self._done >= asked or self._ended, limit)
+            self._wake.wait_for(lambda: self._done >= requested or self._ended, limit)
 
     def wait_for_all(self, limit: float) -> None:
         """Wait until all ranks have published, at most `limit` seconds."""
@@ -96,10 +96,10 @@ class RankLink(threading.Thread):
         try:
             store = self._connect()
             while not self._ended:
-                asked = self._asked
+                requested = self._requested
                 known |= {rank for rank in range(self._num_ranks) if rank not in known and store.check([str(rank)])}
                 self._exchange(store, sorted(known))
-                self._rest(asked)
+                self._rest(requested)
         except (RuntimeError, ValueError):  # torch's network errors are RuntimeErrors
             pass
         finally:
@@ -116,13 +116,13 @@ class RankLink(threading.Thread):
         answers = store.multi_get([str(rank) for rank in known])
         self.statuses = [RankStatus(**json.loads(answer)) for answer in answers]
 
-    def _rest(self, asked: int) -> None:
+    def _rest(self, requested: int) -> None:
         with self._wake:
             self.contact = time.monotonic()
-            self._done = asked
+            self._done = requested
             self._wake.notify_all()
             pause = self._interval if len(self.statuses) == self._num_ranks else self._interval / 10
-            self._wake.wait_for(lambda: self._ended or self._asked > asked, pause)
+            self._wake.wait_for(lambda: self._ended or self._requested > requested, pause)
 
     def _end(self) -> None:
         with self._wake:

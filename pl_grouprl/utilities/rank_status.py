@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _SILENCE_LIMIT = 300.0
-"""Seconds without a sign of life after which a rank counts as frozen, if `rank_timeout` is not less."""
+"""Seconds without a sign of life after which a rank counts as frozen; `rank_timeout` if that is less."""
 
 _FAILURE_LIMIT = 60.0
-"""Seconds that the others have to end by themselves after a rank failed or its process ended."""
+"""Seconds that the others have to end by themselves after a rank has failed or its process has ended."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class RankStatus:
         host: Name of its machine.
         pid: Its process.
         identity: Identifies the process; see `process_identity`.
-        beat: Grows with each message.
-        count: Grows with its progress.
+        beat: Increases with each message.
+        count: Increases with its progress.
         collectives: How many collectives it has entered, by process group.
         phase: What it is doing.
         step: Its optimizer step.
@@ -57,7 +57,7 @@ class RankStatus:
 
 @dataclass
 class _Seen:
-    """A rank's latest status; when it last gave a sign of life, began to keep others waiting, and failed."""
+    """A rank's latest status, and when it was last alive, began to keep others waiting, and failed."""
 
     status: RankStatus
     alive: float
@@ -69,8 +69,8 @@ class RankJudge:
     """Finds lost ranks. A slow rank that still makes progress is not lost, nor are ranks all in the same long phase.
 
     Args:
-        rank_timeout: Seconds after which a rank is lost that keeps others waiting and makes no progress. Capped at 300
-            for a rank without a sign of life, and at 60 for one that has failed while others run.
+        rank_timeout: Seconds after which a rank that keeps others waiting, without progress, is lost. At most 300 for a
+            rank without a sign of life, and at most 60 for one that has failed while others run.
     """
 
     def __init__(self, rank_timeout: float) -> None:
@@ -117,8 +117,8 @@ class RankJudge:
             now: When the statuses were last read.
 
         Returns:
-            By rank, what is wrong with it. Only ranks of the most telling kind: failed, else silent, else kept others
-            waiting.
+            What is wrong, by rank. Only the most conclusive kind: failed ranks; if none, silent ones; if none, those
+            that keep others waiting.
         """
         for find in (self._failed, self._silent, self._behind):
             found = find(now)
@@ -153,7 +153,7 @@ class RankJudge:
             if not any(running[rank].status.is_ahead_of(running[other].status) for other in late - {rank})
         }
         return {
-            rank: f"hung: others have waited for it for {waited[rank]:.0f} s, in which it got nothing done"
+            rank: f"hung: others have waited {waited[rank]:.0f} s for it, and it made no progress"
             for rank in causes or late
         }
 

@@ -29,7 +29,7 @@ LOST_RANK_EXIT_CODE = 70
 """Exit code of ranks that end because another one is lost."""
 
 _ENDING_LIMIT = 60.0
-"""Seconds within which a rank ends after a verdict."""
+"""Seconds within which a rank ends once a rank has been declared lost."""
 
 _runs = count()
 """Numbers the watchdogs; all ranks start theirs in the same order."""
@@ -42,7 +42,7 @@ def check_rank_timeout(rank_timeout: float | None) -> None:
         ValueError: If it is not larger than 0.
     """
     valid = rank_timeout is None or rank_timeout > 0
-    check_options({"rank_timeout": (rank_timeout, valid, "larger than 0, or None to wait without end")})
+    check_options({"rank_timeout": (rank_timeout, valid, "larger than 0, or None to wait without limit")})
 
 
 @checked_arguments
@@ -64,9 +64,9 @@ class RankWatchdog(Callback):
     Does nothing on a single rank. Modules of this package add it themselves; see their option `rank_timeout`.
 
     Args:
-        rank_timeout: Seconds; longer than the others ever wait for a rank that loads a model, saves a checkpoint, or
-            does something else that is not counted as progress. The default is below the 1800 seconds after which
-            process groups give up without naming a rank.
+        rank_timeout: Seconds. It must exceed the time that other ranks ever wait for one that loads a model, saves a
+            checkpoint, or does anything else that does not count as progress. The default is below the 1800 seconds
+            after which process groups time out without naming a rank.
 
     Raises:
         ValueError: If it is not larger than 0.
@@ -79,7 +79,7 @@ class RankWatchdog(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start watching if there are several ranks."""
-        self._stop("stopped")  # left over from a run that never reached teardown
+        self._stop("stopped")  # of a run that never reached teardown
         if trainer.world_size > 1 and torch.distributed.is_initialized():
             PROGRESS.enter("setup")
             self._watch = _Watch(trainer.global_rank, trainer.world_size, self.rank_timeout)
@@ -141,11 +141,11 @@ class _Watch(threading.Thread):
         self._link = RankLink(self._status, num_ranks, f"pl_grouprl/ranks/{next(_runs)}", self.interval)
         if not entered_collectives():
             rank_zero_warn(
-                "the process groups do not count their collectives, so a hung rank is not found; a frozen one is."
+                "the process groups do not count their collectives, so hung ranks cannot be detected, only frozen ones."
             )
 
     def start(self) -> None:
-        """Start once each rank knows the others' processes, so that it can name and kill one that is lost at once."""
+        """Start once each rank knows the others' processes, so it can name and kill one that is lost early."""
         self._link.start()
         self._link.wait_for_all(10 * self.interval)
         super().start()
@@ -262,7 +262,7 @@ def _flush() -> None:
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:
-    """Run an action that may block, waiting at most so many seconds."""
+    """Run an action that may block; wait at most this long for it."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

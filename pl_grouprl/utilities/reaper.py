@@ -1,8 +1,8 @@
 """Kills process trees: on request, and, as a script, when the process that started them is gone.
 
-It only imports the standard library, so it can run by its path. The script reads lines `+ID` and `-ID` from
-standard input as workers start and end; the end of the input means that the training process is gone, however it ended.
-A worker cannot watch for that itself: a function that holds the interpreter's lock stops all of its threads.
+It imports only the standard library, so it can be run by path. The script reads lines `+ID` and `-ID` from standard
+input as workers start and end. End of input means that the training process is gone, however it ended. A worker cannot
+watch for that itself: a function that holds the GIL stops all of its threads.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _descendants(root: int) -> set[int]:
 def process_status(process: int) -> list[str]:
     """Fields of `/proc/PID/stat` from the third on: state, parent, ...; empty if there is no such running process.
 
-    See proc_pid_stat(5). A process that has ended and is not reaped does not run.
+    See proc_pid_stat(5). Zombies do not count as running.
     """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:

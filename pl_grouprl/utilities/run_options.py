@@ -1,4 +1,4 @@
-"""A run's options as plain values by name: recorded, compared with another run's, and allowed to differ."""
+"""Records a run's options as plain values by name, and compares them with another run's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOVED = {
     "pl_grouprl.models.warm_start.": "pl_grouprl.demo.warm_start.",
     **{f"{old}(": f"{new}(" for old, new in (POLICY_LOSS_CLASSES | ESTIMATOR_CLASSES).items()},
 }
-"""How names in the options of older checkpoints began, and how they begin now."""
+"""Prefixes of names in the options of older checkpoints, and the current ones."""
 
 Changes = dict[str, tuple[Any, Any]]
 """Value then and now, by option name."""
@@ -73,8 +73,8 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
 
     Args:
         allowed: Names of options, or dotted prefixes of names.
-        known: The options that are compared.
-        free: The options that are not.
+        known: The options that must not change otherwise.
+        free: The options that may always change.
 
     Raises:
         ValueError: Suggests the nearest name.
@@ -89,8 +89,8 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
         nearest = difflib.get_close_matches(prefix, starts, n=1, cutoff=0.0)
         raise ValueError(
             f"allow_changed has {prefix!r}, and no option of this run begins with it"
-            f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Name options as errors about them do, or parts "
-            "of a name up to a dot, such as 'sampling' or 'sampling.temperature'."
+            f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Use the names in error messages, or their first "
+            "parts up to a dot, such as 'sampling' or 'sampling.temperature'."
         )
 
 

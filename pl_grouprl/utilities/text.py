@@ -1,4 +1,4 @@
-"""Short texts for errors, from values and lists of names."""
+"""Short descriptions of values, names and exceptions for error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def shorten(value: Any, length: int = 80) -> str:
-    """The repr of a value, cut to a number of characters."""
+    """The repr of a value, truncated."""
     text = repr(value)
     return text if len(text) <= length else text[:length] + "..."
 
@@ -19,9 +19,9 @@ def first_names(names: Sequence[str], limit: int = 3) -> str:
 
 
 def describe_error(error: BaseException, length: int = 2000) -> str:
-    """The text of an exception, cut to a number of characters; its class if it has none or cannot be read."""
+    """The text of an exception, truncated; its class name if the text is empty or cannot be read."""
     try:
         text = str(error)
-    except BaseException:  # an exception of user's code may do anything, such as sys.exit
+    except BaseException:  # a user's __str__ may do anything, even call sys.exit
         text = ""
     return text[:length] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Tolerances for comparing two computations of the same quantity: a table by dtype, and the measures it uses.
+"""Tolerances for comparing two computations of the same quantity, by dtype, and the measures they apply to.
 
 Every self-check (`attention/layer_check.py` and `checks/`) uses `compare` or `gradient_difference`, and takes its
 tolerance from here.
@@ -16,21 +16,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Differences that rounding explains in one dtype.
+    """The largest differences that rounding explains in one dtype.
 
     Attributes:
         logprob: Shared against repeated prefix: difference of a log-probability, in nats; the largest in float32 and
-            float64, the mean in narrower types. Also used for a critic's quantity, whose size is about 1 too.
+            float64, the mean in narrower types. Also used for a critic's values, which are of order 1 too.
         gradient: Shared against repeated prefix: norm of the difference of all gradients over their norm.
         hidden: Shared against repeated prefix: mean difference of hidden states over their mean size.
-        moved: The same between a row and itself at shifted positions, where angles are rounded too.
+        moved: The same between a row and itself at shifted positions, where rotary angles are rounded too.
         decoded_logprob: Decoding with a cache against one forward: largest difference of a log-probability, in nats.
         causal: States before a changed token: largest difference over the largest state. Only mixtures of experts have
-            rounding errors here; untrained BERT differs by 5e-3.
-        score: A classifier's scores against its head: difference over the largest possible product. The head runs on
-            other shapes, on a GPU perhaps in TF32; untrained encoders differ by more than 1e-2.
-        sampler_logprob: A separate sampler against the policy: mean difference of log-probabilities, in nats. One
-            number for all, since the sampler has its own dtype; bfloat16 explains some hundredths.
+            rounding errors here; untrained BERT, which is not causal, differs by 5e-3.
+        score: A classifier's scores against its head's: difference over the largest possible product. The head runs
+            with other shapes and, on a GPU, perhaps in TF32; untrained encoders differ by more than 1e-2.
+        sampler_logprob: A separate sampler against the policy: mean difference of log-probabilities, in nats. The same
+            for all dtypes, since the sampler has its own; bfloat16 explains a few hundredths.
     """
 
     logprob: float

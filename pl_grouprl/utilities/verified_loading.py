@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _just_verified: dict[Path, list[tuple[str, int, int]]] = {}
-"""Checkpoints that a search just verified, with the names, sizes and times of their files."""
+"""Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
 
 
 def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
@@ -101,8 +101,8 @@ def _state(checkpoint: Path) -> list[tuple[str, int, int]]:
 def _refuse_folder(path: str | os.PathLike[str], instead: str) -> None:
     if Path(path).is_dir():
         raise ValueError(
-            f"checkpoint {path} is a folder, as FSDP and DeepSpeed write them: {instead}, or make one file of it with "
-            "`python -m lightning.pytorch.utilities.consolidate_checkpoint` (of FSDP's)."
+            f"checkpoint {path} is a folder, as FSDP and DeepSpeed write: {instead}, or make one file of it with "
+            "`python -m lightning.pytorch.utilities.consolidate_checkpoint` (FSDP only)."
         )
 
 

@@ -20,7 +20,7 @@ from pl_grouprl.utilities import reaper
 from pl_grouprl.utilities.reaper import adopt_orphans, kill_tree
 
 START_SECONDS = 600.0
-"""How long a worker may take to start: it imports the program, and everything that its functions import."""
+"""Seconds that a worker may take to start, with all imports of the program and of its functions."""
 
 
 class WorkerTimeoutError(RuntimeError):
@@ -59,15 +59,15 @@ class Reaper:
 
 
 class WorkerProcess:
-    """A process that starts with the first message, and is replaced if it dies. Only one thread may ask.
+    """A process that starts with the first message and is replaced if it dies. Only one thread may call `ask`.
 
     Args:
         name: Name of the process, such as `reward-worker`.
-        serve: Runs in the process, with a pipe and `arguments`; sends a message once it is ready, and then an answer
-            to each message. It calls `lead_session` first.
-        arguments: What `serve` gets; sent by pickle.
+        serve: Runs in the process with a pipe and `arguments`. It must call `lead_session` first, send a message once
+            it is ready, and then answer each message.
+        arguments: Arguments of `serve`; pickled.
         check_start: Called with the first message; raises if the process cannot serve.
-        watchdog: Kills the process if this one is gone.
+        watchdog: Kills the process once this one is gone.
     """
 
     # multiprocessing's list of children is not thread-safe, and garbage collection may close a pool on any thread.
@@ -119,7 +119,7 @@ class WorkerProcess:
         try:
             first = self._receive(START_SECONDS)
         except (WorkerTimeoutError, WorkerExitError) as error:
-            raise RuntimeError(f"A {self._name} did not start: it {error}; its error output says more.") from error
+            raise RuntimeError(f"A {self._name} did not start: it {error}; see its error output.") from error
         self._check_start(first)
 
     def ask(self, message: bytes, timeout: float | None) -> bytes:
@@ -136,7 +136,7 @@ class WorkerProcess:
         return self._receive(timeout)
 
     def kill(self) -> None:
-        """Kill the process, from any thread, and start no other one. A waiting thread sees that it is dead."""
+        """Kill the process for good; callable from any thread. A thread waiting in `ask` sees that it is dead."""
         with self._forking:
             self._closing = True
             if self._process is not None:
@@ -164,15 +164,15 @@ class WorkerProcess:
         try:
             answer: bytes = self._pipe.recv_bytes()
         except (EOFError, OSError):
-            connection.wait([self._process.sentinel], 1.0)  # its exit code, if it ends by itself
+            connection.wait([self._process.sentinel], 1.0)  # lets a process that ends by itself set its exit code
             raise WorkerExitError(self.end()) from None
         return answer
 
 
 def lead_session() -> None:
-    """Start a session, so that what the worker starts is killed with it. Workers call this first.
+    """Start a session, so that processes the worker starts are killed with it. Workers call this first.
 
-    If the system runs out of memory, Linux kills workers, and what they started, before the process that trains.
+    If the system runs out of memory, Linux kills workers and their children before the training process.
     """
     os.setsid()
     adopt_orphans()
@@ -181,7 +181,7 @@ def lead_session() -> None:
 
 
 def limit_memory(limit_mb: int | None) -> None:
-    """Limit the address space of this process, and of each that it starts, to so many MiB."""
+    """Limit the address space of this process, and of each that it starts, in MiB."""
     if limit_mb is not None:
         import resource  # not on Windows, where there are no workers
 

@@ -13,7 +13,7 @@ from pl_grouprl.utilities.checkpoint_files import process_name, unfinished_path
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a temporary file and rename it; a failure leaves the old file in place.
+    """Write a temporary file and rename it; if that fails, the old file stays in place.
 
     Raises:
         OSError: If the file system refuses.

@@ -152,9 +152,9 @@ def test_a_folder_is_no_checkpoint_of_one_process(make_module, make_data, make_t
     with pytest.raises(ValueError, match=r"shards.ckpt is damaged: it has no manifest; .*--accept"):
         make_trainer(max_steps=1).fit(make_module(), make_data(), ckpt_path=tmp_path / "shards.ckpt")
     checkpoint_files.accept(tmp_path / "shards.ckpt")
-    with pytest.raises(ValueError, match=r"is a folder, as FSDP and DeepSpeed write them: SingleDeviceStrategy reads"):
+    with pytest.raises(ValueError, match=r"is a folder, as FSDP and DeepSpeed write: SingleDeviceStrategy reads"):
         make_trainer(max_steps=1).fit(make_module(), make_data(), ckpt_path=tmp_path / "shards.ckpt")
-    with pytest.raises(ValueError, match=r"is a folder, as FSDP and DeepSpeed write them"):
+    with pytest.raises(ValueError, match=r"is a folder, as FSDP and DeepSpeed write"):
         GRPO.load_from_checkpoint(tmp_path / "shards.ckpt")
 
 
@@ -175,7 +175,8 @@ def test_another_algorithm_is_refused_by_name(
 ):
     path = saved(wrote, manifest)
     what = re.escape(f"checkpoint {path}" if manifest else "the checkpoint")
-    text = rf"^{what} is of {wrote.__name__}, and the module is {reads.__name__}; .*Load it with {wrote.__name__}"
+    writer, reader = wrote.__name__, reads.__name__
+    text = rf"^{what} was written by {writer}, and the module is {reader}; .*Load it with {writer}"
     with pytest.raises(ValueError, match=text):
         load(stage, make_module(reads), make_data(val=True), make_trainer(max_steps=2), path)
 
@@ -187,14 +188,14 @@ def test_a_subclass_and_its_algorithm_load_each_others_checkpoints(saved, make_m
     trainer = make_trainer(max_steps=2)
     trainer.fit(make_module(GRPO, allow_changed=["model"]), make_data(), ckpt_path=path)
     assert trainer.global_step == 2
-    with pytest.raises(ValueError, match=r"is of MyGRPO \(GRPO\), and the module is PPO"):
+    with pytest.raises(ValueError, match=r"was written by MyGRPO \(GRPO\), and the module is PPO"):
         make_trainer(max_steps=2).fit(make_module(PPO), make_data(), ckpt_path=path)
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
 def test_a_module_of_another_package_is_refused(saved, make_module, make_data, make_trainer, manifest):
     path = saved(Other, manifest)
-    text = "is of Other, and the module is GRPO" if manifest else "of a module that is not one of pl_grouprl's"
+    text = "was written by Other, and the module is GRPO" if manifest else "by a module that is not one of pl_grouprl's"
     with pytest.raises(ValueError, match=text):
         make_trainer(max_steps=2).fit(make_module(), make_data(), ckpt_path=path)
 
@@ -208,7 +209,7 @@ def test_another_model_is_named_before_torchs_list(saved, make_module, make_data
 
     path = saved()
     with pytest.raises(
-        ValueError, match=r"^the weights of the checkpoint do not fit\. It is of GRPO, (?s:.*)Missing key"
+        ValueError, match=r"^the weights of the checkpoint do not fit\. It was written by GRPO, (?s:.*)Missing key"
     ):
         make_trainer(max_steps=2).fit(make_module(policy=Deeper()), make_data(), ckpt_path=path)
 
@@ -232,7 +233,7 @@ def test_load_from_checkpoint_says_what_to_pass(saved, tiny_policy):
         GRPO.load_from_checkpoint(path, policy=tiny_policy())
     with pytest.raises(ValueError, match="weights_only is False, which would let the checkpoint run code"):
         GRPO.load_from_checkpoint(path, policy=tiny_policy(), rewards=refuses, weights_only=False)
-    with pytest.raises(ValueError, match="the checkpoint is of GRPO, and the module is PPO"):
+    with pytest.raises(ValueError, match="the checkpoint was written by GRPO, and the module is PPO"):
         PPO.load_from_checkpoint(path, policy=tiny_policy(), rewards=refuses)
     flip(path)
     with pytest.raises(ValueError, match=r"own\.ckpt is damaged: the contents of own\.ckpt are not what was saved"):

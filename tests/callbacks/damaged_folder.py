@@ -19,7 +19,7 @@ CASES = {
     "cut short": ("grpo", "validate", "bytes of"),
     "missing shard": ("grpo", "fit", "is missing"),
     "no manifest": ("grpo", "fit", "is damaged: it has no manifest"),
-    "other algorithm": ("group_ppo", "fit", "is of GRPO, and the module is GroupPPO"),
+    "other algorithm": ("group_ppo", "fit", "was written by GRPO, and the module is GroupPPO"),
     "whole": ("grpo", "fit", "Restored all states"),
 }
 

@@ -91,7 +91,7 @@ def test_no_logger_writes_below_the_root_folder_and_a_trial_writes_nothing(fit, 
 
 
 def test_a_module_without_rollouts_is_refused(fit):
-    with pytest.raises(TypeError, match=r"attribute `last_rollouts` and LightningModule has none; set it"):
+    with pytest.raises(TypeError, match=r"attribute `last_rollouts`, and LightningModule has none; set it"):
         CompletionsTable().setup(None, LightningModule(), "fit")
 
 

@@ -59,7 +59,7 @@ def test_a_missing_attribute_is_refused_before_training(fit, counter):
 
 def test_what_is_no_transformers_model_is_refused_before_training(fit, counter):
     counter.policy = torch.nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="is to save a Linear, which has no save_pretrained"):
+    with pytest.raises(TypeError, match="cannot save a Linear, which has no save_pretrained"):
         fit(counter, ExportPolicy(tokenizer_attribute=None), max_steps=1)
     assert counter.trainer.global_step == 0
 

@@ -31,7 +31,9 @@ def test_what_stands_in_the_way_is_an_error_before_training(fit, counter, writer
     path = tmp_path / "version_0" / name
     mine = put(path, kind)
     writer = {"policy": "ExportPolicy", "completions.jsonl": "CompletionsTable"}.get(name, "RunSummary")
-    with pytest.raises(FileExistsError, match=rf"{writer} would write to .*{name}, and what is there .* Move it away"):
+    with pytest.raises(
+        FileExistsError, match=rf"{writer} would write to .*{name}, which has something .* Move it away"
+    ):
         fit(counter, *writers, max_steps=1)
     assert counter.trainer.global_step == 0
     assert mine.read_text() == "mine"
@@ -50,7 +52,9 @@ def test_what_appears_during_training_is_untouched_too(fit, counter, tmp_path, k
     counter.policy = tiny_model("qwen3")
     target = tmp_path / "version_0" / "policy"
     counter.on_train_start = lambda: put(target, kind)
-    with pytest.raises(FileExistsError, match=r"ExportPolicy would write to .*policy, and what is there"):
+    with pytest.raises(
+        FileExistsError, match=r"ExportPolicy would write to .*policy, which has something not written by"
+    ):
         fit(counter, ExportPolicy(tokenizer_attribute=None), max_steps=1)
     assert (target if kind == "file" else target / "mine.txt").read_text() == "mine"
     assert not list(target.parent.glob(".policy*"))

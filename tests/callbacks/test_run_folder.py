@@ -159,9 +159,7 @@ def test_ranks_share_the_folder_of_rank_0_and_its_errors(tmp_path):
     run_script(TWO_RANKS, tmp_path, ranks=2, cwd=tmp_path)
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}-0.txt").read_text() == str(tmp_path / "runs" / "version_0" / "checkpoints")
-        assert (
-            "mine.jsonl, and what is there was not written by this run" in (tmp_path / f"rank{rank}-1.txt").read_text()
-        )
+        assert "mine.jsonl, which has something not written by this run" in (tmp_path / f"rank{rank}-1.txt").read_text()
     assert (tmp_path / "runs" / "version_0" / "checkpoints" / "last.ckpt").is_file()
     assert (tmp_path / "mine.jsonl").read_text() == "mine"
 

@@ -134,9 +134,9 @@ def test_templates_come_from_names_files_and_text(tmp_path):
     assert ChatFormat(tokenizer).render_prompt([USER], [{"type": "function"}]) == "1 tools"
     options = {"chat_template": "{{ messages[0].content }}, {{ name }}"}
     assert ChatFormat(tokenizer, None, {**options, "name": "you"}).render_prompt([USER]) == "hi, you"
-    with pytest.raises(ValueError, match="chat_template is given twice"):
+    with pytest.raises(ValueError, match="chat_template is set twice"):
         ChatFormat(tokenizer, "qwen3", options)
-    with pytest.raises(ValueError, match=r"chat_template is 'qwen4', which is no file.*llama3, plain, qwen3"):
+    with pytest.raises(ValueError, match=r"chat_template is 'qwen4', which is neither a file.*llama3, plain, qwen3"):
         ChatFormat(tokenizer, "qwen4")
 
 
@@ -187,7 +187,7 @@ COUNTING = THINKING.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }
             FORGETFUL,
             r"not prefix-preserving: it renders a call of 'check_tool' differently.*pass chat_template='qwen3', a",
         ),
-        (qwen_tokenizer, COUNTING, "renders results differently in different places of a conversation"),
+        (qwen_tokenizer, COUNTING, "renders results differently at different positions of a conversation"),
         (gemma_tokenizer, GEMMA, "No parser knows.*register_tool_parser"),
     ],
 )

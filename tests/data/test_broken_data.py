@@ -86,8 +86,8 @@ def test_bytes_that_are_no_utf_8_are_named_by_their_line(tmp_path):
     [
         ('[{"prompt": "1"},\n {"prompt": }]', r"row 1: not valid JSON \(Expecting value at line 2 column 13\)"),
         ('[{"prompt": "1"},\n {"prompt": "2"', r"row 1: not valid JSON"),
-        ('[{"prompt": "1"} {"prompt": "2"}]', r"\('\{' follows row 0, where ',' or '\]' should\)"),
-        ('[{"prompt": "1"}', r"\('the end' follows row 0"),
+        ('[{"prompt": "1"} {"prompt": "2"}]', r"\('\{' after row 0, instead of ',' or '\]'\)"),
+        ('[{"prompt": "1"}', r"\('the end' after row 0"),
         ('[{"prompt": "1"}] 3', r"something follows the closing '\]'"),
         ('[{"prompt": "1"},]', r"row 1: not valid JSON"),
         ('[{"prompt": "1"}, {"a": 1, "a": 2}]', r"row 1: not usable JSON \(duplicate names \['a'\]"),

@@ -33,8 +33,8 @@ def loaded(rows=ROWS, **options):
         ),
         (
             {"max_prompt_length": 4, "overlong_prompts": "truncate"},
-            "train: 100 rows, 100 kept, 0 dropped, 60 truncated (to max_prompt_length=4); each epoch leaves out 4, in "
-            "no full batch (drop_last)",
+            "train: 100 rows, 100 kept, 0 dropped, 60 truncated (to max_prompt_length=4); each epoch leaves out 4 "
+            "that do not fill a batch (drop_last)",
         ),
         ({"drop_last": False}, "train: 100 rows, 100 kept, 0 dropped, 0 truncated"),
     ],
@@ -165,7 +165,7 @@ def test_the_digest_is_cheap(record_property):
 def test_a_row_that_holds_itself_is_named():
     row = {"prompt": "1"}
     row["extra_info"] = [row]
-    with pytest.raises(ValueError, match="train, row 0: nested too deep or in itself"):
+    with pytest.raises(ValueError, match="train, row 0: nested too deeply, or within itself"):
         loaded([row], batch_size=1)
 
 

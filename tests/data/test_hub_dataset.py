@@ -213,10 +213,13 @@ def test_what_the_data_set_does_not_have(source, options, text):
     [
         (
             {"extract": {"answer": "#### (7)"}},
-            r"split 'train', row 0: column 'answer' is '0 #### 0.*finds no '#### \(7\)'",
+            r"split 'train', row 0: column 'answer' is '0 #### 0.*does not match with '#### \(7\)'",
         ),
-        ({"extract": {"level": "."}}, "row 0: column 'level' is 0, where extract finds no"),
-        ({"extract": {"answer": "(7)?####"}}, "row 0: column 'answer' is '0 #### 0.*finds no"),  # the group is optional
+        ({"extract": {"level": "."}}, "row 0: column 'level' is 0, which extract does not match"),
+        (
+            {"extract": {"answer": "(7)?####"}},
+            "row 0: column 'answer' is '0 #### 0.*does not match",
+        ),  # the group is optional
         (
             {"messages": [{"role": "user", "content": "{question:{width}}"}]},
             r"row 0: messages cannot be filled in \('width'",
@@ -246,7 +249,7 @@ def test_a_broken_file_is_named_by_its_error(tmp_path):
 
 
 def test_no_such_data_set(tmp_path):
-    with pytest.raises(ValueError, match=r"Couldn't reach 'no/such'.*no folder 'no/such' in .*load it once with"):
+    with pytest.raises(ValueError, match=r"Couldn't reach 'no/such'.*no folder 'no/such' in .*load it once while"):
         HubDataset("no/such", cache_dir=str(tmp_path)).rows("train")
     with pytest.raises(ValueError, match=r"Couldn't find any data file at .*/missing; check path, name"):
         HubDataset(str(tmp_path / "missing"), cache_dir=str(tmp_path)).rows("train")
@@ -256,14 +259,14 @@ def test_no_such_data_set(tmp_path):
     ("options", "text"),
     [
         ({"split": {"validation": "test"}}, "split has 'validation'; it maps train, val, test to splits"),
-        ({"extract": {"answer": "("}}, r"extract has '\(' for 'answer', which is no regular expression \(missing \)"),
-        ({"messages": []}, "messages is empty; write at least one"),
+        ({"extract": {"answer": "("}}, r"extract has '\(' for 'answer', not a regular expression \(missing \)"),
+        ({"messages": []}, "messages is empty; pass at least one"),
         ({"messages": [{"content": "x"}]}, "messages has {'content': 'x'}; each message has 'role' and 'content'"),
         (
             {"messages": [{"role": "user", "content": r"\boxed{}"}]},
-            r"do not hold the name of a column \(''\); write {{",
+            r"do not contain the name of a column \(''\); write {{",
         ),
-        ({"messages": [{"role": "user", "content": "{a"}]}, r"do not hold the name of a column \(.*expected '}'"),
+        ({"messages": [{"role": "user", "content": "{a"}]}, r"do not contain the name of a column \(.*expected '}'"),
         ({"messages": [{"role": "user", "content": "{a.b}"}]}, r"the name of a column \('a\.b'\)"),
     ],
 )

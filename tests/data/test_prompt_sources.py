@@ -102,7 +102,7 @@ def test_missing_and_unknown_files(tmp_path):
 
 
 def test_what_is_no_source():
-    with pytest.raises(TypeError, match=r"is a mapping with the keys \['train'\]; pass one split of it"):
+    with pytest.raises(TypeError, match=r"is a mapping with the keys \['train'\]; pass one of its splits"):
         read_source({"train": ROWS}, "train")
     with pytest.raises(TypeError, match="is of type generator; pass a path"):
         read_source((row for row in ROWS), "train")

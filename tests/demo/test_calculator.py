@@ -41,7 +41,7 @@ def test_values(expression, value):
         ("9e99", "unexpected 'e' in the expression"),
         ("\N{ARABIC-INDIC DIGIT TWO} + 1", "expected a number"),
         ("(1 + 2", "a parenthesis is not closed in the expression"),
-        ("1" * 201, "the expression has 201 characters; at most 200 are read"),
+        ("1" * 201, "the expression has 201 characters; at most 200 are allowed"),
     ],
 )
 def test_anything_else_is_refused(expression, message):

@@ -67,9 +67,7 @@ def test_a_hole_fails_until_it_has_a_note(run):
 
 @pytest.mark.parametrize("notes", ["PYSEC-2018-28\n", "PYSEC-2018-28 ok\n", "A not used here\nA not used here\n"])
 def test_a_note_gives_a_reason(run, notes):
-    with pytest.raises(
-        ValueError, match=r"known_holes\.txt, line [12]: .* needs one line, with a reason of some words"
-    ):
+    with pytest.raises(ValueError, match=r"known_holes\.txt, line [12]: .* must have exactly one line, with a reason"):
         run(json.dumps(report()), notes)
 
 
@@ -85,7 +83,7 @@ def test_packages_that_the_database_does_not_know_are_no_pass(run, skipped):
     assert code == 2
     assert f"{3 - len(skipped)} of 3 packages audited" in out
     assert "NOT AUDITED: " in out
-    assert "torch==2.13.0. The database does not know them, or was not reached." in out
+    assert "torch==2.13.0. The database does not know them, or could not be reached." in out
 
 
 def test_the_notes_of_this_project_are_in_order():

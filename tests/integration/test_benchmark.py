@@ -66,7 +66,7 @@ def test_table_and_results_of_a_tiny_case(load, measured, tmp_path, capsys):
     if flex is not None:
         assert flex.note == "FlexAttention has no backward pass on CPU"
         assert "not run: FlexAttention" in printed
-        assert "in no ideal" in printed
+        assert "not part of the ideal" in printed
     written = json.loads(output.with_suffix(".json").read_text())
     assert written["conditions"]["threads"] >= 1
     assert written["cases"][0]["case"]["prefix"] == 4
@@ -200,7 +200,7 @@ def test_help_lists_all_and_each_has_its_own(load, capsys):
             entry.main([name, "--help"])
         assert raised.value.code == 0
         assert f"usage: python -m benchmarks {name} " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="'scorin' is no benchmark"):
+    with pytest.raises(SystemExit, match="'scorin' is not a benchmark"):
         entry.main(["scorin"])
 
 
@@ -217,12 +217,12 @@ def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, 
     assert raised.value.code == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(own["part"], own["outcome"]) for own in summary] == [("wrong", "failed"), ("packing", "done")]
-    assert "'zero' is no positive integer" in summary[0]["stderr"][-1]
+    assert "'zero' is not a positive integer" in summary[0]["stderr"][-1]
     assert (tmp_path / "packing.json").exists()
     monkeypatch.setitem(unattended.PROFILES, "cpu", parts[1:])
     with pytest.raises(SystemExit):
         unattended.main(["--only", "sweep", "--output", str(tmp_path)])
-    assert "--only sweep is no part of --profile cpu" in capsys.readouterr().err
+    assert "--only sweep is not a part of --profile cpu" in capsys.readouterr().err
     monkeypatch.setattr(unattended, "run_limited", lambda *_: {"outcome": "done", "seconds": 1.0, "exit_code": 0})
     unattended.main(["--output", str(tmp_path)])
     assert "done" in capsys.readouterr().out
@@ -249,11 +249,11 @@ def test_a_signal_ends_the_run_as_an_exception_does(load, number):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("scoring", ["--rounds", "0"], "'0' is no positive integer"),
-        ("scoring", ["--group-size", "0"], "'0' is no positive integer"),
-        ("sweep", ["--ratios", "0"], "'0' is no positive integer"),
-        ("update", ["--heads", "3", "--kv-heads", "2"], "--heads 3 is no multiple of --kv-heads 2"),
-        ("rollouts", ["--prompt-length", "1"], "needs 2 tokens"),
+        ("scoring", ["--rounds", "0"], "'0' is not a positive integer"),
+        ("scoring", ["--group-size", "0"], "'0' is not a positive integer"),
+        ("sweep", ["--ratios", "0"], "'0' is not a positive integer"),
+        ("update", ["--heads", "3", "--kv-heads", "2"], "--heads 3 is not a multiple of --kv-heads 2"),
+        ("rollouts", ["--prompt-length", "1"], "needs at least 2 tokens"),
     ],
 )
 def test_wrong_sizes_are_refused(load, capsys, name, options, said):

@@ -215,7 +215,7 @@ def test_what_cannot_be_compared_is_an_error(compare, tmp_path):
     with pytest.raises(SystemExit, match="pass one of grpo, ppo, group_ppo, or LABEL=CONFIG"):
         compare(algorithms=["grop"])
     fragment.write_text("trainer: {val_check_interval: 4}")
-    with pytest.raises(SystemExit, match="need not end with a validation"):
+    with pytest.raises(SystemExit, match="may not end with a validation"):
         compare("--seeds", "5", "--config", str(fragment), algorithms=one)
     fragment.write_text("trainer: {accumulate_grad_batches: 2}")
     with pytest.raises(SystemExit, match="compare with 1"):

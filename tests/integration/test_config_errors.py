@@ -31,14 +31,14 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
         ),
         (
             "model: {init_args: {loss_type: dappo}}",
-            "model.loss_type: 'dappo' is none of grpo, dr_grpo, dapo, bnpo, cispo, gspo, sapo; did you mean 'dapo'?",
+            "model.loss_type: 'dappo' is not one of grpo, dr_grpo, dapo, bnpo, cispo, gspo, sapo; did you mean 'dapo'?",
         ),
-        ("trainer: {precision: bf16_mixed}", "trainer.precision: 'bf16_mixed' is none of int, transformer-engine"),
+        ("trainer: {precision: bf16_mixed}", "trainer.precision: 'bf16_mixed' is not one of int, transformer-engine"),
         (
             "model: {init_args: {max_tokens_per_micro_batch: many}}",
-            "model.max_tokens_per_micro_batch: 'many' is none of int, null.",
+            "model.max_tokens_per_micro_batch: 'many' is not one of int, null.",
         ),
-        ("model: {init_args: {num_generations: four}}", "model.num_generations: expected int, and it is four"),
+        ("model: {init_args: {num_generations: four}}", "model.num_generations: expected int, got four"),
         (
             "model: {init_arg: {num_generations: 4}}",
             "model: 'init_arg' is not 'init_args'; a class is written as class_path and init_args",
@@ -52,14 +52,14 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
             "trainer.callbacks: RunSummary takes no 'every_n_step'; did you mean 'every_n_steps'?",
         ),
         ("model: {init_args: {num-generations: 4}}", "model: GRPO takes no 'num-generations'; did you mean 'num_gen"),
-        ("model: {init_args: {sampling: hot}}", "model.sampling: 'hot' is neither options as `name: value` nor a file"),
+        ("model: {init_args: {sampling: hot}}", "model.sampling: 'hot' is neither a mapping of options"),
         ("model: {class_path: nowhere.GRPO}", "model: nowhere.GRPO cannot be imported: No module named 'nowhere'"),
         (
             "model: {init_args: {rewards: [{class_path: nowhere.Own}]}}",
             "model.rewards: nowhere.Own cannot be imported: No module named 'nowhere'",
         ),
         ("model: {class_path: torch.nn.Linear}", "model: torch.nn.Linear is not a LightningModule"),
-        ("model: 3", "model: '3' is none of LightningModule, null."),
+        ("model: 3", "model: '3' is not one of LightningModule, null."),
         ("- a", "{path} has no groups of options, such as `trainer: {{max_steps: 100}}`."),
         ("# all commented out", "{path} has no groups of options"),
         ("model: {init_args: [}", "{path} is not YAML: while parsing a flow node"),
@@ -84,7 +84,7 @@ def test_a_wrong_value_of_a_class_of_ones_own(tmp_path, monkeypatch, capsys):
     text = "model: {init_args: {rewards: [{class_path: own_reward_19.Own, init_args: {a: x}}]}}"
     with pytest.raises(SystemExit):
         main(["fit", "--config", "grpo_pg.yaml", "--config", text, "--print_config"])
-    assert "error: model.rewards.a: expected int, and it is x\n" in capsys.readouterr().err
+    assert "error: model.rewards.a: expected int, got x\n" in capsys.readouterr().err
 
 
 def test_an_error_that_is_none_of_these_is_shown_as_it_is(capsys):

@@ -48,7 +48,7 @@ def test_parts_are_picked_by_words(tmp_path, made_up, capsys):
     assert command.main(["--logs", str(tmp_path), "--only", "fir"]) == 0
     with pytest.raises(SystemExit):
         command.main(["--only", "third"])
-    assert "--only third names no part" in capsys.readouterr().err
+    assert "--only third matches no part" in capsys.readouterr().err
 
 
 def test_the_parts_name_files_and_targets_that_exist():

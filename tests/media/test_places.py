@@ -61,7 +61,9 @@ def test_the_models_own_token_without_images_is_refused(prompt):
     full.tokenizer.chat_template = full.chat_template = template
     data = PromptDataModule([{"prompt": "a"}, {"prompt": prompt}], batch_size=1, tokenizer=full.tokenizer)
     data.processor = full
-    with pytest.raises(ValueError, match=r"row 1: the row has 0 (image|video)s, and its rendered text has 1 times the"):
+    with pytest.raises(
+        ValueError, match=r"row 1: the row has 0 (image|video)s, and its rendered text has the .* 1 times"
+    ):
         data.setup("fit")
 
 
@@ -114,10 +116,13 @@ def test_what_tools_return_is_not_made_of_parts():
         ),
         ({"prompt": user([TEXT, "what?"]), "images": [tiny_image(0)]}, r"content\[1\] is 'what\?'"),
         ({"prompt": user(None), "images": [tiny_image(0)]}, r"messages\[0\].content is None; write what the user says"),
-        ({"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])}, "the type 'image_url'; put what"),
+        (
+            {"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])},
+            "the type 'image_url'; put its content",
+        ),
         (
             {"prompt": user([{"type": "image", "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]},
-            "a part of type 'image' has 'image', and the row has images in a column too",
+            "a part of type 'image' has 'image', and the row also has images in a column",
         ),
         (
             {"prompt": user([IMAGE, {"type": "text", "text": "<image>what?"}]), "images": [tiny_image(0)]},

@@ -122,13 +122,13 @@ def test_a_rate_gives_a_least_time(path):
     module = GRPO(path, zero)
     plan = planned(module)
     assert plan.step_seconds() is None
-    assert "no time: this device's rates are not known" in str(plan)
+    assert "no time estimate: this device's rates are not known" in str(plan)
     data = PromptDataModule(train=ROWS, batch_size=2, tokenizer=module.policy_source.load_tokenizer())
     data.setup("fit")
     known = plan_run(module, data, Hardware("bf16-mixed", device="h100"))
     _, trained = known.step_operations()
     assert known.step_seconds()[1] == pytest.approx(trained / 989e12)
-    assert "at the full rates of h100's data sheet" in str(known)
+    assert "at the peak rates in h100's data sheet" in str(known)
     assert plan_run(module, data, Hardware("32-true", device="h100")).step_seconds() is None
 
 

@@ -112,7 +112,7 @@ def test_a_damaged_file_is_named(name, content, make_run):
         read_run(folder)
 
 
-def test_a_run_named_twice_is_refused(make_run):
+def test_a_run_passed_twice_is_refused(make_run):
     folder = make_run("version_0")
-    with pytest.raises(ValueError, match="is named twice"):
+    with pytest.raises(ValueError, match="is passed twice"):
         read_runs([folder, folder / "."])

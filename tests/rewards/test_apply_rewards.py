@@ -221,7 +221,7 @@ def test_unknown_signature_is_refused_before_a_run():
     def strange(queries, labels):
         return []
 
-    with pytest.raises(ValueError, match=r"'strange' has the signature \(queries, labels\), which is none of the"):
+    with pytest.raises(ValueError, match=r"'strange' has the signature \(queries, labels\), which is not one of the"):
         prepare_rewards(strange)
 
 

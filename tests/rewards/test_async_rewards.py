@@ -69,7 +69,7 @@ def test_one_that_blocks_is_named_and_the_others_go_on(gate, caplog):
     assert group.rollouts[1].rewards["blocks"] is None
     assert "Reward function 'blocks' blocks its event loop; its thread is abandoned." in caplog.text
     assert (
-        "'blocks' took longer than reward_timeout=0.3 seconds and blocked its event loop meanwhile; await what takes "
+        "'blocks' took longer than reward_timeout=0.3 seconds and blocked its event loop; await whatever takes "
         "time" in caplog.text
     )
     group = make_group("fine")  # on a fresh loop
@@ -145,7 +145,7 @@ def test_too_many_blocked_threads_end_the_run(gate, monkeypatch):
         return in_thread(lambda: apply_rewards([make_group("block")], function, timeout=0.1, max_failed_share=1.0))
 
     assert blocked()["rewards/blocks/invalid"] == 1.0
-    assert "2 threads hang in async reward functions that block their event loop, the last one in 'blocks'" in str(
+    assert "2 threads are stuck in async reward functions that block their event loop, the last one in 'blocks'" in str(
         blocked()
     )
 

@@ -143,7 +143,7 @@ def test_the_expected_answer_never_enters_the_sandbox(monkeypatch):
             {"tests": [{"function": "f", "args": [{1}], "expected": 1}]},
             "prompt 1: column 'tests', test 0: .*is not JSON",
         ),
-        ({"tests": ["1"]}, "prompt 1: column 'tests', test 0 is '1'; of assert statements"),
+        ({"tests": ["1"]}, "prompt 1: column 'tests', test 0 is '1'; only "),
         ({"tests": [1]}, "prompt 1: column 'tests', test 0 is 1; write"),
     ],
     ids=["missing", "empty", "no json", "half", "numbers", "set", "string", "number"],

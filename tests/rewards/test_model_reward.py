@@ -183,7 +183,7 @@ def test_a_wrong_configuration_is_no_failed_rollout(max_failed_share):
         apply_rewards(groups, reward, max_failed_share=max_failed_share, retries=3)
     assert len(loads) == 1
     groups[0].rollouts[0].token_ids[:] = [VOCAB]  # one group of four
-    with pytest.raises(RewardConfigurationError, match="its tokens are not the policy's"):
+    with pytest.raises(RewardConfigurationError, match="its vocabulary is not the policy's"):
         apply_rewards(groups, ModelReward(classifier()), max_failed_share=max_failed_share)
 
 
@@ -461,7 +461,7 @@ def refuses_tools(message):
 @pytest.mark.parametrize(("shows", "lost"), [(only_contents, "look_up"), (no_results, "41")])
 def test_a_chat_template_without_tools_is_refused(shows, lost):
     reward = ModelReward(classifier(), tokenizer=RoleTokenizer(shows))
-    message = f"leaves '{lost}' out of an episode; pass a tokenizer whose chat template renders tool calls"
+    message = f"omits '{lost}' from an episode; pass a tokenizer whose chat template renders tool calls"
     with pytest.raises(RewardConfigurationError, match=message):
         reward.score_groups([make_group(make_episode())])
 

@@ -141,7 +141,7 @@ def test_from_a_folder_lazily_and_pickled(tmp_path):
     ("options", "error", "message"),
     [
         ({"separator": ""}, ValueError, "separator is empty"),
-        ({"tokenizer": None}, ValueError, "tokenizer is None and model is no name or folder"),
+        ({"tokenizer": None}, ValueError, "tokenizer is None and model is not a name or folder"),
         ({"tokenizer": 3}, TypeError, r"ProcessRewardModel.tokenizer is 3 of type int"),
         ({"label": -1}, ValueError, "ProcessRewardModel.label is -1"),
         ({"sharing": "no"}, ValueError, "sharing"),

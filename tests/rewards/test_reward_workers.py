@@ -168,7 +168,7 @@ def test_what_cannot_run_in_workers_is_refused_when_they_are_made(make_workers):
 
     for function, message in (
         (local, r"'local' cannot be sent to a worker .*FunctionFromFile.*reward_workers to 0"),
-        (functions.patient, r"reward_workers is 1, but each of \['patient'\] stays in the process"),
+        (functions.patient, r"reward_workers is 1, but each of \['patient'\] stays in this process"),
         (functions.OnlyHere(), r"'OnlyHere' could not be loaded in a worker \(ValueError.*FunctionFromFile"),
         (functions.NeedsAKey(), "NeedsAKey needs a key"),
     ):
@@ -182,7 +182,7 @@ def test_what_cannot_run_in_workers_is_refused_when_they_are_made(make_workers):
 
 def test_columns_that_cannot_be_pickled_are_named(make_workers):
     workers = make_workers(functions.length)
-    with pytest.raises(ValueError, match="'length' cannot run in a worker, because what it is called with"):
+    with pytest.raises(ValueError, match="'length' cannot run in a worker, because its arguments"):
         apply_rewards([make_group("a", column=lambda: 0)], functions.length, workers=workers)
 
 
@@ -197,7 +197,7 @@ def test_closed_workers_are_gone(make_workers, tmp_path):
     assert zombies() == []
     with pytest.raises(RuntimeError, match="the reward workers are being closed"):
         pending.wait()
-    with pytest.raises(RuntimeError, match="closed; make new ones"):
+    with pytest.raises(RuntimeError, match="closed; create new ones"):
         start_rewards([group], functions.hangs_with_a_child, workers=workers)
 
 

@@ -205,7 +205,7 @@ def test_cosine_reward_names_a_missing_column():
     [
         ({"max_len": 0}, r"CosineLengthReward\.max_len is 0; it must be at least 1"),
         ({"unit": "word"}, "unit is 'word'; it must be 'token' or 'character'"),
-        ({"min_value_wrong": 0.0}, r"min_value_wrong is 0.0, larger than max_value_wrong=-0.5; exchange them"),
+        ({"min_value_wrong": 0.0}, r"min_value_wrong is 0.0, larger than max_value_wrong=-0.5; swap them"),
         ({"min_value_correct": 2.0}, "min_value_correct is 2.0, larger than max_value_correct=1.0"),
         ({"max_value_wrong": 0.7}, r"max_value_wrong is 0.7, larger than min_value_correct=0.5.*lower it"),
         ({"max_value_correct": math.inf}, "max_value_correct is inf; it must be a finite number"),

@@ -186,9 +186,7 @@ def test_a_scorer_out_of_memory_has_failed(rows, monkeypatch):
 
 
 def test_rows_of_another_source_are_refused(score):
-    message = (
-        r"`extra_info` of the row lacks \['task', 'config', 'entry', 'answer_format'\]; use rows made by Reasoning"
-    )
+    message = r"`extra_info` of the row lacks \['task', 'config', 'entry', 'answer_format'\]; use rows from Reasoning"
     for columns in ({}, {"extra_info": None}, {"extra_info": {"split": "train"}}):
         with pytest.raises(ValueError, match=message):
             score.check_row(columns)
@@ -200,12 +198,12 @@ def test_rows_of_another_source_are_refused(score):
         ({"tasks": []}, "ReasoningGym.tasks is empty"),
         ({"tasks": ["gcd", "gcd"]}, "name each task once"),
         ({"tasks": {"gcd": 3}}, "the options of 'gcd' are 3; write a mapping, or a list of them"),
-        ({"tasks": {"gcd": {"seed": 3}}}, "'seed' of 'gcd' is ReasoningGym's"),
+        ({"tasks": {"gcd": {"seed": 3}}}, "'seed' of 'gcd' is ReasoningGym's own option"),
         ({"tasks": {"gcd": {"weight": 0}}}, "the weight of 'gcd' must be one number larger than 0"),
         ({"tasks": {"gcd": [{}, {}], "lcm": {}}}, r"these numbers of levels: \{'gcd': 2, 'lcm': 1\}"),
         (
             {"tasks": {"gcd": [{}, {}]}, "levels": 2},
-            "with levels=2; list as many options for every task, or set `levels`",
+            "with levels=2; list the same number of levels for every task, or set",
         ),
         ({"levels": 0}, "ReasoningGym.levels is 0; it must be at least 1"),
         (
@@ -217,9 +215,9 @@ def test_rows_of_another_source_are_refused(score):
         ({"answer_format": "{answer}{answer}"}, "must contain {answer} exactly once"),
         (
             {"answer_format": "A: {answer}"},
-            "and nothing tells the model so: say it in system_prompt or question_format",
+            "and nothing tells the model: state it in system_prompt or question_format",
         ),
-        ({"answer_format": "A: {answer}!", "system_prompt": "A: "}, "and nothing tells the model so"),
+        ({"answer_format": "A: {answer}!", "system_prompt": "A: "}, "and nothing tells the model:"),
     ],
 )
 def test_arguments_that_are_refused(options, message):

@@ -295,6 +295,6 @@ def test_a_runs_checkpoint_holds_every_part_and_knows_its_algorithm(run):
     loaded = module()
     loaded.run_checkpoint.load(checkpoint)
     assert (loaded.num_tokens, loaded.rewarder.unrewarded_batches) == (123, 2)
-    with pytest.raises(ValueError, match="the checkpoint is of GRPO, and the module is PPO"):
+    with pytest.raises(ValueError, match="the checkpoint was written by GRPO, and the module is PPO"):
         module(PPO).run_checkpoint.load(checkpoint)
-    assert "It is of GRPO" in loaded.run_checkpoint.describe_misfit("size mismatch")
+    assert "It was written by GRPO" in loaded.run_checkpoint.describe_misfit("size mismatch")

@@ -101,7 +101,7 @@ def test_a_class_on_top_has_names_of_its_own():
 
 
 def test_too_many_by_position():
-    with pytest.raises(ArgumentError, match="Derived takes size by position; name 'b'"):
+    with pytest.raises(ArgumentError, match="Derived takes only size by position; pass 'b' by name"):
         Derived(1, "b")
 
 

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from pl_grouprl.utilities.writes import OptionalWrites
 
 _MOST_IN_MEMORY = 16_384
-"""Number of replies; with more, the least recently used are forgotten."""
+"""Number of replies kept in memory; the least recently used are dropped first."""
 
 
 class ReplyCache:
     """Replies by the hash of their request.
 
     Args:
-        folder: Keeps a file per reply, for other ranks and later runs; None: they are cached in memory only.
+        folder: Where to keep a file per reply, for other ranks and later runs; None caches in memory only.
     """
 
     def __init__(self, folder: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Requests for chat completions: concurrent up to a limit, retried, each within a time limit."""
+"""Requests chat completions: concurrently up to a limit, with retries and a time limit for each attempt."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from httpx import AsyncClient, Response
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the first retry, doubled for each further one; and the longest wait that a server may ask for."""
+"""Seconds before the first retry, doubled for each further one; and the longest pause, also for `Retry-After`."""
 
 _MAX_ANSWER_BYTES = 4 << 20
 
 _SHOWN_BYTES = 300
-"""How much of an unexpected answer errors show."""
+"""How much of an unexpected answer error messages show."""
 
-_jitter = random.Random()  # the run's random numbers must not depend on how often the server fails
+_jitter = random.Random()  # its own generator: server failures must not change the run's random numbers
 
 
 class NoReplyError(RuntimeError):
@@ -34,7 +34,7 @@ class NoReplyError(RuntimeError):
 
 
 class _TransientError(Exception):
-    """A failure that a retry may overcome; `wait` is the number of seconds that the server asks to wait before it."""
+    """A failure worth retrying; `wait` is the number of seconds that the server asks for."""
 
     def __init__(self, reason: str, wait: float = 0.0) -> None:
         super().__init__(reason)
@@ -51,14 +51,14 @@ class Reply:
 
 
 class ChatClient:
-    """Posts requests to one endpoint. Those of one event loop share connections, which close after the last request.
+    """Posts requests to one endpoint. Requests on the same event loop share connections, closed after the last one.
 
-    Statuses 429 and 5xx, broken connections and timeouts are retried, after pauses that double from one second to
-    sixty, with jitter, and are no shorter than `Retry-After` asks for.
+    Statuses 429 and 5xx, broken connections and timeouts are retried after pauses that double from 1 to 60 seconds,
+    with jitter, and that are at least as long as `Retry-After` says.
 
     Args:
-        url: Of the endpoint, `.../chat/completions`.
-        max_concurrent: Requests in flight on one event loop; a request that waits for its retry counts.
+        url: URL of the endpoint, `.../chat/completions`.
+        max_concurrent: Requests in flight on one event loop, including those that wait for a retry.
         timeout: Seconds for each attempt.
         max_retries: How often a request is retried.
     """
@@ -72,7 +72,7 @@ class ChatClient:
 
     @asynccontextmanager
     async def session(self, api_key: str | None) -> AsyncIterator[_Session]:
-        """The session of this event loop, shared by all who ask for it and closed when the last of them leaves."""
+        """The session of this event loop, shared by concurrent callers and closed by the last."""
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None:
@@ -90,7 +90,7 @@ class ChatClient:
 
 
 class _Session:
-    """Connections of one event loop, and the limit on the requests in flight; `users` counts those who share it."""
+    """Connections of one event loop, and the limit on requests in flight; `users` counts the callers that share it."""
 
     def __init__(self, url: str, api_key: str | None, max_concurrent: int, timeout: float, max_retries: int) -> None:
         self.users = 0
@@ -106,7 +106,7 @@ class _Session:
         """Return the reply to a request, and the seconds it took, retries included.
 
         Raises:
-            NoReplyError: If there is none.
+            NoReplyError: If there is no reply.
         """
         clock = asyncio.get_running_loop().time
         async with self._slots:
@@ -150,12 +150,12 @@ class _Session:
     async def _post(self, body: bytes) -> tuple[int, Any, bytes]:
         async with self._http.stream("POST", self._url, content=body) as response:
             content = await _read_limited(response)
-        if self._api_key:  # before it is cut to size, remembered or shown
+        if self._api_key:  # before it is truncated, cached or shown
             content = content.replace(self._api_key.encode(), b"***")
         return response.status_code, response.headers, content
 
     def _without_key(self, text: str) -> str:
-        """Mask the key, which an error might repeat."""
+        """Mask the key, which the server's error might quote."""
         return text.replace(self._api_key, "***") if self._api_key else text
 
 
@@ -186,7 +186,7 @@ def _read_reply(content: bytes) -> Reply:
         usage = answer.get("usage") or {}
         counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise NoReplyError(f"the answer is no chat completion: {content[:_SHOWN_BYTES]!r}") from error
+        raise NoReplyError(f"the answer is not a chat completion: {content[:_SHOWN_BYTES]!r}") from error
     if finish_reason == "length":
         raise NoReplyError("the reply was cut off; raise max_tokens")
     if not isinstance(text, str):
@@ -195,7 +195,7 @@ def _read_reply(content: bytes) -> Reply:
 
 
 def _retry_after(header: str) -> float:
-    """Seconds to wait by a `Retry-After`, which is a number or a date; 0 if it is neither."""
+    """Seconds to wait according to `Retry-After`, a number or a date; 0 if it is neither."""
     try:
         return max(0.0, float(header))
     except ValueError:

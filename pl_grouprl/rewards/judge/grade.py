@@ -21,7 +21,7 @@ _FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 def read_grade(reply: str, reply_format: ReplyFormat, scale: tuple[float, float]) -> float:
     """Return the grade in a reply.
 
-    A text has it in its last line `Grade: N` (or `Grade: N/MAX`), or is nothing but a number. In JSON, it is the
+    In text, it is in the last line `Grade: N` (or `Grade: N/MAX`), or the reply is just a number. In JSON, it is the
     `score` of an object: the whole reply, the last fenced block, or the last object without nested braces.
 
     Args:
@@ -33,8 +33,8 @@ def read_grade(reply: str, reply_format: ReplyFormat, scale: tuple[float, float]
         ValueError: If there is no grade, or it is outside the scale; grades are never clamped.
     """
     grade = _grade_of_text(reply, scale[1]) if reply_format == "text" else _grade_of_json(reply)
-    if not scale[0] <= grade <= scale[1]:  # an integer in JSON may be too large for a float
-        raise ValueError(f"the grade {grade} is not from {format_number(scale[0])} to {format_number(scale[1])}")
+    if not scale[0] <= grade <= scale[1]:  # compared as it is: an integer in JSON may be too large for a float
+        raise ValueError(f"the grade {grade} is not between {format_number(scale[0])} and {format_number(scale[1])}")
     return float(grade)
 
 

@@ -1,4 +1,4 @@
-"""A reward function that asks a language model for grades."""
+"""A reward function that has a language model grade completions."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ from pl_grouprl.utilities.options import check_options
 log = logging.getLogger(__name__)
 
 _SET_BY_JUDGE = ("messages", "model", "n", "stream")
-"""Fields of a request that `extra_body` may not have."""
+"""Fields of a request that `extra_body` must not set."""
 
 _TRIAL_TEXT = "(This only tests the connection. Any grade on the scale will do.)"
 
 
 @checked_arguments
 class Judge:
-    """The grade that a language model gives a completion by a rubric, scaled to 0 (lowest) to 1 (highest).
+    """A language model's grade of a completion by a rubric, scaled to 0 (lowest) to 1 (highest).
 
-    The model is asked over HTTP (`POST {base_url}/chat/completions`, the protocol of OpenAI, which vLLM, llama.cpp and
-    others serve), at temperature 0. Has TRL's signature and is async: all completions of a rank are graded at the same
-    time, `max_concurrent` requests at once.
+    The model is queried over HTTP at temperature 0 (`POST {base_url}/chat/completions`, OpenAI's protocol, which vLLM,
+    llama.cpp and others serve). Has TRL's signature and is async: all completions of a rank are graded concurrently,
+    with `max_concurrent` requests at a time.
 
-    Prompts, completions and columns are marked as data in the request, by a marker that they cannot contain, and the
-    model is told to follow no instruction in them. A completion for which the reply has no grade on the scale has
-    failed: it gets no reward, is counted in `rewards/Judge/invalid`, and counts towards the run's `max_failed_share`.
-    Logged with each batch: `grade` (on the scale), `cached` (share of grades that needed no request), and per request
-    `latency` (seconds), `prompt_tokens` and `completion_tokens`.
+    In the request, prompts, completions and columns are enclosed in a marker that they cannot contain, and the model is
+    told to follow no instruction in them. If the reply has no grade on the scale, the completion has failed: it gets no
+    reward, is counted in `rewards/Judge/invalid`, and counts towards the run's `max_failed_share`. Logged with each
+    batch: `grade` (on the scale), `cached` (share of grades that needed no request), and per request `latency`
+    (seconds), `prompt_tokens` and `completion_tokens`.
 
-    A trial request when the run is set up finds a wrong address, model, key or format.
+    A trial request at setup reveals a wrong address, model, key or format.
 
     Args:
         base_url: Address of the API, with its version: `http://localhost:8000/v1`.
         model: Name of the model as the server knows it.
-        rubric: What earns which grade. Plain text, after which prompt and completion follow; or a template with
+        rubric: What earns which grade. Plain text, to which prompt and completion are appended; or a template with
             `{completion}` and optionally `{prompt}`, `{reference}` (the row's reference, found as for functions of
             verl's signature) and any column. `{{name}}` is a literal `{name}`. The reward does not apply to
             rows where one of these is None.
         scale: The lowest and the highest grade.
         reply_format: `text` asks for a last line `Grade: N`, `json` for an object with a `score`; `json_schema` also
             makes the server enforce it (structured output), which not every server can.
-        max_tokens: Tokens of a reply. A reply that is cut off has failed.
+        max_tokens: Most tokens of a reply; a reply that is cut off counts as failed.
         extra_body: Further fields of the request, such as `seed`; null removes a field. For a model that refuses
             `max_tokens`: `{max_tokens: null, max_completion_tokens: 2048}`.
-        api_key_env: Name of the environment variable with the API key, if the server wants one. The key itself is read
-            for each batch, and never stored, logged or saved.
+        api_key_env: Name of the environment variable with the API key, if the server needs one. The key itself is read
+            for each batch, and never stored or logged.
         max_concurrent: Requests in flight at a time, per process.
         timeout: Seconds for each attempt at a request.
-        max_retries: How often a request is retried after status 429 or 5xx, a broken connection or a timeout, with
-            exponential pauses up to a minute, or as long as `Retry-After` says. Other statuses are not retried.
-        cache_dir: A folder that keeps the replies, for all ranks and for later runs. None: each process remembers only
-            its own latest replies. A reply is reused only for an identical request.
+        max_retries: Number of retries after status 429 or 5xx, a broken connection or a timeout, with exponential
+            pauses of up to a minute, or as long as `Retry-After` says. Other statuses are not retried.
+        cache_dir: Folder that keeps the replies for all ranks and later runs; None: each process remembers only its own
+            latest replies. A reply is reused only for an identical request.
 
     Raises:
         ModuleNotFoundError: If httpx is not installed (extra `judge`).
@@ -132,7 +132,7 @@ class Judge:
         self._grader = self._make_grader()
 
     def run_options(self) -> dict[str, Any]:
-        """The options that decide its rewards; the others only change how they are obtained."""
+        """The options that its rewards depend on; the others only change how they are obtained."""
         names = ("model", "rubric", "scale", "reply_format", "max_tokens", "extra_body")
         return {name: getattr(self, name) for name in names}
 
@@ -140,12 +140,12 @@ class Judge:
         """Make a trial request, once.
 
         Raises:
-            RewardConfigurationError: If the server does not answer it with a grade.
+            RewardConfigurationError: If the reply has no grade.
         """
         if self._trial_passed:
             return
         body = self._encode(dict.fromkeys(self._rubric.fields, _TRIAL_TEXT))
-        loop = BackgroundLoop("judge-trial")  # this thread may already run a loop, as in a notebook
+        loop = BackgroundLoop("judge-trial")  # this thread may already run a loop, as in notebooks
         try:
             verdict = loop.submit("Judge", self._grader.ask([body])).result()[body]
         finally:
@@ -158,7 +158,7 @@ class Judge:
         self._trial_passed = True
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a row that lacks what the rubric shows.
+        """Refuse a row that lacks a field of the rubric.
 
         Raises:
             ValueError: Names what is missing.
@@ -177,12 +177,12 @@ class Judge:
         """Grade completions.
 
         Returns:
-            For each completion, its reward as `score` (NaN if it failed) and numbers to log; None where the reward does
+            For each completion, its reward as `score` (NaN if it failed) and numbers to log; None if the reward does
             not apply.
 
         Raises:
             RewardConfigurationError: If the environment variable with the key is not set.
-            ValueError: As `check_row` does.
+            ValueError: As for `check_row`.
         """
         bodies = [
             self._request(prompt, completion, {name: values[index] for name, values in columns.items()})
@@ -196,7 +196,7 @@ class Judge:
                 scores.append(None)
                 continue
             scores.append(self._score(verdicts[body]))
-            verdicts[body] = verdicts[body].repeated()  # for a completion that occurs again
+            verdicts[body] = verdicts[body].repeated()  # for the same completion again
         return scores
 
     def _warn_of_failures(self, verdicts: Sequence[Verdict | None]) -> None:
@@ -214,13 +214,13 @@ class Judge:
         return {"score": score, "grade": verdict.grade, "cached": float(verdict.cached), **verdict.cost}
 
     def _request(self, prompt: Any, completion: Any, columns: Mapping[str, Any]) -> bytes | None:
-        """The request for one completion's grade; None where the reward does not apply."""
+        """The request to grade one completion; None if the reward does not apply."""
         self.check_row(columns)
         values = {**_with_reference(columns), "prompt": prompt, "completion": completion}
         return None if any(values[name] is None for name in self._rubric.fields) else self._encode(values)
 
     def _encode(self, values: Mapping[str, Any]) -> bytes:
-        """The body of a request that shows these values of the rubric's fields."""
+        """The body of a request, with the rubric's fields filled in."""
         body: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
         if self.reply_format == "json_schema":
             body["response_format"] = response_format(self.scale)

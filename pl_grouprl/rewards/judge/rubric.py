@@ -1,4 +1,4 @@
-"""The messages to a judge: the rubric, and what it grades, marked as data."""
+"""Writes the messages to a judge: the rubric, and what to grade, marked as data."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Rubric:
     Args:
         text: Plain text, to which prompt and completion are appended; or a template with `{completion}` and
             optionally `{prompt}`, `{reference}` and columns of the data. `{{name}}` is a literal `{name}`; other braces
-            are left alone.
+            stay as they are.
         scale: The lowest and the highest grade.
-        reply_format: How the judge is to reply.
+        reply_format: How the judge should reply.
 
     Attributes:
         fields: Names of the values that are filled in.
@@ -48,7 +48,7 @@ class Rubric:
         self.fields = _fields(self._template)
         if "completion" not in self.fields:
             raise ValueError(
-                f"Judge.rubric has the fields {sorted(self.fields)} and not {{completion}}, so the judge would not see "
+                f"Judge.rubric has the fields {sorted(self.fields)} but not {{completion}}, so the judge would not see "
                 "what it grades; add it. Write {{name}} where {name} is not a field."
             )
         lowest, highest = map(format_number, scale)
@@ -58,10 +58,10 @@ class Rubric:
         """Write the messages of a request.
 
         Args:
-            values: A value for each of the `fields`: text, messages, or anything that JSON can express.
+            values: A value for each of the `fields`: text, messages, or anything that can be written as JSON.
         """
         texts = [_as_json(values[name]) for name in sorted(self.fields)]
-        # No text contains its own hash, so none can end its block or open another one.
+        # A text cannot contain its own hash, so it cannot end its block or open another.
         marker = hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
         blocks = {name: _block(marker, name, values[name]) for name in self.fields}
         filled_in = _FIELD.sub(lambda found: f"{{{found[1]}}}" if found[1] else blocks[found[2]], self._template)
@@ -76,7 +76,7 @@ def _fields(text: str) -> set[str]:
 
 
 def _block(marker: str, name: str, value: Any) -> str:
-    """A value between markers; each message of a conversation has its own."""
+    """A value between markers; each message of a conversation gets its own pair."""
     turns = [(name, value)]
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
         turns = [(f"{name}, message of the role {json.dumps(turn['role'])}", _content(turn)) for turn in value]

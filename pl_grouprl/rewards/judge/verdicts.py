@@ -1,4 +1,4 @@
-"""From requests to grades: looked up in the cache, or else asked for and read."""
+"""Turns requests into grades: from the cache if possible, otherwise from the model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Verdict:
 
     Attributes:
         grade: The grade; None if there is none.
-        failure: Why there is none.
-        cached: True if no request was needed.
-        cost: Seconds and tokens of the request, by name in metrics.
+        failure: Why there is no grade.
+        cached: Whether no request was needed.
+        cost: Seconds and tokens of the request, by metric name.
     """
 
     grade: float | None = None
@@ -29,7 +29,7 @@ class Verdict:
     cost: dict[str, float] = field(default_factory=dict)
 
     def repeated(self) -> Verdict:
-        """The verdict on the same request once more, which is not sent again."""
+        """The verdict for an identical request, which is not sent again."""
         return replace(self, cached=True, cost={})
 
 
@@ -59,7 +59,7 @@ class Grader:
         """Return verdicts on requests, from the cache where possible.
 
         Args:
-            bodies: Different requests; those that are sent are sent at the same time.
+            bodies: Distinct requests; they are sent concurrently.
 
         Raises:
             RewardConfigurationError: If the key is needed and not set.
@@ -68,7 +68,7 @@ class Grader:
         return verdicts | await self.ask([body for body in bodies if body not in verdicts])
 
     async def ask(self, bodies: Sequence[bytes]) -> dict[bytes, Verdict]:
-        """As `grade`, but always send the requests."""
+        """Same as `grade`, but never from the cache."""
         if not bodies:
             return {}
         async with self._client.session(self._read_key()) as session:

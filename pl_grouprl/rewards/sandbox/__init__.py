@@ -1,4 +1,4 @@
-"""A sandbox for programs that a model wrote: a child process with limits, no network, and none of our files."""
+"""A sandbox for model-written programs: a child process with limits, without network or access to our files."""
 
 from pl_grouprl.rewards.sandbox.limits import SandboxLimits
 from pl_grouprl.rewards.sandbox.sandbox import ProgramResult, Sandbox, SandboxUnavailableError

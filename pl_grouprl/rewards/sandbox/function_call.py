@@ -16,9 +16,9 @@ from typing import Any
 
 
 def plain(value: object) -> dict[str, list[object]]:
-    """A set as JSON, the same for equal sets, even of sets."""
+    """A set as JSON, in a canonical order; also for sets of sets."""
     if isinstance(value, (set, frozenset)):
-        return {"set": sorted(value, key=lambda own: json.dumps(own, default=plain))}
+        return {"set": sorted(value, key=lambda item: json.dumps(item, default=plain))}
     raise TypeError(f"{value!r:.80} is not JSON")
 
 
@@ -36,6 +36,6 @@ if __name__ == "__main__":
     given = json.loads(sys.stdin.read())
     answer = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    offered = {name: getattr(typing, name) for name in typing.__all__}  # as solutions of coding sites expect
+    offered = {name: getattr(typing, name) for name in typing.__all__}  # solutions from coding sites expect these names
     solution = runpy.run_path("/solution.py", init_globals=offered, run_name="solution")
     os.write(answer, json.dumps({"value": compute(given, solution)}, default=plain).encode())

@@ -1,6 +1,6 @@
-"""Isolates one program, runs it, and kills everything that it leaves.
+"""Isolates one program, runs it, and kills everything that it leaves behind.
 
-Run as a script, by its path, so that it imports nothing but the standard library. A line of JSON on standard input says
+Runs as a script, by its path, so it imports only the standard library. A line of JSON on standard input says
 what to run; another byte, or the end of the input, kills the program. Its status is written to a pipe that the program
 cannot reach.
 
@@ -93,7 +93,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _enter_namespaces(is_root: bool) -> None:
-    """Enter new namespaces, in which root is mapped along with nobody, and any other user becomes nobody."""
+    """Enter new namespaces. Root is mapped together with nobody; any other user becomes nobody."""
     user, group = os.geteuid(), os.getegid()
     begin, begun = os.pipe()
     mapper = os.fork() if is_root else None
@@ -110,7 +110,7 @@ def _enter_namespaces(is_root: bool) -> None:
         failure = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
     if failure:
         raise OSError(failure, f"users of the new namespace: {os.strerror(failure)}")
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")  # reset by the change of user
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")  # the change of user reset it
 
 
 def _map_users(process: int, users: str, groups: str, *, deny_groups: bool = False) -> int:
@@ -126,7 +126,7 @@ def _map_users(process: int, users: str, groups: str, *, deny_groups: bool = Fal
 
 
 def _build_file_system(request: Mapping[str, Any]) -> int:
-    """Build a root in memory with the files that the program sees; only its working directory is writable.
+    """Build an in-memory root with the files that the program sees; only its working directory is writable.
 
     Returns:
         File descriptor of the program's standard input.
@@ -183,7 +183,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _watch(init: int) -> NoReturn:
-    """Wait for the first process to end; kill it, and with it all others, when told to."""
+    """Wait for the first process to end; when told to, kill it and thereby all others."""
     ends = select.poll()
     ends.register(os.pidfd_open(init), select.POLLIN)
     ends.register(0, select.POLLIN)
@@ -224,7 +224,7 @@ def _become_program(request: Mapping[str, Any], stdin: int, others: int) -> NoRe
         os.setsid()
         os.dup2(stdin, 0)
         for name, limit in request["rlimits"].items():
-            # Processes are counted per user and namespace, which includes the launcher's.
+            # The kernel counts processes per user and namespace, so the launcher's count too.
             limit += others if name == "RLIMIT_NPROC" else 0
             kind = getattr(resource, name)
             highest = resource.getrlimit(kind)[1]

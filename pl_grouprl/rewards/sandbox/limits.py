@@ -17,11 +17,10 @@ class SandboxLimits:
     """Limits of one run of a program.
 
     Attributes:
-        timeout: Seconds from start to end, and (plus one) CPU seconds of each process.
-        memory_limit_mb: Address space of each process, in MiB; all processes together may use `max_processes` times as
-            much.
+        timeout: Seconds from start to end; also, plus one, the CPU seconds of each process.
+        memory_limit_mb: Address space of each process, in MiB; all together may use `max_processes` times as much.
         max_processes: Processes and threads at a time.
-        disk_limit_mb: MiB of all files in its working directory, which is kept in memory.
+        disk_limit_mb: MiB of all files in the working directory, which is in memory.
         max_output_mb: MiB of standard output and of standard error, each.
 
     Raises:

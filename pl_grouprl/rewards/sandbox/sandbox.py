@@ -1,4 +1,4 @@
-"""Runs an untrusted Python program without network and with limits; nothing of it remains afterwards."""
+"""Runs an untrusted Python program without network and with limits, and leaves nothing of it behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Ending = Literal["exit", "timeout", "output", "killed"]
 
 
 class SandboxUnavailableError(RewardConfigurationError):
-    """This system does not allow the sandbox, so nothing is run."""
+    """This system does not allow the sandbox, so programs are not run."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class ProgramResult:
 
     Attributes:
         ending: `exit`: it ended by itself, or one of its limits (memory, CPU time) killed it. `timeout`: it took too
-            long. `output`: it wrote too much. `killed`: the system killed its processes, for example out of memory.
-        exit_code: Exit code of a program that ended by itself, or minus the number of the signal that killed it. It
+            long. `output`: it wrote too much. `killed`: the system killed it, for example because memory ran out.
+        exit_code: Exit code, or minus the number of the signal that killed it; None if it was stopped before. It
             says nothing about correctness: the program chooses it.
         stdout: What it wrote, up to the limit; bytes that are not UTF-8 are replaced.
         stderr: Likewise.
-        seconds: From its start to its end.
+        seconds: Run time.
     """
 
     ending: Ending
@@ -67,10 +67,10 @@ class ProgramResult:
 class Sandbox:
     """Runs one Python program per call; calls from several threads run in parallel.
 
-    A program sees the system's libraries and this Python (with its packages), read-only, an empty working directory in
-    memory, and no other file. It has no network, none of our environment variables, no open file but its three streams,
-    no root rights, and a separate process namespace, which takes everything that it started with it. If the system
-    does not allow one of these, nothing is run.
+    A program sees the system's libraries and this Python with its packages (read-only), an empty working directory in
+    memory, and no other file. It has no network, none of our environment variables, no open files but its three
+    streams, no root rights, and a process namespace that ends with everything it started. If the system does not allow
+    any one of these, nothing is run.
 
     Needs Linux 5.14 or later on x86_64 or aarch64, and user namespaces, with or without root.
 
@@ -90,8 +90,7 @@ class Sandbox:
         """Run a trial program.
 
         Raises:
-            SandboxUnavailableError: If the system does not allow the sandbox, or programs do not run in it; with the
-                reason.
+            SandboxUnavailableError: If the system does not allow the sandbox, or programs do not run in it; says why.
         """
         result = self.run(_TRIAL, stdin="trial")
         if result.stdout != "trial\n":
@@ -102,12 +101,12 @@ class Sandbox:
             )
 
     def run(self, program: str, stdin: str = "", files: Mapping[str, str] | None = None) -> ProgramResult:
-        """Run a program and wait for its end.
+        """Run a program and wait for it to end.
 
         Args:
             program: Source code in Python.
-            stdin: Its standard input.
-            files: Texts of further files that it can read, by absolute path.
+            stdin: Standard input.
+            files: Contents of further files that it can read, by absolute path.
 
         Raises:
             SandboxUnavailableError: If the system does not allow the sandbox.
@@ -171,7 +170,7 @@ class _Run:
     def send(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         rest = memoryview(json.dumps(request).encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError):  # its standard error then says why
+        with contextlib.suppress(BrokenPipeError):  # its stderr says why
             while rest:
                 rest = rest[self._process.stdin.write(rest) :]
 
@@ -207,7 +206,7 @@ class _Run:
             self._stop("output")
 
     def _stop(self, ending: Ending) -> None:
-        """Tell the launcher to kill the program; if that takes too long, kill the launcher, to the same effect."""
+        """Tell the launcher to kill the program. If called again because that takes too long, kill the launcher."""
         if self._ending is not None:
             self._process.kill()
         self._ending = self._ending or ending

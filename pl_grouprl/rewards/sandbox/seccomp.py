@@ -1,8 +1,8 @@
 """The system call filter: a seccomp program that refuses what a Python script does not need.
 
-It closes what namespaces and limits leave open: socket families that a network namespace does not isolate (vsock),
-memory that no limit counts (memfd, System V segments), new namespaces, and calls that inspect other processes or have
-often been used to attack the kernel.
+It covers what namespaces and limits do not: socket families that a network namespace does not isolate (vsock), memory
+that no limit counts (memfd, System V segments), new namespaces, and calls that inspect other processes or have often
+been used to attack the kernel.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSED = {
 }
 CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
 
-_CLONE_NEW = 0x7E020000  # every flag of clone that makes a namespace
+_CLONE_NEW = 0x7E020000  # all flags of clone that create a namespace
 _AF_UNIX = 1
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -65,14 +65,14 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def seccomp_filter(machine: str | None = None) -> bytes:
-    """Return the filter for a machine, as the kernel reads it.
+    """Return the filter for a machine, in the kernel's binary format.
 
     Raises:
         ValueError: If its system call numbers are not known here.
     """
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
-        raise ValueError(f"no filter of system calls for {machine!r}, only for {sorted(_AUDIT_ARCH)}")
+        raise ValueError(f"there is no system call filter for {machine!r}, only for {sorted(_AUDIT_ARCH)}")
     column = 0 if machine == _X86_64 else 1
     refuse = _instruction(_RETURN, _ERRNO | errno.EPERM)
     allow = _instruction(_RETURN, _ALLOW)

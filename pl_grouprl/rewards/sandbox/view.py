@@ -1,4 +1,4 @@
-"""Which files of this machine a program in the sandbox sees, read-only: the system's libraries and Python."""
+"""The files of this machine that a program in the sandbox can read: the system's libraries and Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FileView:
     links: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str) -> None:
-        """Add a path together with every link on the way to it; a path that does not exist is skipped."""
+        """Add a path with every symbolic link on the way to it; skip it if it does not exist."""
         here = Path("/")
         for place, part in enumerate(Path(path).parts[1:], start=2):
             here = Path(os.path.normpath(here / part))
@@ -51,7 +51,7 @@ def interpreter_view() -> FileView:
     """What this Python needs: the system's libraries, its own folder and that of its virtual environment.
 
     Raises:
-        ValueError: If that would expose a home folder, or everything.
+        ValueError: If that would expose a home folder or the whole machine.
     """
     view = FileView()
     for path in (*_SYSTEM, *_DEVICES, sys.base_prefix, sys.prefix, sys.executable):
@@ -59,7 +59,7 @@ def interpreter_view() -> FileView:
     view = view.outermost()
     forbidden = {"/", "/root", "/home", os.path.expanduser("~")}
     if shown := forbidden.intersection(view.mounts):
-        raise ValueError(f"this Python is installed in {sorted(shown)}, which would show programs all files there")
+        raise ValueError(f"this Python is installed in {sorted(shown)}, so programs could read all files there")
     return view
 
 

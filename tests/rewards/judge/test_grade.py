@@ -33,8 +33,8 @@ def test_of_text(reply, grade):
         ("Grade: 7 or 8", "no line"),
         ("The grade: 7 is what it asks for", "no line"),
         ("Grade: 4/5", "out of 5 rather than 10"),
-        ("Grade: 11", "11.0 is not from 0 to 10"),
-        ("Grade: -3", "-3.0 is not from 0 to 10"),
+        ("Grade: 11", "11.0 is not between 0 and 10"),
+        ("Grade: -3", "-3.0 is not between 0 and 10"),
         ("1e3", "no line"),
         pytest.param("\n" * 500_000 + "x", "no line", id="blank lines"),  # in linear time
     ],
@@ -75,5 +75,5 @@ def test_of_json(reply, reply_format):
     ],
 )
 def test_json_without_one_is_refused(reply):
-    with pytest.raises(ValueError, match=r"score|is not from 1 to 5"):
+    with pytest.raises(ValueError, match=r"score|is not between 1 and 5"):
         read_grade(reply, "json", (1.0, 5.0))

@@ -96,14 +96,14 @@ def test_structured_output_is_asked_for_and_fields_may_be_left_out():
     ("bad", "reason"),
     [
         (reply("I will not say."), "there is no line `Grade: N` in the reply 'I will not say.'"),
-        (reply("Grade: 11"), "the grade 11.0 is not from 0 to 10"),
+        (reply("Grade: 11"), "the grade 11.0 is not between 0 and 10"),
         (reply("Grade: 3", finish_reason="length"), "the reply was cut off; raise max_tokens"),
         (reply(None), "the reply has no text"),
-        (Answer(b"<html>"), "the answer is no chat completion: b'<html>'"),
-        (Answer(b'{"choices": []}'), "the answer is no chat completion"),
+        (Answer(b"<html>"), "the answer is not a chat completion: b'<html>'"),
+        (Answer(b'{"choices": []}'), "the answer is not a chat completion"),
         (
             Answer(b'{"choices": [{"message": {"content": "Grade: 1"}}], "usage": {"prompt_tokens": 1e999}}'),
-            "the answer is no chat completion",
+            "the answer is not a chat completion",
         ),
         (Answer(b" " * 5_000_000), "the answer has more than 4194304 bytes"),
         (Answer(b'{"error": "context too long"}', 400), 'status 400: \'{"error": "context too long"}\''),
@@ -385,7 +385,7 @@ def test_it_runs_as_a_coroutine_of_the_training_process():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be like http://localhost:8000/v1"),
+        ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must look like http://localhost:8000/v1"),
         ({"base_url": "http://h:x/v1"}, "base_url is"),
         ({"base_url": "http://h/v1?a=b"}, "base_url is"),
         ({"scale": (5.0, 1.0)}, "Judge.scale is .*; it must be the lowest grade, then the highest"),

@@ -71,7 +71,7 @@ def test_each_message_of_a_conversation_is_marked():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(" ", "rubric is empty"), ("Is it {answer}?", r"the fields \['answer'\] and not \{completion\}")],
+    [(" ", "rubric is empty"), ("Is it {answer}?", r"the fields \['answer'\] but not \{completion\}")],
 )
 def test_a_rubric_without_a_completion_is_refused(text, message):
     with pytest.raises(ValueError, match=message):

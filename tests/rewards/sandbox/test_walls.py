@@ -97,7 +97,7 @@ def test_a_system_without_namespaces_is_refused_with_the_reason():
     [
         (sys, "platform", "darwin", "needs Linux, and this is darwin"),
         (view.sys, "base_prefix", "/root", r"this Python is installed in \['/root'\]"),
-        ("platform", "machine", lambda: "riscv64", "no filter of system calls for 'riscv64'"),
+        ("platform", "machine", lambda: "riscv64", "no system call filter for 'riscv64'"),
     ],
     ids=["system", "python in a home folder", "machine"],
 )
