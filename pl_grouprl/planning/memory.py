@@ -1,7 +1,7 @@
 """Memory of one device, counted: what training holds, and what is left for tokens and for rollouts.
 
 Weights, gradients and moments are counted exactly, from the parameters of models on the meta device. Activations follow
-a formula whose coefficients were counted for PyTorch's operations of a Qwen3 layer under `bf16-mixed`; docs/scaling.md
+a formula whose coefficients were counted for PyTorch's operations of a Qwen3 layer under `bf16-mixed`; docs/memory.md
 has it, and what it was compared with.
 
 Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
@@ -287,7 +287,7 @@ SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")
 
 
 def divided(footprint: Footprint, strategy: str, devices: int) -> Footprint:
-    """Divide a footprint as a strategy does; docs/scaling.md has the table.
+    """Divide a footprint as a strategy does; docs/memory.md has the table.
 
     Args:
         footprint: Of the whole models.
