@@ -199,7 +199,6 @@ def test_every_option_is_on_the_page():
     [
         "options.md",
         "shared_prefix.md",
-        "packed_rows.md",
         "exactness.md",
         "data.md",
         "rewards.md",
@@ -208,7 +207,6 @@ def test_every_option_is_on_the_page():
         "group_ppo.md",
         "distillation.md",
         "scaling.md",
-        "memory.md",
         "judge.md",
         "logging.md",
     ],
