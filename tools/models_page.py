@@ -11,8 +11,8 @@ from tiny_families import Family
 
 _HEADER = """# Which models share prefixes exactly
 
-Look up your model here: whether it shares prefixes exactly, is refused (and why), or could not be tried. For a model that
-is not listed, run `python cli.py parity --model path/to/the/model`;
+Look up your model here: whether it shares prefixes exactly, is refused (and why), or could not be tried. For a model
+that is not listed, run `python cli.py parity --model path/to/the/model`;
 [exactness.md](exactness.md#check-your-own-model-check_parity) explains the check.
 
 How the table was made: every family of the installed transformers with a class for causal language modelling, or for
@@ -24,7 +24,8 @@ Conditions: {conditions}.
 
 `< 1e-5` is an upper bound, in powers of ten: for log-probabilities of the largest difference, in nats (allowed
 {logprob:.0e}); for gradients of the norm of the difference over the norm of all gradients (allowed {gradient:.0e}).
-Families marked with * also take images, and were run with text alone. The kinds of layers are those that the config names.
+Families marked with * also take images, and were run with text alone. The kinds of layers are those that the config
+names.
 
 `python tools/models_table.py --write docs/models.md` writes this page, `--check` compares it with what is found now; do
 not edit it.
