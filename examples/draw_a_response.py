@@ -1,7 +1,7 @@
 """Draws what a response is trained by: the advantages of its tokens with GRPO, and the token groups of GROUP PPO.
 
-Both algorithms train a tiny random model to count on from the last digit of the prompt, with a reward for each token that
-is one more than the digit before it. Takes about two minutes on one core of a CPU:
+Both algorithms train a tiny random model to count on from the last digit of the prompt, with a reward for each token
+that is one more than the digit before it. Takes about two minutes on one core of a CPU:
 
     python examples/draw_a_response.py --output docs/images   # writes advantages.png and token_groups.png
 """
