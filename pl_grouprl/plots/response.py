@@ -52,7 +52,7 @@ class Response:
         self.series = {name: _numbers(name, values, len(tokens)) for name, values in series.items()}
         self.lines = lines_of(tokens[:max_tokens])
         self.note = f"the first {max_tokens} of {len(tokens)} tokens" if len(tokens) > max_tokens else ""
-        shown = [own[cell.index] for own in self.series.values() for line in self.lines for cell in line]
+        shown = [own[cell.number] for own in self.series.values() for line in self.lines for cell in line]
         self.figure, self.axes = _empty_figure(len(self.lines), _limits(shown))
         for axes, line in zip(self.axes, self.lines, strict=True):
             _write(axes, line)
@@ -64,13 +64,13 @@ class Response:
     def bars(self, values: Sequence[float], colors: Sequence[str]) -> None:
         """Draw a bar over each token; none where the value is NaN."""
         for axes, line in zip(self.axes, self.lines, strict=True):
-            drawn = [cell for cell in line if math.isfinite(values[cell.index])]
+            drawn = [cell for cell in line if math.isfinite(values[cell.number])]
             axes.bar(
                 [cell.start + 0.06 for cell in drawn],
-                [values[cell.index] for cell in drawn],
+                [values[cell.number] for cell in drawn],
                 [cell.width - 0.12 for cell in drawn],
                 align="edge",
-                color=[colors[cell.index] for cell in drawn],
+                color=[colors[cell.number] for cell in drawn],
                 linewidth=0,
             )
 
@@ -78,7 +78,7 @@ class Response:
         """Draw a point over the middle of each token."""
         drawn: Any = None
         for axes, line in zip(self.axes, self.lines, strict=True):
-            middles, heights = [cell.start + cell.width / 2 for cell in line], [values[cell.index] for cell in line]
+            middles, heights = [cell.start + cell.width / 2 for cell in line], [values[cell.number] for cell in line]
             (drawn,) = axes.plot(middles, heights, marker, color="black", markersize=3.5, markerfacecolor="white")
         return drawn
 
@@ -89,7 +89,7 @@ class Response:
         for axes, cell in self.cells():
             place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 0, "linewidth": 0}
             corner = (cell.start, -TEXT_HEIGHT)
-            axes.add_patch(Rectangle(corner, cell.width, TEXT_HEIGHT, color=colors[cell.index], **place))
+            axes.add_patch(Rectangle(corner, cell.width, TEXT_HEIGHT, color=colors[cell.number], **place))
 
     def finish(self, title: str, label: str, handles: Sequence[tuple[Any, str]]) -> Figure:
         """Add what explains the figure and return it."""
@@ -169,4 +169,4 @@ def _write(axes: Any, line: Sequence[Cell]) -> None:
     for cell in line:
         middle = cell.start + cell.width / 2
         axes.text(middle, height, cell.text, ha="center", family="monospace", fontsize=9.5, **below)
-    axes.text(-0.6, height, f"{line[0].index + 1}", ha="right", fontsize=7, color=GREY, **below)
+    axes.text(-0.6, height, f"{line[0].number + 1}", ha="right", fontsize=7, color=GREY, **below)

@@ -94,11 +94,11 @@ def _mark_ends(response: Response, groups: TokenGroups, row: int) -> list[tuple[
     causes = groups.causes[row].tolist()
     style = {"linewidth": 2, "clip_on": False, "solid_capstyle": "butt"}
     for axes, cell in response.cells():
-        if causes[cell.index]:
+        if causes[cell.number]:
             end = cell.start + cell.width
-            color = CAUSES[causes[cell.index]][1]
+            color = CAUSES[causes[cell.number]][1]
             axes.plot([end, end], [-TEXT_HEIGHT, 0], color=color, transform=axes.get_xaxis_transform(), **style)
-    shown = {causes[cell.index] for _, cell in response.cells()}
+    shown = {causes[cell.number] for _, cell in response.cells()}
     return [
         (Line2D([], [], color=color, linewidth=2), f"ended by {words}")
         for cause, (words, color) in CAUSES.items()

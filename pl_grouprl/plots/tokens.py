@@ -25,13 +25,13 @@ class Cell(NamedTuple):
     """A token on its line.
 
     Attributes:
-        index: Place in the response.
+        number: Place in the response, from 0.
         start: Column at which it begins.
         width: Columns.
         text: What is shown.
     """
 
-    index: int
+    number: int
     start: int
     width: int
     text: str
@@ -71,7 +71,7 @@ def lines_of(texts: Sequence[str], columns: int = COLUMNS) -> list[list[Cell]]:
     for index, width in enumerate(spread * width for width in widths):
         last = lines[-1][-1] if lines[-1] else None
         start = last.start + last.width if last else 0
-        if last and (start + width > columns or "\n" in texts[last.index]):
+        if last and (start + width > columns or "\n" in texts[last.number]):
             lines.append([])
             start = 0
         lines[-1].append(Cell(index, start, width, shown[index]))

@@ -70,7 +70,6 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "page",
     [
-        "options.md",
         "shared_prefix.md",
         "packed_rows.md",
         "exactness.md",
@@ -83,9 +82,12 @@ OPTIONS = {
         "algorithms.md",
         "ppo.md",
         "group_ppo.md",
+        "functional.md",
+        "own_engine.md",
+        "own_losses.md",
+        "process_rewards.md",
         "distillation.md",
         "vision_language.md",
-        "rollouts.md",
         "tools_and_environments.md",
         "graders.md",
         "evaluation.md",
@@ -137,6 +139,8 @@ def test_the_python_of_the_readme_trains(tmp_path, monkeypatch):
             "rewards.md",
             "reward_workers.md",
             "code_rewards.md",
+            "own_engine.md",
+            "own_losses.md",
             "graders.md",
             "judge.md",
             "ppo.md",
@@ -158,6 +162,9 @@ def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "my_rewards.py").write_text("def brevity(completions):\n    return [-len(c) for c in completions]\n")
+    (package / "my_engine.py").write_text(
+        "from pl_grouprl.rollout import RolloutEngine\n\n\nclass PlainSampler(RolloutEngine):\n    pass\n"
+    )
     (package / "my_tools.py").write_text(
         "def multiply(a: int, b: int) -> int:\n    return a * b\n\n\n"
         "class Counter:\n    def reset(self, **row):\n        return None\n"
@@ -198,6 +205,8 @@ def test_every_option_is_on_the_page():
     "page",
     [
         "options.md",
+        "own_engine.md",
+        "process_rewards.md",
         "shared_prefix.md",
         "exactness.md",
         "data.md",
