@@ -24,7 +24,7 @@ LAYERS = [
     {"loggers"},
     {"callbacks"},
     {"algorithms"},
-    {"planning"},
+    {"planning", "plots"},
     {"cli", "report"},
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,8 +1,8 @@
 """Estimates the memory of one GPU for Qwen3: what training holds, and what is left for tokens and rollouts.
 
     python tools/memory_table.py                            # printed
-    python tools/memory_table.py --write docs/scaling.md    # between the page's markers
-    python tools/memory_table.py --check docs/scaling.md    # exits 1 where the page differs
+    python tools/memory_table.py --write docs/memory.md    # between the page's markers
+    python tools/memory_table.py --check docs/memory.md    # exits 1 where the page differs
 
 The formulas are those of `pl_grouprl.planning.memory`; the totals have not been measured on a GPU.
 """

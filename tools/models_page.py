@@ -11,20 +11,24 @@ from tiny_families import Family
 
 _HEADER = """# Which models share prefixes exactly
 
-This page is written by a command; do not edit it. `python tools/models_table.py --write docs/models.md` writes it
-again, `--check` compares it with what is found now.
+Look up your model here: whether it shares prefixes exactly, is refused (and why), or could not be tried. For a model
+that is not listed, run `python cli.py parity --model path/to/the/model`;
+[exactness.md](exactness.md#check-your-own-model-check_parity) explains the check.
 
-Every family of the installed transformers with a class for causal language modelling, or for images and text, is
-built small from its config by one recipe, which names no family, and run twice: each sequence on its own through the
-model as it is, and all of them in one packed row with shared prefixes. Log-probabilities of random targets at all
-tokens and the gradients of all weights are compared.
+How the table was made: every family of the installed transformers with a class for causal language modelling, or for
+images and text, is built small from its config, by one recipe that names no family. It runs twice: each sequence on its
+own through the unchanged model, and all sequences in one packed row with shared prefixes. Log-probabilities of random
+targets at all tokens, and the gradients of all weights, are compared.
 
 Conditions: {conditions}.
 
-A figure such as `< 1e-5` is an upper bound in powers of ten: of the largest difference of a log-probability, in nats
-(allowed {logprob:.0e}), and of the norm of the difference of all gradients over their norm (allowed {gradient:.0e}).
-Families marked with * take images as well and were run with text alone. The kinds of layers are the config's names
-for them, where it has some.
+`< 1e-5` is an upper bound, in powers of ten: for log-probabilities of the largest difference, in nats (allowed
+{logprob:.0e}); for gradients of the norm of the difference over the norm of all gradients (allowed {gradient:.0e}).
+Families marked with * also take images, and were run with text alone. The kinds of layers are those that the config
+names.
+
+`python tools/models_table.py --write docs/models.md` writes this page, `--check` compares it with what is found now; do
+not edit it.
 """
 _EXACT = "| model type | class | kinds of layers | log-probabilities | gradients |\n|---|---|---|---|---|\n"
 _OTHERS = "| model type | class | reason |\n|---|---|---|\n"

@@ -250,8 +250,9 @@ def main() -> None:
 
 _HEADER = """# Tasks of reasoning-gym
 
-This page is written by a command; do not edit it: `python tools/reasoning_gym_table.py --write
-docs/reasoning_gym_tasks.md`. How the tasks are used is in [tasks.md](tasks.md).
+Look up a task here: whether it can be used, how its answers are scored, and how many levels it has.
+[tasks.md](tasks.md) says how to train on it. `python tools/reasoning_gym_table.py --write docs/reasoning_gym_tasks.md`
+writes this page; do not edit it.
 
 Conditions: {conditions}.
 

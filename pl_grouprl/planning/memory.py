@@ -1,7 +1,7 @@
 """Estimates the memory of one device: what training holds, and what is left for tokens and rollouts.
 
 Weights, gradients and moments are counted exactly, from the parameters of models on the meta device. Activations follow
-a formula whose coefficients were counted from PyTorch's operations in a Qwen3 layer under `bf16-mixed`. docs/scaling.md
+a formula whose coefficients were counted from PyTorch's operations in a Qwen3 layer under `bf16-mixed`. docs/memory.md
 gives the formula and how it was checked.
 
 Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
@@ -289,7 +289,7 @@ SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")
 
 
 def divided(footprint: Footprint, strategy: str, devices: int) -> Footprint:
-    """Shard a footprint as a strategy does; docs/scaling.md has the table.
+    """Shard a footprint as a strategy does; docs/memory.md has the table.
 
     Args:
         footprint: Memory of the whole models.

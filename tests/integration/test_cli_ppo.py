@@ -244,10 +244,10 @@ def test_parity(runs, configurations, capsys):
 # What the page about options says of the two.
 
 
-def page_cells(column):
-    """What stands in backticks below a heading of the tables of options.md."""
+def page_cells(column, page="options.md"):
+    """What stands in backticks below a heading of the tables of a page."""
     found, place = [], None
-    for line in (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8").splitlines():
+    for line in (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if column in cells:
             place = cells.index(column)
@@ -272,7 +272,7 @@ def test_every_option_of_its_own_is_on_the_page(cls):
 
 
 def test_metrics_of_the_page_are_logged(runs):
-    documented = page_cells("with a critic, token groups or dynamic sampling")
+    documented = page_cells("with a critic, token groups or dynamic sampling", "metrics.md")
     logged = set(json.loads((runs["GroupPPO"] / "summary.json").read_text())["metrics"])
     assert len(documented) > 15
     elsewhere = {"policy/router_aux_loss", "time/exchange", "rollout/policy_lag"}  # experts, ranks, sampling ahead

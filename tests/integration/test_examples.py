@@ -65,3 +65,16 @@ def test_median_advantages_by_hand():
     groups = [RolloutGroup([1], [Rollout([2], reward=reward) for reward in own]) for own in rewards]
     advantages = load("subclass_grpo").MedianGRPO.compute_advantages(None, groups)
     assert advantages.tolist() == [-0.25, 0.75, 0.0, 0.0, 1.0, -1.0]
+
+
+def test_both_pictures_of_a_response_are_drawn(tmp_path):
+    load("draw_a_response").main(tmp_path, steps=2, cache_dir=str(tmp_path / "cache"))
+    for name in ("advantages.png", "token_groups.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_poor_graders_pay_as_they_are_said_to():
+    graders = load("poor_graders")
+    texts = [r"\boxed{two}", "two", "onetwothree", "three"]
+    assert graders.boxed(completions=texts, answer=["two"] * 4) == [1.0, 0.0, 0.0, 0.0]
+    assert graders.contains(completions=texts, answer=["two"] * 4) == [1.0, 1.0, 1.0, 0.0]

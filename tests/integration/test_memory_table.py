@@ -1,4 +1,4 @@
-"""The memory table of docs/scaling.md is the tool's of today."""
+"""The memory table of docs/memory.md is the tool's of today."""
 
 import sys
 from dataclasses import replace
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_has_the_table_of_today():
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     assert memory_table.with_table(page) == page
 
 

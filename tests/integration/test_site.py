@@ -94,7 +94,7 @@ def test_a_notebook_is_a_page_of_its_cells(site):
     page = site[0]["project/examples/notebooks/1_first_grpo_run.ipynb.md"]
     assert page.startswith("# A first GRPO run\n")
     assert "\n\n````python\narchitecture = {\n" in page
-    assert "(../../../rewards_and_data.md)" in page
+    assert "(../../../rewards.md)" in page
 
 
 def test_anchors_are_those_of_github():

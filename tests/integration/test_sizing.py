@@ -24,7 +24,7 @@ def test_token_ratios_are_those_of_the_formula():
 
 
 def test_the_largest_models_are_those_of_the_whole_table():
-    head, *body = rows("scaling.md", "### Qwen3 on 24, 48 and 80 GB")
+    head, *body = rows("memory.md", "## Qwen3 on 24, 48 and 80 GB")
     methods, *short = rows("sizing.md", "## Does it fit?")
     for gpu, *cells in short:
         column = head.index(gpu)

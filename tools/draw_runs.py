@@ -1,0 +1,48 @@
+"""Draws a few panels of several runs over each other: `python tools/draw_runs.py PICTURE NAME=RUN...`.
+
+    python tools/draw_runs.py runs.png "as it is=runs/grpo_pg/version_0" "twice the rate=runs/grpo_pg/version_1"
+
+A RUN is a run folder; its NAME stands in the legend. `python -m pl_grouprl.report` makes a page of everything instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pl_grouprl.callbacks.curves import draw_panel
+from pl_grouprl.report.run import read_run
+
+PANELS = ("reward", "completion length (tokens)", "entropy (nats per token)", "KL to the reference", "gradient norm")
+EQUAL = "frac_reward_zero_std"
+
+
+def draw(path: Path, runs: dict[str, Path]) -> None:
+    """Draw the panels of all runs.
+
+    Args:
+        path: PNG file.
+        runs: Run folders by name.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    points = {name: dict(read_run(folder).history.points) for name, folder in runs.items()}
+    figure = Figure(figsize=(15, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    *axes, last = figure.subplots(2, 3).flat
+    for own, title in zip(axes, PANELS, strict=True):
+        draw_panel([own], title, points)
+    shares = {name: {EQUAL: own[EQUAL]} for name, own in points.items() if EQUAL in own}
+    draw_panel([last], "shares: truncated, equal rewards, clipped", shares)
+    last.set_title("share of groups with equal rewards", fontsize=10, loc="left", fontweight="bold")
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
+    given = parser.parse_args()
+    pairs = [run.partition("=")[::2] for run in given.runs]
+    draw(given.picture, {name: Path(folder) for name, folder in pairs})
