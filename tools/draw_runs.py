@@ -8,6 +8,7 @@ A RUN is a run folder; its NAME stands in the legend. `python -m pl_grouprl.repo
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from pl_grouprl.callbacks.curves import draw_panel
@@ -39,10 +40,18 @@ def draw(path: Path, runs: dict[str, Path]) -> None:
     figure.savefig(path, dpi=100)
 
 
+def main(args: Sequence[str] | None = None) -> None:
+    """Draw what the command line names."""
+    parser = argparse.ArgumentParser(description="Draws a few panels of several runs over each other.")
+    parser.add_argument("picture", type=Path, help="PNG file to write")
+    parser.add_argument("runs", nargs="+", metavar="NAME=RUN", help="run folder, after its name in the legend")
+    given = parser.parse_args(args)
+    pairs = [run.rpartition("=") for run in given.runs]
+    for name, _, folder in pairs:
+        if not name:
+            parser.error(f"{folder!r} has no name; pass NAME=RUN, such as healthy={folder}")
+    draw(given.picture, {name: Path(folder) for name, _, folder in pairs})
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
-    given = parser.parse_args()
-    pairs = [run.partition("=")[::2] for run in given.runs]
-    draw(given.picture, {name: Path(folder) for name, folder in pairs})
+    main()

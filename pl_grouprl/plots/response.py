@@ -100,8 +100,10 @@ class Response:
         self.figure.text(0.12 / self.figure.get_figwidth(), 0.5, label, rotation=90, va="center", fontsize=9)
         if handles:
             drawn, names = zip(*handles, strict=True)
-            place = {"loc": "upper left", "bbox_to_anchor": (left, 1 - 0.33 / height), "borderaxespad": 0}
-            legend = self.figure.legend(drawn, names, fontsize=8, frameon=False, ncols=len(names), **place)
+            style: dict[str, Any] = {"fontsize": 8, "frameon": False, "borderaxespad": 0, "ncols": len(names)}
+            legend = self.figure.legend(
+                drawn, names, loc="upper left", bbox_to_anchor=(left, 1 - 0.33 / height), **style
+            )
             for text in legend.get_texts():
                 text.set_parse_math(False)
         return self.figure
