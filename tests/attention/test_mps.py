@@ -113,7 +113,7 @@ def test_nothing_on_the_way_of_a_model_is_float64(monkeypatch):
 
 def test_refusals():
     on_mps = SimpleNamespace(device=torch.device("mps"), requires_grad=False)
-    with pytest.raises(ValueError, match="trainer.accelerator is 'mps', which has no float64.* Set it to 'cpu'"):
+    with pytest.raises(ValueError, match=r"trainer.accelerator is 'mps', which has no float64.* Set it to 'cpu'"):
         check_device(torch.device("mps"))
     check_device(torch.device("cpu"))
     refusal = get_backend("flex").refusal(on_mps, on_mps, on_mps, AttentionRule(SCALE))

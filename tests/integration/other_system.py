@@ -3,15 +3,11 @@
 python other_system.py darwin|win32 FOLDER ARGUMENT...: `FOLDER` for the callback's run, then `cli.py`'s arguments.
 """
 
+import importlib
 import sys
 from pathlib import Path
 
-import lightning.pytorch.loggers
-import matplotlib.backends.backend_agg
-import matplotlib.pyplot
-import tensorboard.summary.writer.event_file_writer
 import torch
-import torch.utils.tensorboard  # noqa: F401
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors import signal_connector
 from torch.utils.data import DataLoader
@@ -57,6 +53,8 @@ def train_with_callback(folder):
 
 if __name__ == "__main__":
     system, folder, *arguments = sys.argv[1:]
+    for name in ("matplotlib.pyplot", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"):
+        importlib.import_module(name)
     signal_connector._IS_WINDOWS = system == "win32"
     become(system)
     from pl_grouprl.cli import main
