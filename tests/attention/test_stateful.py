@@ -299,6 +299,15 @@ class OwnCache(nn.Module):
         return hidden_states
 
 
+class FormerMixer(nn.Module):
+    """As in transformers 5.20."""
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None) -> Tensor:
+        if cache_params is not None and cache_params.has_previous_state(0):
+            return cache_params.update_conv_state(hidden_states, 0)
+        return hidden_states
+
+
 class OwnLightningAttention(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -310,6 +319,7 @@ class OwnLightningAttention(nn.Module):
         OwnState(A_log=nn.Parameter(torch.zeros(1))),
         OwnState(conv=nn.Conv1d(4, 4, 3, groups=4)),
         OwnCache(),
+        FormerMixer(),
         OwnLightningAttention(),
     ],
     ids=lambda module: type(module).__name__,
