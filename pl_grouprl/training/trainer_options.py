@@ -22,7 +22,7 @@ def check_device(device: torch.device) -> None:
     if device.type == "mps":
         raise ValueError(
             "trainer.accelerator is 'mps', which has no float64: sampling and the statistics of rewards need it. Set "
-            "it to 'cpu'. (SharedPrefixCallback in a LightningModule of your own runs on mps.)"
+            "it to 'cpu'. (SharedPrefixCallback in a LightningModule of your own takes mps.)"
         )
 
 

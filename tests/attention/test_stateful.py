@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.forests import Forest, random_forest, relative_error, sequences
+from helpers.versions import needs
 from torch import Tensor, nn
 
 from pl_grouprl.attention.registration import LayoutCall
 from pl_grouprl.attention.state.stateful import StatefulHandle, install, stateful_mixers, unsupported_mixers
 from pl_grouprl.packing import SharedPrefixLayout
+
+pytestmark = needs("transformers", "5.21")  # earlier ones are refused
 
 HIDDEN = 16
 _COMMON = {

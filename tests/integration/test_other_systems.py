@@ -40,9 +40,8 @@ def test_default_run_and_callback(system, tmp_path):
     small = tmp_path / "small.yaml"
     small.write_text(SMALL.format(folder=tmp_path), encoding="utf-8")
     arguments = ["fit", "--config", "grpo_pg.yaml", "--config", small]
-    done = run_script(
-        Path(__file__).with_name("other_system.py"), system, tmp_path / "callback", *arguments, cwd=tmp_path
-    )
+    script = Path(__file__).with_name("other_system.py")
+    done = run_script(script, system, tmp_path / "callback", *arguments, cwd=tmp_path, timeout=600)
     # Four rows of 40 tokens, of which 32 are the same: 160 tokens with repeated prefixes, 64 without.
     assert "token ratio 2.5" in done.stdout
     (run,) = (tmp_path / "runs" / "grpo_pg").iterdir()
