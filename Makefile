@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
+OLDEST := .venv-oldest/bin
+PYTHON_OLDEST ?= python3.10
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-vllm test-real-model test-all strategies docs audit lint types wheel clean
+.PHONY: demo test test-oldest test-vllm test-real-model test-all strategies docs audit lint types wheel clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -16,6 +18,10 @@ test: .venv/installed lint types
 # Samples with vLLM's CPU build, in an environment of its own: the package never depends on that build.
 test-vllm: .venv-vllm/installed
 	$(VLLM)/python -m pytest -m 'vllm and not slow and not gpu'
+
+# The same tests with the oldest versions that pyproject.toml allows, which take 7 GB: that torch brings its CUDA.
+test-oldest: .venv-oldest/installed
+	$(OLDEST)/python -m pytest $(WORKERS)
 
 # Parity, rollouts and training with SmolLM2-135M-Instruct, which it fetches: about a quarter of an hour.
 test-real-model: .venv/installed
@@ -67,6 +73,11 @@ types: .venv/installed
 	! $(VLLM)/pip check | grep -vE 'requires torch(audio|codec|vision),|requirement transformers<'
 	touch $@
 
+.venv-oldest/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON_OLDEST) -m venv .venv-oldest
+	$(OLDEST)/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	touch $@
+
 # The site is built from the sources: neither the package nor torch is needed.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
@@ -84,4 +95,4 @@ types: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-audit .venv-build .venv-docs .cache build dist runs
+	rm -rf .venv .venv-vllm .venv-oldest .venv-audit .venv-build .venv-docs .cache build dist runs

@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+"""Windows has no SIGUSR1."""
 
 
 class StopRequest:

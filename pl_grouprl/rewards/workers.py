@@ -20,6 +20,7 @@ from pl_grouprl.utilities.worker_process import (
     WorkerExitError,
     WorkerProcess,
     WorkerTimeoutError,
+    check_memory_limit,
     check_process_groups,
 )
 
@@ -174,6 +175,7 @@ def _check(count: int, timeout: float | None, memory_limit_mb: int | None) -> No
     if memory_limit_mb is not None and memory_limit_mb < 1:
         raise ValueError(f"reward_memory_limit_mb is {memory_limit_mb}; it must be at least 1, or None for no limit.")
     check_process_groups("reward_workers", count)
+    check_memory_limit("reward_memory_limit_mb", memory_limit_mb)
 
 
 def _pickle(reward: PreparedReward) -> bytes:

@@ -11,7 +11,7 @@ from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.prompt_checks import check_prompts, limits_of_source, prompts_of_stage
 from pl_grouprl.training.rollout_ahead import check_rollout_ahead
-from pl_grouprl.training.trainer_options import check_trainer, check_updates
+from pl_grouprl.training.trainer_options import check_device, check_trainer, check_updates
 from pl_grouprl.utilities.run_options import check_allowed
 
 
@@ -28,6 +28,7 @@ def check_before_loading(module: Any, stage: str) -> None:
     trainer, is_fit = module.trainer, stage == "fit"
     if is_fit:
         check_allowed(module.allow_changed, module.run_options(), module.free_options)
+    check_device(trainer.strategy.root_device)
     check_trainer(trainer, stage)
     module.support.check(module)
     check_quantized(module)

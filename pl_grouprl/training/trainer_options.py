@@ -6,10 +6,24 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch._dynamo import OptimizedModule
 
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.options import check_options
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse Apple's GPUs, which a Trainer chooses by itself on a Mac.
+
+    Raises:
+        ValueError: Says what to choose.
+    """
+    if device.type == "mps":
+        raise ValueError(
+            "trainer.accelerator is 'mps', which has no float64: sampling and the statistics of rewards need it. Set "
+            "it to 'cpu'. (SharedPrefixCallback in a LightningModule of your own takes mps.)"
+        )
 
 
 def check_trainer(trainer: Any, stage: str) -> None:

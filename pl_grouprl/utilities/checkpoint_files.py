@@ -177,10 +177,20 @@ def newest_complete(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path
 
 
 def link(target: Path, name: Path, owner: str) -> None:
-    """Make a name a link to a checkpoint in the same folder, replacing what was there."""
+    """Make a name a link to a checkpoint in the same folder, replacing what was there.
+
+    On Windows, which lets only administrators and developers make links, the name becomes a copy if need be.
+    """
     unfinished = unfinished_path(name, owner)
     unfinished.unlink(missing_ok=True)
-    unfinished.symlink_to(os.path.relpath(target, name.parent))
+    try:
+        unfinished.symlink_to(os.path.relpath(target, name.parent))
+    except OSError:
+        if sys.platform != "win32" or not target.is_file():
+            raise
+        shutil.copyfile(target, unfinished)
+        commit(unfinished, name, read_manifest(target), owner)
+        return
     _replace(unfinished, name, owner)
     _sync(name.parent)
 
@@ -203,6 +213,8 @@ def _leftovers(folder: Path) -> Iterator[tuple[Path, str]]:
 
 def _lives(host: str, pid: int) -> bool:
     if host != socket.gethostname() or pid == os.getpid():
+        return False
+    if sys.platform == "win32":  # where signal 0 is Ctrl-C; a file that a live process has open cannot be removed
         return False
     try:
         os.kill(pid, 0)
@@ -287,8 +299,11 @@ def _replace(unfinished: Path, target: Path, owner: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Wait until a file or folder is on the disk; Windows can do so for writable files only."""
+    windows = sys.platform == "win32"
+    if windows and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.utilities.distributed import gather_plain, local_shard
+from pl_grouprl.utilities.dtypes import widest_dtype
 
 
 @torch.no_grad()
@@ -34,7 +35,7 @@ def nonfinite_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     if not largest:
         return []
     first = next(iter(largest.values())).device
-    finite = torch.stack([value.to(first, torch.float64) for value in largest.values()]).isfinite().tolist()
+    finite = torch.stack([value.to(first, widest_dtype(first)) for value in largest.values()]).isfinite().tolist()
     return [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
 
 

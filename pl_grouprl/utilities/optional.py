@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from typing import Any, NoReturn
+
+from pl_grouprl.utilities.systems import require_system
 
 BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 DATASETS_AVAILABLE = find_spec("datasets") is not None
@@ -31,6 +34,20 @@ def require(available: bool, what: str, extra: str) -> None:
         raise ModuleNotFoundError(
             f"{what} needs an optional package; install it with `pip install 'pl-grouprl[{extra}]'`."
         )
+
+
+def check_vllm_system(what: str) -> None:
+    """Refuse what needs vLLM on a system where it is missing and cannot be installed.
+
+    Raises:
+        ValueError: Says what to use instead.
+    """
+    require_system(
+        VLLM_AVAILABLE or sys.platform == "linux",
+        what,
+        "vLLM is built for Linux only",
+        "sample with transformers (HFRolloutEngine, the default), or from a server on Linux (VLLMServerRolloutEngine)",
+    )
 
 
 class Absent:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pl_grouprl.utilities.dtypes import widest_dtype
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -121,7 +123,7 @@ def gradient_difference(found: Sequence[Tensor | None], expected: Sequence[Tenso
     for one, other in zip(expected, found, strict=True):
         if one is None and other is None:
             continue
-        a, b = (torch.zeros(()) if grad is None else grad.double() for grad in (one, other))
+        a, b = (torch.zeros(()) if grad is None else grad.to(widest_dtype(grad.device)) for grad in (one, other))
         squared_error += (a - b).square().sum().item()
         squared_norm += a.square().sum().item()
     return (squared_error / squared_norm) ** 0.5 if squared_norm else squared_error**0.5

@@ -18,6 +18,7 @@ from typing import Any
 
 from pl_grouprl.utilities import reaper
 from pl_grouprl.utilities.reaper import adopt_orphans, kill_tree
+from pl_grouprl.utilities.systems import require_system
 
 START_SECONDS = 600.0
 """Seconds that a worker may take to start, with all imports of the program and of its functions."""
@@ -176,14 +177,14 @@ def lead_session() -> None:
     """
     os.setsid()
     adopt_orphans()
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(b"1000")
 
 
 def limit_memory(limit_mb: int | None) -> None:
     """Limit the address space of this process, and of each that it starts, in MiB."""
     if limit_mb is not None:
-        import resource  # not on Windows, where there are no workers
+        import resource  # not on Windows; see `check_memory_limit`
 
         highest = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = limit_mb * 2**20 if highest == resource.RLIM_INFINITY else min(limit_mb * 2**20, highest)
@@ -191,10 +192,20 @@ def limit_memory(limit_mb: int | None) -> None:
 
 
 def check_process_groups(option: str, count: int) -> None:
-    """Refuse workers on a system that cannot kill them together with the processes they started.
+    """Refuse workers on a system that cannot kill them together with the processes they started (Windows).
 
     Raises:
         ValueError: Names the option.
     """
-    if not hasattr(os, "killpg"):
-        raise ValueError(f"{option} is {count}, but this system has no process groups; set it to 0.")
+    why = "without process groups, a worker could not be killed together with what it started"
+    require_system(hasattr(os, "killpg"), f"{option}={count}", why, "set it to 0")
+
+
+def check_memory_limit(option: str, limit_mb: int | None) -> None:
+    """Refuse a limit of the address space outside Linux; macOS accepts one and does not enforce it.
+
+    Raises:
+        ValueError: Names the option.
+    """
+    why = "only Linux limits the address space of a process"
+    require_system(limit_mb is None or sys.platform == "linux", f"{option}={limit_mb}", why, "set it to None")

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.forests import Forest, random_forest, relative_error, sequences
+from helpers.versions import needs
 from torch import Tensor, nn
 
 from pl_grouprl.attention.registration import LayoutCall
 from pl_grouprl.attention.state.stateful import StatefulHandle, install, stateful_mixers, unsupported_mixers
 from pl_grouprl.packing import SharedPrefixLayout
+
+pytestmark = needs("transformers", "5.21")  # earlier ones are refused
 
 HIDDEN = 16
 _COMMON = {
@@ -299,6 +302,15 @@ class OwnCache(nn.Module):
         return hidden_states
 
 
+class FormerMixer(nn.Module):
+    """As in transformers 5.20."""
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None) -> Tensor:
+        if cache_params is not None and cache_params.has_previous_state(0):
+            return cache_params.update_conv_state(hidden_states, 0)
+        return hidden_states
+
+
 class OwnLightningAttention(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -310,6 +322,7 @@ class OwnLightningAttention(nn.Module):
         OwnState(A_log=nn.Parameter(torch.zeros(1))),
         OwnState(conv=nn.Conv1d(4, 4, 3, groups=4)),
         OwnCache(),
+        FormerMixer(),
         OwnLightningAttention(),
     ],
     ids=lambda module: type(module).__name__,

@@ -102,6 +102,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
     gradient = needs_gradient(query, key, value) or (rule.sinks_H is not None and needs_gradient(rule.sinks_H))
+    if query.device.type == "mps":
+        return "FlexAttention has neither gradients nor log-sum-exps on mps; use backend 'cascade'."
     if query.device.type == "cpu" and gradient:
         return "FlexAttention has no backward pass on CPU; use backend 'cascade' for training there."
     return None

@@ -101,9 +101,12 @@ def _outside_mixers(module: nn.Module) -> Iterator[nn.Module]:
 def _continues_from_cache(module: nn.Module) -> bool:
     """Whether a module's forward needs only hidden states, and continues from both kinds of cached state.
 
-    Several mixers (such as Mamba) use the recurrent state for single tokens only, and restart if given more.
+    Several mixers (such as Mamba) use the recurrent state for single tokens only, and restart if given more. Those
+    that ask the cache whether it `has_previous_state` (transformers before 5.21) read states from it in another way.
     """
     code = _forward_code(module)
+    if "has_previous_state" in code.co_names:
+        return False
     arguments = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
     if len(arguments.intersection(_CACHE_ARGUMENTS)) != 1 or "update_conv_state" not in code.co_names:
         return False

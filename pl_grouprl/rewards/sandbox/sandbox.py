@@ -131,7 +131,10 @@ class Sandbox:
     def _prepare(self) -> dict[str, Any]:
         """The part that all requests share."""
         if sys.platform != "linux":
-            raise SandboxUnavailableError(f"the sandbox for programs needs Linux, and this is {sys.platform}.")
+            raise SandboxUnavailableError(
+                f"the sandbox for programs needs Linux, and this is {sys.platform}; grade in a Linux container or "
+                "virtual machine, or with a reward function that runs no programs."
+            )
         try:
             view, code = interpreter_view(), seccomp_filter()
         except ValueError as error:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pl_grouprl.rollout.server.auth import check_host
 from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE, check_token
 from pl_grouprl.rollout.vllm.arguments import DECIDED_ALWAYS
+from pl_grouprl.utilities.optional import check_vllm_system
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
+    check_vllm_system("the sampling server")
     check_token(options.token, "--token")
     check_host(options.host, options.token)
     if not 0 <= options.port < 65536:

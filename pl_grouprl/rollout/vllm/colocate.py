@@ -61,7 +61,8 @@ class VLLMRolloutEngine(HoldsPolicy):
 
     Raises:
         ModuleNotFoundError: If vLLM is not installed.
-        ValueError: If an option is out of range, or `engine_kwargs` has an argument that the engine sets.
+        ValueError: If an option is out of range, `engine_kwargs` has an argument that the engine sets, or vLLM has no
+            build for this system.
     """
 
     reserves_max_new_tokens = True
@@ -85,6 +86,7 @@ class VLLMRolloutEngine(HoldsPolicy):
         seed: int = 0,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        optional.check_vllm_system(type(self).__name__)
         optional.require(optional.VLLM_AVAILABLE, type(self).__name__, "vllm")
         check_options(
             {

@@ -1,0 +1,51 @@
+"""The default run and the callback need no module or call that macOS or Windows lacks.
+
+Neither system has run this: `helpers.other_systems` takes away from Linux what they lack.
+"""
+
+from pathlib import Path
+
+import pytest
+from helpers.scripts import run_script
+
+from pl_grouprl.utilities.checkpoint_files import corruption_reason
+
+SMALL = """
+model:
+  init_args:
+    policy:
+      init_args:
+        demonstrations: {{init_args: {{prompt_length: 20}}}}
+        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}}
+        steps: 2
+        batch_size: 4
+        cache_dir: {folder}/cache
+    num_generations: 2
+    sampling: {{max_new_tokens: 2}}
+data:
+  init_args:
+    train: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
+    val: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
+    test: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
+    batch_size: 2
+trainer:
+  max_steps: 2
+  val_check_interval: 2
+"""
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_default_run_and_callback(system, tmp_path):
+    small = tmp_path / "small.yaml"
+    small.write_text(SMALL.format(folder=tmp_path), encoding="utf-8")
+    arguments = ["fit", "--config", "grpo_pg.yaml", "--config", small]
+    script = Path(__file__).with_name("other_system.py")
+    done = run_script(script, system, tmp_path / "callback", *arguments, cwd=tmp_path, timeout=600)
+    # Four rows of 40 tokens, of which 32 are the same: 160 tokens with repeated prefixes, 64 without.
+    assert "token ratio 2.5" in done.stdout
+    (run,) = (tmp_path / "runs" / "grpo_pg").iterdir()
+    last = run / "checkpoints" / "last.ckpt"
+    assert last.is_symlink() == (system == "darwin")
+    assert corruption_reason(last) is None
+    assert {"metrics.csv", "summary.json"} <= {path.name for path in run.iterdir()}

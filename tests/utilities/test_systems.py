@@ -1,0 +1,103 @@
+"""What other systems cannot do is refused with the remedy, or done in another way."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pl_grouprl.rewards.workers import RewardWorkers
+from pl_grouprl.rollout.server.__main__ import main as start_server
+from pl_grouprl.utilities import checkpoint_files, optional, reaper, worker_process
+from pl_grouprl.utilities.checkpoint_files import commit, corruption_reason, link, read_manifest, remove_leftovers
+
+
+def test_workers_where_there_are_no_process_groups(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(os, "killpg")
+    with pytest.raises(ValueError, match=r"tool_workers=2 does not work on win32: without.*; set it to 0"):
+        worker_process.check_process_groups("tool_workers", 2)
+    with pytest.raises(ValueError, match="reward_workers=1 does not work on win32"):
+        RewardWorkers([], 1, timeout=1.0)
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_a_memory_limit_outside_linux(system, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
+    worker_process.check_memory_limit("reward_memory_limit_mb", None)
+    with pytest.raises(ValueError, match=f"reward_memory_limit_mb=99 does not work on {system}: .*; set it to None"):
+        worker_process.check_memory_limit("reward_memory_limit_mb", 99)
+
+
+def test_vllm_where_it_cannot_be_installed(monkeypatch, capsys):
+    monkeypatch.setattr(optional, "VLLM_AVAILABLE", False)
+    optional.check_vllm_system("VLLMRolloutEngine")  # on Linux, the install command is the remedy
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match=r"VLLMRolloutEngine does not work on darwin: .*; sample with transformers"):
+        optional.check_vllm_system("VLLMRolloutEngine")
+    with pytest.raises(SystemExit):
+        start_server(["--model", "m"])
+    assert "the sampling server does not work on darwin: vLLM is built for Linux only" in capsys.readouterr().err
+
+
+def test_killing_a_tree_without_proc(monkeypatch):
+    """Then its process group is what is killed."""
+    sent = []
+    monkeypatch.setattr(reaper, "_parents", dict)
+    monkeypatch.setattr(reaper.os, "kill", lambda *target: sent.append(("kill", *target)))
+    monkeypatch.setattr(reaper.os, "killpg", lambda *target: sent.append(("killpg", *target)))
+    reaper.kill_tree(123456)
+    assert sent == [
+        ("kill", 123456, signal.SIGSTOP),
+        ("killpg", 123456, signal.SIGKILL),
+        ("kill", 123456, signal.SIGKILL),
+    ]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint with its manifest."""
+    unfinished, target = tmp_path / "unfinished", tmp_path / "step=1.ckpt"
+    torch.save({"weights": torch.ones(3)}, unfinished)
+    commit(unfinished, target, {"step": 1}, "owner")
+    return target
+
+
+@pytest.fixture
+def no_links(monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError("a required privilege is not held")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+
+
+@pytest.mark.usefixtures("no_links")
+def test_last_is_a_copy_where_links_are_not_allowed(saved, monkeypatch):
+    last = saved.with_name("last.ckpt")
+    with pytest.raises(OSError, match="privilege"):
+        link(saved, last, "owner")
+    monkeypatch.setattr(sys, "platform", "win32")
+    for _ in range(2):  # the second replaces the first
+        link(saved, last, "owner")
+    assert not last.is_symlink()
+    assert last.read_bytes() == saved.read_bytes()
+    assert corruption_reason(last) is None
+    assert read_manifest(last) == {"step": 1}
+
+
+def test_no_signal_is_sent_to_find_out_who_lives(tmp_path, monkeypatch):
+    """On Windows, signal 0 is a Ctrl-C."""
+
+    def kill(process, number):
+        raise AssertionError(f"signal {number} to {process}")
+
+    leftover = tmp_path / f".last.ckpt.unfinished-{checkpoint_files.socket.gethostname()}-{os.getppid()}"
+    leftover.touch()
+    remove_leftovers(tmp_path)
+    assert leftover.exists()  # its process lives
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(checkpoint_files.os, "kill", kill)
+    remove_leftovers(tmp_path)
+    assert not leftover.exists()
