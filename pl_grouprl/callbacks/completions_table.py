@@ -18,6 +18,7 @@ from pl_grouprl.loggers.tables import markdown_of
 from pl_grouprl.types import Messages, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.text import output_encoding
 from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 
 CONSOLE_WIDTH = 120
@@ -225,7 +226,7 @@ def _join_messages(messages: Messages) -> str:
 
 
 def render_table(rows: Sequence[Row], max_characters: int, title: str = "Completions") -> str:
-    """Draw the rows as a table of plain characters."""
+    """Draw the rows as a table of plain characters that standard output can encode."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -243,9 +244,10 @@ def render_table(rows: Sequence[Row], max_characters: int, title: str = "Complet
             cells[0] = ""
         table.add_row(*(Text(cell) for cell in cells))  # as Text, so brackets in a completion are not markup
         previous = row
-    console = Console(file=io.StringIO(), width=CONSOLE_WIDTH, force_terminal=False)
-    console.print(table)
-    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+    encoding, drawn = output_encoding(), io.BytesIO()
+    with io.TextIOWrapper(drawn, encoding, "backslashreplace", newline="\n", write_through=True) as file:
+        Console(file=file, width=CONSOLE_WIDTH, force_terminal=False).print(table)  # frames that the encoding has
+        return drawn.getvalue().decode(encoding).rstrip("\n")
 
 
 def markdown_table(rows: Sequence[Row], max_characters: int) -> str:

@@ -89,6 +89,8 @@ def _values(rows: Sequence[Row], columns: Sequence[str]) -> list[list[Any]]:
 
 
 def _cell(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
+    if value is None or isinstance(value, int | float):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str) if value else None
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, default=str) if value else None
+    return value and value.encode("utf-8", "backslashreplace").decode()  # loggers refuse lone surrogates

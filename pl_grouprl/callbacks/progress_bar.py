@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +14,7 @@ from rich.text import Text
 from pl_grouprl.utilities.phase_display import PhaseDisplay
 from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
+from pl_grouprl.utilities.text import encodable
 
 _SPEED_PERIOD = 3600.0
 """Seconds over which speed and ETA are estimated. Rich's default of 30 s is shorter than a large model's steps."""
@@ -114,7 +116,8 @@ class RunProgressBar(RichProgressBar):
 
     def _print_phase(self, line: str) -> None:
         if not self.is_enabled or self.progress is None or self._progress_stopped:
-            print(line, flush=True)
+            with suppress(OSError):  # the lines of the loop warn
+                print(encodable(line), flush=True)
 
     def _stop_phases(self) -> None:
         phases, self._phases = self._phases, None

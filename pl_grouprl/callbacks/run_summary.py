@@ -19,6 +19,7 @@ from pl_grouprl.callbacks.run_folder import claim, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import PROGRESS
+from pl_grouprl.utilities.text import encodable
 from pl_grouprl.utilities.writes import OptionalWrites, write_whole
 
 Statistics = Mapping[str, Mapping[str, float]]
@@ -115,7 +116,8 @@ class RunSummary(Callback):
             return
         statistics = {name: self.history.statistics(name) for name in sorted(self.history.points)}
         with OptionalWrites("RunSummary").to("the console"):
-            trainer.print(summary_text(statistics, trainer.global_step, self.training_seconds, self._folder))
+            text = summary_text(statistics, trainer.global_step, self.training_seconds, self._folder)
+            trainer.print(encodable(text))
         log_tables(trainer, [summary_table(statistics, trainer.global_step)], OptionalWrites("RunSummary"))
         if self._folder is None:
             return
@@ -143,7 +145,7 @@ class RunSummary(Callback):
         table = source_table(trainer.callback_metrics, prefix)
         if table and trainer.is_global_zero:
             with OptionalWrites("RunSummary").to("the console"):
-                trainer.print(table)
+                trainer.print(encodable(table))
 
     def _record_training(self, trainer: Trainer) -> None:
         """Record the last step's values that are new since the previous call.

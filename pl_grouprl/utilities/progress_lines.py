@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from pl_grouprl.utilities.text import encodable
+from pl_grouprl.utilities.writes import OptionalWrites
+
 
 def shows_bars(**console_options: Any) -> bool:
     """Whether standard output can redraw a progress bar: true of a terminal or notebook, not of a file or pipe.
@@ -21,7 +24,7 @@ def shows_bars(**console_options: Any) -> bool:
 
 
 class ProgressLines:
-    """Prints a line at the start of a loop, at every tenth of it, and at its end.
+    """Prints a line at the start of a loop, at every tenth of it, and at its end. A failure to print is a warning.
 
     Args:
         title: Title of the loop.
@@ -35,6 +38,7 @@ class ProgressLines:
         self._first = done
         self._tenth = self._tenth_of(done)
         self._start = time.monotonic()
+        self._writes = OptionalWrites("The progress display")
         self._print(done)
 
     def update(self, done: int, numbers: Mapping[str, Any] | None = None) -> None:
@@ -59,7 +63,8 @@ class ProgressLines:
             if done < self.total < float("inf"):
                 parts.append(f"{_clock(elapsed / (done - self._first) * (self.total - done))} left")
         parts += [f"{name} {number:.3f}" for name, number in (numbers or {}).items() if isinstance(number, float)]
-        print(", ".join(parts), flush=True)
+        with self._writes.to("standard output"):
+            print(encodable(", ".join(parts)), flush=True)
 
 
 def _clock(seconds: float) -> str:

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+
+def encodable(text: str) -> str:
+    """The text with escapes for what standard output cannot encode, such as emoji in a file on Windows (cp1252)."""
+    encoding = output_encoding()
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def output_encoding() -> str:
+    """The encoding of standard output."""
+    return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 def shorten(value: Any, length: int = 80) -> str:

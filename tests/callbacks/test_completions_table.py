@@ -1,4 +1,6 @@
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -111,6 +113,16 @@ def test_long_texts_lose_their_middle_and_control_characters_are_written_out():
 def test_empty_tables_are_drawn():
     assert "completion" in render_table([], 10)
     assert markdown_table([], 10).count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_a_table_has_no_character_that_the_output_cannot_encode(monkeypatch, encoding):
+    rows = completion_rows(make_group(Rollout([1], text="😀", reward=1.0)), 0, step=0)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    shown = render_table(rows, 60)
+    assert shown.encode(encoding).decode("ascii").startswith("Completions")
+    assert "+---" in shown
+    assert "\\U0001f600" in shown
 
 
 def test_an_episode_is_shown_with_its_turns():

@@ -91,3 +91,11 @@ def test_an_episode_is_a_row_of_completions_and_a_row_per_message():
 
 def test_no_statistics_are_no_rows():
     assert summary_table({}, 3).rows == []
+
+
+def test_lone_surrogates_are_escaped():
+    message = {"role": "tool", "content": "a\ud800b", "tool_calls": [{"name": "\udfff"}]}
+    rows = completion_rows(make_group(Rollout([1], messages=[message])), 0, step=0)
+    (row,) = by_row(episodes_table(rows, 0, "episodes"))
+    assert row["content"] == "a\\ud800b"
+    assert row["tool_calls"] == '[{"name": "\\udfff"}]'

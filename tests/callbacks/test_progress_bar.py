@@ -190,3 +190,11 @@ class NoThread(Callback):
 
     def on_train_start(self, *args):
         assert self.bar._phases is None
+
+
+def test_a_phase_that_cannot_be_printed_ends_nothing(monkeypatch):
+    def fail(*args, **options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", fail)
+    RunProgressBar()._print_phase("Sampling rollouts: 3 s")

@@ -1,4 +1,9 @@
+import io
+import os
 import re
+import sys
+
+import pytest
 
 from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
 
@@ -40,3 +45,22 @@ def test_a_file_shows_no_bars_and_a_terminal_does(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     assert not shows_bars()
     assert shows_bars(force_terminal=True)
+
+
+class FullDisk(io.StringIO):
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_output_that_cannot_be_written_is_one_warning(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    with pytest.warns(UserWarning, match="cannot write to standard output: .*No space left") as caught:
+        ProgressLines("Epoch 1", 2).update(1)
+    assert len(caught) == 1
+
+
+def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "cp1252"))
+    ProgressLines("Epoch 1", 1).update(1, {"val/漢": 0.5})
+    assert written.getvalue().endswith(b"val/\\u6f22 0.500" + os.linesep.encode())
