@@ -34,7 +34,7 @@ def draw(path: Path, runs: dict[str, Path]) -> None:
     *axes, last = figure.subplots(2, 3).flat
     for own, title in zip(axes, PANELS, strict=True):
         draw_panel([own], title, points)
-    shares = {name: {EQUAL: own[EQUAL]} for name, own in points.items() if EQUAL in own}
+    shares = {name: {EQUAL: own[EQUAL]} if EQUAL in own else {} for name, own in points.items()}
     draw_panel([last], "shares: truncated, equal rewards, clipped", shares)
     last.set_title("share of groups with equal rewards", fontsize=10, loc="left", fontweight="bold")
     figure.savefig(path, dpi=100)

@@ -27,6 +27,12 @@ def test_runs_are_drawn_over_each_other(tmp_path, monkeypatch):
     assert all([*own] == ["frac_reward_zero_std"] for own in drawn[5][2].values())
 
 
+def test_a_run_without_a_metric_has_no_line_in_its_panel(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,reward\n0,0.5\n1,0.75\n")
+    draw_runs.main([str(tmp_path / "x.png"), f"a={tmp_path}"])
+    assert (tmp_path / "x.png").is_file()
+
+
 def test_a_run_without_a_name_is_refused(capsys):
     with pytest.raises(SystemExit):
         draw_runs.main(["x.png", "runs/a"])
