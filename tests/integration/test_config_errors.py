@@ -75,7 +75,7 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
         ("model: {init_args: {learning_rate: 0.1}}", "it is part of optimizer: optimizer: {{learning_rate: ...}}."),
         (
             "algorithm: {adv_estimator: gae}",
-            "the configuration has no 'algorithm.adv_estimator'; here it is model.init_args.advantage_estimator. verl's",
+            "the configuration has no 'algorithm.adv_estimator'; here it is model.init_args.advantage_estimator.",
         ),
         ("model: {class_path: torch.nn.Linear}", "model: torch.nn.Linear is not a LightningModule"),
         ("model: 3", "model: '3' is none of LightningModule, null."),
