@@ -24,6 +24,7 @@ OPTION_NOTES = {
     "generation_batch_size": "It counts prompts: generation_batch_size / num_generations.",
     "grad_clip": "optimizer={'max_grad_norm': ...} clips the policy alone, where there is a critic.",
     "gradient_accumulation_steps": _TOKENS,
+    "custom_reward_function": "Pass rewards=FunctionFromFile(path, name, kwargs) of pl_grouprl.rewards.",
     "launch_reward_fn_async": "It is a number of processes.",
     "max_grad_norm": _CLIPPING,
     "multi_turn": "Pass tools or environment_factory: docs/tools_and_environments.md.",
