@@ -126,7 +126,7 @@ def _sentence(line: str, owner: str | None, key: str | None = "") -> str | None:
     if match := _MISSING.search(line):
         return f"{match[1]} has no {match[2]!r}{_nearest(match[2], _names_in(match[1]))}"
     if match := _VALUE.search(line):
-        return _about_value(*match.groups(), key)
+        return _about_value(match[1], match[2], key)
     return _about_class(line, owner)
 
 
