@@ -172,8 +172,7 @@ def _check_scale(scale_rewards: str | None, estimator: str) -> None:
     known = ADVANTAGE_ESTIMATORS.get(estimator)
     if scale_rewards is not None and known is not None and "scale" not in known.known_options():
         raise ValueError(
-            f"scale_rewards is {scale_rewards!r}, but advantage_estimator={estimator!r} divides by no standard "
-            "deviation; leave scale_rewards out."
+            f"advantage_estimator={estimator!r} does not use scale_rewards, which is {scale_rewards!r}; leave it out."
         )
 
 

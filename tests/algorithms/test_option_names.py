@@ -100,7 +100,10 @@ def test_adapter_by_a_mapping(tmp_path):
         ({"use_kl_loss": True}, "here it is beta. It is the coefficient"),
         ({"norm_adv_by_std_in_grpo": True}, "here it is scale_rewards. False is 'none' and True is 'group'"),
         ({"scale_rewards": False}, "'none' or None. False is 'none' and True is 'group'"),
-        ({"scale_rewards": "none", "advantage_estimator": "rloo"}, "scale_rewards is 'none', but advantage_estimator="),
+        (
+            {"scale_rewards": "none", "advantage_estimator": "rloo"},
+            "'rloo' does not use scale_rewards, which is 'none'",
+        ),
         ({"loss_type": "vespo"}, "loss_type is 'vespo'; it must be one of grpo, dr_grpo"),
         ({"loss_type": "vespo"}, "It is not available yet: docs/options.md#not-available-yet"),
         ({"advantage_estimator": "gae"}, "'gae' is pl_grouprl.PPO."),
