@@ -24,6 +24,8 @@ from pl_grouprl.utilities.writes import OptionalWrites, write_whole
 Statistics = Mapping[str, Mapping[str, float]]
 
 VALIDATION_PREFIXES = ("val/", "val_")
+_FLAT = 0.9
+"""Share of groups with equal rewards above which the summary says so; without a critic they give no gradient."""
 
 
 @checked_arguments
@@ -173,11 +175,12 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
         lines.append(f"  reward              first {reward['first']:.3f}, last {reward['last']:.3f}")
     for name, values in statistics.items():
         if name.startswith(VALIDATION_PREFIXES):
-            lines.append(
-                f"  {name:<19} first {values['first']:.3f}, last {values['last']:.3f}, "
-                f"lowest over the last quarter {values['min_last_quarter']:.3f}"
-            )
+            lines.append(f"  {name:<19} {_validation_text(values)}")
     lines += _prompt_lines(statistics)
+    flat = statistics.get("frac_reward_zero_std", {"mean": 0.0})["mean"]
+    if flat > _FLAT and "value/explained_variance" not in statistics:
+        what = f"in {100 * flat:.0f} % of groups, which teach nothing"
+        lines.append(f"  all rewards equal   {what}: docs/troubleshooting.md#the-reward-stays-flat")
     for name, label, form in (
         ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),
         ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
@@ -197,6 +200,15 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
     if folder is not None:
         lines.append(f"  run folder          {folder}")
     return "\n".join(lines)
+
+
+def _validation_text(values: Mapping[str, float]) -> str:
+    if values.get("count") == 1:
+        return f"{values['first']:.3f}, measured once: trainer.val_check_interval says when"
+    return (
+        f"first {values['first']:.3f}, last {values['last']:.3f}, "
+        f"lowest over the last quarter {values['min_last_quarter']:.3f}"
+    )
 
 
 def _prompt_lines(statistics: Statistics) -> list[str]:

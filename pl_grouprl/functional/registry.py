@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from pl_grouprl.utilities.annotations import convert, describe_value
 from pl_grouprl.utilities.describe import describe as plain_values
 from pl_grouprl.utilities.describe import identity
+from pl_grouprl.utilities.option_notes import note_on_value
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound="RegisteredFunction")
@@ -163,7 +164,9 @@ def build(registry: Mapping[str, R], argument: str, name: str, options: Mapping[
         ValueError: If the name is not registered, or the function refuses an option.
     """
     if name not in registry:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(sorted(registry))}.")
+        raise ValueError(
+            f"{argument} is {name!r}; it must be one of {', '.join(sorted(registry))}.{note_on_value(argument, name)}"
+        )
     return registry[name].with_options(options)
 
 

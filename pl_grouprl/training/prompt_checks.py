@@ -63,7 +63,7 @@ def _refuse_longer(prompts: Sequence[Prompt], split: str, room: int, reason: str
         return
     longest = max(prompt.num_tokens for prompt in longer)
     if room > 0:
-        remedy = f"set data.max_prompt_length={room} (overlong_prompts: drop or truncate), or {remedy}"
+        remedy = f"set max_prompt_length={room} of PromptDataModule (overlong_prompts: drop or truncate), or {remedy}"
     raise ValueError(
         f"{longer[0].where or split}: the prompt has {longer[0].num_tokens} tokens, which {reason}, as {len(longer)} "
         f"of {len(prompts)} prompts of `{split}` do (the longest has {longest}); {remedy}."

@@ -123,6 +123,6 @@ def check_lengths_of_teacher(module: Any) -> None:
         if longest > limit:
             raise ValueError(
                 f"teacher has {name}={limit}, but sequences may have {longest} tokens (a prompt of {prompt} and a "
-                f"completion of {completion}); lower data.max_prompt_length or sampling.max_new_tokens, or use another "
-                "teacher."
+                f"completion of {completion}); lower PromptDataModule's max_prompt_length or "
+                "sampling.max_new_tokens, or use another teacher."
             )
