@@ -1,6 +1,7 @@
 """A run by `Trainer(max_steps=...)` and nothing else."""
 
 import csv
+import logging
 
 import pytest
 from lightning.pytorch import Trainer
@@ -64,3 +65,12 @@ def test_models_that_share_are_named_once(fit, monkeypatch):
     fit(logger=False)
     assert len(lines) == 1
     assert "encoded once by policy and reference (Qwen3ForCausalLM, attention backend 'auto'" in lines[0]
+
+
+def test_another_run_of_the_trainer_reports_no_overridden_callbacks(fit, make_module, make_data, caplog):
+    trainer = fit(logger=False)
+    first = list(trainer.callbacks)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        trainer.validate(make_module(), make_data(val=True), verbose=False)
+    assert "override" not in caplog.text
+    assert [type(own) for own in trainer.callbacks] == [type(own) for own in first]
