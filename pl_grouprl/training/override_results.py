@@ -117,7 +117,11 @@ def refuse_renamed(cls: type) -> None:
             raise TypeError(f"{cls.__name__}.{old} would never be called; override {new}, see RLModule.")
     hooks = _hooks(cls.__mro__[1:])
     for name, value in vars(cls).items():
-        if not inspect.isfunction(value) or name.startswith("_") or any(hasattr(base, name) for base in cls.__mro__[1:]):
+        if (
+            not inspect.isfunction(value)
+            or name.startswith("_")
+            or any(hasattr(base, name) for base in cls.__mro__[1:])
+        ):
             continue
         for hook in difflib.get_close_matches(name, hooks - vars(cls).keys(), n=1, cutoff=0.85):
             raise TypeError(

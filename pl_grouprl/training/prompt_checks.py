@@ -136,6 +136,4 @@ def check_batch(batch: Any) -> None:
         TypeError: If the batch is not a `PromptBatch`.
     """
     if not isinstance(batch, PromptBatch):
-        raise TypeError(
-            f"the loader yields {type(batch).__name__}; {_REMEDY}"
-        )
+        raise TypeError(f"the loader yields {type(batch).__name__}; {_REMEDY}")

@@ -9,7 +9,9 @@ from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.loggers import CSVLogger
 
+from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import RunProgressBar, RunSummary
+from pl_grouprl.report.run import different_options, read_runs
 from pl_grouprl.training import prefix_sharing
 
 
@@ -74,3 +76,20 @@ def test_another_run_of_the_trainer_reports_no_overridden_callbacks(fit, make_mo
         trainer.validate(make_module(), make_data(val=True), verbose=False)
     assert "override" not in caplog.text
     assert [type(own) for own in trainer.callbacks] == [type(own) for own in first]
+
+
+def test_options_of_runs_are_recorded_for_the_report(make_module, make_data, scripted_engine, tmp_path):
+    for seed, rate in enumerate((1e-2, 1e-2, 1e-3)):
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=CSVLogger(tmp_path, name="", version=seed),
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            max_steps=1,
+        )
+        optimizer = OptimizerConfig(learning_rate=rate)
+        trainer.fit(make_module(engine=scripted_engine, seed=seed, optimizer=optimizer), make_data())
+    runs = read_runs([tmp_path / f"version_{seed}" for seed in range(3)])
+    assert different_options(runs) == {"seed": [0, 1, 2], "optimizer.learning_rate": [1e-2, 1e-2, 1e-3]}
+    assert runs[0].options["engine"].endswith("conftest.ScriptedEngine")
+    assert runs[0].options["trainer.max_steps"] == 1
