@@ -32,6 +32,7 @@ _EXPECTED = re.compile(r"- (?:Expected an?|Not a valid subclass of) (.+)$")
 _GIVEN = re.compile(r"^\s+Given value: ")
 _VALUE = re.compile(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: Namespace\(.*)?$")
 _LITERAL = re.compile(r"typing\.Literal\[(.*)\]$")
+_REQUIRED = re.compile(r"the following arguments are required: (.+)$")
 
 
 def explain(message: str) -> str | None:
@@ -122,6 +123,9 @@ def _about_class(line: str, owner: str | None) -> str | None:
         return f"{match[1]} is not a {match[2]}"
     if match := _NO_GROUP.search(line):
         return f"{match[1]!r} is neither options as `name: value` nor a file of them"
+    if owner is not None and (match := _REQUIRED.search(line)):
+        names = " and ".join(f"init_args.{name}" for name in match[1].split(", "))
+        return f"{owner} needs {names}; add it to a configuration or to the command line"
     return None
 
 
