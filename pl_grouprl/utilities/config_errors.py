@@ -123,9 +123,9 @@ def _about_class(line: str, owner: str | None) -> str | None:
         return f"{match[1]} is not a {match[2]}"
     if match := _NO_GROUP.search(line):
         return f"{match[1]!r} is neither options as `name: value` nor a file of them"
-    if owner is not None and (match := _REQUIRED.search(line)):
+    if match := _REQUIRED.search(line):
         names = " and ".join(f"init_args.{name}" for name in match[1].split(", "))
-        return f"{owner} needs {names}; add it to a configuration or to the command line"
+        return f"{owner or 'the class'} needs {names}; add it to a configuration or to the command line"
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-
 import warnings
 
 import pytest
@@ -246,8 +245,8 @@ def test_other_evaluation_options_than_the_runs_are_told(saved, make_module, mak
     told = r"val_num_generations is 1 \(was 2\); val_sampling\.max_new_tokens is 256 \(was 5\)\. Metrics of the two"
     with pytest.warns(UserWarning, match=told):
         GRPO.load_from_checkpoint(path, policy=tiny_policy(), rewards=refuses)
+    other = make_module(val_num_generations=2, pass_threshold=0.5)
     with pytest.warns(UserWarning, match=r"pass_threshold is 0\.5 \(was 1\.0\)\. "):
-        other = make_module(val_num_generations=2, pass_threshold=0.5)
         make_trainer().validate(other, make_data(val=True), ckpt_path=path, weights_only=True, verbose=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Evaluation options")
