@@ -46,6 +46,7 @@ _VALUE = re.compile(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: Namesp
 _NO_SOURCE = re.compile(r"- Does not implement protocol (\w+)$")
 _ARGUMENTS = re.compile(r"unrecognized arguments: (.*)$")
 _LITERAL = re.compile(r"typing\.Literal\[(.*)\]$")
+_REQUIRED = re.compile(r"the following arguments are required: (.+)$")
 
 
 def explain(message: str) -> str | None:
@@ -170,6 +171,9 @@ def _about_class(line: str, owner: str | None) -> str | None:
         return f"{match[1]} is not a {match[2]}"
     if match := _NO_GROUP.search(line):
         return f"{match[1]!r} is neither a mapping of options (`name: value`) nor a YAML file"
+    if match := _REQUIRED.search(line):
+        names = " and ".join(f"init_args.{name}" for name in match[1].split(", "))
+        return f"{owner or 'the class'} needs {names}; add it to a configuration or to the command line"
     return None
 
 

@@ -66,7 +66,10 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
             "model.rewards.function: nowhere.own cannot be imported: No module named 'nowhere'; modules are searched",
         ),
         ("model: {init_args: {rewards: nowhere.own}}", "model.rewards: the function cannot be imported: No module"),
-        ("model: {init_args: {scale_rewards: false}}", "none of group, batch, none, null. False is 'none' and True is"),
+        (
+            "model: {init_args: {scale_rewards: false}}",
+            "one of group, batch, none, null. False is 'none' and True is",
+        ),
         (
             "model: {init_args: {gradient_checkpointing: true}}",
             "model: GRPO takes no 'gradient_checkpointing'; here it is "
@@ -167,3 +170,12 @@ def test_a_wrong_option_on_the_command_line(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--config", "grpo_pg.yaml", "--model.init_args.num_generation", "4", "--print_config"])
     assert "error: model: GRPO takes no 'num_generation'; did you mean 'num_generations'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", ["grpo", "ppo"])
+def test_a_base_configuration_alone_says_what_is_missing(config, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", f"base/{config}.yaml"])
+    printed = capsys.readouterr().err
+    assert f"error: model: pl_grouprl.{config.upper()} needs init_args.policy; add it to a configuration" in printed
+    assert "Namespace" not in printed
