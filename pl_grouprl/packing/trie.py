@@ -143,20 +143,16 @@ def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
 
 def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start: int, stop: int) -> int:
     """Length of the common prefix, at most `stop`. The first `start` tokens are known to be equal."""
-    stop, block = min(stop, len(right)), 32
+    stop, count = min(stop, len(right)), 32
     while start < stop:
-        end = min(start + block, stop)
-        left_block, right_block = left[start:end], right[start:end]
-        if not _are_equal(left_block, right_block):
-            differ = np.asarray(left_block) != np.asarray(right_block)
+        end = min(start + count, stop)
+        ours, others = left[start:end], right[start:end]
+        # Lists compare faster as lists.
+        if ours != others if isinstance(ours, list) else not np.array_equal(ours, others):
+            differ = np.asarray(ours) != np.asarray(others)
             return start + int(np.argmax(differ.reshape(end - start, -1).any(axis=1)))
-        start, block = end, 4 * block
+        start, count = end, 4 * count
     return stop
-
-
-def _are_equal(left: Tokens | np.ndarray, right: Tokens | np.ndarray) -> bool:
-    # Comparing lists is faster than converting them to arrays.
-    return left == right if isinstance(left, list) else np.array_equal(left, right)
 
 
 def _branch_key(tokens: Tokens | np.ndarray, position: int, sequence: int) -> object:
