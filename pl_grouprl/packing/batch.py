@@ -134,13 +134,20 @@ def pack(
         raise ValueError("groups has no rollouts; pass at least one RolloutGroup with a rollout.")
     if sharing not in ("shared", "repeated"):
         raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
     if sharing == "repeated":
         share_across_groups, min_saved_tokens = False, None
     forest = lay_out_forest(
         groups, share_across_groups=share_across_groups, min_saved_tokens=min_saved_tokens, path=path
     )
+    return _batch(groups, forest, sharing, device)
+
+
+def _batch(
+    groups: Sequence[RolloutGroup], forest: Forest, sharing: Sharing, device: torch.device | str
+) -> ScoringBatch:
+    """The tensors of laid-out groups, moved to a device together."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
     layout = forest.layout
     row, predict_index_N, final_index_B = _encode(forest, sharing)
     indices = {
