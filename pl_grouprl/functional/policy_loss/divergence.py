@@ -50,7 +50,7 @@ def dppo_tv_policy_loss(
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
-        old_logprobs_N: The same under the policy that sampled, without gradient, shape [N].
+        old_logprobs_N: The same before the update, log q, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: How far a probability may fall.
@@ -92,7 +92,7 @@ def dppo_kl_policy_loss(
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
-        old_logprobs_N: The same under the policy that sampled, without gradient, shape [N].
+        old_logprobs_N: The same before the update, log q, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: Largest divergence of a falling probability, in nats.
