@@ -147,7 +147,7 @@ class ParityReport:
             return f"  a padded batch goes through untouched: {padded.reason}"
         largest, mean, gradient = (f"{difference:.1e}" for difference in padded.differences)
         verdict = "" if self._within(*padded.differences) else "  FAILED"
-        return f"  a padded batch differs by {largest} (mean {mean}), its gradients by {gradient}{verdict}"
+        return f"  tokens of a padded batch differ by {largest} (mean {mean}), gradients by {gradient}{verdict}"
 
     def raise_if_failed(self) -> None:
         """Raise if the paths differ.

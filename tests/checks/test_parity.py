@@ -230,7 +230,7 @@ def test_the_report_reads_well():
     )
     assert allowed.endswith("; allowed: 1e-04 and 1e-03")
     assert whole.split() == ["whole", "model", "2", "auto", "2.0e-06", "1.0e-07", "3.0e-06", "2.50"]
-    assert padded.startswith("  a padded batch differs by ")
+    assert padded.startswith("  tokens of a padded batch differ by ")
     failed = dataclasses.replace(report, gradient_difference=2e-3)
     assert not failed.passed
     assert ": FAILED (" in str(failed)

@@ -32,7 +32,7 @@ def test_one_row_for_each_kind_of_layer():
     assert lines[3].split()[:3] == ["full", "1", "cascade"]
     assert lines[4].split()[:4] == ["window", "8", "2", "cascade"]
     assert lines[5].split()[:4] == ["whole", "model", "3", "auto"]
-    assert lines[6].startswith("  a padded batch differs by ")
+    assert lines[6].startswith("  tokens of a padded batch differ by ")
     assert len(lines) == 7
 
 
