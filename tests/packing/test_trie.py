@@ -65,7 +65,11 @@ def test_a_threshold_below_one_is_refused(least):
 
 @pytest.mark.parametrize("other", [tuple, np.array, list])
 def test_sequences_may_be_of_different_types(other):
-    assert build_trie([[1, 2, 3], other([1, 2, 4])], 1).nodes == (Node(None, 0, 0, 2), Node(0, 0, 2, 3), Node(0, 1, 2, 3))
+    assert build_trie([[1, 2, 3], other([1, 2, 4])], 1).nodes == (
+        Node(None, 0, 0, 2),
+        Node(0, 0, 2, 3),
+        Node(0, 1, 2, 3),
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))
