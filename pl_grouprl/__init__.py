@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO, OptimizerConfig
+    from pl_grouprl.attention import shared_prefix
     from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor, default_callbacks
     from pl_grouprl.data import PromptDataModule
     from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
@@ -32,6 +33,7 @@ _HOMES = {
     "TokenGroupMonitor": "callbacks",
     "Weighted": "rewards",
     "default_callbacks": "callbacks",
+    "shared_prefix": "attention",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "TokenGroupMonitor",
     "Weighted",
     "default_callbacks",
+    "shared_prefix",
 ]
 
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__file__).resolve().parents[1::-1]))
 """Folders that `--config NAME` searches after the path itself: working directory, project, installed package."""
 
+_LONGEST_USAGE = 5
+"""Lines of a usage that an error shows."""
+
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 
 
@@ -84,6 +87,11 @@ class RLParser(LightningArgumentParser):
         """Explain a usage error; parsers of nested classes leave that to the outermost parser."""
         explained = explain(message) if self.exit_on_error else None
         super().error(message if explained is None else explained, ex)
+
+    def print_usage(self, file: Any = None) -> None:
+        """Print the usage if it is short; that of a sub-command is a page, and would hide the error after it."""
+        if len(self.format_usage().splitlines()) <= _LONGEST_USAGE:
+            super().print_usage(file)
 
 
 class RLTrainer(Trainer):
@@ -352,7 +360,12 @@ def _refuse_missing_gpu(accelerator: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line, by default with the arguments of the process."""
+    """Run the command line; the arguments default to those of the process.
+
+    Those of the process may name classes and functions of modules in the working directory.
+    """
+    if args is None and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     RLCLI(args)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.functional.advantages import (
+    ADVANTAGE_ESTIMATORS,
     REWARD_AGGREGATIONS,
     make_advantage_estimator,
     multi_reward_advantages,
@@ -94,6 +95,7 @@ class GRPO(RLModule):
             loss_agg_mode=loss_agg_mode or preset.aggregation,
             **kwargs,
         )
+        _check_scale(scale_rewards, advantage_estimator)
         options = join_options(drop_none(scale=scale_rewards), advantage_options, "advantage_options")
         if advantage_estimator == "grpo":
             options.setdefault("scale", preset.scale)
@@ -165,6 +167,14 @@ class GRPO(RLModule):
             "advantage_estimator": describe(self.advantage_estimator),
             "multi_objective_aggregation": self.multi_objective_aggregation,
         }
+
+
+def _check_scale(scale_rewards: str | None, estimator: str) -> None:
+    known = ADVANTAGE_ESTIMATORS.get(estimator)
+    if scale_rewards is not None and known is not None and "scale" not in known.known_options():
+        raise ValueError(
+            f"advantage_estimator={estimator!r} does not use scale_rewards, which is {scale_rewards!r}; leave it out."
+        )
 
 
 def _check_estimator(module: GRPO) -> None:

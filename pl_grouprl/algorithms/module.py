@@ -25,7 +25,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.callbacks.defaults import callbacks_of_module
+from pl_grouprl.callbacks.defaults import callbacks_of_module, replace_earlier
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.episodes.environment import EnvironmentFactory
@@ -476,7 +476,8 @@ class RLModule(pl.LightningModule, ABC):
         log_every_step(self.trainer)
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         closers = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
-        return [FreezeLoadedObjects(), *callbacks_of_module(self.trainer), *watchdogs, *closers]
+        own = replace_earlier(self.trainer, [FreezeLoadedObjects(), *watchdogs, *closers])
+        return [*callbacks_of_module(self.trainer), *own]
 
     def configure_model(self) -> None:
         """Load the models, and shard them if the strategy leaves that to the module. Idempotent."""

@@ -1,6 +1,6 @@
-"""Compares shared and repeated prefixes on a few tokens, forward only, before a model shares prefixes.
+"""Checks, before a model shares prefixes, that shared and repeated prefixes give the same hidden states.
 
-Configs do not say how layers mix tokens outside attention; two short calls on a small forest show it. `attention` runs
+Configs do not say how layers mix tokens outside attention; two forward calls on a few tokens show it. `attention` runs
 this check before the first shared call; the other self-checks are in `pl_grouprl.checks`.
 """
 
@@ -32,7 +32,7 @@ _FORESTS = {
 
 
 def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
-    """Compare both paths on a few tokens. Skips models whose weights are sharded or on meta.
+    """Compare shared and repeated prefixes on a few tokens. Skips models whose weights are sharded or on meta.
 
     Args:
         model: A model in a `shared_prefix` context that lets ordinary calls through.
@@ -42,14 +42,13 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
         Whether shifting all positions by a constant leaves the results unchanged; None if the check was skipped.
 
     Raises:
-        UnsupportedModelError: If the results differ, or the shared path refuses the model.
+        UnsupportedModelError: If the results differ, or the model cannot run a packed row.
     """
     decoder = find_decoder(model)
     if not is_whole(decoder):
         return None
     layout = _FORESTS[max_depth]
-    vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
-    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None] % vocabulary
+    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None] % _vocabulary_size(decoder)
     with examining(decoder):
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
@@ -63,11 +62,9 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
                     f"otherwise ({type(error).__name__}: {error})"
                 )
             raise refusal(model, _without_remedy(reason)) from error
-    pairs = [
-        (shared[layout.path(leaf).to(tokens.device)], rows[row, : len(layout.path(leaf))])
-        for row, leaf in enumerate(layout.leaves)
-    ]
-    found, expected = (torch.cat(states) for states in zip(*pairs, strict=True))
+    paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
+    found = torch.cat([shared[path] for path in paths])
+    expected = torch.cat([rows[row, : len(path)] for row, path in enumerate(paths)])
     difference = compare(found, expected).relative_mean
     if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
         raise refusal(model, *_what_differs(found, expected, difference))
@@ -75,9 +72,9 @@ def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
 
 
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
-    """Run a small padded batch with and without sharing, and return the padding for which the results differ.
+    """Run a small padded batch with and without sharing; return the padding for which the results differ, if any.
 
-    Prompts are padded on the left and completions on the right. If results differ, tries right padding only.
+    First pads prompts on the left and completions on the right. If the results differ, tries padding on the right only.
 
     Args:
         decoder: Accepted by `check_layers`, in a `shared_prefix` context.
@@ -105,14 +102,13 @@ def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], Non
 
 def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
     """Two groups of two rows, shape [4, 18]; the first group's prompt begins after `left` columns of padding."""
-    vocabulary = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     columns = torch.arange(18, device=decoder.device)
     spans = [(left, 12, 18), (left, 12, 15), (0, 13, 18), (0, 13, 17)]  # start, start of the completion, end
     rows = [
         columns + 20 * (number // 2) + 7 * number * (columns >= start) for number, (_, start, _) in enumerate(spans)
     ]
     kept = [(columns >= first) & (columns < stop) for first, _, stop in spans]
-    return {"input_ids": torch.stack(rows) % vocabulary, "attention_mask": torch.stack(kept).long()}
+    return {"input_ids": torch.stack(rows) % _vocabulary_size(decoder), "attention_mask": torch.stack(kept).long()}
 
 
 def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[str, ...]:
@@ -144,6 +140,10 @@ def _is_shift_invariant(decoder: PreTrainedModel, tokens: Tensor) -> bool:
     moved = positions + max(min(longest - tokens.shape[1], 4096), 64)
     here, there = (_run(decoder, {"input_ids": tokens, "position_ids": p}) for p in (positions, moved))
     return compare(there, here).relative_mean <= tolerance_of(computing_dtype(decoder)).moved
+
+
+def _vocabulary_size(decoder: PreTrainedModel) -> int:
+    return int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
 
 
 def _without_remedy(reason: str) -> str:

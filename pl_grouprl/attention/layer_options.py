@@ -73,7 +73,7 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     if dropout:
         raise ValueError(
             f"{name} has attention dropout {dropout}, which cannot match between a shared and a repeated prefix; "
-            "set the config's attention dropout to 0 or call model.eval()."
+            "set the config's attention dropout (attention_dropout, in GPT-2 attn_pdrop) to 0 or call model.eval()."
         )
     options = LayerOptions(
         scale=kwargs.pop("scaling", query.shape[-1] ** -0.5),

@@ -1,7 +1,7 @@
-"""States of tokens that let others continue them in later calls, so a group need not fit into one call.
+"""Layer states with which later calls continue earlier tokens, so that a group need not fit into one call.
 
 These are the keys and values of attention layers, and the final states of stateful layers. A call on the prompt fills a
-`PrefixStates`; calls whose layout gives the prompt's tokens read it, and may fill another with the states of a branch,
+`PrefixStates`. Calls whose layout marks the prompt's tokens as given read it. A call on a branch also fills another,
 for calls that continue both.
 
 Legend: K key/value heads, S tokens that run, D head size.
@@ -34,7 +34,7 @@ class PrefixStates:
         recomputes: Whether activation checkpointing runs the layers again in the backward pass.
 
     Attributes:
-        records: Whether it is to be filled.
+        records: Whether it still takes states; `close` ends that.
     """
 
     def __init__(self, path: Sequence[States] = (), *, record: bool, recomputes: bool = False) -> None:
@@ -76,7 +76,7 @@ class PrefixStates:
         return tensors
 
     def of(self, layer: nn.Module) -> dict[Name, list[Tensor]]:
-        """The tensors of a layer, from the prompt down.
+        """The tensors of a layer by name: first the prompt's, then each branch's.
 
         Raises:
             RuntimeError: If there are none.
@@ -94,7 +94,7 @@ class PrefixStates:
         return found
 
     def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> JoinedStates:
-        """Prepend the given tokens' keys and values; if it is to be filled, record those of the tokens that run.
+        """Prepend the keys and values of the given tokens; record those of the tokens that run, if recording.
 
         Args:
             layer: The attention module.
@@ -112,17 +112,18 @@ class PrefixStates:
 
 
 class JoinedStates:
-    """Keys and values of given tokens and those that run, which autograd saves by their parts.
+    """Keys and values of the given tokens and of those that run, concatenated.
 
-    Saving them whole would keep a copy of the path for each layer, and on a path of several branches for each of them.
+    In the context `saved_by_parts`, autograd saves the parts in place of the concatenation, which would be another copy
+    of the path in each layer, for each branch on it.
 
     Args:
-        keys: From the prompt down, shape [1, K, S, D] each.
+        keys: Of the prompt, each branch, and the tokens that run; shape [1, K, S, D] each.
         values: Likewise.
-        by_parts: False saves them whole, for layers that run again in the backward pass and keep neither.
+        by_parts: False saves the concatenation, for layers recomputed in the backward pass, which keep neither.
 
     Attributes:
-        key: All keys, of the dtype of the last.
+        key: All keys, in the dtype of the last part.
         value: All values.
     """
 
@@ -132,7 +133,7 @@ class JoinedStates:
         self.key, self.value = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in self._parts)
 
     def saved_by_parts(self) -> AbstractContextManager[Any]:
-        """Let what runs in this context save views of the keys and values as their parts."""
+        """Context in which autograd saves the parts, wherever it would save a view of `key` or `value`."""
         if not self._by_parts:
             return nullcontext()
         storages = [joined.untyped_storage()._cdata for joined in (self.key, self.value)]
@@ -157,14 +158,16 @@ def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout)
     """Refuse a row that does not match the states.
 
     Raises:
-        ValueError: If tokens are given without states, or more than one segment is to be recorded.
+        ValueError: If tokens are given without their states, or a row to be recorded has more than one segment.
     """
     if states is None:
         if layout.given:
-            raise ValueError(f"prefix_layout gives {layout.given} tokens; pass their states as prefix_states.")
+            raise ValueError(
+                f"prefix_layout has given={layout.given}; pass the states of these tokens as prefix_states."
+            )
     elif (
         states.records and sum(bool(segment.length) for segment in layout.segments if segment.start >= layout.given) > 1
     ):
         raise ValueError(
-            "prefix_states is filled by a row of one prompt or branch alone; pass its layout, without rollouts."
+            "prefix_states can record a row of one prompt or one branch only; pass its layout, without rollouts."
         )

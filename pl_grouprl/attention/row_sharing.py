@@ -32,7 +32,7 @@ class RowSharing:
         max_depth: Maximum depth of the forest; None for no limit.
 
     Attributes:
-        positions_are_relative: Whether rows may share a prefix although their positions differ by a constant.
+        positions_are_relative: Whether rows whose positions differ by a constant may share a prefix.
         differing_padding: Padding with which rows are not shared; None shares with any padding.
     """
 
@@ -43,8 +43,8 @@ class RowSharing:
         self._decoder, self._max_depth = decoder, max_depth
         # OPT's default positions count the tokens of the attention mask, not the columns.
         names = {type(module).__name__ for module in decoder.modules()}
-        self._mask_counts = "OPTLearnedPositionalEmbedding" in names
-        self._counts_columns = any(scales_by_row(module) for module in decoder.modules())
+        self._positions_count_mask = "OPTLearnedPositionalEmbedding" in names
+        self._scales_by_row = any(scales_by_row(module) for module in decoder.modules())
         self._has_dynamic_rope = has_dynamic_rope(decoder)
         self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(decoder))
         self._labels_need_padding = False
@@ -78,7 +78,7 @@ class RowSharing:
             return reason
         shared = share_rows(
             kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
-            positions_are_relative=self.positions_are_relative, by_column=self._counts_columns,
+            positions_are_relative=self.positions_are_relative, by_column=self._scales_by_row,
             min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
         )  # fmt: skip
         if shared is None:
@@ -91,7 +91,7 @@ class RowSharing:
         """Why rows with this padding cannot be packed for this model."""
         if self._labels_need_padding:
             return "its labels train tokens that padding predicts"
-        if _see_columns(layers) and has_holes(mask):
+        if _count_columns(layers) and has_holes(mask):
             return "its padding lies between tokens, which windows, chunks and states count"
         if self._padding_reaches_states and pads_left(mask):
             return "its padding on the left reaches the states of its layers through a bias"
@@ -107,7 +107,7 @@ class RowSharing:
     def _positions(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Positions that the decoder would use for the caller's rows; None means columns."""
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if positions is None and mask is not None and self._mask_counts:
+        if positions is None and mask is not None and self._positions_count_mask:
             return (mask.cumsum(dim=1) - 1).clamp(min=0)
         return positions
 
@@ -136,14 +136,14 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
             mask is not None and getattr(mask, "shape", None) != getattr(input_ids, "shape", None),
         "attention weights are requested": asked_for("output_attentions"),
         "router logits are requested":
-            asked_for("output_router_logits") and not _router_logits_go_back(arguments, config, decoder),
+            asked_for("output_router_logits") and not _can_return_router_logits(arguments, config, decoder),
         "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
         f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
     }  # fmt: skip
     return next((reason for reason, found in findings.items() if found), None)
 
 
-def _router_logits_go_back(arguments: dict[str, Any], config: Any, decoder: nn.Module | None) -> bool:
+def _can_return_router_logits(arguments: dict[str, Any], config: Any, decoder: nn.Module | None) -> bool:
     """Whether router logits can be returned for packed rows: only if the loss ignores padding."""
     by_name = arguments.get("return_dict", getattr(config, "return_dict", True)) is not False
     return decoder is not None and by_name and masks_balancing_loss(decoder)
@@ -168,8 +168,8 @@ def pads_left(attention_mask: Tensor | None) -> bool:
     return attention_mask is not None and bool((attention_mask[:, 0] == 0).any())
 
 
-def _see_columns(layers: dict[str, tuple[str, int]]) -> bool:
-    """Whether padding between tokens changes more than positions; True if the layers are not known yet."""
+def _count_columns(layers: dict[str, tuple[str, int]]) -> bool:
+    """Whether layers count padding between tokens (windows, chunks, states); True if they are not known yet."""
     return not layers or any(
         "window" in kind or "chunks" in kind or ran == STATEFUL for kind, (ran, _) in layers.items()
     )

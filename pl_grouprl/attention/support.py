@@ -134,7 +134,10 @@ def check_supported(model: PreTrainedModel) -> None:
         raise refusal(model, reason)
 
 
-_REMEDY = "Train it with sharing='repeated', or choose another decoder; docs/models.md lists those that are exact."
+_REMEDY = (
+    "Train it with sharing='repeated' (a module of your own: without SharedPrefixCallback), or choose another decoder; "
+    "docs/models.md lists those that are exact."
+)
 
 
 def refusal(model: PreTrainedModel, reason: str, remedy: str = _REMEDY) -> UnsupportedModelError:

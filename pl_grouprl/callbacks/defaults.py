@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 
@@ -12,6 +14,8 @@ from pl_grouprl.callbacks.run_summary import RunSummary
 from pl_grouprl.callbacks.safe_checkpoint import SafeCheckpoint
 from pl_grouprl.callbacks.validate_at_start import ValidateAtStart
 from pl_grouprl.callbacks.weight_summary import WeightSummary
+
+_ADDED: WeakSet[Callback] = WeakSet()  # by modules, to any Trainer
 
 
 def default_callbacks(*, save_every_n_steps: int = 100, show_every_n_steps: int = 10) -> list[Callback]:
@@ -45,6 +49,18 @@ def callbacks_of_module(trainer: Trainer) -> list[Callback]:
     if not trainer.loggers or any(isinstance(callback, RunSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return []
     return [RunSummary()]
+
+
+def replace_earlier(trainer: Trainer, added: list[Callback]) -> list[Callback]:
+    """Detach what a module added for an earlier run, so that Lightning does not report it as overridden.
+
+    Args:
+        trainer: The Trainer, on its first or a later run.
+        added: What the module adds for this run; returned.
+    """
+    trainer.callbacks = [callback for callback in trainer.callbacks if callback not in _ADDED]  # type: ignore[attr-defined]
+    _ADDED.update(added)
+    return added
 
 
 def _replacement(callback: Callback) -> Callback:

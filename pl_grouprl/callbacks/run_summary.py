@@ -1,4 +1,4 @@
-"""Results of a run: a few lines on the console, a table in the loggers, `summary.json` and `curves.png`."""
+"""A run's options in `options.json`, and its results: on the console, in the loggers, `summary.json`, `curves.png`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pl_grouprl.callbacks.evaluation_report import source_table
 from pl_grouprl.callbacks.logger_tables import log_tables, summary_table
 from pl_grouprl.callbacks.metric_history import MetricHistory
 from pl_grouprl.callbacks.run_folder import claim, run_folder
+from pl_grouprl.training.run_options import all_options
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import PROGRESS
@@ -24,6 +25,8 @@ from pl_grouprl.utilities.writes import OptionalWrites, write_whole
 Statistics = Mapping[str, Mapping[str, float]]
 
 VALIDATION_PREFIXES = ("val/", "val_")
+_FLAT = 0.9
+"""Share of groups with equal rewards above which the summary says so; without a critic they give no gradient."""
 
 
 @checked_arguments
@@ -40,6 +43,7 @@ class RunSummary(Callback):
         every_n_steps: Optimizer steps between records of training metrics.
         summary_filename: File of the statistics in the run folder; None writes none.
         curves_filename: File of the picture in the run folder; None draws none.
+        options_filename: File of the options in the run folder, written when training starts; None writes none.
 
     Raises:
         ValueError: If `every_n_steps` is less than 1.
@@ -50,11 +54,13 @@ class RunSummary(Callback):
         every_n_steps: int = 1,
         summary_filename: str | None = "summary.json",
         curves_filename: str | None = "curves.png",
+        options_filename: str | None = "options.json",
     ) -> None:
         check_options({"RunSummary.every_n_steps": (every_n_steps, every_n_steps >= 1, "at least 1")})
         self.every_n_steps = every_n_steps
         self.summary_filename = summary_filename
         self.curves_filename = curves_filename
+        self.options_filename = options_filename
         self.history = MetricHistory()
         self.training_seconds = 0.0
         self._started: float | None = None
@@ -67,12 +73,16 @@ class RunSummary(Callback):
         if stage != "fit":
             return
         self._folder = run_folder(trainer)
-        for name in filter(None, (self.summary_filename, self.curves_filename)):
+        for name in filter(None, (self.summary_filename, self.curves_filename, self.options_filename)):
             if self._folder is not None:
                 claim(trainer, self._folder / name, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Write the options, and start the clock."""
+        if self._folder is not None and self.options_filename is not None and trainer.is_global_zero:
+            path = self._folder / self.options_filename
+            with OptionalWrites("RunSummary").to(path):
+                write_whole(path, json.dumps(all_options(pl_module), indent=1, default=str).encode() + b"\n")
         self._started = time.monotonic()
         self._last_step = trainer.global_step
         self._seen = {}
@@ -173,11 +183,12 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
         lines.append(f"  reward              first {reward['first']:.3f}, last {reward['last']:.3f}")
     for name, values in statistics.items():
         if name.startswith(VALIDATION_PREFIXES):
-            lines.append(
-                f"  {name:<19} first {values['first']:.3f}, last {values['last']:.3f}, "
-                f"lowest over the last quarter {values['min_last_quarter']:.3f}"
-            )
+            lines.append(f"  {name:<19} {_validation_text(values)}")
     lines += _prompt_lines(statistics)
+    flat = statistics.get("frac_reward_zero_std", {"mean": 0.0})["mean"]
+    if flat > _FLAT and "value/explained_variance" not in statistics:
+        what = f"in {100 * flat:.0f} % of groups, which teach nothing"
+        lines.append(f"  all rewards equal   {what}: docs/troubleshooting.md#the-reward-stays-flat")
     for name, label, form in (
         ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),
         ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
@@ -197,6 +208,15 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
     if folder is not None:
         lines.append(f"  run folder          {folder}")
     return "\n".join(lines)
+
+
+def _validation_text(values: Mapping[str, float]) -> str:
+    if values.get("count") == 1:
+        return f"{values['first']:.3f}, measured once: trainer.val_check_interval says when"
+    return (
+        f"first {values['first']:.3f}, last {values['last']:.3f}, "
+        f"lowest over the last quarter {values['min_last_quarter']:.3f}"
+    )
 
 
 def _prompt_lines(statistics: Statistics) -> list[str]:

@@ -211,10 +211,10 @@ class SharedPrefixCallback(Callback):
                 layout, cost = call.layout, self._observed[patch]
                 rank_zero_info(
                     f"shared prefixes: {type(patch.model).__name__} runs backend {patch.backend!r} over "
-                    f"{patch.wrapped!r} attention ({patch.describe()}); the first batch has {layout.num_groups} groups "
-                    f"in {len(layout.segments)} segments, {layout.num_queries} tokens instead of "
-                    f"{sum(layout.repeated_lengths)} (token ratio {layout.token_ratio:.2f}, operations "
-                    f"{cost.repeated(layout) / cost.shared(layout):.2f})"
+                    f"{patch.wrapped!r} attention ({patch.describe()}); the first batch has {layout.num_groups} "
+                    f"group{'s' * (layout.num_groups != 1)} in {len(layout.segments)} segments, {layout.num_queries} "
+                    f"tokens instead of {sum(layout.repeated_lengths)} (token ratio {layout.token_ratio:.2f}, "
+                    f"operations {cost.repeated(layout) / cost.shared(layout):.2f})"
                 )
                 return
         reasons = Counter(call.reason for _, call in calls)

@@ -29,18 +29,18 @@ class HubDataset:
         path: Name on the hub, such as `openai/gsm8k`, or path of a folder of .parquet, .jsonl or .csv files (the README
             of the folder may declare configurations and splits).
         name: Configuration of the data set, such as `main`.
-        split: The split that each of `train`, `val` and `test` reads, possibly a slice such as `test[:200]` or
-            `train[5%:]`. A string is for all three; a mapping may omit some, whose defaults are `train`, `validation`
-            and `test`.
+        split: The data set's split for each of `train`, `val` and `test`, possibly a slice such as `test[:200]` or
+            `train[5%:]`. A string applies to all three. By default, and where a mapping omits one, `train`,
+            `validation` and `test`.
         columns: Our name of a column -> the name in the data set, for example `{prompt: question}`.
         keep_other_columns: Keep columns that are not in `columns`, under their original names.
         extract: Column -> a regular expression. Its last match, or that match's first group if it has groups, replaces
             the value, for example `{answer: '#### (.+)'}`.
         messages: Templates of the messages of the prompt, with columns in braces, for example
-            `[{role: user, content: "{question} Think first."}]`. Double any other brace. None: the column `prompt` is
-            the prompt.
+            `[{role: user, content: "{question} Think first."}]`. Double all other braces. None: the column `prompt`
+            is the prompt.
         data_source: Name in validation metrics, passed to rewards with verl's signature. None: the row's column
-            `data_source`, or else `path` (the last part of a folder's).
+            `data_source`, or else `path` (its last component, for a folder).
         revision: Branch, tag or commit on the hub.
         data_dir: Read only this folder of the data set.
         data_files: Read only these files of the data set, by split or as one list.
@@ -110,7 +110,7 @@ class HubDataset:
         return row
 
     def _column_names(self, present: Sequence[str], split: str) -> dict[str, str]:
-        """The columns of a row: our name -> the name in the data set.
+        """The columns to read: our name -> the name in the data set.
 
         Raises:
             ValueError: If an option names a column that does not exist.

@@ -31,7 +31,7 @@ class HubLoader:
         self._label = label
 
     def load(self, split: str, hub_split: str) -> Any:
-        """Return a split, a `datasets.Dataset`; downloads and prepares the data set unless it is cached.
+        """Return a split as a `datasets.Dataset`. Downloads and prepares the data set unless it is cached.
 
         Args:
             split: Our name of the split, for errors.
@@ -55,6 +55,7 @@ class HubLoader:
 
     @contextmanager
     def _naming_remedy(self, remedy: str) -> Iterator[None]:
+        """Turn errors of `datasets` into ValueErrors that end with a remedy."""
         try:
             yield
         except Exception as error:

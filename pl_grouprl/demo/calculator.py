@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_LONGEST = 200
+_MAX_CHARACTERS = 200
 _TOKEN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+|\S")
 
 
@@ -22,8 +22,8 @@ def calculate(expression: str) -> str:
         ValueError: If it is not such an expression, or longer than 200 characters.
         ZeroDivisionError: If it divides by zero.
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters; at most {_LONGEST} are allowed")
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"the expression has {len(expression)} characters; at most {_MAX_CHARACTERS} are allowed")
     value = _Expression(expression).value()
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 

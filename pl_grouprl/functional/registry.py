@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from pl_grouprl.utilities.annotations import convert, describe_value
 from pl_grouprl.utilities.describe import describe as plain_values
 from pl_grouprl.utilities.describe import identity
+from pl_grouprl.utilities.option_notes import note_on_value
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound="RegisteredFunction")
@@ -94,6 +95,11 @@ class RegisteredFunction:
                 f"time ({error}); import it outside of TYPE_CHECKING, or leave the annotation out."
             ) from None
 
+    def _positional(self) -> list[str]:
+        """The data that every such function takes first, by position."""
+        parameters = list(inspect.signature(type(self).__call__).parameters.values())[1:]
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in self.data]
+
     def check_declaration(self) -> None:
         """Compare the registration with the function's arguments.
 
@@ -108,9 +114,11 @@ class RegisteredFunction:
         undeclared = [name for name in arguments if name in self.data and name not in self.takes]
         for names, problem in ((absent, "lacks"), (undeclared, "does not declare")):
             if names:
+                call = ", ".join((*self._positional(), *(f"{data}=..." for data in self.takes), "options"))
                 raise TypeError(
                     f"{self.argument} {self.name!r} {problem} {', '.join(names)}; make the arguments of "
-                    f"{self.function.__qualname__} and its registration agree."
+                    f"{self.function.__qualname__} and its registration agree. As it is registered, it is called as "
+                    f"{self.name}({call})."
                 )
         for name, parameter in arguments.items():
             is_option = name in self.known_options()
@@ -163,7 +171,9 @@ def build(registry: Mapping[str, R], argument: str, name: str, options: Mapping[
         ValueError: If the name is not registered, or the function refuses an option.
     """
     if name not in registry:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(sorted(registry))}.")
+        raise ValueError(
+            f"{argument} is {name!r}; it must be one of {', '.join(sorted(registry))}.{note_on_value(argument, name)}"
+        )
     return registry[name].with_options(options)
 
 

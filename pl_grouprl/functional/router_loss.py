@@ -18,8 +18,8 @@ def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int, weights_T: 
     probability of e, both weighted means over the tokens of all layers together, as in transformers'
     `load_balancing_loss_func`. It is k if all experts are used equally. Gradients flow only through P.
 
-    A token of weight w counts as w tokens: use the number of sequences that contain it, so a prefix that is encoded
-    once counts as all of its copies; 0 at padding.
+    A token of weight w counts as w tokens. Pass the number of sequences that contain each token, so that a prefix that
+    is encoded once counts as all of its copies, and 0 at padding.
 
     Args:
         router_logits: Router logits of each layer, before the softmax, shape [T, E] each.

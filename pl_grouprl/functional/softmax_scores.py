@@ -1,6 +1,8 @@
-"""Log-probability, entropy, score norm and sketch from sums over the vocabulary, with gradients of the logits.
+"""Computes log-probability, entropy, score norm and sketch from sums over the vocabulary, and the logits' gradient.
 
-Legend: N tokens, V vocabulary, D hidden size, S size of a sketch.
+z is a logit divided by the temperature.
+
+Legend: N tokens, V vocabulary, C token ids of a block, R tokens of a tile, D hidden size, S size of a sketch.
 """
 
 from __future__ import annotations
@@ -56,12 +58,12 @@ class ScoreOptions(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Quantities of each token's distribution for the gradient.
+    """What the gradient needs of each token's distribution.
 
     Attributes:
         log_total_N: Log of the sum of e^z over the vocabulary.
         logprobs_N: log p_a of the target a.
-        other_N: 1 - p_a.
+        other_N: 1 - p_a, the probability of all other token ids.
         entropy_N: H; None unless requested.
     """
 
@@ -103,11 +105,11 @@ class Softmax(NamedTuple):
             kernels.write_rows(
                 logits_NC, result_NC, self.log_total_N, temperature, factor_N1.flatten(), entropy_factor_N
             )
-        own_N1 = g_N1 * self.other_N[:, None]
+        target_grad_N1 = g_N1 * self.other_N[:, None]
         if k_N1 is not None:
             logprobs_N1 = self.logprobs_N.clamp(min=LOWEST)[:, None]
-            own_N1 -= k_N1 * logprobs_N1.exp() * (logprobs_N1 + self._entropy_N1())
-        targets.put(result_NC, own_N1)
+            target_grad_N1 -= k_N1 * logprobs_N1.exp() * (logprobs_N1 + self._entropy_N1())
+        targets.put(result_NC, target_grad_N1)
 
     def _write_tiles(
         self,
@@ -117,6 +119,7 @@ class Softmax(NamedTuple):
         factor_N1: Tensor,
         entropy_factor_N1: Tensor | None,
     ) -> None:
+        """Write the gradient tile by tile, as if no token id were a target."""
         spare_RC = None if entropy_factor_N1 is None else tile_like(logits_NC, self.log_total_N.dtype)
         for rows, z_RC in tiles(logits_NC, self.log_total_N.dtype, temperature):
             z_RC.sub_(self.log_total_N[rows, None])
@@ -143,7 +146,7 @@ def finish(
     """Add the targets to the sums over all other token ids, and compute the scores.
 
     Args:
-        others: Those sums; consumed.
+        others: The sums over all other token ids; overwritten.
         target_N: z of each target.
         options: The requested scores.
         hidden_ND: Hidden states, for the sketch.

@@ -24,7 +24,7 @@ def check_image(image: Any) -> None:
     """
     opened = _open(image)
     if opened is not image:
-        with _naming(image), opened:
+        with _errors_naming(image), opened:
             opened.verify()
 
 
@@ -36,7 +36,7 @@ def read_image(image: Any) -> Any:
     """
     from PIL import ImageOps
 
-    with _naming(image):
+    with _errors_naming(image):
         return ImageOps.exif_transpose(_open(image)).convert("RGB")
 
 
@@ -44,9 +44,9 @@ def check_video(video: Any) -> None:
     """Verify that a video's file exists, or that its frames are images.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If the file does not exist, a frame is no image, or it is neither.
     """
-    video = _inside(video, "video")
+    video = _unwrap(video, "video")
     if _is_frames(video):
         for frame in video:
             check_image(frame)
@@ -62,7 +62,7 @@ def read_video(video: Any) -> Any:
     Raises:
         ValueError: If a frame cannot be decoded.
     """
-    video = _inside(video, "video")
+    video = _unwrap(video, "video")
     if _is_frames(video):
         return [read_image(frame) for frame in video]
     return str(_path(video)) if isinstance(video, str) else video
@@ -71,19 +71,19 @@ def read_video(video: Any) -> Any:
 def _open(image: Any) -> Any:
     from PIL import Image
 
-    image = _inside(image, "image")
+    image = _unwrap(image, "image")
     if isinstance(image, Image.Image):
         return image
     if not isinstance(image, (str, Path, bytes)):
         raise ValueError(
             f"an image of type {type(image).__name__} is not a PIL image, a path, or a dictionary with bytes or a path"
         )
-    with _naming(image):
+    with _errors_naming(image):
         return Image.open(io.BytesIO(image) if isinstance(image, bytes) else _path(image))
 
 
-def _inside(value: Any, kind: str) -> Any:
-    """The content of a dictionary. Bytes take precedence over a path, which may be from another machine."""
+def _unwrap(value: Any, kind: str) -> Any:
+    """The bytes or path in a dictionary; other values unchanged. A path may be from another machine, so bytes win."""
     if not isinstance(value, Mapping):
         return value
     found = next((value[key] for key in ("bytes", kind, "path") if value.get(key) is not None), None)
@@ -104,7 +104,7 @@ def _path(path: str | Path) -> Path:
 
 
 @contextmanager
-def _naming(image: Any) -> Iterator[None]:
+def _errors_naming(image: Any) -> Iterator[None]:
     """Turn any error of PIL into a ValueError that names the image."""
     try:
         yield

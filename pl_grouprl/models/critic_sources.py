@@ -92,6 +92,12 @@ class SharedTrunkCritic:
         return Critic(trunk, head, shares_trunk=True, detach_trunk=self.detach).train()
 
 
+class _CriticCheckpoint(PretrainedPolicy):
+    @property
+    def _owner(self) -> str:
+        return f"the critic's {super()._owner}"
+
+
 @checked_arguments
 @dataclass(frozen=True)
 class PretrainedCritic:
@@ -167,7 +173,7 @@ class PretrainedCritic:
 
     @property
     def _checkpoint(self) -> PretrainedPolicy:
-        return PretrainedPolicy(
+        return _CriticCheckpoint(
             self.path,
             self.dtype,
             self.attn_implementation,

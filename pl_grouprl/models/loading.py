@@ -158,6 +158,25 @@ def check_patterns(patterns: Any, owner: str) -> None:
 
 
 @contextmanager
+def reachable(location: str, owner: str) -> Iterator[None]:
+    """Say in one line that a model is neither a folder nor on the hub.
+
+    Raises:
+        OSError: Names the owner and the cause.
+    """
+    try:
+        yield
+    except OSError as error:
+        if Path(location).expanduser().is_dir():
+            raise
+        cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise OSError(
+            f"{owner} is neither a folder in {Path.cwd()} nor a name on the hub that can be reached ({cause:.300}); "
+            "pass the path of a folder with a model, or look at the name, the network and HF_HUB_OFFLINE."
+        ) from error
+
+
+@contextmanager
 def readable_weights(location: str, owner: str) -> Iterator[None]:
     """Name the damaged file if reading a folder's weights fails.
 

@@ -16,7 +16,7 @@ from pl_grouprl.models import gguf
 from pl_grouprl.models.adapter_layers import has_adapters
 from pl_grouprl.models.adapters import LoRAAdapter, check_folder, expand_home
 from pl_grouprl.models.compile import compile_layers
-from pl_grouprl.models.loading import check_patterns, load_model
+from pl_grouprl.models.loading import check_patterns, load_model, reachable
 from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -172,10 +172,11 @@ class PretrainedPolicy:
         """Load the model's config, with dropout disabled if requested."""
         from transformers import AutoConfig
 
-        if self.gguf_file is None:
-            config = AutoConfig.from_pretrained(self._location, **self._hub_options)
-        else:
-            config = gguf.load_config(self._location, self.gguf_file, self.revision)
+        with reachable(self.path, self._owner):
+            if self.gguf_file is None:
+                config = AutoConfig.from_pretrained(self._location, **self._hub_options)
+            else:
+                config = gguf.load_config(self._location, self.gguf_file, self.revision)
         if self.disable_dropout:
             zero_dropout(config)
         return config
@@ -199,7 +200,7 @@ class PretrainedPolicy:
         model = load_model(
             auto_class,
             self._location,
-            owner=f"model path {self.path!r}" + (f", gguf_file {self.gguf_file!r}" if self.gguf_file else ""),
+            owner=self._owner,
             allowed=self.allow_mismatched_weights,
             config=config,
             dtype=self.dtype,
@@ -221,9 +222,10 @@ class PretrainedPolicy:
         """Load the tokenizer of the same folder, name or GGUF file."""
         from transformers import AutoTokenizer
 
-        if self.gguf_file is not None:
-            return gguf.load_tokenizer(self._location, self.gguf_file, self.revision)
-        return AutoTokenizer.from_pretrained(self._location, **self._hub_options)
+        with reachable(self.path, self._owner):
+            if self.gguf_file is not None:
+                return gguf.load_tokenizer(self._location, self.gguf_file, self.revision)
+            return AutoTokenizer.from_pretrained(self._location, **self._hub_options)
 
     def _check_remote_code(self) -> None:
         if self.gguf_file is not None and self.trust_remote_code:
@@ -285,6 +287,11 @@ class PretrainedPolicy:
     @property
     def _location(self) -> str:
         return expand_home(self.path)
+
+    @property
+    def _owner(self) -> str:
+        """What errors call it."""
+        return f"model path {self.path!r}" + (f", gguf_file {self.gguf_file!r}" if self.gguf_file else "")
 
     @property
     def _hub_options(self) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""What the rollouts of a group larger than a micro-batch share runs once, and they follow in slices.
+"""Runs a group larger than a micro-batch in parts: the prompt once, then slices of rollouts that continue it.
 
 One forward of the prompt records tensors in every layer (`attention.prefix_states`). They are detached from their
-graph, so each slice of rollouts runs backward separately and adds to their gradients. A final backward pass takes the
-sum of these through the prompt. A branch, which several rollouts have in common after the prompt, is a prompt for what
-continues it. The gradients equal those of the whole group in one call, with the memory of one path and one slice.
+graph, so each slice of rollouts runs its own backward and adds to their gradients. A final backward propagates the
+sum through the prompt. Tokens that several rollouts share after the prompt may run as a branch, which is to its slices
+what the prompt is to the others. The gradients equal those of the whole group in one call, with the memory of one path
+and one slice.
 
-Legend: P tokens of the path from the prompt down, K response tokens among them, S tokens of a slice, D hidden size.
+Legend: P tokens of the path (the prompt and the branches down to this one), K response tokens of the path, S tokens of
+a slice, D hidden size.
 """
 
 from __future__ import annotations
@@ -34,20 +36,20 @@ if TYPE_CHECKING:
 
 
 class PrefixPass:
-    """The prompt of one group, or a branch after it, run once by each model that scores the slices below.
+    """One pass over a group's prompt, or over a branch after it, in each model that scores the slices below.
 
     Valid for one set of weights: create a new one after an optimizer step.
 
     Args:
         group: The group; its rollouts are not read.
         device: Device of the models.
-        sequence_group: The ranks that run the prompt and each slice together; see `ScoringBatch`. Each of them then
-            has the states of its heads.
+        sequence_group: The ranks that run the prompt and each slice together; see `ScoringBatch`. Each then holds the
+            states of its own heads.
 
     Attributes:
         num_tokens: P.
-        path_ids: The K response tokens, which all rollouts below begin with.
-        batch: Its own tokens alone.
+        path_ids: The K response tokens of the path. A rollout below begins with them, or is a prefix of them.
+        batch: The prompt or the branch, without the path above it.
     """
 
     def __init__(self, group: RolloutGroup, device: torch.device | str, sequence_group: Any = None) -> None:
@@ -60,34 +62,34 @@ class PrefixPass:
         self._counted = False
 
     def branch(self, token_ids: Sequence[int]) -> PrefixPass:
-        """The run of response tokens that some of the rollouts have in common after this one.
+        """Create the pass over response tokens that some of the rollouts share after this one.
 
-        Its `loss` must run backward before this one's.
+        Its `loss` must run backward before this pass's.
 
         Raises:
             NotImplementedError: If the prompt has images or videos.
         """
         if self.batch.media:
-            raise NotImplementedError("a branch after a prompt with images or videos does not run by itself.")
+            raise NotImplementedError("a branch cannot run by itself after a prompt with images or videos.")
         below = copy(self)
         below.num_tokens, below.path_ids = self.num_tokens + len(token_ids), [*self.path_ids, *token_ids]
-        # Two equal rollouts have all of their tokens in common.
+        # Two equal rollouts, so that the branch is laid out as a shared segment.
         group = RolloutGroup([0], [Rollout(below.path_ids)] * 2)
         below.batch = pack_slice(group, [0, 1], self, self.batch.targets_N.device, min_saved_tokens=1)
         below._above, below._done, below._counted = self, {}, False
         return below
 
     def count_once(self) -> int:
-        """P at the first call, less what was counted above, then 0, for sums over slices."""
+        """Number of the path's tokens that no earlier call has counted, here or above, for sums over slices."""
         above = 0 if self._above is None else self._above.count_once()
         own = 0 if self._counted else self.num_tokens - (0 if self._above is None else self._above.num_tokens)
         self._counted = True
         return above + own
 
     def states(self, model: PreTrainedModel) -> Prefix:
-        """The states of the path in a model. Runs it the first time, with gradient if enabled.
+        """Return the states of the path in a model. The first call runs it, with gradient if enabled.
 
-        The states with and without gradient, and with and without adapters, are separate.
+        States with and without gradient, and with and without adapters, are cached separately.
 
         Args:
             model: A model in a `shared_prefix` context.
@@ -110,7 +112,7 @@ class PrefixPass:
         return torch.cat([*prefix.hidden, run_decoder(model, batch, **self._media(model, batch), prefix_states=given)])
 
     def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
-        """Arguments of a slice whose prompt has images or videos: positions after them, and token types of text."""
+        """Extra arguments of a slice after images or videos: its position ids, and token types that say text."""
         if not self.batch.media:
             return {}
         with_media = replace(
@@ -123,17 +125,18 @@ class PrefixPass:
         return inputs if positions is None else inputs | {"position_ids": positions[..., self.num_tokens :]}
 
     def loss(self, parameters: Iterable[nn.Parameter] = (), *, loss_scale: float = 1.0) -> Tensor:
-        """A zero whose backward pass propagates the collected gradients through the prompt, in all models that ran it.
+        """A zero whose backward propagates the gradients that slices left, through every model that ran this pass.
 
-        Call it once, after the backward of all slices; it drops the prompt's states. A model none of whose slices ran
-        backward gets zero gradients, so collectives of sharded weights match.
+        Call it once, after the backward of all slices; it drops the states. A model in which no slice ran backward gets
+        zero gradients, so that collectives of sharded weights match across ranks.
 
         Args:
-            parameters: Parameters that must get a gradient, zero if there is no other.
-            loss_scale: A gradient scaler's factor on the slices' losses, if it will also multiply this one.
+            parameters: Parameters that must have a gradient; it is zero if they get no other.
+            loss_scale: The gradient scaler's factor, which the slices' gradients already include; set it if the scaler
+                will also multiply this loss.
 
         Returns:
-            A differentiable scalar, even if no run of the prompt had a gradient.
+            A differentiable scalar, even if no model ran this pass with gradient.
         """
         done, self._done = self._done, {}
         zeros = [prefix.loss(loss_scale) for prefix in done.values() if prefix.needs_backward]
@@ -143,12 +146,12 @@ class PrefixPass:
 
 
 class Prefix:
-    """The states of a prompt, or of a branch and what is above it, in one model.
+    """The states of a path in one model.
 
     Attributes:
-        path: The states that slices read in each layer, of the prompt and each branch.
-        hidden: Hidden states of the prompt's last token and of each branch, together of shape [1 + K, D], which predict
-            the tokens that continue them.
+        path: The states that slices read in each layer: first the prompt's, then each branch's.
+        hidden: Hidden states that predict the tokens of the path after the prompt, and those that follow it: of the
+            prompt's last token, then of each branch; together [1 + K, D].
     """
 
     def __init__(self, model: PreTrainedModel, batch: ScoringBatch, above: Prefix | None = None) -> None:
@@ -172,12 +175,13 @@ class Prefix:
         return bool(self._leaves)
 
     def loss(self, loss_scale: float) -> Tensor:
-        """A zero whose backward pass propagates the collected gradients."""
-        # A gradient always reaches the last layer, so every layer's collectives run.
+        """A zero whose backward propagates the collected gradients."""
+        # Always include the first, the last layer's output, so that every layer runs backward with its collectives.
         used = [leaf for number, leaf in enumerate(self._leaves) if leaf.gradient is not None or number == 0]
         return _Propagate.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
 
     def _detach(self, tensor: Tensor) -> Tensor:
+        """Detach a tensor from its graph, and collect its gradient in a new `Leaf`."""
         if not tensor.requires_grad:
             return tensor
         leaf = Leaf(tensor)
@@ -186,14 +190,15 @@ class Prefix:
 
 
 def _recomputes(model: PreTrainedModel) -> bool:
+    """Whether activation checkpointing runs layers again in the backward pass."""
     return bool(getattr(model, "is_gradient_checkpointing", False)) and model.training
 
 
 class Leaf:
-    """A recorded tensor, and the sum of the gradients that reach its detached copies.
+    """A recorded tensor, and the sum of the gradients that reach its detached copy.
 
     Attributes:
-        recorded: The tensor in its graph.
+        recorded: The tensor, still in its graph.
         gradient: The sum, in float32 or wider; None before the first.
     """
 
@@ -202,7 +207,7 @@ class Leaf:
         self.gradient: Tensor | None = None
 
     def detach(self) -> Tensor:
-        """Return the values as a leaf whose gradients are added to the sum, not to `grad`."""
+        """Return a detached copy whose gradients are added to the sum instead of its `grad`."""
         leaf = self.recorded.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._collect)
         return leaf
@@ -215,7 +220,7 @@ class Leaf:
 
 
 class _Propagate(torch.autograd.Function):
-    """Zero with given gradients. A sum of products would have the same gradients, but a meaningless value."""
+    """A zero with prescribed gradients. A sum of products would have the same ones, but a meaningless value."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], loss_scale: float, *recorded: Tensor) -> Tensor:
@@ -226,8 +231,8 @@ class _Propagate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         factor = grads[0] / ctx.loss_scale
-        found = [
+        scaled = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else (gradient * factor).to(dtype)
             for gradient, (shape, dtype, device) in zip(ctx.gradients, ctx.like, strict=True)
         ]
-        return None, None, *found
+        return None, None, *scaled

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pl_grouprl.packing.forest import SharedTokens, lay_out_forest
+from pl_grouprl.packing.forest import Forest, SharedTokens, lay_out_forest
 from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.packing.media import join_media
 from pl_grouprl.packing.repeat import repeat_rows
@@ -44,14 +44,13 @@ class ScoringBatch:
         final_index_B: Index in the flattened hidden states of each rollout's last token, int64; for an empty rollout,
             of its prompt's last token.
         rollout_lengths: Response tokens of each of the B rollouts.
-        layout: The forest of the groups, with either encoding.
+        layout: The forest of the groups, whichever way they are encoded.
         sharing: The encoding.
-        shared_tokens: Which response tokens are one token of the row, as rollouts have it in common; None if each is
-            encoded by itself.
+        shared_tokens: Which response tokens share a token of the row; None if no two do.
         sequence_group: Process group whose ranks run this row together, each with the same batch; None if this rank
             runs it alone. See `attention.sequence_parallel`.
-        prefix: For a slice of a group, the run of its prompt (`models.PrefixPass`); None if the batch includes its
-            prompts.
+        prefix: For a slice of a group, the pass over the prompt or branch that it continues (`models.PrefixPass`); None
+            if the batch includes its prompts.
     """
 
     model_inputs: dict[str, Any]
@@ -84,12 +83,15 @@ class ScoringBatch:
 
     @property
     def num_prefix_tokens_run(self) -> int:
-        """Prompt tokens of a split group, counted with its first slice; 0 for others."""
+        """Prompt and branch tokens that the first slice of a split group runs; 0 later, and for other batches.
+
+        Reading it marks them as counted, so read it once per batch.
+        """
         return 0 if self.prefix is None else self.prefix.count_once()
 
     @property
     def num_tokens_repeated(self) -> int:
-        """Tokens of the same sequences with the prompt repeated, without padding."""
+        """Tokens of the same rollouts if each repeats its whole prompt, without padding."""
         return sum(self.layout.repeated_lengths)
 
     @property
@@ -110,17 +112,18 @@ def pack(
 ) -> ScoringBatch:
     """Lay groups out for one decoder call, in the caller's order.
 
-    With `shared`, each prompt is encoded once, and so is what rollouts of a group have in common after it: the earlier
-    turns of branched episodes, rollouts that are equal.
+    With `shared`, each prompt is encoded once, and so are tokens that rollouts of a group share after it, such as
+    earlier turns of branched episodes, or equal rollouts.
 
     Args:
         groups: Prompts with their rollouts, of any number and length. Groups without rollouts are skipped.
         sharing: One packed row with shared tokens once, or a right-padded row per rollout.
-        share_across_groups: Also encode once what the prompts of different groups have in common at their beginning,
-            such as a system prompt. Only for text.
-        min_saved_tokens: Tokens that a shared segment after the prompt must save, see `build_trie`; None shares
-            prompts alone.
-        path: Response tokens that every rollout begins with, or is the beginning of, to be laid out with the prompt.
+        share_across_groups: Also share common prefixes of the prompts of different groups, such as a system prompt.
+            Only for text.
+        min_saved_tokens: Fewest tokens that a shared segment after the prompt must save, see `build_trie`; None shares
+            only prompts.
+        path: Response tokens to lay out as one segment after the prompt. Every rollout begins with them, or is a prefix
+            of them.
         device: Device of the tensors.
 
     Raises:
@@ -131,20 +134,22 @@ def pack(
         raise ValueError("groups has no rollouts; pass at least one RolloutGroup with a rollout.")
     if sharing not in ("shared", "repeated"):
         raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
     if sharing == "repeated":
         share_across_groups, min_saved_tokens = False, None
     forest = lay_out_forest(
         groups, share_across_groups=share_across_groups, min_saved_tokens=min_saved_tokens, path=path
     )
+    return _batch(groups, forest, sharing, device)
+
+
+def _batch(
+    groups: Sequence[RolloutGroup], forest: Forest, sharing: Sharing, device: torch.device | str
+) -> ScoringBatch:
+    """The tensors of laid-out groups, moved to a device together."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
     layout = forest.layout
-    row = {"input_ids": _int64(forest.token_ids)[None], "position_ids": layout.position_ids[None]}
-    if sharing == "shared":
-        predict_index_N, final_index_B = forest.predict_index_N, forest.final_index_B
-    else:
-        row = repeat_rows(layout, row["input_ids"])
-        predict_index_N, final_index_B = _indices_in_padded_rows(layout)
+    row, predict_index_N, final_index_B = _encode(forest, sharing)
     indices = {
         "predict_index_N": predict_index_N,
         "targets_N": _int64([rollout.token_ids for rollout in rollouts]),
@@ -153,8 +158,8 @@ def pack(
         "final_index_B": final_index_B,
     }
     shared_tokens = forest.shared_tokens
-    more = {} if shared_tokens is None else shared_tokens._asdict()
-    moved = move_together(indices | row | more, device)
+    shared_indices = {} if shared_tokens is None else shared_tokens._asdict()
+    moved = move_together(indices | row | shared_indices, device)
     model_inputs: dict[str, Any] = {name: moved[name] for name in row}
     model_inputs |= {name: value.to(device) for name, value in join_media(groups, layout, sharing).items()}
     if sharing == "shared":
@@ -166,12 +171,22 @@ def pack(
         rollout_lengths=tuple(lengths),
         layout=layout,
         sharing=sharing,
-        shared_tokens=SharedTokens(**{name: moved[name] for name in more}) if more else None,
+        shared_tokens=SharedTokens(**{name: moved[name] for name in shared_indices}) if shared_indices else None,
     )
 
 
+def _encode(forest: Forest, sharing: Sharing) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The decoder's text inputs, `predict_index_N` and `final_index_B`."""
+    layout = forest.layout
+    tokens = _int64(forest.token_ids)[None]
+    if sharing == "shared":
+        row = {"input_ids": tokens, "position_ids": layout.position_ids[None]}
+        return row, forest.predict_index_N, forest.final_index_B
+    return repeat_rows(layout, tokens), *_indices_in_padded_rows(layout)
+
+
 def _indices_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """Index in the flattened rows, [B * L], that predicts each response token, [N], and that ends each rollout, [B]."""
+    """`predict_index_N` and `final_index_B` for the flattened rows, [B * L]."""
     width = max(layout.repeated_lengths)
     last = [row * width + length - 1 for row, length in enumerate(layout.repeated_lengths)]
     lengths = [layout.segments[leaf].length for leaf in layout.leaves]

@@ -1,6 +1,6 @@
-"""Lays out rollout groups as a forest: prompts, and below each what its rollouts have in common.
+"""Lays out rollout groups as a forest: each prompt once, and below it the tokens that its rollouts share once.
 
-Legend: B rollouts, T packed tokens, N response tokens of all rollouts, concatenated, M distinct ones.
+Legend: B rollouts, T packed tokens, N response tokens of all rollouts, concatenated, M response tokens of the row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pl_grouprl.types import RolloutGroup
 
 
 class SharedTokens(NamedTuple):
-    """Response tokens that rollouts have in common: the N of all rollouts are M tokens of the row.
+    """Maps the N response tokens of all rollouts to the M tokens of the row that encode them; shared ones coincide.
 
     Attributes:
-        distinct_M: One of the N for each of the M, int64.
-        index_N: For each of the N which of the M it is, int64.
+        distinct_M: For each of the M, the index of one of the N that it encodes, int64.
+        index_N: For each of the N, the index of the one of the M that encodes it, int64.
     """
 
     distinct_M: Tensor
@@ -30,15 +30,15 @@ class SharedTokens(NamedTuple):
 
 
 class Forest(NamedTuple):
-    """Where the tokens of some groups are in a packed row.
+    """A packed row of groups, with the row index of each response token.
 
     Attributes:
-        layout: The segments.
+        layout: The segments of the row.
         token_ids: Tokens of each segment.
         num_prompt_tokens: Tokens of the row that belong to prompts.
         places_N: Index in the row of each response token, int64.
         before_B: Index in the row of the last token of each rollout's prompt, int64.
-        lengths_B: Tokens of each rollout, int64.
+        lengths_B: Number of tokens of each rollout, int64.
     """
 
     layout: SharedPrefixLayout
@@ -52,21 +52,22 @@ class Forest(NamedTuple):
     def predict_index_N(self) -> Tensor:
         """Index in the row of the token that predicts each response token, int64."""
         index_N = np.roll(self.places_N, 1)
-        begun = self.lengths_B > 0
-        index_N[(np.cumsum(self.lengths_B) - self.lengths_B)[begun]] = self.before_B[begun]
+        nonempty = self.lengths_B > 0
+        starts_B = np.cumsum(self.lengths_B) - self.lengths_B
+        index_N[starts_B[nonempty]] = self.before_B[nonempty]
         return torch.from_numpy(index_N)
 
     @property
     def final_index_B(self) -> Tensor:
-        """Index in the row of each rollout's last token, int64; if it has none, of its prompt's."""
+        """Index in the row of each rollout's last token, int64; for an empty rollout, of its prompt's last token."""
         index_B = self.before_B.copy()
-        begun = self.lengths_B > 0
-        index_B[begun] = self.places_N[np.cumsum(self.lengths_B)[begun] - 1]
+        nonempty = self.lengths_B > 0
+        index_B[nonempty] = self.places_N[np.cumsum(self.lengths_B)[nonempty] - 1]
         return torch.from_numpy(index_B)
 
     @property
     def shared_tokens(self) -> SharedTokens | None:
-        """Which response tokens are the same token of the row; None if none are."""
+        """Which response tokens share a token of the row; None if no two do."""
         if len(self.places_N) == self.layout.num_tokens - self.num_prompt_tokens:
             return None
         _, distinct_M, index_N = np.unique(self.places_N, return_index=True, return_inverse=True)
@@ -80,13 +81,14 @@ def lay_out_forest(
     min_saved_tokens: int | None = MIN_SAVED_TOKENS,
     path: Tokens = (),
 ) -> Forest:
-    """Lay out each prompt once, and once what rollouts of a group have in common after it.
+    """Lay out each prompt once, followed by its rollouts, which share their common tokens.
 
     Args:
         groups: Groups with at least one rollout each.
-        share_across_groups: Also lay out once what prompts have in common at their beginning.
-        min_saved_tokens: What a shared segment must save, see `build_trie`; None shares prompts alone.
-        path: Response tokens that every rollout begins with, or is the beginning of; they are laid out with the prompt.
+        share_across_groups: Also share common prefixes of different prompts.
+        min_saved_tokens: Fewest tokens that a shared segment must save, see `build_trie`; None shares only prompts.
+        path: Response tokens to lay out as one segment after the prompt. Every rollout begins with them, or is a prefix
+            of them.
 
     Raises:
         ValueError: If prompts to be compared have images or videos.
@@ -96,27 +98,32 @@ def lay_out_forest(
             "share_across_groups=True compares prompts by their tokens, which are alike for different images and "
             "videos; pass False."
         )
-    names = [number if group.group_id is None else group.group_id for number, group in enumerate(groups)]
-    least = min_saved_tokens if share_across_groups else None
-    prompts = build_trie([group.prompt_ids for group in groups], least)
+    group_ids = [number if group.group_id is None else group.group_id for number, group in enumerate(groups)]
+    prompts = build_trie([group.prompt_ids for group in groups], min_saved_tokens if share_across_groups else None)
     group_of = {leaf: number for number, leaf in enumerate(prompts.leaves)}
     row = _Row()
-    placed: list[int] = []
-    ends: dict[int, list[tuple[int, int, int]]] = {}
-    for place, node in enumerate(prompts.nodes):
-        parent = None if node.parent is None else placed[node.parent]
+    prompt_segments: list[int] = []
+    ends: dict[int, list[_RolloutEnd]] = {}
+    for index, node in enumerate(prompts.nodes):
+        parent = None if node.parent is None else prompt_segments[node.parent]
         tokens = groups[node.sequence].prompt_ids[node.start : node.stop]
-        placed.append(row.add(tokens, parent, names[node.sequence]))
-        if place in group_of:
-            number, prompt = group_of[place], placed[-1]
+        prompt_segments.append(row.add(tokens, parent, group_ids[node.sequence]))
+        if index in group_of:
+            number = group_of[index]
             rollouts = [rollout.token_ids for rollout in groups[number].rollouts]
-            root = row.add(path, prompt, names[number]) if path else prompt
-            leaves = row.graft([ids[len(path) :] for ids in rollouts], min_saved_tokens, root, names[number])
-            ends[number] = [(prompt, leaf, len(ids)) for leaf, ids in zip(leaves, rollouts, strict=True)]
-    layout = SharedPrefixLayout(row.lengths, row.parents, row.names)
-    num_prompt_tokens = sum(row.lengths[place] for place in placed)
+            ends[number] = row.add_rollouts(rollouts, path, min_saved_tokens, prompt_segments[-1], group_ids[number])
+    layout = SharedPrefixLayout(row.lengths, row.parents, row.group_ids)
+    num_prompt_tokens = sum(row.lengths[segment] for segment in prompt_segments)
     in_order = [end for number in range(len(groups)) for end in ends[number]]
     return Forest(layout, row.token_ids, num_prompt_tokens, *_places(layout, in_order))
+
+
+class _RolloutEnd(NamedTuple):
+    """Index of the last segment of a rollout's prompt and of the rollout, and the rollout's number of tokens."""
+
+    prompt: int
+    leaf: int
+    length: int
 
 
 class _Row:
@@ -125,49 +132,53 @@ class _Row:
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.parents: list[int | None] = []
-        self.names: list[Hashable] = []
+        self.group_ids: list[Hashable] = []
         self.token_ids: list[Tokens] = []
 
-    def add(self, tokens: Tokens, parent: int | None, name: Hashable) -> int:
+    def add(self, tokens: Tokens, parent: int | None, group_id: Hashable) -> int:
         """Append a segment; return its index."""
         self.lengths.append(len(tokens))
         self.parents.append(parent)
-        self.names.append(name)
+        self.group_ids.append(group_id)
         self.token_ids.append(tokens)
         return len(self.lengths) - 1
 
-    def graft(self, sequences: Sequence[Tokens], min_saved_tokens: int | None, root: int, name: Hashable) -> list[int]:
-        """Append the trie of sequences below a segment; return the segment that ends each."""
-        first, trie = len(self.lengths), build_trie(sequences, min_saved_tokens)
+    def add_rollouts(
+        self,
+        rollouts: Sequence[Tokens],
+        path: Tokens,
+        min_saved_tokens: int | None,
+        prompt: int,
+        group_id: Hashable,
+    ) -> list[_RolloutEnd]:
+        """Append the path, if any, and the trie of what rollouts have after it, below a prompt's last segment."""
+        root = self.add(path, prompt, group_id) if path else prompt
+        after_path = [ids[len(path) :] for ids in rollouts]
+        first, trie = len(self.lengths), build_trie(after_path, min_saved_tokens)
         for node in trie.nodes:
-            tokens = sequences[node.sequence][node.start : node.stop]
-            self.add(tokens, root if node.parent is None else first + node.parent, name)
-        return [first + leaf for leaf in trie.leaves]
+            tokens = after_path[node.sequence][node.start : node.stop]
+            self.add(tokens, root if node.parent is None else first + node.parent, group_id)
+        return [_RolloutEnd(prompt, first + leaf, len(ids)) for leaf, ids in zip(trie.leaves, rollouts, strict=True)]
 
 
-def _places(
-    layout: SharedPrefixLayout, ends: Sequence[tuple[int, int, int]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the tokens of rollouts are, [N], and the tokens before them, [B]; and their numbers, [B].
-
-    Args:
-        layout: The segments.
-        ends: For each rollout the segments that end its prompt and itself, and the number of its tokens.
-    """
+def _places(layout: SharedPrefixLayout, ends: Sequence[_RolloutEnd]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `places_N`, `before_B` and `lengths_B` of a `Forest`."""
     runs: list[tuple[int, int]] = []  # first token and number of tokens
     before: list[int] = []
     for prompt, leaf, remaining in ends:
         below = [segment for index, segment in _upwards(layout, leaf) if index > prompt]
         for segment in reversed(below):
-            runs.append((segment.start, min(segment.length, remaining)))
-            remaining -= runs[-1][1]
+            length = min(segment.length, remaining)  # a rollout that is a prefix of the path ends within it
+            runs.append((segment.start, length))
+            remaining -= length
         before.append(next(segment.stop - 1 for _, segment in _upwards(layout, prompt) if segment.length))
-    first, length = np.array(runs, np.int64).reshape(-1, 2).T
-    places_N = np.arange(length.sum()) + np.repeat(first - (np.cumsum(length) - length), length)
-    return places_N, np.array(before, np.int64), np.array([length for _, _, length in ends], np.int64)
+    starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
+    places_N = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return places_N, np.array(before, np.int64), np.array([end.length for end in ends], np.int64)
 
 
 def _upwards(layout: SharedPrefixLayout, index: int | None) -> Iterator[tuple[int, Segment]]:
+    """A segment and its ancestors, each with its index."""
     while index is not None:
         segment = layout.segments[index]
         yield index, segment

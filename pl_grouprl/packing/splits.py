@@ -1,4 +1,4 @@
-"""Splits a group larger than a token budget: what rollouts share runs by itself, and what continues it in slices."""
+"""Splits a group that exceeds the token budget: shared tokens run by themselves, then rollouts continue in slices."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pl_grouprl.packing.bins import pack_sizes
 from pl_grouprl.packing.trie import Trie
 
-_SHORTEST_BRANCH = 2
-"""Stateful layers hand on no state after a single token; what continues it repeats it."""
+_MIN_BRANCH_TOKENS = 2
+"""Stateful layers cannot pass on a state after a single token, so the slices after it repeat it."""
 
 Slices = tuple[tuple[int, ...], ...]
 """Indices of the rollouts in each slice."""
@@ -16,14 +16,14 @@ Slices = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Branch:
-    """Tokens that rollouts have in common, with more below them than a slice may hold.
+    """A run of shared tokens that runs by itself, because the rollouts below it do not fit into one slice.
 
     Attributes:
-        rollout: Index of a rollout that has them.
-        start: Index of the first of them among its tokens.
-        stop: Index after the last.
-        slices: Rollouts that continue them.
-        branches: Branches that continue them.
+        rollout: Index of one rollout that contains the tokens.
+        start: Index of the first one in that rollout.
+        stop: Index after the last one.
+        slices: Slices of rollouts that continue this branch.
+        branches: Branches that continue this one.
     """
 
     rollout: int
@@ -35,12 +35,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """A group larger than the budget. Each of its rollouts is in one slice, of its prompt or of a branch.
+    """A group that exceeds the budget. Each rollout is in one slice, which continues the prompt or a branch.
 
     Attributes:
         group: Index of the group.
-        slices: Rollouts that continue the prompt.
-        branches: Branches that continue it.
+        slices: Slices of rollouts that continue the prompt.
+        branches: Branches that continue the prompt.
     """
 
     group: int
@@ -49,16 +49,16 @@ class SplitGroup:
 
 
 def split_group(group: int, prompt: int, rollouts: Trie, max_tokens: int) -> SplitGroup:
-    """Cut a group between the subtrees of its prompt, and deeper only where a subtree exceeds the budget.
+    """Pack whole subtrees of the trie into slices; a subtree that exceeds the budget becomes a branch.
 
     Args:
         group: Index of the group.
-        prompt: Tokens of its prompt.
+        prompt: Number of tokens of its prompt.
         rollouts: The trie of its rollouts.
-        max_tokens: Most tokens of the prompt, of a branch, and of a slice without what it continues.
+        max_tokens: Most tokens of the prompt, of a branch, and of a slice without the path that it continues.
 
     Raises:
-        ValueError: If the prompt, or what a rollout does not share, is longer than `max_tokens`.
+        ValueError: If the prompt or a node of the trie is longer than `max_tokens`.
     """
     if prompt > max_tokens:
         raise ValueError(
@@ -76,7 +76,7 @@ def split_group(group: int, prompt: int, rollouts: Trie, max_tokens: int) -> Spl
 
 
 class _Splitter:
-    """Subtrees of a trie by their first node."""
+    """Cuts a trie into slices and branches. Sizes and rollouts are those of each node's subtree."""
 
     def __init__(self, trie: Trie, max_tokens: int) -> None:
         self._nodes, self._max_tokens = trie.nodes, max_tokens
@@ -92,12 +92,12 @@ class _Splitter:
                 self._sizes[parent] += self._sizes[index]
                 self._rollouts[parent] += self._rollouts[index]
 
-    def below(self, parent: int | None, stop: int = 0) -> tuple[Slices, tuple[Branch, ...]]:
-        """Slices of the subtrees that fit, and branches of the others.
+    def below(self, parent: int | None, start: int = 0) -> tuple[Slices, tuple[Branch, ...]]:
+        """Pack the subtrees below a node into slices, and turn those that do not fit into branches.
 
         Args:
-            parent: What they continue; None is the prompt.
-            stop: How many tokens of a rollout have run by then.
+            parent: The node; None is the prompt.
+            start: Index of the first response token that has not run by then.
         """
         fitting: list[int] = []
         branches: list[Branch] = []
@@ -105,18 +105,18 @@ class _Splitter:
         while remaining:
             index = remaining.pop()
             node = self._nodes[index]
-            if index not in self._children or self._size(index, stop) <= self._max_tokens:
+            if index not in self._children or self._size(index, start) <= self._max_tokens:
                 fitting.append(index)
-            elif node.stop - stop < _SHORTEST_BRANCH:
+            elif node.stop - start < _MIN_BRANCH_TOKENS:
                 remaining += self._children[index]
             else:
-                branches.append(Branch(node.sequence, stop, node.stop, *self.below(index, node.stop)))
-        # What a leaf has before it may exceed the budget by less than a branch.
-        sizes = [min(self._size(index, stop), self._max_tokens) for index in fitting]
-        bins = pack_sizes(sizes, self._max_tokens)
-        slices = (sorted(rollout for place in own for rollout in self._rollouts[fitting[place]]) for own in bins)
+                branches.append(Branch(node.sequence, start, node.stop, *self.below(index, node.stop)))
+        # A leaf may exceed the budget by a shared token before it that is too short for a branch.
+        sizes = [min(self._size(index, start), self._max_tokens) for index in fitting]
+        bins = [[fitting[place] for place in places] for places in pack_sizes(sizes, self._max_tokens)]
+        slices = (sorted(rollout for index in indices for rollout in self._rollouts[index]) for indices in bins)
         return tuple(map(tuple, slices)), tuple(branches)
 
-    def _size(self, index: int, stop: int) -> int:
-        """Tokens of a subtree, with those between `stop` and its first node."""
-        return self._sizes[index] + self._nodes[index].start - stop
+    def _size(self, index: int, start: int) -> int:
+        """Tokens of a subtree, and those between `start` and its first node."""
+        return self._sizes[index] + self._nodes[index].start - start

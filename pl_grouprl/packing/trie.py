@@ -1,6 +1,6 @@
-"""Finds what token sequences have in common at their beginning: their trie, with few and long nodes.
+"""Builds a radix tree (compressed trie) of token sequences, which holds each shared prefix once.
 
-Legend: C numbers that are compared for each token.
+Legend: C numbers per token in array sequences; tokens are equal if all C are.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 MIN_SAVED_TOKENS = 16
-"""What sharing must save. A segment more costs each layer of the model a pass over its descendants."""
+"""Fewest tokens that a shared node must save. Each extra segment costs every layer a pass over its descendants."""
 
 Tokens = Sequence[int]
 """Token ids."""
 
 
 class Node(NamedTuple):
-    """A run of tokens that one or more sequences have in common.
+    """A run of tokens that one or more sequences share.
 
     Attributes:
-        parent: Index of the node that it continues; None at the beginning of a sequence.
-        sequence: A sequence that holds its tokens.
-        start: Index of its first token there.
-        stop: Index after its last token there.
+        parent: Index of its parent node; None at the beginning of a sequence.
+        sequence: Index of one sequence that contains its tokens.
+        start: Index of its first token in that sequence.
+        stop: Index after its last token in that sequence.
     """
 
     parent: int | None
@@ -43,7 +43,7 @@ class Trie(NamedTuple):
 
     Attributes:
         nodes: Depth-first: each node is directly followed by its descendants; siblings in the caller's order.
-        leaves: The node without children that ends each sequence, in the caller's order; it may be empty.
+        leaves: Index of the leaf node that ends each sequence, in the caller's order; the node may be empty.
     """
 
     nodes: tuple[Node, ...]
@@ -61,14 +61,14 @@ def build_trie(
     *,
     max_depth: int | None = None,
 ) -> Trie:
-    """Lay out sequences as a trie, in which each node with children saves at least `min_saved_tokens`.
+    """Build the trie of sequences, sharing a run of tokens only if that saves at least `min_saved_tokens`.
 
-    Each sequence ends in a leaf of its own, so equal sequences, and one that another continues, end in empty leaves.
+    Each sequence ends in its own leaf. The leaf is empty if the sequence equals another one or is a prefix of it.
 
     Args:
         sequences: Token ids, or arrays of shape [tokens] or [tokens, C]; of any number and length.
-        min_saved_tokens: A node of n tokens that k sequences share saves (k - 1) n; with less, each branch keeps its
-            own copy. At least 1; None shares nothing.
+        min_saved_tokens: A node of n tokens that k sequences share saves (k - 1) n; if that is less, each branch keeps
+            its own copy. At least 1; None shares nothing.
         max_depth: Most nodes above a leaf; None is any number. 0 shares nothing.
 
     Raises:
@@ -78,24 +78,25 @@ def build_trie(
         return separate([len(tokens) for tokens in sequences])
     if min_saved_tokens < 1:
         raise ValueError(f"min_saved_tokens is {min_saved_tokens}; pass 1 or more, or None to share nothing.")
-    branchings = _branchings(sequences)
+    radix_nodes = _radix_tree(sequences)
     nodes: list[Node] = []
     leaves = [0] * len(sequences)
-    # To do: branchings with the first of their tokens that is not yet in a node, below a node. The last one is next.
-    remaining: list[tuple[int, int, int | None, int]] = [(0, 0, None, 0)] if branchings else []
-    while remaining:
-        index, start, parent, depth = remaining.pop()
-        own = branchings[index]
-        first = own.members[0]
-        if not own.branches:
+    # Stack of (radix node, first token not yet in a node, parent, depth).
+    pending: list[tuple[int, int, int | None, int]] = [(0, 0, None, 0)] if radix_nodes else []
+    while pending:
+        index, start, parent, depth = pending.pop()
+        radix_node = radix_nodes[index]
+        first = radix_node.members[0]
+        if not radix_node.children:
             leaves[first] = len(nodes)
-            nodes.append(Node(parent, first, start, own.stop))
+            nodes.append(Node(parent, first, start, radix_node.stop))
             continue
-        if _is_kept(branchings, index, start, min_saved_tokens, max_depth and max_depth - depth):
-            nodes.append(Node(parent, first, start, own.stop))
-            start, parent, depth = own.stop, len(nodes) - 1, depth + 1
-        below = own.branches if max_depth is None or depth < max_depth else _leaves(branchings, index)
-        remaining += [(branch, start, parent, depth) for branch in reversed(below)]
+        depth_left = None if max_depth is None else max_depth - depth
+        if _is_kept(radix_nodes, index, start, min_saved_tokens, depth_left):
+            nodes.append(Node(parent, first, start, radix_node.stop))
+            start, parent, depth = radix_node.stop, len(nodes) - 1, depth + 1
+        children = radix_node.children if max_depth is None or depth < max_depth else _leaves(radix_nodes, index)
+        pending += [(child, start, parent, depth) for child in reversed(children)]
     return Trie(tuple(nodes), tuple(leaves))
 
 
@@ -105,42 +106,43 @@ def separate(lengths: Sequence[int]) -> Trie:
     return Trie(nodes, tuple(range(len(lengths))))
 
 
-class _Branching(NamedTuple):
-    """Sequences that are alike up to a token, and there part.
+class _RadixNode(NamedTuple):
+    """A node of the full radix tree, before runs that save too little are dropped.
 
     Attributes:
-        members: The sequences, ascending.
-        stop: Tokens that they have in common from their beginning; all tokens of a single one.
-        branches: Indices of the branchings after it, in the order of their first members; none for a single sequence.
+        members: The sequences that pass through it, ascending.
+        stop: Length of their common prefix; for a leaf, of the whole sequence.
+        children: Indices of its children, in the order of their first members; none for a single sequence.
     """
 
     members: list[int]
     stop: int
-    branches: list[int]
+    children: list[int]
 
 
-def _branchings(sequences: Sequence[Tokens | np.ndarray]) -> list[_Branching]:
-    """All branchings, each before those after it."""
-    found: list[_Branching] = []
-    remaining: list[tuple[list[int], int, list[int]]] = [(list(range(len(sequences))), 0, [])] if sequences else []
-    while remaining:
-        members, alike, siblings = remaining.pop()
+def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
+    """The nodes of the full radix tree, parents first."""
+    nodes: list[_RadixNode] = []
+    # Stack of (members, length known to be equal, the parent's list of children).
+    pending: list[tuple[list[int], int, list[int]]] = [(list(range(len(sequences))), 0, [])] if sequences else []
+    while pending:
+        members, num_equal, siblings = pending.pop()
         first, *others = members
         stop = len(sequences[first])
         for other in others:
-            stop = _common_length(sequences[first], sequences[other], alike, stop)
-        siblings.append(len(found))
-        found.append(_Branching(members, stop, []))
+            stop = _common_length(sequences[first], sequences[other], num_equal, stop)
+        siblings.append(len(nodes))
+        nodes.append(_RadixNode(members, stop, []))
         if others:
             branches: dict[object, list[int]] = {}
             for member in members:
-                branches.setdefault(_next_token(sequences[member], stop, member), []).append(member)
-            remaining += [(branch, stop, found[-1].branches) for branch in reversed(branches.values())]
-    return found
+                branches.setdefault(_branch_key(sequences[member], stop, member), []).append(member)
+            pending += [(branch, stop, nodes[-1].children) for branch in reversed(branches.values())]
+    return nodes
 
 
 def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start: int, stop: int) -> int:
-    """How many of the first `stop` tokens are alike, if the first `start` are."""
+    """Length of the common prefix, at most `stop`. The first `start` tokens are known to be equal."""
     stop, count = min(stop, len(right)), 32
     while start < stop:
         end = min(start + count, stop)
@@ -154,48 +156,48 @@ def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start:
     return stop
 
 
-def _next_token(tokens: Tokens | np.ndarray, place: int, number: int) -> object:
-    """What two sequences that go on alike have in common; a sequence that ends there has it for itself."""
-    if place == len(tokens):
-        return "end", number
-    return tokens[place].tobytes() if isinstance(tokens, np.ndarray) else tokens[place]
+def _branch_key(tokens: Tokens | np.ndarray, position: int, sequence: int) -> object:
+    """Equal for sequences with the same token at `position`; unique for one that ends there."""
+    if position == len(tokens):
+        return "end", sequence
+    return tokens[position].tobytes() if isinstance(tokens, np.ndarray) else tokens[position]
 
 
 def _is_kept(
-    branchings: list[_Branching], index: int, start: int, min_saved_tokens: int, depth_left: int | None
+    radix_nodes: list[_RadixNode], index: int, start: int, min_saved_tokens: int, depth_left: int | None
 ) -> bool:
-    """Whether what a branching has in common becomes a node."""
-    saved = _saved(branchings[index], start)
+    """Whether the tokens from `start` to the end of a radix node become a node of the trie."""
+    saved = _saved(radix_nodes[index], start)
     if saved < min_saved_tokens or depth_left == 0:
         return False
-    # On the deepest level it competes with longer ones that fewer sequences share.
-    return depth_left != 1 or saved >= _best_below(branchings, index, start, min_saved_tokens)
+    # On the deepest level it competes with longer nodes that fewer sequences share.
+    return depth_left != 1 or saved >= _best_below(radix_nodes, index, start, min_saved_tokens)
 
 
-def _saved(own: _Branching, start: int) -> int:
-    """Tokens that a node from `start` on saves."""
-    return (len(own.members) - 1) * (own.stop - start)
+def _saved(radix_node: _RadixNode, start: int) -> int:
+    """Tokens saved by sharing those from `start` to the end of a radix node."""
+    return (len(radix_node.members) - 1) * (radix_node.stop - start)
 
 
-def _best_below(branchings: list[_Branching], index: int, start: int, min_saved_tokens: int) -> int:
-    """Most tokens that one level of nodes after a branching can save."""
+def _best_below(radix_nodes: list[_RadixNode], index: int, start: int, min_saved_tokens: int) -> int:
+    """Most tokens that a single level of nodes below this one can save."""
     best: dict[int, int] = {}
-    for own in reversed(_subtree(branchings, index)):
-        below = sum(best[branch] for branch in branchings[own].branches)
-        saved = _saved(branchings[own], start)
-        best[own] = max(below, saved if saved >= min_saved_tokens and own != index else 0)
+    for number in reversed(_subtree(radix_nodes, index)):
+        below = sum(best[child] for child in radix_nodes[number].children)
+        saved = _saved(radix_nodes[number], start)
+        best[number] = max(below, saved if saved >= min_saved_tokens and number != index else 0)
     return best[index]
 
 
-def _subtree(branchings: list[_Branching], index: int) -> list[int]:
-    """A branching and all after it, each before those after it."""
+def _subtree(radix_nodes: list[_RadixNode], index: int) -> list[int]:
+    """A radix node and its descendants, parents first."""
     found = [index]
-    for own in found:
-        found += branchings[own].branches
+    for number in found:
+        found += radix_nodes[number].children
     return found
 
 
-def _leaves(branchings: list[_Branching], index: int) -> list[int]:
-    """The single sequences of a branching, ascending."""
-    leaves = (own for own in _subtree(branchings, index) if not branchings[own].branches)
-    return sorted(leaves, key=lambda own: branchings[own].members)
+def _leaves(radix_nodes: list[_RadixNode], index: int) -> list[int]:
+    """The leaves below a radix node, in the order of their sequences."""
+    leaves = (number for number in _subtree(radix_nodes, index) if not radix_nodes[number].children)
+    return sorted(leaves, key=lambda number: radix_nodes[number].members)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pl_grouprl.callbacks.curves import filled_panels, panel_figure
 from pl_grouprl.callbacks.turns import turns_line
-from pl_grouprl.report.run import RecordedRun, Row, different_options
+from pl_grouprl.report.run import OPTIONS_FILES, RecordedRun, Row, different_options
 from pl_grouprl.utilities.writes import write_whole
 
 GENERATOR = '<meta name="generator" content="pl_grouprl.report">'
@@ -109,9 +109,12 @@ def _svg(figure: Any) -> str:
 
 def _different(runs: Sequence[RecordedRun]) -> str:
     rows = [[name, *values] for name, values in different_options(runs).items()]
-    if not rows:
-        return "<h2>Options that differ</h2><p>None.</p>"
-    return f"<h2>Options that differ</h2>{_table(['option', *(run.name for run in runs)], rows, 'options')}"
+    unknown = [escape(run.name) for run in runs if not run.options]
+    found = _table(["option", *(run.name for run in runs)], rows, "options") if rows else "<p>None.</p>"
+    if unknown:
+        note = f"<p>Not recorded: {', '.join(unknown)} (no {' or '.join(OPTIONS_FILES)}).</p>"
+        found = note + (found if rows else "")
+    return f"<h2>Options that differ</h2>{found}"
 
 
 def _completions(run: RecordedRun) -> str:

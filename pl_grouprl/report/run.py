@@ -18,6 +18,9 @@ from pl_grouprl.callbacks.metric_history import MetricHistory
 
 Row = dict[str, Any]
 
+OPTIONS_FILES = ("config.yaml", "options.json")
+"""Files with options: of the command line, and of `RunSummary`; they name options differently."""
+
 _SHOWN_OF_COMPLETION = itemgetter("step", "prompt", "completion", "reward", "num_tokens", "finish_reason")
 """Required keys of a completion; the page shows them."""
 
@@ -30,7 +33,7 @@ class RecordedRun:
         name: Distinguishes it from the other runs of the page.
         folder: The run folder.
         history: Metrics by optimizer step, from `metrics.csv`.
-        options: Options by dotted name, from `config.yaml`; empty without that file.
+        options: Options by dotted name, from one of `OPTIONS_FILES`; empty without such a file.
         completions: Rows of `completions.jsonl`; empty without that file.
         training_seconds: From `summary.json`; None if the run has not ended.
     """
@@ -60,17 +63,20 @@ def read_runs(folders: Sequence[str | Path]) -> list[RecordedRun]:
     if twice is not None:
         raise ValueError(f"{twice} is passed twice; pass each run once.")
     depth = next(d for d in itertools.count(2) if len({path.parts[-d:] for path in paths}) == len(paths))
+    in_all = [file for file in OPTIONS_FILES if all((path / file).is_file() for path in paths)]
     return [
-        read_run(Path(folder), str(Path(*path.parts[-depth:]))) for folder, path in zip(folders, paths, strict=True)
+        read_run(Path(folder), str(Path(*path.parts[-depth:])), in_all[:1] or OPTIONS_FILES)
+        for folder, path in zip(folders, paths, strict=True)
     ]
 
 
-def read_run(folder: Path, name: str | None = None) -> RecordedRun:
+def read_run(folder: Path, name: str | None = None, options_files: Sequence[str] = OPTIONS_FILES) -> RecordedRun:
     """Read a run folder.
 
     Args:
         folder: The folder, with the `metrics.csv` of Lightning's `CSVLogger`.
         name: Name of the run on the page; by default, that of the folder.
+        options_files: Names of files with options; the first that the folder has is read.
 
     Raises:
         FileNotFoundError: If there is no `metrics.csv`; names the run folders below, if any.
@@ -90,17 +96,21 @@ def read_run(folder: Path, name: str | None = None) -> RecordedRun:
         name=name or folder.name,
         folder=folder,
         history=history,
-        options=_options(folder / "config.yaml"),
+        options=_options([folder / file for file in options_files]),
         completions=_completions(folder / "completions.jsonl"),
         training_seconds=_training_seconds(folder / "summary.json"),
     )
 
 
 def different_options(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """The options in which runs differ: one value per run, by name; None for a run without that option."""
+    """Values of the options in which the runs differ, by name; None where a run has no such option.
+
+    Of runs whose options were not recorded nothing is known: they are left out of the comparison.
+    """
     names = dict.fromkeys(name for run in runs for name in run.options)
     values = {name: [run.options.get(name) for run in runs] for name in names}
-    return {name: per_run for name, per_run in values.items() if any(value != per_run[0] for value in per_run)}
+    known = [number for number, run in enumerate(runs) if run.options]
+    return {name: own for name, own in values.items() if any(own[number] != own[known[0]] for number in known)}
 
 
 @contextmanager
@@ -128,11 +138,13 @@ def _history(path: Path) -> MetricHistory:
     return history
 
 
-def _options(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _options(paths: Sequence[Path]) -> dict[str, Any]:
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
         return {}
     with _naming_file(path, "a configuration"):
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         return dict(_flat("", config)) if config else {}
 
 

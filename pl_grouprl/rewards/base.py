@@ -90,13 +90,15 @@ class FunctionFromFile:
     Args:
         path: A Python file; relative paths start at the working directory.
         name: Name of a function (or of any other callable) in that file.
+        kwargs: Passed to the function in every call (verl's `reward_kwargs`).
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file defines no callable with that name.
+        ValueError: If the file defines no callable of that name, or `kwargs` are for something else than a function.
     """
 
-    def __init__(self, path: str, name: str = "compute_score") -> None:
+    def __init__(self, path: str, name: str = "compute_score", kwargs: dict[str, Any] | None = None) -> None:
+        self.kwargs = kwargs
         self.path = path
         self.name = name
         file = Path(path).expanduser()
@@ -111,19 +113,25 @@ class FunctionFromFile:
                 f"FunctionFromFile(path={path!r}, name={name!r}): the file defines no callable of that name; "
                 "pass the name of a function at its top level."
             )
-        self.function: RewardFunction = function
+        if kwargs and not inspect.isfunction(function):
+            raise ValueError(
+                f"FunctionFromFile(path={path!r}, name={name!r}, kwargs={kwargs}): {name} is not a function; give its "
+                "options to it in the file."
+            )
+        self.function: RewardFunction = functools.partial(function, **kwargs) if kwargs else function
         self._sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function of the file."""
         return self.function(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return FunctionFromFile, (self.path, self.name)
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return FunctionFromFile, (self.path, self.name, self.kwargs)
 
-    def run_options(self) -> dict[str, str]:
-        """What its rewards depend on: the function's name and a digest of the file, but not its path."""
-        return {"function": self.name, "sha256": self._sha256}
+    def run_options(self) -> dict[str, Any]:
+        """What decides its rewards, wherever the file is: the function's name and `kwargs`, a digest of the file."""
+        options = {"function": self.name, "sha256": self._sha256}
+        return options | ({"kwargs": self.kwargs} if self.kwargs else {})
 
 
 def reward_name(function: RewardFunction) -> str | None:

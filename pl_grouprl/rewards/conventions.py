@@ -18,6 +18,9 @@ _NO_ENVIRONMENTS = (
     "reward_workers and rollout_ahead at 0."
 )
 
+_OF_TRL_TRAINER = ("trainer_state", "log_extra", "log_metric")
+"""What TRL's trainer passes to reward functions besides columns."""
+
 
 @dataclass
 class RewardInputs:
@@ -254,12 +257,19 @@ def _taken(reward: PreparedReward, inputs: RewardInputs, available: dict[str, An
     if missing:
         raise ValueError(
             f"Reward function {reward.name!r} requires {missing}, and the data has the columns "
-            f"{sorted(inputs.columns)}; add the column, or give the parameter a default."
-            + (_NO_ENVIRONMENTS if "environments" in missing else "")
+            f"{sorted(inputs.columns)}; {_remedy(missing)}"
         )
     if reward.parameters is None:
         return available
     return {key: value for key, value in available.items() if key in reward.parameters}
+
+
+def _remedy(missing: Sequence[str]) -> str:
+    of_trainer = [name for name in missing if name in _OF_TRL_TRAINER]
+    if of_trainer:
+        return f"TRL's {', '.join(of_trainer)} are not passed: give the parameters a default."
+    add = "add the column, or give the parameter a default."
+    return add + (_NO_ENVIRONMENTS if "environments" in missing else "")
 
 
 def _groups_arguments(inputs: RewardInputs, unit: list[int]) -> dict[str, Any]:

@@ -117,6 +117,11 @@ def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
     value = _without_arrays(value, length)
     if not isinstance(value, (list, tuple)):
         return Score(_number(reward, value, "rollout"))
+    if reward.convention == "verl" and isinstance(value, tuple):
+        raise ValueError(
+            f"Reward function {reward.name!r} returned the tuple {value!r}, which is not a score; return a number, or "
+            "a dictionary such as {'score': 1.0, 'correct': True}."
+        )
     if len(value) != length:
         raise ValueError(
             f"Reward function {reward.name!r} returned {len(value)} rewards for a completion of {length} tokens; "

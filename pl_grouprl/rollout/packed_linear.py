@@ -1,10 +1,10 @@
 """Packs the weights of linear layers for the duration of a rollout: float32 on x86 CPUs.
 
-A decoding step multiplies every weight by a few rows, one per sequence, so reading the weights should bound its time.
-PyTorch's matrix product (MKL) is slower than that on some processors because of its weight layout. oneDNN's, with
-weights in its kernel's order, is up to 3 times faster there, and at least as fast for the many rows of a prompt. Since
-weights do not change during a rollout, they are packed once. That takes about as long as a few steps, and the memory of
-a copy during the rollout.
+A decoding step multiplies every weight by a few rows, one per sequence, so it should be bound by memory bandwidth. On
+some processors PyTorch's matrix product (MKL) is slower than that, because of how it lays out weights. oneDNN's product
+of weights packed for its kernel is up to 3 times faster there, and at least as fast for the many rows of a prompt.
+Weights do not change during a rollout, so they are packed once. Packing takes about as long as a few steps, and keeps a
+copy of the weights in memory during the rollout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def packed_linears(model: nn.Module, steps: int) -> Iterator[None]:
 
 @contextmanager
 def original_weights(model: nn.Module) -> Iterator[None]:
-    """Inside `packed_linears`: run the layers on their original weights."""
+    """Run the layers on their original weights, inside `packed_linears`."""
     forwards = {
         module: packed
         for module in model.modules()
@@ -70,11 +70,11 @@ def original_weights(model: nn.Module) -> Iterator[None]:
 
 def _can_pack() -> bool:
     mkldnn: Any = torch.ops.mkldnn
-    offered = hasattr(mkldnn, "_linear_pointwise") and hasattr(mkldnn, "_reorder_linear_weight")
+    has_kernels = hasattr(mkldnn, "_linear_pointwise") and hasattr(mkldnn, "_reorder_linear_weight")
     enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)  # type: ignore[attr-defined]
     if nn.Linear.forward is not _LINEAR or torch.is_autocast_enabled("cpu"):
         return False
-    return offered and enabled and platform.machine() in ("x86_64", "AMD64")
+    return has_kernels and enabled and platform.machine() in ("x86_64", "AMD64")
 
 
 def _with_fixed_weights(module: nn.Module) -> Iterator[nn.Module]:
@@ -93,8 +93,8 @@ def _is_plain(module: nn.Linear) -> bool:
     if type(module) is not nn.Linear or "forward" in module.__dict__ or type(module.weight) is not nn.Parameter:
         return False
     weight = module.weight
-    floats = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.layout == torch.strided
-    return floats and weight.dim() == 2 and weight.numel() >= MIN_WEIGHTS
+    is_float32_on_cpu = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.layout == torch.strided
+    return is_float32_on_cpu and weight.dim() == 2 and weight.numel() >= MIN_WEIGHTS
 
 
 class _PackedForward:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class FSDP1Support(ShardedSupport):
     """Wraps decoder layers; everything else is gathered while the module is called.
 
-    Of a frozen model (reference, teacher), only the layers are sharded: the rest is not in checkpoints, and FSDP1 would
-    report it missing. A step is one call of the wrapper, so it can have only one micro-batch, and FSDP1 cannot leave
-    frozen weights out of checkpoints. ModelParallelStrategy (FSDP2) has neither limit.
+    FSDP1 has limits that ModelParallelStrategy (FSDP2) does not have. A step is one call of the wrapper, so it can have
+    only one micro-batch. Frozen weights cannot be left out of checkpoints. And of a frozen model (reference, teacher),
+    only the decoder layers are sharded: the rest is not in checkpoints, and FSDP1 would report it as missing.
     """
 
     def check(self, module: LightningModule) -> None:
@@ -64,13 +64,12 @@ class FSDP1Support(ShardedSupport):
         if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
             return
         for parameter in module.parameters():
-            parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]  # flat shards lose it; for weight decay and costs
+            # Flat shards lose the shape, which weight decay and cost estimates need.
+            parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]
         layers = [layer for root in roots(module) for layer in decoder_layers_of(root)]
         self._refuse_other_units(module, layers)
         self._options["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)
-        in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        frozen = [root for root in roots(module) if _is_frozen(root)]
-        unsharded = [p for root in frozen for p in root.parameters() if id(p) not in in_layers]
+        unsharded = _frozen_outside(module, layers)
         if unsharded:
             for parameter in unsharded:
                 parameter.data = parameter.data.to(self.trainer.strategy.root_device)
@@ -115,6 +114,7 @@ class FSDP1Support(ShardedSupport):
                     yield weight.name, weight.get().clone()  # the unit's storage will be freed, so no view
 
     def _refuse_other_units(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Refuse an `auto_wrap_policy` that wraps anything but decoder layers."""
         policy = self._options.get("auto_wrap_policy")
         if policy is None:
             return
@@ -132,8 +132,11 @@ class FSDP1Support(ShardedSupport):
         return self.trainer.strategy.kwargs  # type: ignore[attr-defined]
 
 
-def _is_frozen(model: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in model.parameters())
+def _frozen_outside(module: LightningModule, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Parameters of frozen models that are not in decoder layers."""
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    frozen = [root for root in roots(module) if not any(p.requires_grad for p in root.parameters())]
+    return [p for root in frozen for p in root.parameters() if id(p) not in in_layers]
 
 
 def _summon(unit: nn.Module) -> contextlib.AbstractContextManager[None]:

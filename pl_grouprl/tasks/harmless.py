@@ -6,7 +6,7 @@ import ast
 import math
 
 LITERAL_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Tasks whose scorers call `eval`, meant for lists."""
+"""Tasks whose scorers call `eval` and expect a list."""
 
 FORMULA_TASKS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
@@ -54,7 +54,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _bits(node: ast.expr) -> float:
-    """Upper bound on the bits of a formula's value and on its degree; infinity for anything but a formula."""
+    """Upper bound on a formula's degree and on the bits of its value; infinity if it is not a formula."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value.bit_length() + 1 if isinstance(node.value, int) else 64
     if isinstance(node, ast.Name):

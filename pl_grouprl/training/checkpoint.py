@@ -16,7 +16,9 @@ from pl_grouprl.training.resume import (
     compare_reference,
     fix_loop_counters,
     restore_loaders,
+    warn_of_other_evaluation,
 )
+from pl_grouprl.training.run_options import evaluation_options
 from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, Stateful, load_parts, save_parts
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.origin import compare_lineage, describe_misfit, lineage
@@ -70,6 +72,9 @@ class RunCheckpoint:
             "rollouts": self._unfinished,
             "rollout_ahead": module.collector.ahead_state,
             "options": ConsistencyCheck(module.rollout_options, rollouts_differ),
+            "evaluation": ConsistencyCheck(
+                lambda: evaluation_options(module), None if self._is_resumed else warn_of_other_evaluation
+            ),
             "kl_controller": module.kl_penalty.controller,
         }
 

@@ -51,13 +51,14 @@ class Evaluator:
 
     Attributes:
         groups: Rollouts of the current batch.
+        pass_threshold: The argument.
     """
 
     def __init__(self, rewards: Sequence[PreparedReward] = (), pass_threshold: float = 1.0) -> None:
         check_finite(pass_threshold=pass_threshold)
         self.groups: list[RolloutGroup] = []
         self._extractor = AnswerExtractor(rewards)
-        self._pass_threshold = pass_threshold
+        self.pass_threshold = pass_threshold
         self._records: list[Record] = []
         self._reward_calls: list[RewardCall] = []
 
@@ -87,7 +88,7 @@ class Evaluator:
         self._records, self._reward_calls = [], []
         records = [record for rank_records, _ in gathered for record in rank_records]
         extras = extra_numbers([call for _, calls in gathered for call in calls])
-        return evaluation_metrics(records, prefix, self._pass_threshold) | {
+        return evaluation_metrics(records, prefix, self.pass_threshold) | {
             f"{prefix}/{name}": value for name, value in extras.items()
         }
 

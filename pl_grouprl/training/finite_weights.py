@@ -49,8 +49,11 @@ def _cause(module: RLModule, broken: list[str]) -> str:
         for part, config in (affected or configs).items()
     ]
     trainer = module.trainer
+    first = "lower the learning rate first"
+    if trainer.precision == "16-true":
+        first = "use trainer.precision='bf16-mixed' or 'bf16-true', since an eps below 6e-8 is 0 in float16"
     return (
-        "The gradient was finite, so clipping or the step itself caused them: lower the learning rate first "
+        f"The gradient was finite, so clipping or the step itself caused them: {first} "
         f"({'; '.join(options)}; trainer.gradient_clip_val={trainer.gradient_clip_val}, "
         f"trainer.precision={trainer.precision!r}). Resume from a checkpoint of an earlier step."
     )

@@ -1,4 +1,4 @@
-"""Plan the micro-batches of an optimizer step: the same kinds in the same order on every rank.
+"""Plans the micro-batches of an optimizer step: the same kinds in the same order on every rank.
 
 A micro-batch is a row of whole groups, or a slice of one large group that continues its prompt or a branch. Sharded
 strategies gather weights and reduce gradients in each, so ranks with fewer micro-batches run dummies.
@@ -39,7 +39,7 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many passes there are of each kind, in a plan, a split group or a branch.
+    """Number of passes of each kind in a plan, a split group or a branch.
 
     Attributes:
         count: Rows of a plan; slices of a split group or of a branch.
@@ -82,8 +82,9 @@ def plan_micro_batches(
         groups: All groups of this rank.
         indices: Which of them to plan.
         sharing: How rows are packed.
-        max_tokens: Most tokens in a row, with prompts, or in a slice, without its prompt; None puts all in one row.
-        min_saved_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+        max_tokens: Most tokens of a row, including prompts, or of a slice, without the path that it continues. None
+            puts all groups into one row.
+        min_saved_tokens: Fewest tokens that a shared segment must save; see `packing.build_trie`.
 
     Raises:
         ValueError: If a single rollout or prompt exceeds `max_tokens`.
@@ -96,22 +97,24 @@ def plan_micro_batches(
     if sharing == "repeated":
         sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
         rows = plan_repeated_rows(sizes, max_tokens)
-        return MicroBatchPlan(tuple(tuple((indices[group], tuple(own)) for group, own in row) for row in rows))
-    plan = plan_rows([_shape_of(groups[i], min_saved_tokens) for i in indices], max_tokens)
+        return MicroBatchPlan(tuple(tuple((indices[group], rollouts) for group, rollouts in row) for row in rows))
+    plan = plan_rows([_prompt_and_trie(groups[i], min_saved_tokens) for i in indices], max_tokens)
     splits = [replace(split, group=indices[split.group]) for split in plan.splits]
+    # Largest first on every rank, so that few dummies fill the differences.
     return MicroBatchPlan(
         tuple(tuple(everything[group] for group in row) for row in plan.rows),
         tuple(sorted(splits, key=lambda split: -_shapes([split])[0].number)),
     )
 
 
-def _shape_of(group: RolloutGroup, min_saved_tokens: int | None) -> tuple[int, Trie]:
-    # What continues images or videos runs with the prompt's states alone, so branches would not help.
+def _prompt_and_trie(group: RolloutGroup, min_saved_tokens: int | None) -> tuple[int, Trie]:
+    """Number of tokens of the prompt, and the trie of the rollouts."""
+    # After images or videos a branch cannot run by itself, so only the prompt is shared.
     least = None if group.media else min_saved_tokens
     return len(group.prompt_ids), build_trie([rollout.token_ids for rollout in group.rollouts], least)
 
 
 def largest(shapes: Sequence[Shape]) -> Shape:
-    """The smallest shape that fits all ranks."""
+    """The smallest shape that has room for each of the shapes."""
     columns = zip_longest(*(shape.splits for shape in shapes), fillvalue=Shape(0))
     return Shape(max(shape.count for shape in shapes), tuple(largest(column) for column in columns))

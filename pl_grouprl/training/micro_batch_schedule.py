@@ -40,7 +40,7 @@ class PackedRowCache:
         self._scoring: ScoringBatch | None = None
 
     def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
-        """Return the row of these groups, packed again unless the last one had the same tokens and options."""
+        """Return the cached row if it has the same tokens and options; otherwise pack and cache a new one."""
         key = (options, [_contents(group) for group in groups])
         if self._scoring is None or self._key != key:
             self.clear()  # free the old row first
@@ -53,7 +53,7 @@ class PackedRowCache:
 
 
 def _contents(group: RolloutGroup) -> tuple[Any, ...]:
-    """What a row of text depends on; copied, because lists may be changed in place."""
+    """What a row of text depends on. Copied, because the lists may be changed in place later."""
     rollouts = [(tuple(r.token_ids), r.loss_mask and tuple(r.loss_mask)) for r in group.rollouts]
     return tuple(group.prompt_ids), group.group_id, rollouts
 
@@ -80,7 +80,7 @@ class MicroBatchSchedule:
         limit = None if options.max_tokens is None else options.max_tokens * ranks
         self._plan = plan_micro_batches(buffer.groups, indices, options.sharing, limit, options.min_saved_tokens)
         per_rank = gather_plain(self._plan.shape.to_plain(), options.device)
-        # A row in any case: it reaches every parameter.
+        # Always run at least one row: it reaches every parameter.
         self._shape = largest([Shape(1), *map(Shape.from_plain, per_rank)])
 
     @property
@@ -89,53 +89,54 @@ class MicroBatchSchedule:
         return self._options.sequence_ranks * self._shape.number
 
     def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
-        """Yield large groups, each path before what is above it, to run backward; then the rows.
+        """Yield the passes of split groups, bottom-up, then the rows.
 
-        Of a prompt or branch: the branches below, the slices that continue it, then itself. The first slice runs the
-        path forward.
+        A prompt or branch comes after the branches and slices that continue it, since its backward needs their
+        gradients. Its forward runs with the first of those slices.
         """
         for split, shape in zip_longest(self._plan.splits, self._shape.splits):  # dummies are last
-            for passes in self._of_peers(self._passes(split, shape), passes_to_state, passes_from_state):
+            for passes in self._for_sequence_group(self._passes(split, shape), passes_to_state, passes_from_state):
                 assert passes.prompt is not None
                 prompt = PrefixPass(passes.prompt, self._options.device, self._options.sequence_group)
-                yield from self._below(prompt, passes)
+                yield from self._bottom_up(prompt, passes)
         for parts in [()] * (self._shape.count - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
             row = self._buffer.select(parts) if parts else self._dummy()
-            for peers_row in self._of_peers(row, selection_to_state, selection_from_state):
-                yield self._micro_batch(peers_row)
+            for selection in self._for_sequence_group(row, selection_to_state, selection_from_state):
+                yield self._micro_batch(selection)
 
-    def _below(self, prefix: PrefixPass, passes: Passes) -> Iterator[MicroBatch | PrefixPass]:
+    def _bottom_up(self, prefix: PrefixPass, passes: Passes) -> Iterator[MicroBatch | PrefixPass]:
+        """Yield the branches and slices that continue a prompt or branch, then its own pass."""
         for branch in passes.branches:
-            yield from self._below(prefix.branch(branch.token_ids), branch)
+            yield from self._bottom_up(prefix.branch(branch.token_ids), branch)
         for selection in passes.slices:
             yield self._micro_batch(selection, prefix)
         yield prefix
 
     def _passes(self, split: SplitGroup | None, shape: Shape) -> Passes:
-        """The passes of a split group; of a dummy, if this rank has fewer than others."""
+        """The passes of a split group; all dummies if this rank has fewer split groups than others."""
         number = 0 if split is None else split.group
         group, dummy = self._buffer.groups[number], self._dummy()
-        passes = passes_of(group, split, shape, lambda own: self._buffer.select([(number, own)]), dummy)
+        passes = passes_of(group, split, shape, lambda rollouts: self._buffer.select([(number, rollouts)]), dummy)
         return passes._replace(prompt=replace(group if split else dummy[0][0], rollouts=[]))
 
     def _dummy(self) -> Selection:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}
         return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
 
-    def _of_peers(self, own: T, to_plain: Callable[[T], Any], from_plain: Callable[[Any], T]) -> list[T]:
-        """What this rank runs: its own, or that of each rank of its sequence group in turn."""
+    def _for_sequence_group(self, own: T, to_plain: Callable[[T], Any], from_plain: Callable[[Any], T]) -> list[T]:
+        """What this rank helps to run: that of each rank of its sequence group in turn, or only its own without one."""
         group = self._options.sequence_group
         if group is None:
             return [own]
         return [from_plain(state) for state in gather_plain(to_plain(own), self._options.device, group)]
 
     def _micro_batch(self, selection: Selection, prefix: PrefixPass | None = None) -> MicroBatch:
-        """Lay out a micro-batch. A row of text that no peer shares is cached."""
+        """Lay out a micro-batch. Rows of text are cached, unless a sequence group runs them together."""
         tick()
         groups, tokens, numbers = selection
         options = self._options
-        lay = partial(lay_out, groups, options, prefix)
-        keeps = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
-        keeps = keeps and not torch.is_inference_mode_enabled()  # inference tensors cannot be trained on
-        scoring = self._cache.get(groups, options, lay) if keeps else lay()
+        pack_row = partial(lay_out, groups, options, prefix)
+        is_cached = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
+        is_cached = is_cached and not torch.is_inference_mode_enabled()  # inference tensors cannot be trained on
+        scoring = self._cache.get(groups, options, pack_row) if is_cached else pack_row()
         return MicroBatch(scoring, move_together(tokens, options.device), groups, numbers, options)

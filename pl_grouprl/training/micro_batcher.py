@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from pl_grouprl.attention.sequence_parallel import (
     check_sequence_parallel,
     check_sequence_parallel_size,
@@ -106,8 +108,14 @@ class MicroBatcher:
                 raise ValueError(
                     f"max_tokens_per_micro_batch is {max_tokens} with sequence_parallel_size="
                     f"{self.sequence_parallel_size}, {limit} tokens together, but {what} {tokens}; raise one of them, "
-                    "or set data.max_prompt_length or sampling.max_new_tokens lower."
+                    "or lower sampling.max_new_tokens or max_prompt_length of PromptDataModule."
                 )
+        if sum(longest.values()) > limit:
+            rank_zero_warn(
+                f"max_tokens_per_micro_batch is {max_tokens} tokens (not rollouts), and a prompt with one rollout may "
+                f"have {sum(longest.values())}: rollouts are trained in slices, which is slow. Raise it as far as "
+                "memory allows; the result is the same."
+            )
 
     def form_sequence_groups(self, models: Iterable[Any]) -> None:
         """Form the groups of ranks that split rows; refuse models whose attention cannot be divided."""

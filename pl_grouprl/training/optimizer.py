@@ -75,7 +75,6 @@ class OptimizerConfig:
                 f"OptimizerConfig.final_fraction is {self.final_fraction} with schedule 'constant', which never falls; "
                 "choose schedule 'linear' or 'cosine', or leave final_fraction out."
             )
-
         if self.state_bits == 8:
             optional.require(optional.BITSANDBYTES_AVAILABLE, "OptimizerConfig(state_bits=8)", "bitsandbytes")
 
@@ -96,7 +95,7 @@ def build_optimizer(
     """Build the return value of `configure_optimizers`.
 
     Args:
-        parts: Module and options by the name of its parameter groups.
+        parts: Module and options of each part, by the prefix of its parameter groups' names.
         total_steps: Returns the optimizer steps of the whole run; called only if a schedule needs them.
 
     Raises:
@@ -128,7 +127,7 @@ def build_optimizer(
 
 
 def parameters_by_part(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, list[nn.Parameter]]:
-    """Collect the trained parameters of each part; an optimizer that shards them may not keep the originals."""
+    """Return the trained parameters of each part. An optimizer that shards them may hold other tensors."""
     return {name: [p for p in module.parameters() if p.requires_grad] for name, (module, _) in parts.items()}
 
 
@@ -143,7 +142,7 @@ def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def _groups(module: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
-    """Trained parameters by suffix of their group; no group is empty, unless the part has no trained parameters."""
+    """Trained parameters by the suffix of their group. Only a part without trained parameters has an empty group."""
     embeddings = {p for layer in module.modules() if isinstance(layer, nn.Embedding) for p in layer.parameters()}
     groups: dict[str, list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -161,7 +160,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def saved_options(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, Any]:
-    """Options that an optimizer's state includes, by part."""
+    """Options that are saved with the optimizer's state, by `part.option`."""
     return {
         f"{part}.{name}": list(value) if isinstance(value := getattr(config, name), tuple) else value
         for part, (_, config) in parts.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,7 +105,9 @@ _RENAMED = {
 
 
 def refuse_renamed(cls: type) -> None:
-    """Refuse a subclass that overrides a method which is no longer called.
+    """Refuse a subclass that overrides a method which is no longer called, or misspells the name of one that is.
+
+    A name is taken as misspelt if it is new, public and close to a method that the class does not override.
 
     Raises:
         TypeError: Names the method to override instead.
@@ -111,3 +115,27 @@ def refuse_renamed(cls: type) -> None:
     for old, new in _RENAMED.items():
         if old in vars(cls):
             raise TypeError(f"{cls.__name__}.{old} would never be called; override {new}, see RLModule.")
+    hooks = _hooks(cls.__mro__[1:])
+    for name, value in vars(cls).items():
+        if (
+            not inspect.isfunction(value)
+            or name.startswith("_")
+            or any(hasattr(base, name) for base in cls.__mro__[1:])
+        ):
+            continue
+        for hook in difflib.get_close_matches(name, hooks - vars(cls).keys(), n=1, cutoff=0.85):
+            raise TypeError(
+                f"{cls.__name__}.{name} would never be called; did you mean to override {hook}? If it is a method of "
+                "your own, name it differently."
+            )
+
+
+def _hooks(bases: Sequence[type]) -> set[str]:
+    """Public methods of this package's classes with more than one word in their names."""
+    return {
+        name
+        for base in bases
+        if base.__module__.startswith("pl_grouprl.")
+        for name, value in vars(base).items()
+        if "_" in name.strip("_") and not name.startswith("_") and inspect.isfunction(value)
+    }

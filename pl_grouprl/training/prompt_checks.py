@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
 
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rollout.engine import declares
 from pl_grouprl.types import Prompt, SamplingConfig
 
+_REMEDY = (
+    "rollouts need a pl_grouprl.data.PromptBatch: prompts, and which update of their rollouts it is. Put the prompts "
+    "into a PromptDataModule and pass it as datamodule; a custom loader must yield PromptBatch objects, each "
+    "module.updates_per_rollout times in a row."
+)
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
@@ -63,7 +70,7 @@ def _refuse_longer(prompts: Sequence[Prompt], split: str, room: int, reason: str
         return
     longest = max(prompt.num_tokens for prompt in longer)
     if room > 0:
-        remedy = f"set data.max_prompt_length={room} (overlong_prompts: drop or truncate), or {remedy}"
+        remedy = f"set max_prompt_length={room} of PromptDataModule (overlong_prompts: drop or truncate), or {remedy}"
     raise ValueError(
         f"{longer[0].where or split}: the prompt has {longer[0].num_tokens} tokens, which {reason}, as {len(longer)} "
         f"of {len(prompts)} prompts of `{split}` do (the longest has {longest}); {remedy}."
@@ -91,6 +98,37 @@ def prompts_of_stage(trainer: Any, stage: str) -> dict[str, Sequence[Prompt]]:
     return {split: prompts[split] for split in _SPLITS_OF_STAGE.get(stage, ()) if split in prompts}
 
 
+def check_loader(trainer: Any, stage: str) -> None:
+    """Refuse a stage without data, and loaders that cannot yield a `PromptBatch`.
+
+    Raises:
+        ValueError: If the Trainer has got no data.
+        TypeError: If it has got rows, or a DataLoader that collates rows into tensors.
+    """
+    stage = str(getattr(stage, "value", stage))
+    source = getattr(trainer, f"{stage}_loop")._data_source
+    if not source.is_defined():
+        raise ValueError(
+            f"trainer.{stage} has no data: neither module nor data module defines {source.name}; pass "
+            "datamodule=PromptDataModule(...)."
+        )
+    if not source.is_module() and _yields_rows(source.instance):
+        raise TypeError(f"trainer.{stage} was given {_kind_of(source.instance)}; {_REMEDY}")
+
+
+def _yields_rows(data: Any) -> bool:
+    """Whether it is text, rows, or a DataLoader that turns rows into tensors; a list may hold several loaders."""
+    if isinstance(data, DataLoader):
+        return data.collate_fn is default_collate
+    if isinstance(data, list | tuple):
+        return any(_yields_rows(item) for item in data[:1])
+    return isinstance(data, Mapping | str)
+
+
+def _kind_of(data: Any) -> str:
+    return "a DataLoader of rows" if isinstance(data, DataLoader) else f"a {type(data).__name__} of rows"
+
+
 def check_batch(batch: Any) -> None:
     """Refuse batches that are not prompts for rollouts.
 
@@ -98,8 +136,4 @@ def check_batch(batch: Any) -> None:
         TypeError: If the batch is not a `PromptBatch`.
     """
     if not isinstance(batch, PromptBatch):
-        raise TypeError(
-            f"the loader yields {type(batch).__name__}, but rollouts need a pl_grouprl.data.PromptBatch: prompts, and "
-            "which update of their rollouts it is. Put the prompts into a PromptDataModule and pass it as datamodule; "
-            "a custom loader must yield PromptBatch objects, each module.updates_per_rollout times in a row."
-        )
+        raise TypeError(f"the loader yields {type(batch).__name__}; {_REMEDY}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
@@ -182,6 +182,16 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
         raise ValueError(
             f"the optimizer's options differ from those in the checkpoint, whose state would override them: "
             f"{'; '.join(differences)}. Restore them, or start a new run from the exported policy."
+        )
+
+
+def warn_of_other_evaluation(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Warn if a checkpoint is evaluated with other options than the run that saved it."""
+    differing = refused_changes(changed_options(then, now), ())
+    if differing:
+        rank_zero_warn(
+            f"Evaluation options differ from those of the checkpoint's run, which a checkpoint does not restore: "
+            f"{'; '.join(differing)}. Metrics of the two are not comparable; pass the run's options for those that are."
         )
 
 

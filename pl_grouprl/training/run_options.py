@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
 
 from pl_grouprl.rewards import prepare_rewards
-from pl_grouprl.utilities.describe import describe
+from pl_grouprl.types import SamplingConfig
+from pl_grouprl.utilities.describe import describe, identity, plain
+from pl_grouprl.utilities.run_options import options_of
 
 FREE_OPTIONS = frozenset(
     {
@@ -87,9 +90,10 @@ def note_options(module: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         for former in [key for key in noted if key == name or key.startswith(f"{name}.")]:
             del noted[former]
-        if name not in module.free_options:
-            described = _describe_rewards(value) if name == "rewards" else describe(name, value)
-            noted |= {key: plain for key, plain in described.items() if _is_compared(key, module.free_options)}
+        if name == "engine":  # may hold secrets of servers
+            noted[name] = None if value is None else identity(type(value))
+        else:
+            noted |= _describe_rewards(value) if name == "rewards" else describe(name, value)
 
 
 def recorded_options(module: Any) -> dict[str, Any]:
@@ -99,6 +103,7 @@ def recorded_options(module: Any) -> dict[str, Any]:
     `resume_facts()` of its data module.
     """
     noted = module.__dict__.get("_noted_options", {})
+    noted = {name: value for name, value in noted.items() if _is_compared(name, module.free_options)}
     # Derived entries such as `beta > 0` add nothing to `beta`.
     more = {name: value for name, value in module.rollout_options().items() if name.split(" ")[0] not in noted}
     trainer = getattr(module, "_trainer", None)
@@ -107,8 +112,35 @@ def recorded_options(module: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in module.free_options}
 
 
+def evaluation_options(module: Any) -> dict[str, Any]:
+    """What decides the metrics of validation and test, except data and rewards, by name, as plain values."""
+    sampling = {
+        f"val_sampling.{field.name}": getattr(module.val_sampling, field.name) for field in fields(SamplingConfig)
+    }
+    own = {"val_num_generations": module.val_num_generations, "pass_threshold": module.evaluator.pass_threshold}
+    return own | {name: plain(value) for name, value in sampling.items()}
+
+
+def all_options(module: pl.LightningModule) -> dict[str, Any]:
+    """All options of a run as plain values, to tell it from others: the module's, and the Trainer's most important.
+
+    Args:
+        module: Attached to its Trainer. Of one that is no `RLModule`, those that it saves by `save_hyperparameters`.
+    """
+    trainer = module.trainer
+    noted = module.__dict__.get("_noted_options", {})
+    hparams = {key: plain for name, value in module.hparams.items() for key, plain in describe(name, value).items()}
+    of_trainer = {name: getattr(trainer, name) for name in ("max_steps", "max_epochs", "precision", "world_size")}
+    of_trainer["strategy"] = type(trainer.strategy).__name__
+    named = {f"trainer.{name}": value for name, value in of_trainer.items()}
+    return hparams | options_of(module) | noted | _trainer_options(trainer) | named
+
+
 def _is_compared(name: str, free: frozenset[str]) -> bool:
-    return name not in free and not _OF_OPTIMIZER_STATE.fullmatch(name)
+    """Whether no dotted prefix of the name is free, and the optimizer's state does not bring it along."""
+    parts = name.split(".")
+    is_free = any(".".join(parts[:end]) in free for end in range(1, len(parts) + 1))
+    return not is_free and not _OF_OPTIMIZER_STATE.fullmatch(name)
 
 
 def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:

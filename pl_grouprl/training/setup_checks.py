@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.training.optimizer import OptimizerConfig
-from pl_grouprl.training.prompt_checks import check_prompts, limits_of_source, prompts_of_stage
+from pl_grouprl.training.prompt_checks import check_loader, check_prompts, limits_of_source, prompts_of_stage
 from pl_grouprl.training.rollout_ahead import check_rollout_ahead
-from pl_grouprl.training.trainer_options import check_device, check_trainer, check_updates
+from pl_grouprl.training.trainer_options import check_device, check_trainer, check_updates, refuse_manual_optimization
 from pl_grouprl.utilities.run_options import check_allowed
 
 
@@ -24,9 +24,12 @@ def check_before_loading(module: Any, stage: str) -> None:
 
     Raises:
         ValueError: Names the option or the prompt, and what it must be.
+        TypeError: If the data cannot hold prompts.
     """
     trainer, is_fit = module.trainer, stage == "fit"
+    check_loader(trainer, stage)
     if is_fit:
+        refuse_manual_optimization(module)
         check_allowed(module.allow_changed, module.run_options(), module.free_options)
     check_device(trainer.strategy.root_device)
     check_trainer(trainer, stage)
@@ -123,6 +126,6 @@ def check_lengths_of_teacher(module: Any) -> None:
         if longest > limit:
             raise ValueError(
                 f"teacher has {name}={limit}, but sequences may have {longest} tokens (a prompt of {prompt} and a "
-                f"completion of {completion}); lower data.max_prompt_length or sampling.max_new_tokens, or use another "
-                "teacher."
+                f"completion of {completion}); lower PromptDataModule's max_prompt_length or "
+                "sampling.max_new_tokens, or use another teacher."
             )

@@ -1,4 +1,4 @@
-"""The passes of a group that is larger than a micro-batch, filled up with dummies to a shape that all ranks share."""
+"""The passes of a group larger than a micro-batch, padded with dummies so that every rank runs the same kinds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Selection = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
 
 
 class Passes(NamedTuple):
-    """What runs of a prompt, or of a branch.
+    """A prompt or branch to run, with the slices and branches that continue it.
 
     Attributes:
         prompt: A group with the prompt, without rollouts; None for a branch.
-        token_ids: The branch; empty for a prompt.
-        slices: What continues it.
-        branches: What continues it and does not fit into a slice.
+        token_ids: Tokens of the branch; one token for a dummy. Not used for a prompt.
+        slices: Rollouts that continue it, slice by slice.
+        branches: Branches that continue it.
     """
 
     prompt: RolloutGroup | None
@@ -40,14 +40,14 @@ def passes_of(
     select: Callable[[Sequence[int]], Selection],
     dummy: Selection,
 ) -> Passes:
-    """The passes of a group, or of one of its branches.
+    """The passes of a group, or of one of its branches. The caller sets `prompt` for a group.
 
     Args:
         group: The group.
-        split: How it is split; None for dummies alone.
-        shape: How many passes there must be. Dummies come before slices and after branches.
-        select: Returns some of the group's rollouts.
-        dummy: A rollout of one token.
+        split: How the group or branch is split; None returns only dummies.
+        shape: Number of passes to return. Dummies fill up: before the slices, and after the branches.
+        select: Selects rollouts of the group by their indices.
+        dummy: A selection of one rollout of one token.
     """
     slices, branches = ((), ()) if split is None else (split.slices, split.branches)
     tokens: list[int] = group.prompt_ids[-1:]
@@ -56,8 +56,8 @@ def passes_of(
     return Passes(
         None,
         tokens,
-        [dummy] * (shape.count - len(slices)) + [select(own) for own in slices],
-        [passes_of(group, *below, select, dummy) for below in zip_longest(branches, shape.splits)],
+        [dummy] * (shape.count - len(slices)) + [select(indices) for indices in slices],
+        [passes_of(group, branch, part, select, dummy) for branch, part in zip_longest(branches, shape.splits)],
     )
 
 
@@ -67,7 +67,7 @@ def passes_to_state(passes: Passes) -> dict[str, Any]:
         "prompt": None if passes.prompt is None else to_state(passes.prompt),
         "token_ids": passes.token_ids,
         "slices": [selection_to_state(selection) for selection in passes.slices],
-        "branches": [passes_to_state(below) for below in passes.branches],
+        "branches": [passes_to_state(branch) for branch in passes.branches],
     }
 
 
@@ -77,17 +77,17 @@ def passes_from_state(state: dict[str, Any]) -> Passes:
         None if state["prompt"] is None else from_state(state["prompt"]),
         state["token_ids"],
         [selection_from_state(selection) for selection in state["slices"]],
-        [passes_from_state(below) for below in state["branches"]],
+        [passes_from_state(branch) for branch in state["branches"]],
     )
 
 
 def selection_to_state(selection: Selection) -> Any:
-    """The same of some rollouts."""
+    """Plain containers and tensors, to be sent to another rank."""
     groups, tokens, numbers = selection
     return [to_state(group) for group in groups], tokens, numbers
 
 
 def selection_from_state(state: Any) -> Selection:
-    """The rollouts that `selection_to_state` was given."""
+    """The selection that `selection_to_state` was given."""
     groups, tokens, numbers = state
     return [from_state(group) for group in groups], tokens, numbers

@@ -81,6 +81,19 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def refuse_manual_optimization(module: Any) -> None:
+    """Refuse manual optimization, under which no optimizer would ever step and `max_steps` would never be reached.
+
+    Raises:
+        ValueError: Names the module's class.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__}.automatic_optimization is False, but RLModule steps the optimizer by Lightning's "
+            "automatic optimization; leave it at True and override optimizer_step or configure_optimizers instead."
+        )
+
+
 def refuse_compiled(modules: Mapping[str, Any]) -> None:
     """Refuse compiled modules.
 

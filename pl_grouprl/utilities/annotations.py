@@ -12,6 +12,8 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pl_grouprl.utilities.option_notes import note_on_value
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, Mapping)
 """Types whose values never satisfy one of our protocols or abstract classes."""
 
@@ -102,7 +104,8 @@ def describe_hint(hint: Any) -> str:
     """Say in words what an annotation accepts."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _either(describe_hint(arg) for arg in args)
+        lists_last = sorted(args, key=lambda arg: get_origin(arg) in (list, tuple))
+        return _either(describe_hint(arg) for arg in lists_last)
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in args)}" if len(args) > 3 else _either(map(repr, args))
     if origin in (list, tuple):
@@ -122,7 +125,10 @@ def _either(words: Iterable[str]) -> str:
 
 def _checked(value: Any, valid: bool, hint: Any, name: str) -> Any:
     if not valid:
-        raise ArgumentError(f"{name} is {describe_value(value)}; it must be {describe_hint(hint)}.")
+        note = note_on_value(name, value)
+        if isinstance(value, str) and collections.abc.Callable in {get_origin(arg) for arg in get_args(hint)}:
+            note += " Pass the function itself; only YAML knows import paths."
+        raise ArgumentError(f"{name} is {describe_value(value)}; it must be {describe_hint(hint)}.{note}")
     return value
 
 

@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 from pl_grouprl.utilities.annotations import ArgumentError, as_config, convert, describe_value, field_names
+from pl_grouprl.utilities.option_notes import note_of_class, note_on_option
 from pl_grouprl.utilities.option_paths import locate_option
 
 C = TypeVar("C", bound=type)
@@ -54,21 +55,29 @@ def refuse_unknown(cls: type, first: type, arguments: Mapping[str, Any]) -> None
             raise ArgumentError(f"{cls.__name__} takes no {name!r}{suggestion(cls, name, first)}")
 
 
-def suggestion(cls: type, name: str, first: type | None = None) -> str:
+def suggestion(cls: type, name: str, first: type | None = None, in_yaml: bool = False) -> str:
     """For an option that a class does not take, say where it belongs, or the nearest name that the class takes.
 
     Args:
         cls: The class.
         name: Name of the option.
         first: The class whose constructor begins the chain; None for `cls`.
+        in_yaml: Show what to write in a YAML file instead of Python.
     """
     known, _ = known_options(cls, first or cls)
+    of_class = note_of_class(name, known)
+    if of_class is not None:
+        return f". {of_class}"
+    note = note_on_option(name)
     configs = sorted((option for option, hint in known.items() if name in _config_fields(hint)), key=len)
     if configs:
-        return f"; it is part of {' or '.join(configs)}: {configs[0]}={{{name!r}: ...}}."
-    location = locate_option(name, known)
+        example = f"{configs[0]}: {{{name}: ...}}" if in_yaml else f"{configs[0]}={{{name!r}: ...}}"
+        return f"; it is part of {' or '.join(configs)}: {example}.{note}"
+    location = locate_option(name, known, in_yaml)
     if location is not None:
-        return f"; {location}."
+        return f"; {location}.{note}"
+    if note:
+        return f".{note}"
     nearest = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else f"; it takes {', '.join(known)}."
 

@@ -1,4 +1,4 @@
-"""Resolves `ckpt_path="last"`: the newest complete checkpoint of this run's name."""
+"""Resolves `ckpt_path="last"` to the newest complete checkpoint of runs with the same name."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> str:
     """Find the newest complete checkpoint of runs with the same logger folder and name.
 
-    Without a logger, it is the newest of the runs in `default_root_dir`. A `dirpath` set on a checkpoint callback is
-    searched too. Damaged checkpoints are skipped with a warning.
+    Without a logger, searches the runs in `default_root_dir`. A `dirpath` set on a checkpoint callback is searched too.
+    Damaged checkpoints are skipped with a warning.
 
     Args:
         trainer: Its loggers and callbacks determine where to look.
@@ -33,8 +33,8 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
     folders = [folder for folder in _folders(trainer) if folder.is_dir()]
     for folder in folders:
         finish_interrupted(folder)
-    newest, torn = newest_complete(path for folder in folders for path in folder.glob("*.ckpt"))
-    for path, reason in torn.items():
+    newest, damaged = newest_complete(path for folder in folders for path in folder.glob("*.ckpt"))
+    for path, reason in damaged.items():
         rank_zero_warn(f"ckpt_path 'last' skips {path}: {reason}.")
     if newest is None:
         raise ValueError(
@@ -82,7 +82,7 @@ def runs_folder(trainer: Trainer) -> Path:
 
 def _folders(trainer: Trainer) -> list[Path]:
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    set_folders = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
+    dirpaths = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
     patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
     found = [place for pattern in patterns for place in runs_folder(trainer).glob(pattern)]
-    return list(dict.fromkeys(place.resolve() for place in (*found, *set_folders)))
+    return list(dict.fromkeys(place.resolve() for place in (*found, *dirpaths)))

@@ -72,7 +72,7 @@ OPTION_PATHS = {
     "model.init_args.max_tool_calling_iterations": "max_assistant_turns",
     "model.init_args.max_turn_tokens": "",
     "model.init_args.multi_objective_aggregation": "",
-    "model.init_args.num_generations": "",
+    "model.init_args.num_generations": "n",
     "model.init_args.num_iterations": "ppo_epochs num_ppo_epochs",
     "model.init_args.num_mini_batches": "steps_per_generation ppo_mini_batch_size",
     "model.init_args.optimizer.betas": "adam_beta1 adam_beta2",
@@ -153,33 +153,56 @@ OPTION_PATHS = {
 }
 """TRL's and verl's names of an option, by its path in a YAML file."""
 
+_OF_PPO = ("cliprange_value", "critic", "lam", "vf_coef")
 _CLASSES = (
     ("model.init_args.policy.init_args.adapter.", "of LoRAAdapter: PretrainedPolicy(path, adapter={{{name!r}: ...}})"),
     ("model.init_args.policy.init_args.", "of the policy: PretrainedPolicy(path, {name}=...)"),
     ("model.init_args.engine.init_args.", "of the engine: engine=...({name}=...)"),
     ("model.init_args.optimizer.", "of the optimizer: optimizer={{{name!r}: ...}}"),
     ("model.init_args.sampling.", "of sampling: sampling={{{name!r}: ...}}"),
+    *((f"model.init_args.{name}", "of PPO: PPO({name}=...)") for name in _OF_PPO),
+    ("model.init_args.teacher", "of Distillation({name}=...)"),
     ("data.init_args.", "of the data: PromptDataModule({name}=...)"),
     ("trainer.", "of the Trainer: Trainer({name}=...)"),
     ("model.init_args.", "of the algorithm, such as GRPO({name}=...)"),
 )
 
 
-def locate_option(name: str, known: Container[str] = ()) -> str | None:
+def option_path(name: str) -> str | None:
+    """The path in a YAML file of an option by its name here, in TRL or in verl; None if it is unknown."""
+    ours = {path.rsplit(".", 1)[-1]: path for path in OPTION_PATHS}
+    theirs = {foreign: path for path, names in OPTION_PATHS.items() for foreign in names.split()}
+    return ours.get(name) or theirs.get(name)
+
+
+def foreign_path(name: str) -> str | None:
+    """The path in a YAML file of an option with its groups: `actor_rollout_ref.rollout.n`, or `num_generations`."""
+    groups = name.split(".")
+    of_critic = groups[0] == "critic"
+    if groups[-2:] == ["model", "path"]:
+        return f"model.init_args.{'critic' if of_critic else 'policy'}"
+    path = option_path(groups[-1])
+    if path is None or not of_critic:
+        return path
+    return None if ".policy." in path else path.replace(".optimizer.", ".critic_optimizer.")
+
+
+def locate_option(name: str, known: Container[str] = (), in_yaml: bool = False) -> str | None:
     """Describe where an option belongs; None if it is unknown.
 
     Args:
         name: An argument that a constructor does not take.
         known: The names that it takes.
+        in_yaml: Give the path in a YAML file instead of Python.
     """
-    ours = {path.rsplit(".", 1)[-1]: path for path in OPTION_PATHS}
-    theirs = {foreign: path for path, names in OPTION_PATHS.items() for foreign in names.split()}
-    path = ours.get(name) or theirs.get(name)
+    path = option_path(name)
     if path is None:
         return None
     our_name = path.rsplit(".", 1)[-1]
     if our_name in known:
         return f"here it is {our_name}"
+    if in_yaml:
+        return f"here it is {path}"
     for prefix, words in _CLASSES:
         if path.startswith(prefix):
             what = "it is" if our_name == name else f"here it is {our_name},"

@@ -34,7 +34,8 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
     """Options of a module that differ from those in a checkpoint or its manifest.
 
     Args:
-        saved: Has `run_options`, or `options` from older versions, which only include those that rollouts depend on.
+        saved: The checkpoint or manifest. Its `run_options` are compared; older versions wrote `options`, with only
+            those that rollouts depend on.
         module: Any LightningModule; one without `run_options` and `rollout_options` has none.
     """
     if "run_options" in saved:
@@ -45,8 +46,8 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
 def _with_new_names(value: Any) -> Any:
     """A plain value with the current names of classes that have moved."""
     if isinstance(value, str):
-        home = next((home for home in _MOVED if value.startswith(home)), None)
-        return value if home is None else _MOVED[home] + value.removeprefix(home)
+        former = next((prefix for prefix in _MOVED if value.startswith(prefix)), None)
+        return value if former is None else _MOVED[former] + value.removeprefix(former)
     if isinstance(value, list):
         return [_with_new_names(item) for item in value]
     return {key: _with_new_names(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -64,7 +65,7 @@ def _rollout_options(module: Any) -> dict[str, Any]:
 
 
 def is_allowed(name: str, allowed: Iterable[str]) -> bool:
-    """Whether an option, or a prefix of it, is listed: `sampling` allows all of sampling to change."""
+    """Whether an option or a prefix of its name is listed: `sampling` allows every option of `sampling` to change."""
     return any(re.match(rf"{re.escape(prefix)}(?![\w])", name) for prefix in allowed)
 
 
@@ -80,13 +81,13 @@ def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[s
         ValueError: Suggests the nearest name.
     """
     known = list(known)
-    starts = sorted({".".join(name.split(".")[:end]) for name in known for end in range(1, name.count(".") + 2)})
+    prefixes = sorted({".".join(name.split(".")[:end]) for name in known for end in range(1, name.count(".") + 2)})
     for prefix in allowed:
         if any(is_allowed(name, [prefix]) for name in known):
             continue
         if prefix in free:
             raise ValueError(f"allow_changed has {prefix!r}, which may always change; leave it out.")
-        nearest = difflib.get_close_matches(prefix, starts, n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(prefix, prefixes, n=1, cutoff=0.0)
         raise ValueError(
             f"allow_changed has {prefix!r}, and no option of this run begins with it"
             f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Use the names in error messages, or their first "

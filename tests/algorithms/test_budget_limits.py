@@ -31,5 +31,11 @@ def test_a_budget_that_is_too_small_is_refused(make_module, make_data, make_trai
 def test_the_smallest_budget_trains(make_module, make_data, make_trainer):
     module = make_module(max_tokens_per_micro_batch=20)
     trainer = make_trainer(max_steps=2)
-    trainer.fit(module, make_data())
+    with pytest.warns(UserWarning, match=r"is 20 tokens \(not rollouts\), and a prompt with one rollout may have 25"):
+        trainer.fit(module, make_data())
     assert trainer.global_step == 2
+
+
+def test_a_budget_of_a_prompt_with_a_rollout_is_no_warning(make_module, make_data, make_trainer, recwarn):
+    make_trainer(max_steps=1).fit(make_module(max_tokens_per_micro_batch=25), make_data())
+    assert not [warning for warning in recwarn if "max_tokens_per_micro_batch" in str(warning.message)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -238,6 +239,21 @@ def test_load_from_checkpoint_says_what_to_pass(saved, tiny_policy):
     flip(path)
     with pytest.raises(ValueError, match=r"own\.ckpt is damaged: the contents of own\.ckpt are not what was saved"):
         GRPO.load_from_checkpoint(path, policy=tiny_policy(), rewards=refuses)
+
+
+def test_other_evaluation_options_than_the_runs_are_told(saved, make_module, make_data, make_trainer, tiny_policy):
+    path = saved(val_num_generations=2)  # make_module samples 5 tokens, SamplingConfig 256
+    told = r"val_num_generations is 1 \(was 2\); val_sampling\.max_new_tokens is 256 \(was 5\)\. Metrics of the two"
+    with pytest.warns(UserWarning, match=told):
+        GRPO.load_from_checkpoint(path, policy=tiny_policy(), rewards=refuses)
+    other = make_module(val_num_generations=2, pass_threshold=0.5)
+    with pytest.warns(UserWarning, match=r"pass_threshold is 0\.5 \(was 1\.0\)\. "):
+        make_trainer().validate(other, make_data(val=True), ckpt_path=path, weights_only=True, verbose=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Evaluation options")
+        same = make_module(val_num_generations=2)
+        make_trainer().validate(same, make_data(val=True), ckpt_path=path, weights_only=True, verbose=False)
+        make_trainer(max_steps=2).fit(make_module(), make_data(), ckpt_path=path, weights_only=True)
 
 
 # `last`, and predictions.

@@ -87,11 +87,34 @@ def test_adapter_by_a_mapping(tmp_path):
         ({"max_prompt_length": 9}, "it is an option of the data: PromptDataModule(max_prompt_length=...)"),
         ({"num_train_epochs": 1}, "here it is max_epochs, an option of the Trainer: Trainer(max_epochs=...)"),
         ({"max_steps": 1}, "it is an option of the Trainer: Trainer(max_steps=...)"),
-        ({"per_device_train_batch_size": 1}, "here it is max_tokens_per_micro_batch"),
-        ({"gradient_accumulation_steps": 1}, "here it is max_tokens_per_micro_batch"),
+        (
+            {"per_device_train_batch_size": 1},
+            "here it is max_tokens_per_micro_batch. It counts tokens, not completions",
+        ),
+        ({"gradient_accumulation_steps": 1}, "here it is max_tokens_per_micro_batch. It counts tokens"),
+        ({"use_dynamic_bsz": True}, "here it is max_tokens_per_micro_batch. It is a number of tokens"),
+        ({"ppo_mini_batch_size": 64}, "num_mini_batches. It is a number of parts: train_batch_size / ppo_mini_batch"),
+        ({"steps_per_generation": 2}, "here it is num_mini_batches. It is a number of optimizer steps"),
+        ({"critic_warmup": 1}, "an option of PPO: PPO(critic_warmup_steps=...). It counts optimizer steps"),
+        ({"teacher_model": "x"}, "here it is teacher, an option of Distillation(teacher=...)"),
+        ({"use_kl_loss": True}, "here it is beta. It is the coefficient"),
+        ({"norm_adv_by_std_in_grpo": True}, "here it is scale_rewards. False is 'none' and True is 'group'"),
+        ({"scale_rewards": False}, "'none' or None. False is 'none' and True is 'group'"),
+        (
+            {"scale_rewards": "none", "advantage_estimator": "rloo"},
+            "'rloo' does not use scale_rewards, which is 'none'",
+        ),
+        ({"loss_type": "vespo"}, "loss_type is 'vespo'; it must be one of grpo, dr_grpo"),
+        ({"loss_type": "vespo"}, "It is not available yet: docs/options.md#not-available-yet"),
+        ({"advantage_estimator": "gae"}, "'gae' is pl_grouprl.PPO."),
+        ({"max_grad_norm": 1.0}, "optimizer={'max_grad_norm': ...}. The Trainer's gradient_clip_val does the same"),
+        ({"n": 8}, "here it is num_generations."),
+        ({"multi_turn": True}, "takes no 'multi_turn'. Pass tools or environment_factory"),
+        ({"args": {}}, "takes no 'args'. Pass the fields of a GRPOConfig one by one: docs/coming_from_trl.md."),
+        ({"rewards": "my.reward"}, "Pass the function itself; only YAML knows import paths."),
         ({"kl_coef": 0.1}, "here it is beta"),
         ({"clip_ratio": 0.1}, "here it is epsilon"),
-        ({"vllm_mode": "colocate"}, "here it is engine"),
+        ({"vllm_mode": "colocate"}, "here it is engine. Import it from pl_grouprl.rollout: VLLMRolloutEngine()"),
         ({"num_generation": 4}, "did you mean 'num_generations'"),
         ({"num_generations": "4"}, "num_generations is '4'; it must be a whole number"),
         ({"num_generations": True}, "num_generations is True; it must be a whole number"),
@@ -104,8 +127,21 @@ def test_adapter_by_a_mapping(tmp_path):
     ],
 )
 def test_refused_with_the_remedy(make_module, options, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         make_module(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("adv_estimator", "pl_grouprl.PPO always uses GAE: leave it out."),
+        ("scale_rewards", "whiten_advantages=True or False."),
+        ("norm_adv_by_std_in_grpo", "whiten_advantages=True or False."),
+    ],
+)
+def test_what_ppo_has_instead(make_module, option, message):
+    with pytest.raises(TypeError, match=re.escape(f"PPO takes no {option!r}. ") + ".*" + re.escape(message)):
+        make_module(PPO, **{option: "gae"})
 
 
 def test_stop_tokens_are_whole_numbers():

@@ -1,6 +1,7 @@
 """A run by `Trainer(max_steps=...)` and nothing else."""
 
 import csv
+import logging
 
 import pytest
 from lightning.pytorch import Trainer
@@ -8,7 +9,9 @@ from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.loggers import CSVLogger
 
+from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import RunProgressBar, RunSummary
+from pl_grouprl.report.run import different_options, read_runs
 from pl_grouprl.training import prefix_sharing
 
 
@@ -64,3 +67,29 @@ def test_models_that_share_are_named_once(fit, monkeypatch):
     fit(logger=False)
     assert len(lines) == 1
     assert "encoded once by policy and reference (Qwen3ForCausalLM, attention backend 'auto'" in lines[0]
+
+
+def test_another_run_of_the_trainer_reports_no_overridden_callbacks(fit, make_module, make_data, caplog):
+    trainer = fit(logger=False)
+    first = list(trainer.callbacks)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        trainer.validate(make_module(), make_data(val=True), verbose=False)
+    assert "override" not in caplog.text
+    assert [type(own) for own in trainer.callbacks] == [type(own) for own in first]
+
+
+def test_options_of_runs_are_recorded_for_the_report(make_module, make_data, scripted_engine, tmp_path):
+    for seed, rate in enumerate((1e-2, 1e-2, 1e-3)):
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=CSVLogger(tmp_path, name="", version=seed),
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            max_steps=1,
+        )
+        optimizer = OptimizerConfig(learning_rate=rate)
+        trainer.fit(make_module(engine=scripted_engine, seed=seed, optimizer=optimizer), make_data())
+    runs = read_runs([tmp_path / f"version_{seed}" for seed in range(3)])
+    assert different_options(runs) == {"seed": [0, 1, 2], "optimizer.learning_rate": [1e-2, 1e-2, 1e-3]}
+    assert runs[0].options["engine"].endswith("conftest.ScriptedEngine")
+    assert runs[0].options["trainer.max_steps"] == 1

@@ -58,3 +58,29 @@ def test_an_engine_with_half_of_the_sync_protocol_is_refused(tiny_policy):
 
     with pytest.raises(ValueError, match="has update_weights but lacks adapter, version, close"):
         GRPO(tiny_policy(), zero, engine=Half())
+
+
+def test_manual_optimization_is_refused(tiny_policy, make_trainer, make_data):
+    class Mine(GRPO):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"Mine\.automatic_optimization is False, .* leave it at True"):
+        make_trainer(max_steps=1).fit(Mine(tiny_policy(), zero), make_data())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "hook"),
+    [
+        (GRPO, "compute_advantage", "compute_advantages"),
+        (PPO, "compute_losses", "compute_loss"),
+        (PPO, "compute_target", "compute_targets"),
+        (GRPO, "loss_denominator", "loss_denominators"),
+    ],
+)
+def test_a_misspelt_method_is_refused(algorithm, name, hook):
+    with pytest.raises(TypeError, match=rf"Mine\.{name} would never be called; did you mean to override {hook}\?"):
+        type("Mine", (algorithm,), {name: lambda self: None})
+    type("Helper", (algorithm,), {hook: lambda self: None, name: lambda self: None})
+    type("Private", (algorithm,), {f"_{name}": lambda self: None})

@@ -73,7 +73,7 @@ def test_async_functions_have_a_time_limit_without_workers(make_module, make_dat
 def test_functions_that_workers_cannot_run_are_refused_at_setup(make_module, make_data, make_trainer):
     for rewards, message in (
         (lambda completions: [1.0 for _ in completions], "'reward_1' cannot be sent to a worker"),
-        (patient, r"reward_workers is 1, but each of \['patient'\] stays in the process"),
+        (patient, r"reward_workers is 1, but each of \['patient'\] stays in this process"),
     ):
         with pytest.raises(ValueError, match=message):
             make_trainer(max_steps=1).fit(make_module(rewards=rewards, reward_workers=1), make_data())

@@ -39,6 +39,12 @@ def test_a_step_that_leaves_nan_ends_the_run_there(make_module, make_data, make_
     assert steps.done == []
 
 
+def test_float16_is_named_as_the_cause(make_module, make_data, make_trainer):
+    module, trainer = make_module(BrokenClipping), make_trainer(max_steps=1, precision="16-true", gradient_clip_val=1.0)
+    with pytest.raises(RuntimeError, match=r"use trainer\.precision='bf16-mixed' or 'bf16-true', since an eps below"):
+        trainer.fit(module, make_data())
+
+
 def test_the_critic_is_checked_and_named(make_module, make_data, make_trainer):
     class Breaks(Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):

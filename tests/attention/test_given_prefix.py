@@ -159,11 +159,11 @@ def test_the_decoder_gets_the_states_of_the_prompt():
         states = PrefixStates([recorder.pop_all()], record=False)
         rest = decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=states).last_hidden_state
         torch.testing.assert_close(torch.cat([prompt, rest], dim=1), expected)
-        with pytest.raises(ValueError, match="gives 4 tokens; pass their states"):
+        with pytest.raises(ValueError, match="has given=4; pass the states of these tokens"):
             decoder(input_ids=tokens[:, 4:], prefix_layout=given)
         with pytest.raises(ValueError, match="input of shape"):
             decoder(input_ids=tokens, prefix_layout=given, prefix_states=states)
-        with pytest.raises(ValueError, match="one prompt or branch alone"):
+        with pytest.raises(ValueError, match="one prompt or one branch only"):
             decoder(input_ids=tokens, prefix_layout=whole, prefix_states=PrefixStates(record=True))
         with pytest.raises(RuntimeError, match="has nothing for a LlamaAttention"):
             decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=PrefixStates(record=False))

@@ -5,7 +5,7 @@ from helpers.tiny_models import tiny_model
 
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary
 
-NAMES = ["policy", "completions.jsonl", "summary.json", "curves.png"]
+NAMES = ["policy", "completions.jsonl", "summary.json", "curves.png", "options.json"]
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def test_a_summary_that_cannot_be_written_warns(fit, counter, tmp_path):
     with full_disk(100), pytest.warns(UserWarning, match="cannot write to") as recorded:
         trainer = fit(counter, RunSummary(), max_steps=4, logger=False)
     assert trainer.global_step == 4
-    summary, curves = warnings_of(recorded)
+    options, summary, curves = warnings_of(recorded)
+    assert f"RunSummary cannot write to {tmp_path / 'version_0' / 'options.json'}: " in options
     assert f"RunSummary cannot write to {tmp_path / 'version_0' / 'summary.json'}: " in summary
     assert f"RunSummary cannot write to {tmp_path / 'version_0' / 'curves.png'}: " in curves
     assert [path.name for path in (tmp_path / "version_0").iterdir()] == ["run.json"]

@@ -16,7 +16,7 @@ from pl_grouprl.cli import last_checkpoint
 
 TWO_RANKS = Path(__file__).with_name("run_folder_ranks.py")
 
-WRITTEN = {"checkpoints", "completions.jsonl", "curves.png", "policy", "summary.json"}
+WRITTEN = {"checkpoints", "completions.jsonl", "curves.png", "options.json", "policy", "summary.json"}
 
 
 class Offline(Logger):

@@ -83,6 +83,27 @@ def test_text_names_rates_ratio_and_seconds_of_each_part(tmp_path):
     assert str(tmp_path) in text
 
 
+def test_text_of_a_validation_that_ran_once():
+    history = MetricHistory()
+    history.record(0, {"val/reward": -0.023})
+    text = summary_text({"val/reward": history.statistics("val/reward")}, 3, 1.0, None)
+    assert "val/reward          -0.023, measured once: trainer.val_check_interval says when" in text
+    history.record(3, {"val/reward": 0.5})
+    text = summary_text({"val/reward": history.statistics("val/reward")}, 3, 1.0, None)
+    assert "first -0.023, last 0.500" in text
+
+
+def test_text_says_that_rewards_were_equal():
+    def text(**metrics):
+        history = MetricHistory()
+        history.record(1, {name.replace("_of_", "/"): value for name, value in metrics.items()})
+        return summary_text({name: history.statistics(name) for name in history.points}, 1, 1.0, None)
+
+    assert "all rewards equal   in 100 % of groups" in text(frac_reward_zero_std=1.0)
+    assert "all rewards equal" not in text(frac_reward_zero_std=0.5)
+    assert "all rewards equal" not in text(frac_reward_zero_std=1.0, value_of_explained_variance=0.0)
+
+
 def test_panels_take_names_with_stars():
     points = {"val/b": [(0, 1.0)], "val/a": [(0, 2.0)], "kl": [(0, 3.0)], "reward": [(0, 4.0)]}
     assert select(points, ("kl", "val/*")) == ["kl", "val/b", "val/a"]

@@ -105,3 +105,10 @@ def test_a_run_that_sharing_makes_slower_is_told_once(fit, monkeypatch):
     assert len(slower) == 1
     assert "speedup is 0.50 at a token ratio of 1." in slower[0]
     assert "sharing='repeated'" in slower[0]
+
+
+def test_the_first_batch_is_described(fit, monkeypatch):
+    lines = []
+    monkeypatch.setattr(shared_prefix, "rank_zero_info", lines.append)
+    fit(Plain(), SharedPrefixCallback(verify=False), max_steps=1)
+    assert "the first batch has 1 group in 3 segments, " in lines[0]

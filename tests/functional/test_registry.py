@@ -122,7 +122,10 @@ def test_an_estimator_gets_what_it_declares():
         ({"needs": ("lengths",), "per_token": True}, "needs lengths; with per_token=True there are group_ids, mask"),
         ({"takes_token_rewards": True}, "needs takes_token_rewards; with per_token=False"),
         ({"takes_steps": True, "per_token": True}, "'bad' takes steps, for which it may only need group_ids"),
-        ({"needs": ("group_ids", "lengths")}, "'bad' lacks lengths; make the arguments of centred and its"),
+        (
+            {"needs": ("group_ids", "lengths")},
+            r"'bad' lacks lengths; make the arguments of centred and its .*bad\(rewards, group_ids=\.\.\., lengths",
+        ),
         ({"needs": ()}, "'bad' does not declare group_ids; make the arguments of centred"),
     ],
 )
@@ -267,3 +270,9 @@ def test_a_loss_is_tried_out_with_and_without_trained_tokens(result, message):
 
     with pytest.raises(TypeError, match=message):
         make_policy_loss("tried")
+
+
+def test_a_loss_with_arguments_of_other_names_is_told_the_call():
+    call = r"own\(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N=\.\.\., options\)"
+    with pytest.raises(TypeError, match=rf"'own' lacks mask_N; .* called as {call}"):
+        register_policy_loss("own")(lambda new, old, advantages, *, mask: None)

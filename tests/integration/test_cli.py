@@ -99,6 +99,7 @@ def test_fit_leaves_everything_in_one_folder(run):
         "completions.jsonl",
         "config.yaml",
         "curves.png",
+        "options.json",
         "metrics.csv",
         "policy",
         "summary.json",

@@ -80,7 +80,8 @@ def test_a_prompt_beyond_the_model_is_refused_before_the_policy_is_made(argument
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"prompt": "' + "1" * 61 + '", "answer": "one"}\n')
     with pytest.raises(
-        ValueError, match=r"train\.jsonl, line 101: the prompt has 61 tokens, .* set data\.max_prompt_length=60"
+        ValueError,
+        match=r"train\.jsonl, line 101: the prompt has 61 tokens, .* set max_prompt_length=60 of PromptDataModule",
     ):
         main(["fit", *arguments])
     assert not (tmp_path / "cache").exists()

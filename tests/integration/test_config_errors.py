@@ -1,5 +1,8 @@
 """What the command line says to a misspelt name or a wrong value in a configuration."""
 
+import subprocess
+import sys
+
 import pytest
 
 from pl_grouprl.cli import main
@@ -58,6 +61,25 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
             "model: {init_args: {rewards: [{class_path: nowhere.Own}]}}",
             "model.rewards: nowhere.Own cannot be imported: No module named 'nowhere'",
         ),
+        (
+            "model: {init_args: {rewards: [{function: nowhere.own}]}}",
+            "model.rewards.function: nowhere.own cannot be imported: No module named 'nowhere'; modules are searched",
+        ),
+        ("model: {init_args: {rewards: nowhere.own}}", "model.rewards: the function cannot be imported: No module"),
+        (
+            "model: {init_args: {scale_rewards: false}}",
+            "one of group, batch, none, null. False is 'none' and True is",
+        ),
+        (
+            "model: {init_args: {gradient_checkpointing: true}}",
+            "model: GRPO takes no 'gradient_checkpointing'; here it is "
+            "model.init_args.policy.init_args.gradient_checkpointing.",
+        ),
+        ("model: {init_args: {learning_rate: 0.1}}", "it is part of optimizer: optimizer: {{learning_rate: ...}}."),
+        (
+            "algorithm: {adv_estimator: gae}",
+            "the configuration has no 'algorithm.adv_estimator'; here it is model.init_args.advantage_estimator.",
+        ),
         ("model: {class_path: torch.nn.Linear}", "model: torch.nn.Linear is not a LightningModule"),
         ("model: 3", "model: '3' is not one of LightningModule, null."),
         ("- a", "{path} has no groups of options, such as `trainer: {{max_steps: 100}}`."),
@@ -71,9 +93,59 @@ def test_a_wrong_name_or_value_is_answered_in_one_line(text, error, tmp_path, ca
     with pytest.raises(SystemExit):
         main(["fit", "--config", "grpo_pg.yaml", "--config", str(path), "--print_config"])
     printed = capsys.readouterr().err
-    assert f"error: {error.format(path=path)}" in printed
+    assert error.format(path=path) in printed.split("error: ")[1].splitlines()[0]
     assert "NestedArg" not in printed
     assert "Union subtypes" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            ["actor_rollout_ref.rollout.n=4"],
+            "actor_rollout_ref.rollout.n=4 is written --model.init_args.num_generations 4 ",
+        ),
+        (["+trainer.total_epochs=2", "x"], "+trainer.total_epochs=2 is written --trainer.max_epochs 2 x here."),
+        (["--num_generations", "4"], "--num_generations is written --model.init_args.num_generations 4 here."),
+        (["actor_rollout_ref.model.path=x"], "is written --model.init_args.policy x here."),
+        (["critic.optim.lr=1e-5"], "is written --model.init_args.critic_optimizer.learning_rate 1e-5 here."),
+        (["critic.model.path=x"], "is written --model.init_args.critic x here."),
+        (["critic.model.lora_rank=8"], "unrecognized arguments: critic.model.lora_rank=8;"),
+        (["actor.ppo_mini_batch_size=4"], "--model.init_args.num_mini_batches ... here. It is a number of parts"),
+        (["nonsense"], "unrecognized arguments: nonsense; options are written --trainer.max_steps 100."),
+    ],
+)
+def test_an_option_written_as_in_trl_or_verl(arguments, error, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "base/grpo.yaml", *arguments])
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert "usage" not in printed
+    assert len(printed.splitlines()) == 2
+
+
+def test_an_adapter_over_a_policy_given_by_its_path(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "base/grpo.yaml", "--model.init_args.policy", "x", "--config", "adapter/lora.yaml"])
+    remedy = "write policy: {class_path: pl_grouprl.models.PretrainedPolicy, init_args: {path: ...}}.\n"
+    assert f"error: model.policy: a path alone takes no init_args; {remedy}" in capsys.readouterr().err
+
+
+def test_a_missing_sub_command_is_answered_with_the_usage(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "usage" in capsys.readouterr().err
+
+
+def test_functions_are_imported_from_the_working_directory(tmp_path):
+    (tmp_path / "own_rewards_26.py").write_text("def correct(completions, **columns):\n    return [0.0]\n")
+    rewards = "model: {init_args: {rewards: [{function: own_rewards_26.correct}]}}"
+    arguments = ["fit", "--config", "base/grpo.yaml", "--config", rewards, "--print_config"]
+    script = "import sys; sys.path.remove(''); from pl_grouprl.cli import main; main()"  # as a script elsewhere
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert "own_rewards_26.correct" in done.stdout, done.stderr
 
 
 def test_a_wrong_value_of_a_class_of_ones_own(tmp_path, monkeypatch, capsys):
@@ -98,3 +170,12 @@ def test_a_wrong_option_on_the_command_line(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--config", "grpo_pg.yaml", "--model.init_args.num_generation", "4", "--print_config"])
     assert "error: model: GRPO takes no 'num_generation'; did you mean 'num_generations'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", ["grpo", "ppo"])
+def test_a_base_configuration_alone_says_what_is_missing(config, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", f"base/{config}.yaml"])
+    printed = capsys.readouterr().err
+    assert f"error: model: pl_grouprl.{config.upper()} needs init_args.policy; add it to a configuration" in printed
+    assert "Namespace" not in printed

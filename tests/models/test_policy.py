@@ -10,6 +10,7 @@ from torch import nn
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.models.critic_sources import PretrainedCritic
 from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.models.score import rollout_logprobs
@@ -120,3 +121,17 @@ def test_reference_is_frozen_and_not_saved():
     assert (parent.reference.weight == 3).all()
     with pytest.raises(RuntimeError, match="Missing key"):
         parent.load_state_dict({"policy.bias": state["policy.bias"]})
+
+
+@pytest.mark.parametrize("load", ["load_config", "load_tokenizer"])
+def test_a_name_that_cannot_be_reached(load, monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("\nWe couldn't connect to the hub.\nA page of advice.")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", offline)
+    sentence = r"model path 'no/such' is neither a folder in .* that can be reached \(We couldn't connect to the hub.\)"
+    with pytest.raises(OSError, match=f"^{sentence}"):
+        getattr(PretrainedPolicy("no/such"), load)()
+    with pytest.raises(OSError, match=f"^the critic's {sentence}"):
+        PretrainedCritic("no/such").load_config()

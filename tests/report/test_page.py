@@ -84,6 +84,17 @@ def test_options_that_differ_are_listed():
     assert "Options that differ" not in report_page([recorded("a", options=options)])
 
 
+def test_runs_without_recorded_options_are_named():
+    runs = [recorded("a", options={"beta": 0.1}), recorded("b", options={"beta": 0.2}), recorded("c")]
+    page = report_page(runs)
+    assert "<p>Not recorded: c (no config.yaml or options.json).</p>" in page
+    different = page.partition("Options that differ")[2].partition("</table>")[0]
+    assert re.findall(r"<td><div>(.*?)</div>", different) == ["beta", "0.1", "0.2", ""]
+    page = report_page(runs[1:])
+    assert "Not recorded: c" in page
+    assert "None." not in page
+
+
 def test_completions_are_text_and_the_last_step_is_unfolded():
     page = report_page([recorded("a", completions=COMPLETIONS)])
     assert "&lt;b&gt;yes&lt;/b&gt;" in page

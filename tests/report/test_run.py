@@ -116,3 +116,12 @@ def test_a_run_passed_twice_is_refused(make_run):
     folder = make_run("version_0")
     with pytest.raises(ValueError, match="is passed twice"):
         read_runs([folder, folder / "."])
+
+
+def test_runs_are_compared_by_a_file_that_all_have(make_run):
+    folders = [make_run("a", config="model: {init_args: {seed: 0}}"), make_run("b"), make_run("c")]
+    for number, folder in enumerate(folders):
+        (folder / "options.json").write_text(json.dumps({"seed": number, "optimizer.learning_rate": 1e-6}))
+    assert different_options(read_runs(folders)) == {"seed": [0, 1, 2]}
+    assert read_runs(folders)[0].options["optimizer.learning_rate"] == 1e-6
+    assert read_run(folders[0]).options == {"model.init_args.seed": 0}

@@ -207,6 +207,14 @@ def test_a_required_column_that_is_missing_is_named():
         apply_rewards(make_groups(["a"]), needs)
 
 
+def test_what_only_the_trainer_of_trl_passes_needs_a_default():
+    def needs(completions, trainer_state):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="TRL's trainer_state are not passed: give the parameters a default"):
+        apply_rewards(make_groups(["a"]), needs)
+
+
 def test_a_missing_ground_truth_is_named():
     def grade(data_source, solution_str, ground_truth):
         return 1.0

@@ -56,6 +56,21 @@ def test_function_from_file(reward_file):
     assert copied("", "ab", "") == 1.0
 
 
+def test_options_of_a_function_from_a_file(tmp_path):
+    file = tmp_path / "scored.py"
+    file.write_text(
+        "def score(data_source, solution_str, ground_truth, penalty=0): return 1 - penalty\nclass A: pass\n"
+    )
+    function = FunctionFromFile(str(file), "score", {"penalty": 0.5})
+    groups = [RolloutGroup([1], [Rollout([5], text="abc")], columns={"answer": "x"})]
+    metrics = apply_rewards(groups, function)
+    assert metrics["rewards/score/mean"] == 0.5
+    assert pickle.loads(pickle.dumps(function))("", "ab", "") == 0.5
+    assert function.run_options()["kwargs"] == {"penalty": 0.5}
+    with pytest.raises(ValueError, match="A is not a function; give its options to it in the file"):
+        FunctionFromFile(str(file), "A", {"penalty": 0.5})
+
+
 def test_function_from_file_errors(reward_file, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing\.py.*no such file"):
         FunctionFromFile(str(tmp_path / "nothing.py"))

@@ -102,6 +102,15 @@ def test_another_length_is_refused_with_both_numbers(value):
         apply_rewards(make_groups([3]), returning(value))
 
 
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_tuple_of_verls_signature_is_refused_whatever_the_length(length):
+    def compute_score(data_source, solution_str, ground_truth):
+        return 1.0, True
+
+    with pytest.raises(ValueError, match=r"'compute_score' returned the tuple \(1.0, True\), which is not a score"):
+        apply_rewards(make_groups([length]), compute_score)
+
+
 @pytest.mark.parametrize("entry", ["1.0", [1.0], {}])
 def test_another_type_is_refused(entry):
     with pytest.raises(ValueError, match=rf"of type {type(entry).__name__} as the reward of a token; return a number"):

@@ -47,7 +47,7 @@ def generalized_advantages(
         gamma: Discount per token, in [0, 1].
         lam: Decay of later errors per token, in [0, 1]; a tensor of shape [B] has one per rollout, as from
             `length_adaptive_lam`.
-        critic_lam: The same for the returns (decoupled GAE, arXiv:2503.01491); None for `lam`.
+        critic_lam: Lambda of the returns (decoupled GAE, arXiv:2503.01491); None for `lam`.
         bootstrap_value: Value after the last valid token, shape [B]; None for 0.
 
     Returns:
@@ -61,10 +61,12 @@ def generalized_advantages(
     mask_BT = check_rows(mask, rewards=rewards, values=values)
     errors_BT = td_errors(rewards, values, mask_BT, gamma=gamma, bootstrap_value=bootstrap_value)
     advantages_BT = _discounted_sum(errors_BT, mask_BT, lambda_rows("lam", lam, errors_BT) * gamma)
-    targets_BT = advantages_BT
+    critic_advantages_BT = advantages_BT
     if critic_lam is not None:
-        targets_BT = _discounted_sum(errors_BT, mask_BT, lambda_rows("critic_lam", critic_lam, errors_BT) * gamma)
-    return advantages_BT, targets_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
+        critic_advantages_BT = _discounted_sum(
+            errors_BT, mask_BT, lambda_rows("critic_lam", critic_lam, errors_BT) * gamma
+        )
+    return advantages_BT, critic_advantages_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
 
 
 @torch.no_grad()
@@ -98,7 +100,7 @@ def td_errors(
         last_BT = rows.mask_BT & ~_shift_left(rows.mask_BT)
         next_BT = torch.where(last_BT, bootstrap_value.to(dtype)[:, None], next_BT)
     errors_BT = rows.reopen(rewards_BT + gamma * next_BT - values_BT)
-    return errors_BT.masked_fill(_without_reward(rewards, mask_BT), 0)
+    return errors_BT.masked_fill(_rows_without_reward(rewards, mask_BT), 0)
 
 
 @torch.no_grad()
@@ -120,7 +122,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     mask_BT = check_rows(mask, rewards=rewards)
     check_unit("gamma", gamma)
     rewards_BT = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    rewards_BT = rewards_BT.masked_fill(_without_reward(rewards, mask_BT), 0)
+    rewards_BT = rewards_BT.masked_fill(_rows_without_reward(rewards, mask_BT), 0)
     return _discounted_sum(rewards_BT, mask_BT, torch.full_like(rewards_BT, gamma))
 
 
@@ -157,7 +159,8 @@ def _shift_left(values_BT: Tensor) -> Tensor:
     return torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
 
 
-def _without_reward(rewards: Tensor, mask_BT: Tensor) -> Tensor:
+def _rows_without_reward(rewards: Tensor, mask_BT: Tensor) -> Tensor:
+    """Which rows have a NaN reward, shape [B, 1]."""
     return (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
 
 

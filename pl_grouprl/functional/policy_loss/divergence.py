@@ -1,4 +1,4 @@
-"""DPPO: drops the gradient of tokens whose probability has moved too far, by a divergence instead of the ratio.
+"""DPPO: drops the gradient of tokens whose probability moved too far, measured by a divergence, not by the ratio.
 
 Each token's distribution is reduced to two outcomes: this token, or any other. With the token's probability p under
 the policy and q before the update, the divergences are
@@ -50,7 +50,7 @@ def dppo_tv_policy_loss(
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
-        old_logprobs_N: The same under the policy that sampled, without gradient, shape [N].
+        old_logprobs_N: The same before the update, log q, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: How far a probability may fall.
@@ -58,8 +58,8 @@ def dppo_tv_policy_loss(
         clip_ratio_c: Upper bound of the weight.
 
     Returns:
-        The loss of each token; clip fractions count tokens outside (verl counts those with A = 0 too), and
-        `clip_ratio/delta_mean` those within whose weight was clipped (verl's `pg_clipfrac_lower`).
+        The loss of each token. Clip fractions count tokens outside (verl also counts those with A = 0);
+        `clip_ratio/delta_mean` counts tokens inside whose weight was clipped (verl's `pg_clipfrac_lower`).
 
     Raises:
         ValueError: If shapes differ or an option is out of range.
@@ -92,7 +92,7 @@ def dppo_kl_policy_loss(
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
-        old_logprobs_N: The same under the policy that sampled, without gradient, shape [N].
+        old_logprobs_N: The same before the update, log q, without gradient, shape [N].
         advantages_N: Advantage of each token, shape [N].
         mask_N: True for tokens to train, bool, shape [N].
         epsilon: Largest divergence of a falling probability, in nats.
@@ -128,7 +128,10 @@ def _policy_gradient_within(
     mask_N: Tensor,
     clip_ratio_c: float,
 ) -> PolicyLoss:
-    """The weighted policy gradient, without tokens that are outside (below, above) and would move further out."""
+    """The policy gradient, weighted by the ratio, without tokens that are outside and would move further out.
+
+    `outside` marks tokens whose probability fell too far, and those whose probability rose too far.
+    """
     flags = flags_by_side(outside[0] & (advantages_N < 0), outside[1] & (advantages_N > 0))
     is_outside_N = flags["clip_ratio/region_mean"]
     ratio_N = token_ratio(log_ratio_N.detach())

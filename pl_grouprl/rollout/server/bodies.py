@@ -8,18 +8,18 @@ from typing import Any
 from pl_grouprl.rollout.server.auth import Application, Scope, answer_and_close
 from pl_grouprl.rollout.server.sampler import RefusalError
 
-_PATIENCE = 30.0
-"""Seconds that a body of any size may take."""
+_BASE_SECONDS = 30.0
+"""Seconds that a body of any size may take; `_MIN_RATE` adds to it."""
 
 _MIN_RATE = 1 << 20
 """Bytes per second that a large body must average."""
 
 
 class BodyLimit:
-    """Limits what an ASGI application reads to the request's Content-Length, in bounded time.
+    """Lets an ASGI application read at most the request's Content-Length, within a time limit.
 
     Requests with a Transfer-Encoding are refused, because it overrides the Content-Length. If a body was not read to
-    its end, the connection is closed after the answer.
+    its end, the connection is closed after the response.
 
     Args:
         app: The application.
@@ -36,7 +36,7 @@ class BodyLimit:
             error = "the request has a Transfer-Encoding, which announces no length; send a Content-Length."
             await answer_and_close(send, 411, error)
         else:
-            body = _Body(_announced(scope), receive, send)
+            body = _Body(_content_length(scope), receive, send)
             await self.app(scope, body.receive, body.send)
 
 
@@ -47,7 +47,7 @@ class _Body:
         self._length, self._receive, self._send = length, receive, send
         self._read = 0
         self._ended = length == 0
-        self._deadline = asyncio.get_running_loop().time() + _PATIENCE + length / _MIN_RATE
+        self._deadline = asyncio.get_running_loop().time() + _BASE_SECONDS + length / _MIN_RATE
 
     async def receive(self) -> dict[str, Any]:
         if self._ended:  # only a disconnect can follow
@@ -69,6 +69,6 @@ class _Body:
         await self._send(message)
 
 
-def _announced(scope: Scope) -> int:
+def _content_length(scope: Scope) -> int:
     """The Content-Length; 0 without one, since there is then no body."""
     return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

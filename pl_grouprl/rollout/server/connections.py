@@ -1,4 +1,4 @@
-"""Limits on each connection to the server, and on their number."""
+"""Limits the number of connections to the server, and the time that each may wait for its client."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MAX_HEADER_BYTES = 64 << 10
 """Maximum size of a request line with its headers."""
 
 _REQUEST_SECONDS = 30.0
-"""Time for a request's headers to arrive, from the opening of the connection or the last answer."""
+"""Time for a request's headers to arrive, from the opening of the connection or the previous response."""
 
 _STALL_SECONDS = 60.0
-"""Time that a client may leave an answer unread."""
+"""Time that a client may leave a response unread."""
 
 
 def max_connections() -> int:
@@ -28,10 +28,10 @@ def max_connections() -> int:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP by h11, which bounds headers and reads no further than the current request, with time and number limits.
+    """uvicorn's h11 protocol, with limits on time and on the number of connections.
 
-    A connection is aborted without an answer if there are too many, if its headers do not arrive, or if its answer is
-    not read.
+    h11 itself bounds headers and reads no further than the current request. A connection is aborted without a response
+    if there are too many connections, if its headers do not arrive in time, or if its response is not read in time.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the client to read the end of the answer."""
+        """Wait for the next request, or for the client to read the end of the response."""
         super().on_response_complete()
         closing = self.transport.is_closing()
         self._set_timer("closing" if closing else "request", _STALL_SECONDS if closing else _REQUEST_SECONDS)
@@ -61,20 +61,21 @@ class LimitedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Wait for the client to read."""
         super().pause_writing()
-        self._set_timer("answer", _STALL_SECONDS)
+        self._set_timer("response", _STALL_SECONDS)
 
     def resume_writing(self) -> None:
         """Stop waiting: the client has read."""
         super().resume_writing()
-        if "answer" in self._timers:
-            self._timers.pop("answer").cancel()
+        if "response" in self._timers:
+            self._timers.pop("response").cancel()
 
     def _set_timer(self, what: str, seconds: float) -> None:
+        """Start or restart a timer: waiting for a `request`, a `response` to be read, or the end of a `closing` one."""
         if what in self._timers:
             self._timers[what].cancel()
         self._timers[what] = self.loop.call_later(seconds, self._abort_if_stalled, what)
 
     def _abort_if_stalled(self, what: str) -> None:
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if not (what == "request" and answering):
+        is_responding = self.cycle is not None and not self.cycle.response_complete
+        if not (what == "request" and is_responding):
             self.transport.abort()

@@ -251,7 +251,7 @@ def test_missing_headers_time_out(service, monkeypatch):
 
 
 def test_a_missing_body_times_out(service, monkeypatch):
-    monkeypatch.setattr(bodies, "_PATIENCE", 0.4)
+    monkeypatch.setattr(bodies, "_BASE_SECONDS", 0.4)
     head = f"POST /weights/begin HTTP/1.1\r\nHost: h\r\n{AUTHORIZED}{JSON}Content-Length: 20\r\n\r\n"
     with service.connect() as slow:
         status, answer, closed = service.ask(head, b'{"a":', slow)

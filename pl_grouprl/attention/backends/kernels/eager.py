@@ -1,4 +1,4 @@
-"""The primitives in plain PyTorch: any device and dtype, a different head size for values, capped scores.
+"""Attention forward and backward in plain PyTorch: any device and dtype, another head size for values, capped scores.
 
 Legend: R runs of a batch, N queries of each, M keys of each, H query heads, K key/value heads, G = H / K, D head size
 of queries and keys, E head size of values.
@@ -16,7 +16,7 @@ from pl_grouprl.attention.backends.kernels.call import VarlenCall
 from pl_grouprl.attention.backends.kernels.runs import Block, dense_blocks
 
 MAX_SCORES = 2**24
-"""Approximate limit on scores in memory at a time."""
+"""Approximate limit on the number of scores in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class EagerKernel:
             scores.mul_(self.softcap)
         hidden = block.hidden()
         if hidden is not None:
-            # The fold keeps each head's queries together, and every head has the same mask.
+            # Folding keeps the N queries of a head together, and all heads have the same mask.
             scores.unflatten(2, (heads // keys.shape[1], -1)).masked_fill_(hidden[:, None], float("-inf"))
         return scores, slope
 
@@ -103,6 +103,7 @@ def _without_autocast(query: Tensor) -> torch.autocast:
 
 
 def _blocks(query: Tensor, call: VarlenCall) -> Iterator[Block]:
+    """Blocks of queries and keys, cut to about `MAX_SCORES` scores at most; padded batches stay whole."""
     for block in dense_blocks(call, query.device, plain_causal=False):
         yield from block.cut(max(1, MAX_SCORES // (query.shape[1] * block.keys.length)))
 

@@ -1,0 +1,90 @@
+"""What to write for an option of TRL or verl whose unit or values differ here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TOKENS = "It counts tokens, not completions: 16384, say, each prompt once; leave it out if memory suffices."
+_UPDATES = "It counts optimizer steps; verl counts rollouts: multiply by num_mini_batches times num_iterations."
+_BOOLEAN = "False is 'none' and True is 'group'; left out, it is that of loss_type."
+_ENGINES = (
+    "Import it from pl_grouprl.rollout: VLLMRolloutEngine() in the training processes (colocate) or "
+    "VLLMServerRolloutEngine(urls=...); on the command line, --config rollout/vllm_colocate.yaml or "
+    "rollout/vllm_server.yaml."
+)
+_CLIPPING = "The Trainer's gradient_clip_val does the same for all weights; use one of them."
+_PPO = "pl_grouprl.PPO always uses GAE: leave it out."
+_WHITENED = "PPO normalizes advantages over the batch instead: whiten_advantages=True or False."
+
+OPTION_NOTES = {
+    "adv_estimator": "verl's 'gae' is pl_grouprl.PPO.",
+    "args": "Pass the fields of a GRPOConfig one by one: docs/coming_from_trl.md.",
+    "critic_warmup": _UPDATES,
+    "free_cache_engine": "It is 0 (off), 1 or 2.",
+    "generation_batch_size": "It counts prompts: generation_batch_size / num_generations.",
+    "grad_clip": "optimizer={'max_grad_norm': ...} clips the policy alone, where there is a critic.",
+    "gradient_accumulation_steps": _TOKENS,
+    "custom_reward_function": "Pass rewards=FunctionFromFile(path, name, kwargs) of pl_grouprl.rewards.",
+    "launch_reward_fn_async": "It is a number of processes.",
+    "max_grad_norm": _CLIPPING,
+    "multi_turn": "Pass tools or environment_factory: docs/tools_and_environments.md.",
+    "norm_adv_by_std_in_grpo": "False is 'none' and True is 'group'.",
+    "per_device_train_batch_size": _TOKENS,
+    "ppo_mini_batch_size": "It is a number of parts: train_batch_size / ppo_mini_batch_size.",
+    "reward_weights": "Weights stand next to the functions: rewards=[{'function': accuracy, 'weight': 0.5}].",
+    "steps_per_generation": "It is a number of optimizer steps: steps_per_generation / gradient_accumulation_steps.",
+    "total_training_steps": _UPDATES,
+    "use_dynamic_bsz": "It is a number of tokens: verl's ppo_max_token_len_per_gpu. It is off by default.",
+    "use_kl_in_reward": "True is kl_in='reward', with the coefficient in beta.",
+    "use_kl_loss": "It is the coefficient, verl's kl_loss_coef: 0.001, say, and 0 is off.",
+    "use_vllm": _ENGINES,
+    "vllm_enable_sleep_mode": "It is 0 (off), 1 or 2.",
+    "vllm_importance_sampling_correction": "True is 'sequence_mask' and False is 'none'.",
+    "vllm_mode": _ENGINES,
+}
+"""A sentence for each option, by its name in TRL or verl."""
+
+_NOTES_OF_CLASSES = {
+    "whiten_advantages": {
+        "advantage_estimator": _PPO,
+        "adv_estimator": _PPO,
+        "norm_adv_by_std_in_grpo": _WHITENED,
+        "scale_rewards": _WHITENED,
+    }
+}
+"""What classes that take the first option say of others, which they do not take."""
+
+_UNAVAILABLE = "It is not available yet: docs/options.md#not-available-yet."
+_VALUE_NOTES: dict[tuple[str, Any], str] = {
+    ("advantage_estimator", "gae"): "'gae' is pl_grouprl.PPO.",
+    ("advantage_estimator", "group_ppo"): "'group_ppo' is pl_grouprl.GroupPPO.",
+    ("loss_type", "luspo"): _UNAVAILABLE,
+    ("loss_type", "vespo"): _UNAVAILABLE,
+    ("scale_rewards", False): _BOOLEAN,
+    ("scale_rewards", True): _BOOLEAN,
+}
+_PARSED = {"False": False, "True": True}
+
+
+def note_on_option(name: str) -> str:
+    """A space and the sentence on an option of TRL or verl; empty if its values are the same here."""
+    return f" {OPTION_NOTES[name]}" if name in OPTION_NOTES else ""
+
+
+def note_of_class(name: str, known: dict[str, Any]) -> str | None:
+    """What a class says of an option that others take, by the options that it takes itself."""
+    notes = (notes for option, notes in _NOTES_OF_CLASSES.items() if option in known)
+    return next((own[name] for own in notes if name in own), None)
+
+
+def note_on_value(option: str, value: Any) -> str:
+    """A space and the sentence on a refused value of an option; empty if there is none.
+
+    Args:
+        option: Its name, perhaps after others and a dot.
+        value: A value, or how it is printed.
+    """
+    value = _PARSED.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, str | bool):
+        return ""
+    return "".join(f" {note}" for key, note in _VALUE_NOTES.items() if key == (option.rsplit(".", 1)[-1], value))
