@@ -47,7 +47,7 @@ class CallReport:
         input_ids: The packed row [1, T], or the caller's rows [B, L]; for embeddings, their first component.
         position_ids: Positions of the packed row, shape [1, T]; None if the call went through untouched.
         padding_fraction: Fraction of the caller's tokens that is padding.
-        part: For a group split over several calls, which part ran: its prompt, or some of its rollouts.
+        part: For a group split over several calls, which part ran: its prompt or a branch, or some of its rollouts.
     """
 
     layout: SharedPrefixLayout | None
@@ -193,7 +193,8 @@ class SharedPrefix:
         check_prefix_states(states, layout)
         kwargs |= self._as_packed_row(kwargs, layout)
         kwargs["prefix_layout"].states = states
-        self._report(kwargs, layout, part="slice" if layout.given else "prompt" if states is not None else None)
+        records = states is not None and states.records
+        self._report(kwargs, layout, part="prompt" if records else "slice" if layout.given else None)
         if group is not None:
             kwargs |= shard_call(self.model, kwargs, group)
         start_packed_masks(kwargs["prefix_layout"].layout)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.patch import SharedPrefix, shared_prefix
 from pl_grouprl.attention.support import find_decoder, has_dynamic_rope
 from pl_grouprl.checks.padded_parity import padded_parity
@@ -109,7 +110,7 @@ def compare_paths(
             spanned=max((span for span in spans if span <= limit), default=0),
             longest=getattr(decoder.config, "max_position_embeddings", None),
         )
-    batch = pack(groups, device=model.device)
+    batch = pack(groups, min_saved_tokens=get_backend(backend).min_saved_tokens, device=model.device)
     weights = _compared_weights(model)
     dtype = computing_dtype(model)
     patch = shared_prefix(model, backend)

@@ -20,7 +20,6 @@ from pl_grouprl.media.inputs import check_batch_media
 from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.head import logits_function, plain_weight
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
-from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -158,8 +157,7 @@ def rollout_logprobs(
         UnsupportedModelError: If the model cannot share prefixes.
         RuntimeError: If activation checkpointing would recompute the forward after the patch is removed.
     """
-    only_prompts = get_backend(backend).max_depth == 1  # fails early if unknown, even with repeated prefixes
-    least = None if only_prompts else MIN_SAVED_TOKENS
+    least = get_backend(backend).min_saved_tokens  # fails early if unknown, even with repeated prefixes
     batch = pack(groups, sharing, min_saved_tokens=least, device=model.device)
     context = nullcontext() if sharing == "repeated" else _patched_for(model, backend)
     with context:

@@ -70,7 +70,7 @@ def pack_slice(
     parents = [None, *(segment.parent - num_merged + 1 for segment in segments if segment.parent is not None)]
     tokens = batch.model_inputs["input_ids"][:, 1 + len(path) :]
     if not tokens.numel():
-        tokens, lengths, parents = tokens.new_zeros(1, 1), [*lengths, 1], [*parents, 0]
+        tokens, lengths = tokens.new_zeros(1, 1), [*lengths[:-1], 1]
     layout = SharedPrefixLayout(lengths, parents, [stand_in.group_id] * len(lengths), given=given)
     inputs = {
         "input_ids": tokens,

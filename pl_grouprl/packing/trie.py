@@ -148,7 +148,8 @@ def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start:
         end = min(start + count, stop)
         ours, others = left[start:end], right[start:end]
         # Lists compare faster as lists.
-        if ours != others if isinstance(ours, list) else not np.array_equal(ours, others):
+        both_lists = isinstance(ours, list) and isinstance(others, list)
+        if ours != others if both_lists else not np.array_equal(ours, others):
             differ = np.asarray(ours) != np.asarray(others)
             return start + int(np.argmax(differ.reshape(end - start, -1).any(axis=1)))
         start, count = end, 4 * count

@@ -137,8 +137,9 @@ class FrozenModel:
         Raises:
             RewardConfigurationError: If a token id is beyond the model's embeddings.
         """
+        least = get_backend(self.attention_backend).min_saved_tokens
         for groups_of_pass in _passes(groups, self.sharing, self.max_tokens_per_pass):
-            batch = pack(groups_of_pass, self.sharing, device=model.device)
+            batch = pack(groups_of_pass, self.sharing, min_saved_tokens=least, device=model.device)
             self._check_tokens(model, batch)
             context = nullcontext() if self.sharing == "repeated" else shared_prefix(model, self.attention_backend)
             memory = naming_memory(

@@ -13,6 +13,7 @@ from pl_grouprl.attention.sequence_parallel import (
     check_sequence_parallel_size,
     sequence_mesh,
 )
+from pl_grouprl.media.prompts import MediaPrompt
 from pl_grouprl.packing import Sharing
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.training.micro_batch import RowOptions
@@ -84,6 +85,12 @@ class MicroBatcher:
             raise ValueError(
                 f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows "
                 "are not divided among ranks. Use sharing='shared'."
+            )
+        has_media = any(isinstance(prompt, MediaPrompt) or prompt.media for prompt in prompts or ())
+        if self.share_across_groups and has_media:
+            raise ValueError(
+                "share_across_groups is True, but prompts of the training data have images or videos, whose tokens do "
+                "not tell them apart; set it to False."
             )
         if prompts is not None and self.max_tokens is not None:
             self._check_budget(self.max_tokens, prompts, max_new_tokens)

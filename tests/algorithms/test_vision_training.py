@@ -71,6 +71,14 @@ def make(family, engine=None, sharing="shared", **options):
     return module, PromptDataModule(rows(), batch_size=2)
 
 
+def test_prompts_with_images_share_nothing_across_groups(make_trainer):
+    engine = GivenRollouts()
+    module, data = make("gemma3", engine, share_across_groups=True)
+    with pytest.raises(ValueError, match="share_across_groups is True, but prompts of the training data have images"):
+        make_trainer(max_steps=1).fit(module, data)
+    assert not engine.media  # nothing was sampled
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sharing_on_and_off_give_the_same_trajectory(family, make_trainer, history):
     losses = {}

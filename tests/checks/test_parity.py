@@ -41,6 +41,11 @@ def test_dtypes_and_backends(backend, dtype):
     assert (report.backend, report.dtype, report.tolerance) == (backend, dtype, TOLERANCES[dtype])
 
 
+def test_a_backend_for_prompts_alone_takes_rollouts_that_begin_alike():
+    groups = [RolloutGroup([1, 2], [Rollout([*range(2, 40), end]) for end in (5, 6)])]
+    check_parity(tiny_model("qwen3"), groups, backend="prefix_grouper").raise_if_failed()
+
+
 def looked_at(model, backend="auto"):
     """A model that passed the layer check before anything broke."""
     with shared_prefix(model, backend):

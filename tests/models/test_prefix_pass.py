@@ -18,6 +18,7 @@ from pl_grouprl.models.adapter_layers import adapters_off
 from pl_grouprl.models.prefix_pass import Leaf, PrefixPass
 from pl_grouprl.packing import pack
 from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.types import Rollout, RolloutGroup
 
 LENGTHS = [7, 0, 1, 12, 3, 0, 9]
 SLICES = {
@@ -314,6 +315,17 @@ def test_only_empty_rollouts_run_one_unused_token():
     assert batch.targets_N.numel() == 0
     assert batch.final_index_B.tolist() == [0, 0]
     assert states.shape == (2, 32)
+    assert batch.num_tokens_repeated == 2 * prefix.num_tokens + 1  # not a sequence of its own
+
+
+def test_a_branch_is_reported_as_a_prompt_is():
+    model = model_of("llama")
+    with shared_prefix(model) as patch:
+        branch = PrefixPass(RolloutGroup([1, 2, 3], []), "cpu").branch([4, 5])
+        branch.states(model)
+        assert (patch.last_call.part, patch.last_call.layout.given) == ("prompt", 3)
+        hidden_states(model, pack_slice(RolloutGroup([1, 2, 3], [Rollout([4, 5, 6])]), [0], branch))
+        assert patch.last_call.part == "slice"
 
 
 def test_indices_of_a_slice_by_hand():

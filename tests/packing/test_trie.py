@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from helpers.branched import branched_rollouts
 
@@ -60,6 +61,15 @@ def test_nothing_is_shared_without_a_threshold():
 def test_a_threshold_below_one_is_refused(least):
     with pytest.raises(ValueError, match=f"min_saved_tokens is {least}; pass 1 or more, or None to share nothing"):
         build_trie([[1]], least)
+
+
+@pytest.mark.parametrize("other", [tuple, np.array, list])
+def test_sequences_may_be_of_different_types(other):
+    assert build_trie([[1, 2, 3], other([1, 2, 4])], 1).nodes == (
+        Node(None, 0, 0, 2),
+        Node(0, 0, 2, 3),
+        Node(0, 1, 2, 3),
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -64,6 +64,14 @@ def test_scores_are_those_of_transformers(family, sharing, budget):
     assert groups == before
 
 
+@pytest.mark.parametrize("backend", ["auto", "prefix_grouper"])
+def test_rollouts_that_begin_alike(backend):
+    model, beginning = classifier(), list(range(2, 40))
+    groups = [RolloutGroup([1, 2], [Rollout([*beginning, *end]) for end in ([5], [5], [6, 7], [])])]
+    actual = ModelReward(model, attention_backend=backend).score_groups(groups)
+    assert_same(actual, score_one_by_one(model, groups))
+
+
 def test_padding_tokens_at_the_end_are_read_over_as_in_transformers():
     """Padding is token 0 here. Within a sequence it is a token like any other."""
     model = classifier()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 
 Attend = Callable[[Tensor, Tensor, Tensor, SharedPrefixLayout, AttentionRule], Tensor]
 """(query [1, H, S, D], key [1, K, T, D], value [1, K, T, V], layout, rule) -> output [1, S, H, V], differentiable."""
@@ -67,6 +68,11 @@ class Backend:
     preference: Preference = lambda query, key, value, rule: None
     explicit: ExplicitGradient | None = None
     choice: Choice | None = None
+
+    @property
+    def min_saved_tokens(self) -> int | None:
+        """For `packing.pack`; None, which shares prompts alone, if the depth of forests is limited."""
+        return MIN_SAVED_TOKENS if self.max_depth is None else None
 
     def runs(self, layout: SharedPrefixLayout | None) -> bool:
         """Whether the backend can run a layout, by `max_depth` and `takes_given`; None means every layout."""
