@@ -59,8 +59,8 @@ def test_the_differing_kind_is_named(monkeypatch, broken_kind):
             parameter *= 1.5  # scores that are far enough from zero for their scale to matter
     monkeypatch.setattr("pl_grouprl.attention.patch.check_layers", lambda *args: None)
     report = check_parity(model, random_groups(0, SHAPES), backend="cascade")
-    failed = {line.split("  ")[1].split(" differs")[0] for line in str(report).splitlines() if line.endswith("FAILED")}
-    assert failed == {broken_kind, "whole model", "a padded batch"}
+    failed = {line.split("  ")[1].split(" differ")[0] for line in str(report).splitlines() if line.endswith("FAILED")}
+    assert failed == {broken_kind, "whole model", "tokens of a padded batch"}
     assert not report.passed
     with pytest.raises(ParityError, match=rf"{broken_kind} .*FAILED"):
         report.raise_if_failed()
