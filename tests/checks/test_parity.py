@@ -249,7 +249,7 @@ def test_a_padded_batch_is_compared_too():
     assert max(report.padded.differences) < 1e-4
     wrong = dataclasses.replace(report, padded=dataclasses.replace(report.padded, gradient_difference=2e-3))
     assert not wrong.passed
-    assert str(wrong).splitlines()[-1].endswith("its gradients by 2.0e-03  FAILED")
+    assert str(wrong).splitlines()[-1].endswith("gradients by 2.0e-03  FAILED")
     left = dataclasses.replace(report, padded=PaddedParity(0.0, 0.0, 0.0, reason="it has one row"))
     assert str(left).splitlines()[-1] == "  a padded batch goes through untouched: it has one row"
     assert check_parity(tiny_model(), padded_rows=False).padded is None
