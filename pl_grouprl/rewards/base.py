@@ -118,6 +118,8 @@ class FunctionFromFile:
                 f"FunctionFromFile(path={path!r}, name={name!r}, kwargs={kwargs}): {name} is not a function; give its "
                 "options to it in the file."
             )
+        if kwargs:
+            _check_kwargs(function, kwargs)
         self.function: RewardFunction = functools.partial(function, **kwargs) if kwargs else function
         self._sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -132,6 +134,15 @@ class FunctionFromFile:
         """What decides its rewards, wherever the file is: the function's name and `kwargs`, a digest of the file."""
         options = {"function": self.name, "sha256": self._sha256}
         return options | ({"kwargs": self.kwargs} if self.kwargs else {})
+
+
+def _check_kwargs(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind_partial(**kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"FunctionFromFile(kwargs={kwargs}): {function.__name__}{inspect.signature(function)}: {error}."
+        ) from None
 
 
 def reward_name(function: RewardFunction) -> str | None:

@@ -16,7 +16,24 @@ _CLIPPING = "The Trainer's gradient_clip_val does the same for all weights; use 
 _PPO = "pl_grouprl.PPO always uses GAE: leave it out."
 _WHITENED = "PPO normalizes advantages over the batch instead: whiten_advantages=True or False."
 
-OPTION_NOTES = {
+_UNAVAILABLE = "It is not available yet: docs/options.md#not-available-yet."
+_NOT_YET = (
+    "cache_implementation",
+    "cast_lm_head_to_fp32",
+    "off_policy_mask_threshold",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "repetition_penalty",
+    "sync_ref_model",
+    "top_entropy_quantile",
+    "use_adaptive_entropy",
+    "use_bias_correction_kl",
+    "use_transformers_continuous_batching",
+    "vllm_structured_outputs_regex",
+    "whiten_rewards",
+)
+
+OPTION_NOTES = dict.fromkeys(_NOT_YET, _UNAVAILABLE) | {
     "adv_estimator": "verl's 'gae' is pl_grouprl.PPO.",
     "args": "Pass the fields of a GRPOConfig one by one: docs/coming_from_trl.md.",
     "critic_warmup": _UPDATES,
@@ -25,13 +42,21 @@ OPTION_NOTES = {
     "grad_clip": "optimizer={'max_grad_norm': ...} clips the policy alone, where there is a critic.",
     "gradient_accumulation_steps": _TOKENS,
     "custom_reward_function": "Pass rewards=FunctionFromFile(path, name, kwargs) of pl_grouprl.rewards.",
+    "importance_sampling_level": "'sequence' is loss_type='gspo'; 'token' is the default.",
+    "kl_ctrl": "beta is the coefficient; kl_target and kl_horizon make it adaptive.",
     "launch_reward_fn_async": "It is a number of processes.",
     "max_grad_norm": _CLIPPING,
+    "model_init_kwargs": "They are options of the policy: PretrainedPolicy(path, dtype=..., attn_implementation=...).",
     "multi_turn": "Pass tools or environment_factory: docs/tools_and_environments.md.",
     "norm_adv_by_std_in_grpo": "False is 'none' and True is 'group'.",
     "per_device_train_batch_size": _TOKENS,
+    "ppo_micro_batch_size_per_gpu": f"max_tokens_per_micro_batch takes its place. {_TOKENS}",
     "ppo_mini_batch_size": "It is a number of parts: train_batch_size / ppo_mini_batch_size.",
+    "processing_class": "A tokenizer is tokenizer=... there; left out, it is the policy's.",
+    "reward_fn_key": "The column is data_source.",
+    "reward_kwargs": "Pass rewards=FunctionFromFile(path, name, kwargs) of pl_grouprl.rewards.",
     "reward_weights": "Weights stand next to the functions: rewards=[{'function': accuracy, 'weight': 0.5}].",
+    "save_steps": "Add the callback pl_grouprl.callbacks.SafeCheckpoint(every_n_train_steps=...) to the Trainer.",
     "steps_per_generation": "It is a number of optimizer steps: steps_per_generation / gradient_accumulation_steps.",
     "total_training_steps": _UPDATES,
     "use_dynamic_bsz": "It is a number of tokens: verl's ppo_max_token_len_per_gpu. It is off by default.",
@@ -41,6 +66,7 @@ OPTION_NOTES = {
     "vllm_enable_sleep_mode": "It is 0 (off), 1 or 2.",
     "vllm_importance_sampling_correction": "True is 'sequence_mask' and False is 'none'.",
     "vllm_mode": _ENGINES,
+    "warmup_ratio": "optimizer={'warmup_steps': ...} counts optimizer steps.",
 }
 """A sentence for each option, by its name in TRL or verl."""
 
@@ -54,7 +80,6 @@ _NOTES_OF_CLASSES = {
 }
 """What classes that take the first option say of others, which they do not take."""
 
-_UNAVAILABLE = "It is not available yet: docs/options.md#not-available-yet."
 _VALUE_NOTES: dict[tuple[str, Any], str] = {
     ("advantage_estimator", "gae"): "'gae' is pl_grouprl.PPO.",
     ("advantage_estimator", "group_ppo"): "'group_ppo' is pl_grouprl.GroupPPO.",

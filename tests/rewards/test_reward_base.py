@@ -69,6 +69,8 @@ def test_options_of_a_function_from_a_file(tmp_path):
     assert function.run_options()["kwargs"] == {"penalty": 0.5}
     with pytest.raises(ValueError, match="A is not a function; give its options to it in the file"):
         FunctionFromFile(str(file), "A", {"penalty": 0.5})
+    with pytest.raises(ValueError, match=r"score\(.*penalty.*got an unexpected keyword argument 'penalt'"):
+        FunctionFromFile(str(file), "score", {"penalt": 0.5})
 
 
 def test_function_from_file_errors(reward_file, tmp_path):
