@@ -94,7 +94,7 @@ def test_adapter_by_a_mapping(tmp_path):
         ({"gradient_accumulation_steps": 1}, "here it is max_tokens_per_micro_batch. It counts tokens"),
         ({"use_dynamic_bsz": True}, "here it is max_tokens_per_micro_batch. It is a number of tokens"),
         ({"ppo_mini_batch_size": 64}, "num_mini_batches. It is a number of parts: train_batch_size / ppo_mini_batch"),
-        ({"importance_sampling_level": "sequence"}, "takes no 'importance_sampling_level'. 'sequence' is loss_type='gspo'"),
+        ({"importance_sampling_level": "sequence"}, "'sequence' is loss_type='gspo'; 'token' is"),
         ({"whiten_rewards": True}, "takes no 'whiten_rewards'. It is not available yet: docs/options.md"),
         ({"save_steps": 10}, "SafeCheckpoint(every_n_train_steps=...) to the Trainer"),
         ({"steps_per_generation": 2}, "here it is num_mini_batches. It is a number of optimizer steps"),
