@@ -1,4 +1,4 @@
-"""The methods to score a batch of groups that are compared, behind one interface.
+"""One interface for the methods that the benchmarks compare for scoring a batch of groups.
 
 Legend: N response tokens of all rollouts, concatenated.
 """

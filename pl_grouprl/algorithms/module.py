@@ -362,7 +362,7 @@ class RLModule(pl.LightningModule, ABC):
             max_tokens_per_micro_batch,
             sequence_parallel_size,
             share_across_groups=share_across_groups,
-            max_depth=get_backend(attention_backend).max_depth,
+            min_saved_tokens=get_backend(attention_backend, "attention_backend").min_saved_tokens,
         )
         self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:

@@ -32,8 +32,8 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     A batch with shared prefixes is one row, so [T, D]. The batch's indices (`predict_index_N`, `final_index_B`) point
     into the result. Images and videos of the prompts are encoded in the same call.
 
-    A slice of a group (`packing.slices`) continues from the prompt of `batch.prefix`, running it first if needed, and
-    gives [1 + S, D]: the prompt's last position, then the S tokens of the slice.
+    A slice of a group (`packing.slices`) continues the path of `batch.prefix`, running it first if needed, and gives
+    [1 + K + S, D]: the prompt's last position, the K response tokens of the path, then the S tokens of the slice.
 
     Args:
         model: A decoder, with or without a head, or a model that contains one.

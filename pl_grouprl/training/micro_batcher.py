@@ -34,7 +34,7 @@ class MicroBatcher:
         max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
         sequence_parallel_size: Ranks that share the tokens of each row in updates.
         share_across_groups: Encode the common beginning of prompts once.
-        max_depth: Deepest forest that the attention backend runs; 1 is prompts with rollouts, None is any.
+        min_saved_tokens: As in `packing.pack`; None if the attention backend runs prompts with rollouts alone.
 
     Raises:
         ValueError: If a number is less than 1, options exclude each other, or padded rows would have to be divided.
@@ -48,7 +48,7 @@ class MicroBatcher:
         sequence_parallel_size: int = 1,
         *,
         share_across_groups: bool = False,
-        max_depth: int | None = None,
+        min_saved_tokens: int | None = MIN_SAVED_TOKENS,
     ) -> None:
         counts = {
             "sequence_parallel_size": sequence_parallel_size,
@@ -59,13 +59,13 @@ class MicroBatcher:
         self.sharing: Sharing = sharing
         self.max_tokens = max_tokens
         self.sequence_parallel_size = sequence_parallel_size
-        if share_across_groups and (sharing == "repeated" or max_depth is not None):
+        if share_across_groups and (sharing == "repeated" or min_saved_tokens is None):
             raise ValueError(
                 "share_across_groups=True needs sharing='shared' and an attention backend that runs forests of any "
                 "depth; use attention_backend='auto', 'cascade' or 'flex'."
             )
         self.share_across_groups = share_across_groups
-        self._min_saved_tokens = MIN_SAVED_TOKENS if max_depth is None else None
+        self._min_saved_tokens = min_saved_tokens
         self.cache = PackedRowCache()
         self._sequence_group: Any = None
 

@@ -79,6 +79,6 @@ def test_every_index_points_to_the_rollouts_own_tokens(seed, across):
         for name in ("targets_N", "predict_index_N"):
             values = getattr(batch, name)
             assert torch.equal(values[distinct][index], values)
-        assert len(distinct) == len(
-            set(zip(batch.predict_index_N.tolist(), batch.targets_N.tolist(), strict=True))
-        ) or (seed % 4)
+        if seed % 4 == 0:  # everything is shared: each token of the row, with what predicts it, is there once
+            pairs = set(zip(batch.predict_index_N.tolist(), batch.targets_N.tolist(), strict=True))
+            assert len(distinct) == len(pairs)

@@ -298,3 +298,9 @@ def test_a_runs_checkpoint_holds_every_part_and_knows_its_algorithm(run):
     with pytest.raises(ValueError, match="the checkpoint was written by GRPO, and the module is PPO"):
         module(PPO).run_checkpoint.load(checkpoint)
     assert "It was written by GRPO" in loaded.run_checkpoint.describe_misfit("size mismatch")
+
+
+@pytest.mark.parametrize("options", [{"sharing": "repeated"}, {"min_saved_tokens": None}])
+def test_prompts_cannot_share_where_rollouts_cannot(run, options):
+    with pytest.raises(ValueError, match="share_across_groups=True needs sharing='shared' and an attention backend"):
+        MicroBatcher(run, share_across_groups=True, **options)
