@@ -111,6 +111,12 @@ class Rollout:
             method.
         environment_name: The class of that environment, which names its reward; None if it has no `get_reward`.
         environment: The environment itself, for reward functions; None once the rollout has left its process.
+        branch_points: For branching rollouts, where in `token_ids` the tree of the group branches along this rollout:
+            increasing indices of the first token after each branch point. Empty without branching.
+        branch_path: Which continuation this rollout takes at the prompt and then at each branch point, one number more
+            than `branch_points`. Rollouts whose first k + 1 numbers are equal share a segment: the tokens from
+            branch point k - 1 (the prompt if k = 0) to branch point k (the end if there is none). Empty without
+            branching.
     """
 
     token_ids: list[int]
@@ -128,6 +134,8 @@ class Rollout:
     environment_reward: float | None = None
     environment_name: str | None = None
     environment: LiveObject | None = field(default=None, compare=False, repr=False)
+    branch_points: tuple[int, ...] = ()
+    branch_path: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "loss_mask", "token_rewards"):
