@@ -214,6 +214,7 @@ def test_any_other_error_of_a_constructor_is_raised_as_it_is(tmp_path, monkeypat
 def test_options_without_their_class(group, example, capsys):
     with pytest.raises(SystemExit):
         main(["plan", f"--{group}.init_args.seed", "1"])
-    assert f"error: {group}: no class_path is given; pass a configuration that has one, or --{group} {example} before" in (
-        capsys.readouterr().err
+    assert (
+        f"error: {group}: no class_path is given; pass a configuration that has one, or --{group} {example} before"
+        in (capsys.readouterr().err)
     )
