@@ -205,7 +205,7 @@ def test_any_other_error_of_a_constructor_is_raised_as_it_is(tmp_path, monkeypat
         "    def __init__(self, *args, **kwargs):\n        [][1]\n        super().__init__(*args, **kwargs)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(IndexError, match="^list index out of range$") as raised:
+    with pytest.raises(IndexError, match=r"^list index out of range$") as raised:
         main(["fit", "--config", "grpo_pg.yaml", "--config", "model: {class_path: broken_19.Broken}"])
     assert raised.traceback[-1].path.name == "broken_19.py"
 
