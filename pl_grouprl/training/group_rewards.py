@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages import AdvantageEstimator
+from pl_grouprl.functional.advantages import AdvantageEstimator, Branches, leaf_weights
+from pl_grouprl.functional.masked import Reduce
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -155,8 +156,7 @@ def token_advantages(
     """
     lengths_B = buffer.rollout_lengths
     mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
-    sizes = torch.tensor([len(group.rollouts) for group in groups])
-    ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
+    ids_B, branches = _group_ids(groups), _branches(groups)
     reduce = partial(reduce_over_ranks, device=device)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if estimator.takes_token_rewards:
@@ -167,8 +167,23 @@ def token_advantages(
                 unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
             )
         rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
-    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, reduce=reduce)
+    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, branches=branches, reduce=reduce)
     return from_rows(advantages_BT, lengths_B)
+
+
+def weights_of_leaves(groups: Sequence[RolloutGroup], mask_BT: Tensor, reduce: Reduce) -> Tensor:
+    """`leaf_weights` of the rollouts of groups, shape [B], float32. Collective."""
+    return leaf_weights(_group_ids(groups), mask_BT, _branches(groups), reduce=reduce).float()
+
+
+def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
+    sizes = torch.tensor([len(group.rollouts) for group in groups], dtype=torch.long)
+    return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def _branches(groups: Sequence[RolloutGroup]) -> Branches:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
 
 
 def unusable_token_rewards(reason: str, remedy: str) -> str:

@@ -1,6 +1,7 @@
 """Advantages per rollout and per token, one idea per file."""
 
 from pl_grouprl.functional.advantages.baselines import opo_advantages, remax_advantages
+from pl_grouprl.functional.advantages.branches import Branches
 from pl_grouprl.functional.advantages.distillation import distillation_advantages
 from pl_grouprl.functional.advantages.gae import (
     discounted_returns,
@@ -30,6 +31,7 @@ from pl_grouprl.functional.advantages.reinforce import (
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
+from pl_grouprl.functional.advantages.trees import leaf_weights, tree_advantages, vine_advantages
 from pl_grouprl.functional.registry import former_classes
 from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES
 
@@ -38,12 +40,14 @@ __all__ = [
     "REWARD_AGGREGATIONS",
     "REWARD_SCALES",
     "AdvantageEstimator",
+    "Branches",
     "combine_rewards",
     "discounted_returns",
     "distillation_advantages",
     "generalized_advantages",
     "group_relative_advantages",
     "grpo_passk_advantages",
+    "leaf_weights",
     "length_adaptive_lam",
     "make_advantage_estimator",
     "multi_reward_advantages",
@@ -55,6 +59,8 @@ __all__ = [
     "remax_advantages",
     "rloo_advantages",
     "td_errors",
+    "tree_advantages",
+    "vine_advantages",
 ]
 
 __getattr__ = former_classes(__name__, ESTIMATOR_CLASSES, make_advantage_estimator)
