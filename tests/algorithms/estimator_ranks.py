@@ -27,6 +27,22 @@ class PlainEngine(ScriptedEngine):
         return rollouts
 
 
+class BranchingEngine(PlainEngine):
+    """Splits a prompt's first rollout in two or three where the prompt says so; the others continue it alone."""
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        """Sample as scripted."""
+        groups = super().generate(prompts, sampling, num_generations=num_generations, seed=seed)
+        for prompt, rollouts in zip(prompts, groups, strict=True):
+            split = 2 + sum(prompt) % 2
+            for number, rollout in enumerate(rollouts):
+                rollout.branch_path = (number,) if number >= split else (0, number)
+                if number < split:
+                    rollout.token_ids, rollout.branch_points = [5, 14, *rollout.token_ids], (2,)
+                    rollout.logprobs = [-3.0] * len(rollout.token_ids)
+        return groups
+
+
 def some(completions, **columns):
     """Return the share of letters, and nothing for completions of four characters."""
     shares = share_of_letters(completions)
@@ -55,6 +71,13 @@ CASES = {
     "remax": {"advantage_estimator": "remax"},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "advantage_options": {"gamma": 0.9}},
     "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    "tree": {"advantage_estimator": "tree", "engine": BranchingEngine(), "loss_agg_mode": "seq-mean-token-sum"},
+    "vine": {
+        "advantage_estimator": "vine",
+        "engine": BranchingEngine(),
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+    },
     "batch": {"scale_rewards": "batch"},
     "normalize_then_sum": {
         "rewards": [some, Weighted(brevity, 2.0)],

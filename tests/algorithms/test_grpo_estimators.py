@@ -283,6 +283,41 @@ def test_compute_advantages_by_itself(step):
     torch.testing.assert_close(module.compute_advantages(buffer.groups), expected_B)
 
 
+class BranchingEngine(Engine):
+    """Of each prompt's four rollouts two share their first two tokens, and two continue the prompt alone."""
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        groups = super().generate(prompts, sampling, num_generations=num_generations, seed=seed)
+        for first, second, *others in groups:
+            for number, rollout in enumerate((first, second)):
+                rollout.token_ids = [3, 15, *rollout.token_ids]
+                rollout.branch_points, rollout.branch_path = (2,), (0, number)
+            for number, rollout in enumerate(others, start=1):
+                rollout.branch_path = (number,)
+        return groups
+
+
+@pytest.mark.parametrize("name", ["tree", "vine"])
+def test_branched_rollouts(step, name):
+    buffer = step(BranchingEngine(), advantage_estimator=name, loss_agg_mode="seq-mean-token-sum").last_rollouts
+    rollouts = rollouts_of(buffer)
+    branches = functions.Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
+    mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
+    estimator = functions.make_advantage_estimator(name)
+    expected_BT = estimator(rewards_of(buffer), group_ids_of(buffer), mask=mask_BT, branches=branches)
+    expected_N = from_rows(expected_BT, buffer.rollout_lengths)
+    torch.testing.assert_close(buffer.joined("advantages"), expected_N)
+    assert any(len(set(own.tolist())) > 1 for own in expected_N.split(buffer.rollout_lengths.tolist()))
+
+
+def test_tree_refuses_what_belongs_to_whole_rollouts(step, make_module):
+    with pytest.raises(ValueError, match="a reward function returned a reward per token, but tree compares whole"):
+        step(rewards=lambda completion_ids, **columns: [[1.0] * len(ids) for ids in completion_ids],
+             advantage_estimator="tree")  # fmt: skip
+    with pytest.raises(ValueError, match="advantage_estimator='vine' takes one reward; use 'sum_then_normalize'"):
+        make_module(advantage_estimator="vine", multi_objective_aggregation="normalize_then_sum")
+
+
 # Two ranks.
 
 SCRIPT = Path(__file__).with_name("estimator_ranks.py")
@@ -300,10 +335,11 @@ def ranks(tmp_path_factory):
 
 
 PROCESS = ("process", "process_reinforce")
+BRANCHED = ("tree", "vine")
 
 
 @pytest.mark.parametrize(
-    "case", [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, "batch", "normalize_then_sum", "kl", "token_kl"]
+    "case", [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, *BRANCHED, "batch", "normalize_then_sum", "kl", "token_kl"]
 )
 def test_two_ranks_have_the_advantages_of_one(ranks, case):
     (one,), two = ranks
@@ -322,7 +358,7 @@ def test_all_ranks_refuse_rewards_of_tokens(ranks, case):
     assert all("a reward function returned a reward per token" in message for message in messages)
 
 
-@pytest.mark.parametrize("case", ["token_truncate", "sequence_mask", "kl", "token_kl", "adaptive"])
+@pytest.mark.parametrize("case", ["token_truncate", "sequence_mask", "kl", "token_kl", "adaptive", "tree"])
 def test_two_ranks_log_what_one_logs(ranks, case):
     (one,), two = ranks
     names = [name for name in one[case]["metrics"] if name.startswith(("sampling/", "kl", "loss"))]

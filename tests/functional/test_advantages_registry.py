@@ -16,7 +16,7 @@ from pl_grouprl.functional.advantages import (
 
 REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
 LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])
-PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "tree", "vine"}
 
 
 def test_names_and_kinds():
