@@ -138,7 +138,11 @@ def subtract_kl_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
 
 
 def token_advantages(
-    estimator: AdvantageEstimator, buffer: RolloutBuffer, groups: Sequence[RolloutGroup], device: torch.device
+    estimator: AdvantageEstimator,
+    buffer: RolloutBuffer,
+    groups: Sequence[RolloutGroup],
+    device: torch.device,
+    score_norm_N: Tensor | None = None,
 ) -> Tensor:
     """Estimate advantages per token. Collective.
 
@@ -147,6 +151,7 @@ def token_advantages(
         buffer: Has `token_rewards`.
         groups: The buffer's groups, with the KL penalty subtracted from rewards if it is part of them.
         device: Device for communication.
+        score_norm_N: Squared norm of each token's score, if the estimator needs it.
 
     Returns:
         Advantages, shape [N].
@@ -167,7 +172,9 @@ def token_advantages(
                 unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
             )
         rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
-    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, branches=branches, reduce=reduce)
+    score_norms = None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_B)
+    data: dict[str, Any] = {"branches": branches, "score_norms": score_norms, "reduce": reduce}
+    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, **data)
     return from_rows(advantages_BT, lengths_B)
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import ScriptedEngine, TinyPolicy, share_of_letters
+from helpers.branching_engine import BranchingEngine
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
@@ -27,20 +29,12 @@ class PlainEngine(ScriptedEngine):
         return rollouts
 
 
-class BranchingEngine(PlainEngine):
-    """Splits a prompt's first rollout in two or three where the prompt says so; the others continue it alone."""
+def two_or_three(prompt):
+    """Return how many rollouts of a prompt share a beginning."""
+    return 2 + sum(prompt) % 2
 
-    def generate(self, prompts, sampling, *, num_generations, seed):
-        """Sample as scripted."""
-        groups = super().generate(prompts, sampling, num_generations=num_generations, seed=seed)
-        for prompt, rollouts in zip(prompts, groups, strict=True):
-            split = 2 + sum(prompt) % 2
-            for number, rollout in enumerate(rollouts):
-                rollout.branch_path = (number,) if number >= split else (0, number)
-                if number < split:
-                    rollout.token_ids, rollout.branch_points = [5, 14, *rollout.token_ids], (2,)
-                    rollout.logprobs = [-3.0] * len(rollout.token_ids)
-        return groups
+
+BRANCHED = {"engine": BranchingEngine(PlainEngine(), two_or_three)}
 
 
 def some(completions, **columns):
@@ -71,13 +65,10 @@ CASES = {
     "remax": {"advantage_estimator": "remax"},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "advantage_options": {"gamma": 0.9}},
     "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
-    "tree": {"advantage_estimator": "tree", "engine": BranchingEngine(), "loss_agg_mode": "seq-mean-token-sum"},
-    "vine": {
-        "advantage_estimator": "vine",
-        "engine": BranchingEngine(),
-        "loss_type": "dr_grpo",
-        "scale_rewards": "none",
-    },
+    "tree": {**BRANCHED, "advantage_estimator": "tree", "loss_agg_mode": "seq-mean-token-sum"},
+    "vine": {**BRANCHED, "advantage_estimator": "vine", "loss_type": "dr_grpo"},
+    "gpg": {"advantage_estimator": "gpg", "policy_loss": "gpg"},
+    "optimal_token_baseline": {"advantage_estimator": "optimal_token_baseline", "policy_loss": "dro"},
     "batch": {"scale_rewards": "batch"},
     "normalize_then_sum": {
         "rewards": [some, Weighted(brevity, 2.0)],

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.branching_engine import BranchingEngine
 from helpers.episodes import make_episode, make_group
 from helpers.rollouts import per_rollout_means
 from helpers.scripts import run_script
 
+from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional import advantages as functions
 from pl_grouprl.functional.kl import kl_estimate
 from pl_grouprl.functional.rows import from_rows, to_rows
@@ -283,23 +286,9 @@ def test_compute_advantages_by_itself(step):
     torch.testing.assert_close(module.compute_advantages(buffer.groups), expected_B)
 
 
-class BranchingEngine(Engine):
-    """Of each prompt's four rollouts two share their first two tokens, and two continue the prompt alone."""
-
-    def generate(self, prompts, sampling, *, num_generations, seed):
-        groups = super().generate(prompts, sampling, num_generations=num_generations, seed=seed)
-        for first, second, *others in groups:
-            for number, rollout in enumerate((first, second)):
-                rollout.token_ids = [3, 15, *rollout.token_ids]
-                rollout.branch_points, rollout.branch_path = (2,), (0, number)
-            for number, rollout in enumerate(others, start=1):
-                rollout.branch_path = (number,)
-        return groups
-
-
 @pytest.mark.parametrize("name", ["tree", "vine"])
 def test_branched_rollouts(step, name):
-    buffer = step(BranchingEngine(), advantage_estimator=name, loss_agg_mode="seq-mean-token-sum").last_rollouts
+    buffer = step(BranchingEngine(Engine()), advantage_estimator=name, loss_agg_mode="seq-mean-token-sum").last_rollouts
     rollouts = rollouts_of(buffer)
     branches = functions.Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
     mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
@@ -308,6 +297,23 @@ def test_branched_rollouts(step, name):
     expected_N = from_rows(expected_BT, buffer.rollout_lengths)
     torch.testing.assert_close(buffer.joined("advantages"), expected_N)
     assert any(len(set(own.tolist())) > 1 for own in expected_N.split(buffer.rollout_lengths.tolist()))
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_optimal_token_baseline(step, make_module, name):
+    """The norms are those of the policy before the update, from a forward that is made for them."""
+    module = step(advantage_estimator=name, optimizer=OptimizerConfig(learning_rate=0.0))
+    buffer = module.last_rollouts
+    assert torch.isfinite(buffer.joined("old_logprobs")).all()
+    with shared_prefix(module.policy):
+        norms_N = module.score_rollouts(module.policy, buffer, score_norm=True).score_norm_N
+    rewards, norms, mask = (
+        to_rows(values_N, buffer.rollout_lengths)
+        for values_N in (buffer.joined("token_rewards"), norms_N, buffer.joined("loss_mask"))
+    )
+    found = functions.make_advantage_estimator(name)(rewards, group_ids_of(buffer), mask=mask, score_norms=norms)
+    assert found.abs().max() > 0.1
+    torch.testing.assert_close(buffer.joined("advantages"), from_rows(found, buffer.rollout_lengths))
 
 
 def test_tree_refuses_what_belongs_to_whole_rollouts(step, make_module):
@@ -335,11 +341,12 @@ def ranks(tmp_path_factory):
 
 
 PROCESS = ("process", "process_reinforce")
-BRANCHED = ("tree", "vine")
+RECENT = ("tree", "vine", "gpg", "optimal_token_baseline")
 
 
 @pytest.mark.parametrize(
-    "case", [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, *BRANCHED, "batch", "normalize_then_sum", "kl", "token_kl"]
+    "case",
+    [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, *RECENT, "batch", "normalize_then_sum", "kl", "token_kl"],
 )
 def test_two_ranks_have_the_advantages_of_one(ranks, case):
     (one,), two = ranks

@@ -5,6 +5,7 @@ import torch
 
 from pl_grouprl.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
+    gpg_advantages,
     grpo_passk_advantages,
     make_advantage_estimator,
     opo_advantages,
@@ -17,13 +18,19 @@ from pl_grouprl.functional.advantages import (
 REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
 LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])
 PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "tree", "vine"}
+WITH_NORMS = {"optimal_token_baseline", "tir_optimal_token_baseline"}
+PER_TOKEN |= WITH_NORMS
 
 
 def test_names_and_kinds():
     kinds = {name: make_advantage_estimator(name) for name in ADVANTAGE_ESTIMATORS}
-    assert set(kinds) == {"grpo", "rloo", "opo", "grpo_passk", "remax"} | PER_TOKEN
+    assert set(kinds) == {"grpo", "rloo", "opo", "gpg", "grpo_passk", "remax"} | PER_TOKEN
     assert {name for name, estimator in kinds.items() if estimator.per_token} == PER_TOKEN
-    assert {name for name, estimator in kinds.items() if estimator.takes_token_rewards} == {"reinforce_plus_plus"}
+    assert {name for name, estimator in kinds.items() if estimator.takes_token_rewards} == {
+        "reinforce_plus_plus",
+        *WITH_NORMS,
+    }
+    assert {name for name, estimator in kinds.items() if estimator.needs_score_norms} == WITH_NORMS
     assert {name for name, estimator in kinds.items() if estimator.needs_greedy} == {"remax"}
     alone = {name for name, estimator in kinds.items() if not estimator.compares_rollouts}
     assert alone == {"remax", "reinforce_plus_plus"}
@@ -35,6 +42,7 @@ def test_rollout_level_estimators_take_the_same_arguments(name):
     expected = {
         "grpo": lambda: make_advantage_estimator("grpo")(REWARDS, GROUP_IDS),
         "rloo": lambda: rloo_advantages(REWARDS, GROUP_IDS),
+        "gpg": lambda: gpg_advantages(REWARDS, GROUP_IDS),
         "opo": lambda: opo_advantages(REWARDS, GROUP_IDS, LENGTHS),
         "grpo_passk": lambda: grpo_passk_advantages(REWARDS, GROUP_IDS),
         "remax": lambda: remax_advantages(REWARDS, GREEDY),

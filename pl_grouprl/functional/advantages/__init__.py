@@ -11,6 +11,7 @@ from pl_grouprl.functional.advantages.gae import (
 )
 from pl_grouprl.functional.advantages.group_relative import (
     REWARD_SCALES,
+    gpg_advantages,
     group_relative_advantages,
     grpo_passk_advantages,
     rloo_advantages,
@@ -19,6 +20,10 @@ from pl_grouprl.functional.advantages.multi_reward import (
     REWARD_AGGREGATIONS,
     combine_rewards,
     multi_reward_advantages,
+)
+from pl_grouprl.functional.advantages.optimal_token import (
+    optimal_token_baseline_advantages,
+    tir_optimal_token_baseline_advantages,
 )
 from pl_grouprl.functional.advantages.process_supervision import process_supervision_advantages
 from pl_grouprl.functional.advantages.registry import (
@@ -45,6 +50,7 @@ __all__ = [
     "discounted_returns",
     "distillation_advantages",
     "generalized_advantages",
+    "gpg_advantages",
     "group_relative_advantages",
     "grpo_passk_advantages",
     "leaf_weights",
@@ -52,6 +58,7 @@ __all__ = [
     "make_advantage_estimator",
     "multi_reward_advantages",
     "opo_advantages",
+    "optimal_token_baseline_advantages",
     "process_supervision_advantages",
     "register_advantage_estimator",
     "reinforce_plus_plus_advantages",
@@ -59,6 +66,7 @@ __all__ = [
     "remax_advantages",
     "rloo_advantages",
     "td_errors",
+    "tir_optimal_token_baseline_advantages",
     "tree_advantages",
     "vine_advantages",
 ]
