@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.credit import TabularPolicy, all_groups, estimates, regular
+from benchmarks.credit import TabularPolicy, all_groups, estimates, main, regular
 from pl_grouprl.functional.advantages import (
     Branches,
     generalized_advantages,
@@ -202,6 +202,15 @@ def test_tree_is_the_mean_of_vine_over_all_trunks():
     torch.testing.assert_close(vines[:, 1], trees[:, 1])
     for rows in (slice(0, 2), slice(2, 5)):  # a shared segment's rows add up
         torch.testing.assert_close(vines[rows, 0].sum(), trees[rows, 0].sum())
+
+
+def test_the_benchmark(tmp_path, capsys):
+    rows = main(["--groups", "30", "--policies", "1", "--output", str(tmp_path / "credit")])["rows"]
+    assert (tmp_path / "credit.json").exists()
+    assert rows[0]["variance"] == 1
+    assert all(0 < row["bias"] < 3 for row in rows)
+    assert rows[2]["tokens"] < rows[1]["tokens"] == pytest.approx(2 * rows[0]["tokens"], rel=0.1)
+    assert "8, each split in 2 after 4 tokens" in capsys.readouterr().out
 
 
 # With a critic.
