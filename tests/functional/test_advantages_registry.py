@@ -5,6 +5,7 @@ import torch
 
 from pl_grouprl.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
+    Branches,
     gpg_advantages,
     grpo_passk_advantages,
     make_advantage_estimator,
@@ -12,6 +13,7 @@ from pl_grouprl.functional.advantages import (
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     remax_advantages,
+    registry,
     rloo_advantages,
 )
 
@@ -80,3 +82,21 @@ def test_missing_data_is_an_error():
         make_advantage_estimator("opo")(REWARDS, GROUP_IDS)
     with pytest.raises(ValueError, match=r"greedy_rewards is None, but the estimator 'remax' needs it"):
         make_advantage_estimator("remax")(REWARDS, GROUP_IDS)
+
+
+def test_an_estimator_of_ones_own_can_need_branches(monkeypatch):
+    monkeypatch.setattr(registry, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    needs = ("mask", "branches")
+
+    @registry.register_advantage_estimator("last_segment", needs=needs, per_token=True)
+    def last_segment(rewards, mask, branches, *, share: float = 1.0):
+        starts_B = torch.tensor([points[-1] if points else 0 for points in branches.points])
+        return share * rewards[:, None] * (mask & (torch.arange(mask.shape[1]) >= starts_B[:, None]))
+
+    branches = Branches([(2,), (2,), (), ()], [(0, 0), (0, 1), (1,), (0,)])
+    found = make_advantage_estimator("last_segment", share=0.5)(
+        REWARDS, GROUP_IDS, mask=torch.ones(4, 3, dtype=torch.bool), branches=branches
+    )
+    assert found.tolist() == [[0, 0, 0], [0, 0, 0.5], [2, 2, 2], [1, 1, 1]]
+    with pytest.raises(ValueError, match="'rollouts' needs branches; with per_token=False there are group_ids"):
+        registry.register_advantage_estimator("rollouts", needs=needs[1:])(last_segment)
