@@ -10,10 +10,10 @@ from pl_grouprl.functional.advantages import (
     grpo_passk_advantages,
     make_advantage_estimator,
     opo_advantages,
+    registry,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     remax_advantages,
-    registry,
     rloo_advantages,
 )
 
