@@ -18,10 +18,11 @@ weight q_v, the product of 1 / (number of siblings, itself included) over v and 
 number of rows (n in P groups), as `seq-mean-token-sum` and `seq-mean-token-sum-norm` do, gives this estimate, averaged
 over the prompts, if row l has the advantages
 
-    w_l A_v,  w_l = q_l n / P: the *leaf weight*, 1 if all groups branch alike and none of their branches ends early.
+    w_l A_v,  w_l = q_l n / P: the *leaf weight*,
 
-It holds whether, where and how widely branches split may depend on all tokens sampled before, not on later ones. Other
-aggregations (`token-mean`, `seq-mean-token-mean`) have the bias towards some lengths that they have without branches.
+which is 1 for trees of one width and depth, without early ends. Whether, where and how widely a branch splits may
+depend on all tokens sampled before, but not on later ones. Other aggregations (`token-mean`, `seq-mean-token-mean`)
+have the bias towards some lengths that they have without branches.
 
 Without branches anywhere, all weights are 1 and both estimators equal `rloo`.
 
