@@ -19,18 +19,19 @@ from pl_grouprl.types import FinishReason, Media, Prompt, Rollout
 
 
 class Unfinished(Protocol):
-    """A rollout that is sampled in several rounds.
+    """A rollout that is sampled in several rounds."""
 
-    Attributes:
-        prompt_index: Index of its prompt in the batch of all ranks.
-        stream: Identifies, together with the round, its random numbers. In the first round it is `prompt_index * G +
-            number` for rollout `number` of a prompt.
-        media: Images and videos of the prompt.
-    """
+    @property
+    def prompt_index(self) -> int:
+        """Index of its prompt in the batch of all ranks."""
 
-    prompt_index: int
-    stream: int
-    media: Media
+    @property
+    def stream(self) -> int:
+        """Identifies its random numbers in a round; in the first one, `prompt_index * G` + number in the group."""
+
+    @property
+    def media(self) -> Media:
+        """Images and videos of the prompt."""
 
     def next_prompt(self) -> list[int]:
         """Its prompt and its tokens so far."""

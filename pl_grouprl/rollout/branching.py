@@ -24,22 +24,22 @@ class Branching:
     continues `width` times; what came before it is sampled once. The leaves of the tree are the group's rollouts. A
     rollout that ends before a branch point does not branch, so groups differ in size.
 
-    | `points` | a rollout branches | most rollouts of a group |
-    |---|---|---|
-    | `every_n` | after `every_n` tokens, `depth` times | `num_generations * width**depth` |
-    | `turn` | before each of its 2nd to `depth + 1`st turns, after its tools were called | the same |
-    | `entropy` | before the `depth` most uncertain tokens of each root, once it has ended | `num_generations * (1 + depth * (width - 1))` |
+    - `every_n`: a rollout branches after every `every_n` tokens, `depth` times. A group has at most
+      `num_generations * width**depth` rollouts.
+    - `turn`: it branches between turns, after its tools were called, the first `depth` times. As many rollouts.
+    - `entropy`: a root that has ended branches before its `depth` most uncertain tokens. At most
+      `num_generations * (1 + depth * (width - 1))` rollouts.
 
-    With `every_n` and `turn`, whether a rollout branches depends only on the tokens before the branch point, so each
-    leaf is a sample from the policy, and the continuations of a branch point are independent samples. Leaves have tokens
-    in common, though, and a root that reaches more branch points has more leaves: their mean is not that of independent
-    rollouts where the reward depends on the length.
+    With `every_n` and `turn`, whether a rollout branches depends only on the tokens before the branch point: each leaf
+    is a sample from the policy, and the continuations of a branch point are independent. But leaves have tokens in
+    common, and a root that reaches more branch points has more leaves, so where the reward depends on the length, the
+    mean over leaves is not that over independent rollouts.
 
-    `entropy` follows EPTree (TreeRL, arXiv:2506.11902, section 3): a token's uncertainty is -log p of the sampled
-    token, as the sampler reports it, and branches continue from the tokens before it. In its notation (M, N, L, T),
-    M is `num_generations`, N `depth`, L 1 and T `width - 1`. Unlike there, no tokens are excluded by their text. The
-    choice is biased: it looks at the root's own token, so at a branch point the root took an unlikely token while
-    its siblings are fresh samples, and prefixes before unlikely tokens count several times in the group.
+    `entropy` follows EPTree (TreeRL, arXiv:2506.11902): a token's uncertainty is -log p of the sampled token, as the
+    sampler reports it, and a branch continues from the tokens before it. EPTree's M trees and N tokens per tree are
+    `num_generations` and `depth`, in a single iteration; no tokens are excluded by their text. The choice is biased: it
+    looks at the root's own token, so at a branch point the root took an unlikely token while its siblings are fresh
+    samples, and prefixes before unlikely tokens count several times in the group.
 
     Attributes:
         points: Where rollouts branch.
@@ -74,7 +74,7 @@ class Branching:
             raise ValueError(f"Branching.every_n is {self.every_n} with points={self.points!r}; {remedy}.")
 
     def max_rollouts(self, num_generations: int) -> int:
-        """Most rollouts of a group; see the table above."""
+        """Most rollouts of a group."""
         if self.points == "entropy":
             return num_generations * (1 + self.depth * (self.width - 1))
         return int(num_generations * self.width**self.depth)
