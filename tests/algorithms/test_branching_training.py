@@ -1,37 +1,22 @@
-"""GRPO, PPO and GROUP PPO on branching rollouts: groups of different sizes, in any batch, rank or resumed run."""
+"""GRPO, PPO and GROUP PPO on branching rollouts: groups of different sizes, also resumed, replaced or sampled ahead."""
 
 import pytest
 import torch
-from conftest import TinyPolicy, share_of_letters
 from helpers.chance_episodes import STOPS, ChancePolicy, chance_rows, double, register_chance_calls
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.types import SamplingConfig
 
 EVERY_2 = {"points": "every_n", "width": 2, "depth": 2, "every_n": 2}
-
-
-def make(cls=GRPO, branching=EVERY_2, **options):
-    defaults = {
-        "num_generations": 2,
-        "sampling": SamplingConfig(max_new_tokens=6),
-        "optimizer": OptimizerConfig(1e-2, eps=1e-4),
-        "num_mini_batches": 2,
-        "verify": False,
-    }
-    return cls(TinyPolicy(), share_of_letters, branching=branching, **(defaults | options))
-
-
-def data(**options):
-    task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=2)
-    return PromptDataModule(task, task, **({"batch_size": 4} | options))
+AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
 
 
 class Record(Callback):
+    """The rollouts and metrics of each step, and the groups of validation."""
+
     def __init__(self):
         self.groups, self.metrics, self.validated = [], [], []
 
@@ -43,24 +28,34 @@ class Record(Callback):
         self.validated += outputs["groups"]
 
 
-def fit(module, tmp_path, *callbacks, prompts=None, ckpt_path=None, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    defaults = {"max_steps": 2, "accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, **quiet}
-    record = Record()
-    trainer = Trainer(callbacks=[record, *callbacks], **(defaults | options))
-    trainer.fit(module, prompts or data(), ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
-    return record
+@pytest.fixture
+def make(make_module):
+    def make(cls=GRPO, branching=EVERY_2, **options):
+        defaults = {"num_generations": 2, "sampling": SamplingConfig(max_new_tokens=6), "num_mini_batches": 2}
+        return make_module(cls, branching=branching, **(defaults | options))
+
+    return make
 
 
-def weights(module):
-    return torch.cat([weight.detach().flatten() for weight in module.parameters()])
+@pytest.fixture
+def fit(make_trainer, make_data):
+    def fit(module, *callbacks, data=None, ckpt_path=None, max_steps=2):
+        record = Record()
+        trainer = make_trainer(callbacks=[record, *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks))
+        trainer.fit(module, data or make_data(), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+        return record
+
+    return fit
 
 
-@pytest.mark.parametrize("cls", [GRPO, PPO, GroupPPO])
-def test_two_steps(cls, tmp_path):
-    before = weights_of_a_new(cls)
+def saving(folder):
+    return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+@pytest.mark.parametrize("cls", [GRPO, PPO, pytest.param(GroupPPO, marks=pytest.mark.slow)])
+def test_two_steps(make, fit, parameters, tiny_policy, cls):
     module = make(cls)
-    record = fit(module, tmp_path, limit_val_batches=0)
+    record = fit(module)
     groups, metrics = record.groups[0], record.metrics[0]
     sizes = [len(rollouts) for rollouts in groups]
     assert len(set(sizes)) > 1
@@ -70,69 +65,55 @@ def test_two_steps(cls, tmp_path):
     sampled = metrics["branching/sampled_tokens"] * len(sizes)
     assert metrics["branching/token_ratio"] == pytest.approx(lengths / sampled)
     assert lengths > sampled
-    assert len(weights(module)) >= len(before)
-    assert not torch.equal(weights(module)[: len(before)], before)
+    changed = zip(parameters(module), tiny_policy().load().parameters(), strict=True)
+    assert not all(torch.equal(trained, initial) for trained, initial in changed)
 
 
-def weights_of_a_new(cls):
-    return torch.cat([weight.detach().flatten() for weight in TinyPolicy().load().parameters()])
-
-
-def test_options_that_make_groups_differ_otherwise(tmp_path):
-    """One root; prompts replaced; sampling ahead; a token budget; validation, which does not branch."""
+def test_options_that_change_the_number_of_rollouts(make, fit, make_data):
+    """One root, prompts replaced, sampling ahead, a token budget; and validation, which does not branch."""
     one_root = {"num_generations": 1, "dynamic_sampling": True, "max_tokens_per_micro_batch": 60, "num_mini_batches": 1}
-    ahead = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
-    module = make(branching={"points": "entropy", "width": 3, "depth": 2}, val_num_generations=2, **one_root, **ahead)
+    module = make(branching={"points": "entropy", "width": 3, "depth": 2}, val_num_generations=2, **one_root, **AHEAD)
     assert module.max_rollouts == 5
-    record = fit(module, tmp_path, limit_val_batches=1)
+    record = fit(module, data=make_data(val=True), max_steps=3)
     assert all(len(rollouts) > 1 for rollouts in record.groups[0])  # the others have nothing to compare
-    assert [len(group.rollouts) for group in record.validated] == [2, 2]
+    assert {len(group.rollouts) for group in record.validated} == {2}
     assert all(rollout.branch_path == () for group in record.validated for rollout in group.rollouts)
 
 
-@pytest.mark.parametrize("options", [{}, {"rollout_ahead": 1, "importance_sampling": "token_truncate"}])
-def test_a_resumed_run_continues_to_the_bit(options, tmp_path):
-    def run(folder, ckpt_path=None):
-        saved = ModelCheckpoint(dirpath=tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        module = make(**options)
-        record = fit(module, tmp_path, saved, max_steps=4, ckpt_path=ckpt_path, limit_val_batches=0)
-        return weights(module), record.groups
-
-    whole, groups = run("whole")
-    resumed, more = run("resumed", tmp_path / "whole" / "step=1.ckpt")  # between two updates of a batch
-    assert torch.equal(whole, resumed)
+@pytest.mark.parametrize("options", [AHEAD, pytest.param({}, marks=pytest.mark.slow)], ids=["ahead", "plain"])
+def test_a_resumed_run_continues_to_the_bit(make, fit, parameters, tmp_path, options):
+    module = make(**options)
+    groups = fit(module, saving(tmp_path), max_steps=4).groups
+    resumed = make(**options)
+    more = fit(resumed, ckpt_path=tmp_path / "step=1.ckpt", max_steps=4).groups  # between two updates of a batch
+    assert all(torch.equal(a, b) for a, b in zip(parameters(module), parameters(resumed), strict=True))
     assert more == groups[1:]
     assert any(rollout.branch_points for rollouts in more[0] for rollout in rollouts)
+    with pytest.raises(ValueError, match=r"branching.width is 3 \(was 2\)|branching is .* made with"):
+        fit(make(branching=EVERY_2 | {"width": 3}, **options), ckpt_path=tmp_path / "step=2.ckpt")
 
 
-def test_a_run_is_not_resumed_with_other_branch_points(tmp_path):
-    saved = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    fit(make(), tmp_path, saved, limit_val_batches=0)
-    with pytest.raises(ValueError, match=r"branching"):
-        fit(make(branching=EVERY_2 | {"width": 3}), tmp_path, ckpt_path=tmp_path / "step=2.ckpt", max_steps=3)
-
-
-def test_episodes(tmp_path, monkeypatch):
+def test_episodes(make, fit, monkeypatch):
     monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
     register_chance_calls()
-    module = GRPO(
-        ChancePolicy(eos_token_id=1),
-        lambda completions, **columns: [float(len(own)) for own in completions],
+    module = make(
+        policy=ChancePolicy(eos_token_id=1),
+        rewards=lambda completions, **columns: [float(len(own)) for own in completions],
         tools=[double],
-        num_generations=2,
         branching={"points": "turn", "width": 2},
-        sampling=SamplingConfig(max_new_tokens=30, stop_token_ids=STOPS),
-        max_turn_tokens=12,
+        sampling=SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS),
+        num_generations=4,
+        num_mini_batches=1,
+        max_turn_tokens=20,
         max_episode_tokens=100,
-        verify=False,
     )
-    record = fit(module, tmp_path, prompts=PromptDataModule(chance_rows(4), batch_size=2))
+    record = fit(module, data=PromptDataModule(chance_rows(4), batch_size=4), max_steps=1)
     assert {len(rollout.branch_points) for rollouts in record.groups[0] for rollout in rollouts} == {0, 1}
     assert record.metrics[0]["branching/token_ratio"] > 1
     assert record.metrics[0]["episode/turns"] > 1
 
 
-def test_options_of_a_run():
+def test_refused(make):
     with pytest.raises(ValueError, match="Branching.budget is 3, but the 2 roots alone may take 12 tokens"):
         make(branching=EVERY_2 | {"budget": 3})
     with pytest.raises(ValueError, match="every_n is None with points='every_n'"):
