@@ -41,7 +41,9 @@ def make(make_module):
 def fit(make_trainer, make_data):
     def fit(module, *callbacks, data=None, ckpt_path=None, max_steps=2):
         record = Record()
-        trainer = make_trainer(callbacks=[record, *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks))
+        trainer = make_trainer(
+            callbacks=[record, *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks)
+        )
         trainer.fit(module, data or make_data(), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
         return record
 

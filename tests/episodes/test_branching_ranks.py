@@ -58,7 +58,10 @@ def leaves(groups):
 def test_the_ranks_have_different_numbers_of_rounds_and_rollouts(runs):
     (one,) = runs["every_n, single"]
     most = [
-        [max(len(r["branch_points"]) for place in groups if place % 2 == rank for r in groups[place]) for rank in (0, 1)]
+        [
+            max(len(r["branch_points"]) for place in groups if place % 2 == rank for r in groups[place])
+            for rank in (0, 1)
+        ]
         for groups in one["groups"]
     ]
     assert any(first != second for first, second in most)
