@@ -116,11 +116,11 @@ def test_episodes(make, fit, monkeypatch):
 
 
 def test_refused(make):
-    with pytest.raises(ValueError, match="Branching.budget is 3, but the 2 roots alone may take 12 tokens"):
+    with pytest.raises(ValueError, match=r"Branching.budget is 3, but the 2 roots alone may take 12 tokens"):
         make(branching=EVERY_2 | {"budget": 3})
     with pytest.raises(ValueError, match="every_n is None with points='every_n'"):
         make(branching={"points": "every_n"})
-    with pytest.raises(ValueError, match="GRPO.branching"):
+    with pytest.raises(ValueError, match=r"GRPO\.branching"):
         make(branching="turn")
     with pytest.raises(ValueError, match=r"num_generations is 1; .*compares the rollouts"):
         make(branching=None, num_generations=1)

@@ -1,4 +1,4 @@
-"""Branching rollouts of real models: each leaf is scored as one sequence; what leaves have in common is sampled once."""
+"""Branching rollouts of real models: each leaf has the scores of one sequence; common tokens are sampled once."""
 
 from collections import Counter
 from itertools import combinations
@@ -131,14 +131,14 @@ def test_entropy_branches_before_the_most_uncertain_tokens_of_the_roots(qwen3):
         own = [rollout for rollout in group.rollouts if not any(rollout.branch_path[1:])]
         assert [rollout.token_ids for rollout in own] == [rollout.token_ids for rollout in plain_group.rollouts]
         for root in own:
-            uncertain = sorted(range(1, len(root.token_ids)), key=lambda place: root.logprobs[place])  # noqa: B023
+            uncertain = sorted(range(1, len(root.token_ids)), key=lambda place: root.logprobs[place])
             assert root.branch_points == tuple(sorted(uncertain[:2]))
         assert len(group.rollouts) == 2 + sum(2 * len(root.branch_points) for root in own)
 
 
 @pytest.mark.parametrize(("points", "ran"), [("every_n", 2 + 6), ("entropy", 4)])
 def test_no_token_is_encoded_twice(make_model, points, ran):
-    """Beyond the prompt, the first draw of a branch runs the token before it; each draw but the last of one, its own."""
+    """After the prompt, a branch point runs the token before it, and each draw the one before, save the first."""
     model = make_model("llama")
     sample(model, OPTIONS[points], ENDLESS)  # checks the model
     with counted_tokens(model) as counts:
