@@ -197,7 +197,7 @@ def _check_estimator(module: GRPO) -> None:
             "compute_targets."
         )
     name = module.advantage_estimator.name
-    if module.num_generations < 2 and module.advantage_estimator.compares_rollouts:
+    if module.max_rollouts < 2 and module.advantage_estimator.compares_rollouts:
         raise ValueError(
             f"num_generations is {module.num_generations}; {name} compares the rollouts of a prompt with each other, "
             "so pass at least 2."
