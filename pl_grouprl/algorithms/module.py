@@ -393,6 +393,7 @@ class RLModule(pl.LightningModule, ABC):
             by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
+            whole_episodes=partial(_needs_whole_episodes, self),
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._reward_metrics: dict[str, float] = {}  # of the validation batch
@@ -882,3 +883,9 @@ class RLModule(pl.LightningModule, ABC):
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
         if trainer is not None:
             find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook
+
+
+def _needs_whole_episodes(module: RLModule) -> bool:
+    """Whether a loss may compare the tokens of a rollout, such as one of a subclass."""
+    is_own = not module.compute_loss.__module__.startswith("pl_grouprl.")
+    return is_own or module.objective.compares_tokens_of_rollouts
