@@ -112,7 +112,7 @@ def test_a_run_with_an_engine_that_returns_rows(make_module, make_data, make_tra
     assert [row.get("episode") for row in last] == [row.episode for group in groups for row in group.rollouts]
     assert all(row.reward == episode.reward for group in groups for episode in group.episodes for row in episode.rows)
     trainer.validate(module, make_data(val=True))
-    (evaluated,) = tmp_path.rglob("val-completions.jsonl")
+    (evaluated,) = tmp_path.rglob("val_completions.jsonl")
     answers = [json.loads(line) for line in evaluated.read_text().splitlines()]
     assert any("episode" in row for row in answers)
     assert all("answer" in row for row in answers)
