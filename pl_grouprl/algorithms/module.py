@@ -46,7 +46,7 @@ from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.checkpoint import RunCheckpoint
 from pl_grouprl.training.collector import Collector
-from pl_grouprl.training.episodes import Episodes
+from pl_grouprl.training.episodes import Episodes, RewrittenHistory
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
 from pl_grouprl.training.kl_penalty import KLPenalty
@@ -145,6 +145,9 @@ class RLModule(pl.LightningModule, ABC):
         tool_workers: Processes per rank that run tools and environments, killed where a call takes too long; 0 runs
             them in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
+        rewritten_history: What to do with a chat template that renders earlier turns differently once a result follows,
+            such as without their thinking: `refuse` it, or render the conversation anew before each turn, and begin a
+            `new_row` of the episode where the history has changed (`Rollout.episode`).
         val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
             pass@k.
         val_sampling: How those are sampled; None is `sampling`.
@@ -250,6 +253,7 @@ class RLModule(pl.LightningModule, ABC):
         tool_timeout: float | None = None,
         tool_workers: int = 0,
         chat_template: str | None = None,
+        rewritten_history: RewrittenHistory = "refuse",
         val_num_generations: int = 1,
         val_sampling: SamplingConfig | None = None,
         pass_threshold: float = 1.0,
@@ -324,6 +328,7 @@ class RLModule(pl.LightningModule, ABC):
             chat_template=chat_template,
             tool_timeout=tool_timeout,
             tool_workers=tool_workers,
+            rewritten_history=rewritten_history,
         )
         self.has_tools = self.episodes.runner is not None
         self.sampler = Sampler(self, engine, seed, self.timer.part, by_name(self.episodes, "loop"))
