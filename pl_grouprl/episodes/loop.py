@@ -126,11 +126,12 @@ class EpisodeLoop:
 
     @staticmethod
     def _check_rewritable(prompt: Prompt, messages: str | Messages) -> Messages:
-        if prompt.media or isinstance(messages, str):
-            what = "images or videos" if prompt.media else "no messages"
+        assert not isinstance(messages, str)  # refused when the data was read
+        if prompt.media or messages[-1]["role"] == "assistant":
+            what = "has images or videos" if prompt.media else "ends in a message that the model continues"
             raise ValueError(
-                f"rewritten_history is 'new_row', but {prompt.where or 'a prompt'} has {what}, so its text cannot be "
-                "rendered anew; use a chat template that does not rewrite the history, and 'refuse'."
+                f"rewritten_history is 'new_row', but {prompt.where or 'a prompt'} {what}, so the conversation cannot "
+                "be rendered anew; use a chat template that does not rewrite the history, and 'refuse'."
             )
         return messages
 

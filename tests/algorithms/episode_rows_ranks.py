@@ -73,9 +73,9 @@ def step(case: str, *, rows: bool, folder: Any, devices: int = 1, **options: Any
     seed_everything(1, verbose=False)
     turns = {"boundary_at_turn_ends": True} if cls is GroupPPO else {}
     engine = RowsEngine(rows, cls is GroupPPO, "importance_sampling" in of_case)
-    defaults = {"rewards": rewards, "sampling": SamplingConfig(max_new_tokens=12), "verify": False}
+    defaults = {"rewards": rewards, "sampling": SamplingConfig(max_new_tokens=12), "verify": False, "engine": engine}
     module = cls(
-        TinyPolicy(), engine=engine, num_generations=4, optimizer=OptimizerConfig(learning_rate=1e-3),
+        TinyPolicy(), num_generations=4, optimizer=OptimizerConfig(learning_rate=1e-3),
         **{**defaults, **turns, **of_case, **options},
     )  # fmt: skip
     record = History(keep_tensors=True)

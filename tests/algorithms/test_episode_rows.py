@@ -83,6 +83,16 @@ def test_only_token_losses_train_episodes_larger_than_the_budget(whole, tmp_path
         step("dr_grpo", rows=True, folder=tmp_path, **cut)
 
 
+def test_token_groups_end_with_their_row(tmp_path):
+    _, module = step("group_ppo", rows=True, folder=tmp_path, engine=RowsEngine(rows=True), boundary_at_turn_ends=False)
+    buffer = module.last_rollouts
+    lengths = buffer.rollout_lengths.tolist()
+    rows = zip(*(buffer.joined(name).split(lengths) for name in ("loss_mask", "group_starts")), strict=True)
+    firsts = [bool(starts[mask.nonzero()[0]]) for mask, starts in rows if mask.any()]
+    assert len(firsts) > len(buffer.episode_lengths)
+    assert all(firsts)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")

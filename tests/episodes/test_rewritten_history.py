@@ -156,7 +156,7 @@ def test_a_model_samples_rows_that_it_can_score(policy, tokenizer):
                     rollout.logprobs = [0.0] * len(rollout.token_ids)
             return groups
 
-    group = sample(policy, tokenizer, engine=Forced())
+    group = sample(policy, tokenizer, engine=Forced(), max_turn_tokens=100)
     later = [row for episode in group.episodes for row in episode.rows[1:]]
     assert later
     for row in later:
@@ -178,6 +178,16 @@ def test_without_the_option_the_template_is_refused_with_it_as_a_remedy(policy, 
         sample(policy, tokenizer, FORGETFUL.replace("+ message.content +", "+ '' +"))
     with pytest.raises(ValueError, match="rewritten_history is new_row, which has no effect without tools"):
         sample(policy, tokenizer, tools=[])
+
+
+def test_prompts_that_cannot_be_rendered_anew_are_refused(policy, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": "Twice 4?"}, {"role": "assistant", "content": "It is"}]}]
+    options = {"tools": [double], "chat_template": FORGETFUL, "rewritten_history": "new_row"}
+    with (
+        open_episodes(policy, tokenizer, restarting(), **options) as run,
+        pytest.raises(ValueError, match=r"row 0 ends in a message that the model continues.*and 'refuse'"),
+    ):
+        run(rows, SamplingConfig(max_new_tokens=9), 1)
 
 
 def test_what_is_kept_as_sampled(tokenizer):
