@@ -101,6 +101,15 @@ def test_options_out_of_range(name, wrong):
         LoRAAdapter(**{name: wrong})
 
 
+def test_the_config_of_peft_is_answered_with_ours():
+    from peft import LoraConfig
+
+    with pytest.raises(
+        ValueError, match=r"PretrainedPolicy.adapter is a LoraConfig.*lora_alpha=16.* LoRAAdapter\(r=8, al"
+    ):
+        PretrainedPolicy("some/model", adapter=LoraConfig(r=8))
+
+
 @pytest.mark.parametrize(
     "wrong",
     ["q_proj", ".*nowhere", "(", ["q_proj", "nowhere"], ["mlp"], r".*\.mlp", ["layers.0.input_layernorm"]],
