@@ -147,10 +147,11 @@ class Episode:
         self.counts.update(result.failure for result in results if result.failure is not None)
         self.seconds += sum(result.seconds for result in results)
 
-    def rollouts(self, shared_prompt: int, decode: Callable[[list[int]], str]) -> list[Rollout]:
+    def rollouts(self, name: int, shared_prompt: int, decode: Callable[[list[int]], str]) -> list[Rollout]:
         """The finished rollout, or its rows.
 
         Args:
+            name: `Rollout.episode` of several rows.
             shared_prompt: Number of prompt tokens that all rows of the group share; the rest begin the rollout.
             decode: Returns the text of the tokens after the prompt.
         """
@@ -163,8 +164,7 @@ class Episode:
             environment_name=self.session.reward_name,
             environment=None if self.session.environment is None else LiveObject(self.session.environment),
         )
-        name = self.number if earlier else None
-        return [replace(row, prompt=self.prompt, episode=name) for row in (*earlier, finished)]
+        return [replace(row, prompt=self.prompt, episode=name if earlier else None) for row in (*earlier, finished)]
 
 
 def _rollout(row: EpisodeRow, shared_prompt: int, decode: Callable[[list[int]], str]) -> Rollout:

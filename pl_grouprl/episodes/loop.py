@@ -191,7 +191,7 @@ class EpisodeLoop:
     def _finish(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Prompt, list[Rollout]]:
         shared = common_length([row.prompt_ids for episode in episodes for row in episode.rows])
         decode = partial(self._chat.tokenizer.decode, skip_special_tokens=True)
-        rollouts = [row for episode in episodes for row in episode.rollouts(shared, decode)]
+        rollouts = [row for name, one in enumerate(episodes) for row in one.rollouts(name, shared, decode)]
         return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
 
 
