@@ -142,6 +142,7 @@ class GRPO(RLModule):
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantages of this rank's rollouts, with statistics over all ranks.
 
+        The rows of an episode (`RolloutGroup.episodes`) are one observation, whose advantage all of them have.
         Rewards of whole rollouts are compared within the group. If there are rewards per token (process supervision),
         the rewards of all steps of the group are normalized, and each token gets the sum over steps that end at or
         after it.
@@ -167,7 +168,7 @@ class GRPO(RLModule):
         else:
             advantages_B = estimator(rewards.outcomes, rewards.group_ids_B, **extras)
         if rewards.step_rewards_N is None or not has_token_rewards(groups):
-            return advantages_B[rewards.own_B]
+            return rewards.of_own_rollouts(advantages_B)
         process_N = process_supervision_advantages(
             rewards.step_rewards_N, rewards.lengths_B, rewards.group_ids_B, estimator=estimator
         )

@@ -47,7 +47,7 @@ from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.checkpoint import RunCheckpoint
 from pl_grouprl.training.collector import Collector
-from pl_grouprl.training.episodes import Episodes
+from pl_grouprl.training.episodes import Episodes, RewrittenHistory
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
 from pl_grouprl.training.kl_penalty import KLPenalty
@@ -146,6 +146,9 @@ class RLModule(pl.LightningModule, ABC):
         tool_workers: Processes per rank that run tools and environments, killed where a call takes too long; 0 runs
             them in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
+        rewritten_history: What to do with a chat template that renders earlier turns differently once a result follows,
+            such as without their thinking: `refuse` it, or render the conversation anew before each turn, and begin a
+            `new_row` of the episode where the history has changed (`Rollout.episode`).
         val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
             pass@k.
         val_sampling: How those are sampled; None is `sampling`.
@@ -253,6 +256,7 @@ class RLModule(pl.LightningModule, ABC):
         tool_timeout: float | None = None,
         tool_workers: int = 0,
         chat_template: str | None = None,
+        rewritten_history: RewrittenHistory = "refuse",
         val_num_generations: int = 1,
         val_sampling: SamplingConfig | None = None,
         pass_threshold: float = 1.0,
@@ -328,6 +332,7 @@ class RLModule(pl.LightningModule, ABC):
             chat_template=chat_template,
             tool_timeout=tool_timeout,
             tool_workers=tool_workers,
+            rewritten_history=rewritten_history,
         )
         self.has_tools = self.episodes.runner is not None
         self.branching = branching
@@ -402,6 +407,7 @@ class RLModule(pl.LightningModule, ABC):
             by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
+            whole_episodes=partial(_needs_whole_episodes, self),
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._reward_metrics: dict[str, float] = {}  # of the validation batch
@@ -905,3 +911,9 @@ class RLModule(pl.LightningModule, ABC):
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
         if trainer is not None:
             find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook
+
+
+def _needs_whole_episodes(module: RLModule) -> bool:
+    """Whether a loss may compare the tokens of a rollout, such as one of a subclass."""
+    is_own = not module.compute_loss.__module__.startswith("pl_grouprl.")
+    return is_own or module.objective.compares_tokens_of_rollouts

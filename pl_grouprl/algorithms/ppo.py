@@ -41,7 +41,7 @@ from pl_grouprl.utilities.options import check_options
 
 
 class CriticRows(NamedTuple):
-    """Inputs of advantage estimation, one row per rollout.
+    """Inputs of advantage estimation, one row per rollout. The rows of an episode are joined into one.
 
     Attributes:
         rewards: Reward of each token, with the KL penalty if it is part of the reward, shape [B, T].
@@ -253,7 +253,7 @@ class PPO(RLModule):
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Put advantages, returns, and where the critic is trained into the buffer."""
-        lengths_B = buffer.rollout_lengths
+        lengths_B = buffer.episode_lengths
         values_N, bootstrap_B = buffer.joined("values"), self._bootstrap_B
         assert bootstrap_B is not None
         self._bootstrap_B = None
@@ -300,7 +300,7 @@ class PPO(RLModule):
         """Value of each state of the rollouts, without gradient, on the CPU.
 
         Returns:
-            V before each token, shape [N], and V after the last token of truncated rollouts, shape [B]; 0 for the
+            V before each token, shape [N], and V after the last token of truncated episodes, shape [B]; 0 for the
             others, and without `bootstrap_truncated`.
         """
         critic = self._critic
@@ -311,9 +311,11 @@ class PPO(RLModule):
 
         model = self.policy if critic.shares_trunk else critic
         values_N, last_B = self.scorer.map(model, buffer, values, per_rollout=(1,))
-        truncated = [rollout.finish_reason == "length" for group in buffer.groups for rollout in group.rollouts]
+        episodes = [episode for group in buffer.groups for episode in group.episodes]
+        last_rows = torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long).cumsum(0) - 1
+        truncated = [episode.last.finish_reason == "length" for episode in episodes]
         bootstrapped_B = torch.tensor(truncated) & self.bootstrap_truncated
-        return values_N, last_B.masked_fill(~bootstrapped_B, 0)
+        return values_N, last_B[last_rows].masked_fill(~bootstrapped_B, 0)
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides advantages and targets."""

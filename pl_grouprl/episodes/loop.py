@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.episodes.episode import Episode
+from pl_grouprl.episodes.episode import Episode, common_length
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.observations import add_observation, row_of
 from pl_grouprl.episodes.runner import ToolRunner
-from pl_grouprl.episodes.tools import ToolCall
+from pl_grouprl.episodes.tools import ToolCall, ToolResult
 from pl_grouprl.rollout.branches import RoundSampler, own_start
 from pl_grouprl.rollout.branching import Branching
-from pl_grouprl.types import Prompt, Rollout
+from pl_grouprl.types import Messages, Prompt, Rollout
 
 
 class EpisodeLoop:
@@ -32,13 +32,17 @@ class EpisodeLoop:
         chat: Renders and parses the conversations.
         runner: Runs the tools and environments.
         limits: Limits on an episode's length.
+        may_rewrite: Render the conversation anew before each turn; where the chat template changes what the model has
+            read, begin a further row of the episode.
 
     Attributes:
         runner: As passed.
     """
 
-    def __init__(self, chat: ChatFormat, runner: ToolRunner, limits: EpisodeLimits) -> None:
-        self.runner, self._chat, self._limits = runner, chat, limits
+    def __init__(
+        self, chat: ChatFormat, runner: ToolRunner, limits: EpisodeLimits, *, may_rewrite: bool = False
+    ) -> None:
+        self.runner, self._chat, self._limits, self._may_rewrite = runner, chat, limits, may_rewrite
 
     def run(
         self,
@@ -60,7 +64,7 @@ class EpisodeLoop:
             branching: How episodes branch at turns, which takes tools without environments; None for not at all.
 
         Returns:
-            Each prompt, cut to the part that its rollouts share, and its rollouts.
+            Each prompt, cut to the part that its rollouts share, and its rollouts, with the rows of each episode.
         """
         episodes: list[Episode] = []
 
@@ -110,7 +114,20 @@ class EpisodeLoop:
         if observation is not None or self._chat.encodes_prompts:
             assert not isinstance(messages, str)  # refused when the data was read
             episode.prompt_ids = self._chat.encode_prompt(messages, self.runner.schemas(episode.session.kind))
+        if self._may_rewrite:
+            episode.opening = self._check_rewritable(prompt, messages)
         return episode
+
+    @staticmethod
+    def _check_rewritable(prompt: Prompt, messages: str | Messages) -> Messages:
+        assert not isinstance(messages, str)  # refused when the data was read
+        if prompt.media or messages[-1]["role"] == "assistant":
+            what = "has images or videos" if prompt.media else "ends in a message that the model continues"
+            raise ValueError(
+                f"rewritten_history is 'new_row', but {prompt.where or 'a prompt'} {what}, so the conversation cannot "
+                "be rendered anew; use a chat template that does not rewrite the history, and 'refuse'."
+            )
+        return messages
 
     def _advance(
         self,
@@ -156,22 +173,31 @@ class EpisodeLoop:
         results = self.runner.call([(episode.session, episode.calls) for episode in episodes])
         for episode, answers in zip(episodes, results, strict=True):
             episode.count(answers)
-            token_ids = self._chat.encode_results([answer.message for answer in answers])
-            if self._fits(episode, len(token_ids), max_length):
-                episode.add_results(answers, token_ids)
-            else:
+            history = episode.history
+            next_ids = self._read_results(episode, history, answers)
+            if not self._fits(len(next_ids) - len(episode.prompt_ids), len(next_ids), max_length):
                 episode.finish_reason = "length"
+            elif next_ids[: len(history)] == history:
+                episode.add_results(answers, next_ids[len(history) :])
+            else:
+                episode.begin_row(answers, next_ids)
 
-    def _fits(self, episode: Episode, count: int, max_length: int | None) -> bool:
-        most, length = self._limits.max_episode_tokens, len(episode.token_ids) + count
-        if most is not None and length > most:
-            return False
-        return max_length is None or len(episode.prompt_ids) + length < max_length
+    def _read_results(self, episode: Episode, history: list[int], answers: Sequence[ToolResult]) -> list[int]:
+        """All tokens that the model reads before its next turn."""
+        results = [answer.message for answer in answers]
+        if not self._may_rewrite:
+            return history + self._chat.encode_results(results)
+        messages = [*episode.opening, *episode.messages, *results]
+        return self._chat.encode_history(history, messages, self.runner.schemas(episode.session.kind))
+
+    def _fits(self, length: int, total: int, max_length: int | None) -> bool:
+        most = self._limits.max_episode_tokens
+        return (most is None or length <= most) and (max_length is None or total < max_length)
 
     def _finish(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Prompt, list[Rollout]]:
-        shared = _common_length([episode.prompt_ids for episode in episodes])
-        texts = [self._chat.tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in episodes]
-        rollouts = [episode.rollout(shared, text) for episode, text in zip(episodes, texts, strict=True)]
+        shared = common_length([row.prompt_ids for episode in episodes for row in episode.rows])
+        decode = partial(self._chat.tokenizer.decode, skip_special_tokens=True)
+        rollouts = [row for name, one in enumerate(episodes) for row in one.rollouts(name, shared, decode)]
         return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
 
 
@@ -203,9 +229,3 @@ def _read_call(call: dict[str, Any]) -> ToolCall:
     """Read a call in OpenAI's nested format, or a flat one."""
     function = call.get("function", call)
     return ToolCall(function["name"], function.get("arguments") or {}, call.get("type", "function"))
-
-
-def _common_length(rows: Sequence[Sequence[int]]) -> int:
-    """Length of the longest prefix that all rows share."""
-    places = (place for place, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1)
-    return next(places, min(map(len, rows)))

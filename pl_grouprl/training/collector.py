@@ -192,7 +192,7 @@ class Collector:
         with self._timer.part("reward"):
             metrics = collected.pending.wait()
         collected.pending = None
-        collected.calls.append((sum(len(group.rollouts) for group in collected.generated), metrics))
+        collected.calls.append((sum(len(group.episodes) for group in collected.generated), metrics))
 
     def _distribute(self, collected: CollectedRollouts, rollout_number: int) -> None:
         """Balance work by exchanging groups between ranks."""

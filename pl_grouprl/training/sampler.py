@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -189,6 +190,8 @@ class Sampler:
             rollout.token_ids = [int(token) for token in rollout.token_ids]
             if rollout.logprobs is not None:
                 rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
+            if rollout.episode is not None and not isinstance(rollout.episode, str):
+                rollout.episode = operator.index(rollout.episode)
         return [
             RolloutGroup(
                 prompt.token_ids, of_prompt, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media

@@ -109,6 +109,7 @@ OPTION_PATHS = {
         "sapo_temperature_pos sapo_temperature_neg clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
     ),
     "model.init_args.reward_workers": "launch_reward_fn_async",
+    "model.init_args.rewritten_history": "",
     "model.init_args.rewards": "reward_weights reward_model_path reward_funcs",
     "model.init_args.router_aux_loss_coef": "",
     "model.init_args.sampling": "response_length stop_token stop_token_id",
