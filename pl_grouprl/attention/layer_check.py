@@ -7,15 +7,18 @@ this check before the first shared call; the other self-checks are in `pl_groupr
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from pl_grouprl.attention.support import find_decoder, positions_are_relative, refusal
+from pl_grouprl.attention.support import LayersFailedError, find_decoder, positions_are_relative, refusal
 from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
-from pl_grouprl.utilities.modes import examining, is_whole
+from pl_grouprl.utilities.modes import examining
 from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_of
 
 if TYPE_CHECKING:
@@ -30,45 +33,66 @@ _FORESTS = {
 }
 """The forests to try, by a backend's maximum depth."""
 
+_MAX_SELECTED = 3
+"""Tokens that a layer selects during the check, fewer than a sequence has."""
 
-def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
-    """Compare shared and repeated prefixes on a few tokens. Skips models whose weights are sharded or on meta.
+_NUM_REPEATED = 5
+"""Different tokens in the check of a model whose layers select."""
+
+
+def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool = False) -> bool:
+    """Compare shared and repeated prefixes on a few tokens.
 
     Args:
         model: A model in a `shared_prefix` context that lets ordinary calls through.
         max_depth: Deepest forest that the context's backend can run.
+        selects: Whether its layers may select tokens by the attention mask. They then select few, of tokens that
+            repeat: those with equal scores are selected by their place in the row, which differs.
 
     Returns:
-        Whether shifting all positions by a constant leaves the results unchanged; None if the check was skipped.
+        Whether shifting all positions by a constant leaves the results unchanged.
 
     Raises:
-        UnsupportedModelError: If the results differ, or the model cannot run a packed row.
+        UnsupportedModelError: If the results differ, or the model cannot run a packed row; a `LayersFailedError` if an
+            error of its own says so.
     """
     decoder = find_decoder(model)
-    if not is_whole(decoder):
-        return None
     layout = _FORESTS[max_depth]
-    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None] % _vocabulary_size(decoder)
-    with examining(decoder):
+    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None]
+    tokens = tokens % (_NUM_REPEATED if selects else _vocabulary_size(decoder))
+    paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
+    longest = max(paths, key=len)
+    with examining(decoder), _SmallSelections() if selects else nullcontext():
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(decoder, repeat_rows(layout, tokens))
+            alone = _run(decoder, {"input_ids": tokens[:, longest]})[0]  # without padding, so often without a mask
             relative = _is_shift_invariant(decoder, tokens)
         except Exception as error:
-            reason = str(error)
-            if "sharing=" not in reason:  # not an error of ours
-                reason = (
-                    "its layers cannot run a packed row: they compute with the attention mask themselves, or fail "
-                    f"otherwise ({type(error).__name__}: {error})"
-                )
-            raise refusal(model, _without_remedy(reason)) from error
-    paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
-    found = torch.cat([shared[path] for path in paths])
-    expected = torch.cat([rows[row, : len(path)] for row, path in enumerate(paths)])
+            if "sharing=" in str(error):  # an error of ours
+                raise refusal(model, _without_remedy(str(error))) from error
+            reason = (
+                "its layers cannot run a packed row: they compute with the attention mask themselves, or fail "
+                f"otherwise ({type(error).__name__}: {error})"
+            )
+            raise refusal(model, _without_remedy(reason), kind=LayersFailedError) from error
+    found = torch.cat([shared[path] for path in [*paths, longest]])
+    expected = torch.cat([*(rows[row, : len(path)] for row, path in enumerate(paths)), alone])
     difference = compare(found, expected).relative_mean
     if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
         raise refusal(model, *_what_differs(found, expected, difference))
     return relative
+
+
+class _SmallSelections(TorchFunctionMode):
+    """Limits how many tokens a function that takes the attention mask selects, so that few tokens show a difference."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.topk, Tensor.topk) and "attention_mask" in sys._getframe(1).f_code.co_varnames:
+            args, count = (args[:1], args[1]) if len(args) > 1 else (args, kwargs["k"])
+            kwargs = kwargs | {"k": min(count, _MAX_SELECTED)}
+        return func(*args, **kwargs)
 
 
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
