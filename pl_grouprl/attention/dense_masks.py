@@ -1,6 +1,6 @@
 """Packed rows for layers that compute with the attention mask themselves, such as those that select tokens by score.
 
-Such a layer gets the forest as a dense mask [1, 1, T, T], scores the tokens that its query sees there, and selects among
+Such a layer gets the forest as a dense mask [1, 1, T, T], scores the tokens that a query sees there, and selects among
 those. The wrapped attention implementation then runs it, as it runs an ordinary row.
 
 Legend: B rows, T tokens (of a packed row where there is one), S of them that query, H query heads, K key/value heads, D

@@ -6,10 +6,12 @@ this check before the first shared call; the other self-checks are in `pl_groupr
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -62,7 +64,8 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
     tokens = tokens % (_NUM_REPEATED if selects else _vocabulary_size(decoder))
     paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
     longest = max(paths, key=len)
-    with examining(decoder), _SmallSelections() if selects else nullcontext():
+    selections = _SmallSelections()
+    with examining(decoder), selections if selects else nullcontext():
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(decoder, repeat_rows(layout, tokens))
@@ -76,23 +79,50 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
                 f"otherwise ({type(error).__name__}: {error})"
             )
             raise refusal(model, _without_remedy(reason), kind=LayersFailedError) from error
+    untried = selections.untried(decoder) if selects else ()
+    if untried:
+        raise refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which the check cannot try.")
     found = torch.cat([shared[path] for path in [*paths, longest]])
     expected = torch.cat([*(rows[row, : len(path)] for row, path in enumerate(paths)), alone])
     difference = compare(found, expected).relative_mean
     if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
-        raise refusal(model, *_what_differs(found, expected, difference))
+        raise refusal(model, *_what_differs(found, expected, difference, selects))
     return relative
 
 
 class _SmallSelections(TorchFunctionMode):
     """Limits how many tokens a function that takes the attention mask selects, so that few tokens show a difference."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._tried: set[CodeType] = set()
+
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.topk, Tensor.topk) and "attention_mask" in sys._getframe(1).f_code.co_varnames:
-            args, count = (args[:1], args[1]) if len(args) > 1 else (args, kwargs["k"])
-            kwargs = kwargs | {"k": min(count, _MAX_SELECTED)}
+        kwargs, caller = kwargs or {}, sys._getframe(1).f_code
+        if func in (torch.topk, Tensor.topk) and _selects(caller):
+            self._tried.add(caller)
+            if len(args) > 1:
+                args = (args[0], min(args[1], _MAX_SELECTED), *args[2:])
+            else:
+                kwargs = kwargs | {"k": min(kwargs["k"], _MAX_SELECTED)}
         return func(*args, **kwargs)
+
+    def untried(self, decoder: nn.Module) -> list[str]:
+        """Methods of the decoder's modules that select tokens and have not done so."""
+        methods = [(kind, method) for kind in {type(m) for m in decoder.modules()} for method in vars(kind).values()]
+        codes = [
+            (kind, getattr(inspect.unwrap(method), "__code__", None)) for kind, method in methods if callable(method)
+        ]
+        return sorted(
+            f"{kind.__name__}.{code.co_name}"
+            for kind, code in codes
+            if code and _selects(code) and code not in self._tried
+        )
+
+
+def _selects(code: CodeType) -> bool:
+    """Whether a function takes the attention mask and the highest scores."""
+    return "topk" in code.co_names and "attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
@@ -135,7 +165,7 @@ def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
     return {"input_ids": torch.stack(rows) % _vocabulary_size(decoder), "attention_mask": torch.stack(kept).long()}
 
 
-def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[str, ...]:
+def _what_differs(found: Tensor, expected: Tensor, difference: float, selects: bool) -> tuple[str, ...]:
     """Explain why two runs of the same tokens differ, or which run has NaN, and what to do."""
     shared, repeated = (not bool(states.isfinite().all()) for states in (found, expected))
     if repeated:
@@ -151,7 +181,7 @@ def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[s
         )
     return (
         "its hidden states of a few tokens differ between a shared and a repeated prefix by a relative "
-        f"{difference:.1e}, so it mixes tokens in an unknown way.",
+        f"{difference:.1e}, so it mixes tokens{', or selects them,' if selects else ''} in an unknown way.",
     )
 
 

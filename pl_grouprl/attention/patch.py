@@ -397,9 +397,18 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 
 
 _Kinds = dict[str, tuple[str, int]]
+
+
 class _LayerFindings(NamedTuple):
-    """What the check showed: kinds of layers, whether positions are relative, the padding for which results differ,
-    whether layers need a dense mask, and the indices of those that did not run."""
+    """What the check showed.
+
+    Attributes:
+        layers: See `SharedPrefix`.
+        relative: Whether positions are relative.
+        padding: The padding for which results differ.
+        dense: See `SharedPrefix`.
+        idle: Indices of the layers that did not run.
+    """
 
     layers: _Kinds
     relative: bool
