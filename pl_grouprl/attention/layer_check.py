@@ -6,18 +6,15 @@ this check before the first shared call; the other self-checks are in `pl_groupr
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from pl_grouprl.attention.selections import SmallSelections
 from pl_grouprl.attention.support import LayersFailedError, find_decoder, positions_are_relative, refusal
 from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
 from pl_grouprl.utilities.modes import examining
@@ -34,9 +31,6 @@ _FORESTS = {
     1: SharedPrefixLayout([5, 3, 4, 1, 3, 4], [None, 0, 0, 0, None, 4]),
 }
 """The forests to try, by a backend's maximum depth."""
-
-_MAX_SELECTED = 3
-"""Tokens that a layer selects during the check, fewer than a sequence has."""
 
 _NUM_REPEATED = 5
 """Different tokens in the check of a model whose layers select."""
@@ -64,7 +58,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
     tokens = tokens % (_NUM_REPEATED if selects else _vocabulary_size(decoder))
     paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
     longest = max(paths, key=len)
-    selections = _SmallSelections()
+    selections = SmallSelections()
     with examining(decoder), selections if selects else nullcontext():
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
@@ -79,50 +73,15 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
                 f"otherwise ({type(error).__name__}: {error})"
             )
             raise refusal(model, _without_remedy(reason), kind=LayersFailedError) from error
-    untried = selections.untried(decoder) if selects else ()
-    if untried:
-        raise refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which the check cannot try.")
     found = torch.cat([shared[path] for path in [*paths, longest]])
     expected = torch.cat([*(rows[row, : len(path)] for row, path in enumerate(paths)), alone])
     difference = compare(found, expected).relative_mean
     if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
         raise refusal(model, *_what_differs(found, expected, difference, selects))
+    untried = selections.untried(decoder) if selects else ()
+    if untried:
+        raise refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which the check cannot try.")
     return relative
-
-
-class _SmallSelections(TorchFunctionMode):
-    """Limits how many tokens a function that takes the attention mask selects, so that few tokens show a difference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tried: set[CodeType] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs, caller = kwargs or {}, sys._getframe(1).f_code
-        if func in (torch.topk, Tensor.topk) and _selects(caller):
-            self._tried.add(caller)
-            if len(args) > 1:
-                args = (args[0], min(args[1], _MAX_SELECTED), *args[2:])
-            else:
-                kwargs = kwargs | {"k": min(kwargs["k"], _MAX_SELECTED)}
-        return func(*args, **kwargs)
-
-    def untried(self, decoder: nn.Module) -> list[str]:
-        """Methods of the decoder's modules that select tokens and have not done so."""
-        methods = [(kind, method) for kind in {type(m) for m in decoder.modules()} for method in vars(kind).values()]
-        codes = [
-            (kind, getattr(inspect.unwrap(method), "__code__", None)) for kind, method in methods if callable(method)
-        ]
-        return sorted(
-            f"{kind.__name__}.{code.co_name}"
-            for kind, code in codes
-            if code and _selects(code) and code not in self._tried
-        )
-
-
-def _selects(code: CodeType) -> bool:
-    """Whether a function takes the attention mask and the highest scores."""
-    return "topk" in code.co_names and "attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:

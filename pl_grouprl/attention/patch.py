@@ -28,6 +28,7 @@ from pl_grouprl.attention.prefix_states import check_prefix_states
 from pl_grouprl.attention.registration import register
 from pl_grouprl.attention.row_sharing import RowSharing
 from pl_grouprl.attention.rows import SharedRows, unpack_output
+from pl_grouprl.attention.selections import selects_tokens
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
 from pl_grouprl.attention.state.stateful import STATEFUL, install
 from pl_grouprl.attention.support import (
@@ -300,6 +301,7 @@ class SharedPrefix:
                 "sharded, quantized or on meta; check_parity compares it.",
                 type(self.model).__name__,
             )
+            self.dense = selects_tokens(self.decoder)
             return None
         listeners, self.listeners = self.listeners, []
         last_call, paused, min_saved_tokens = self.last_call, self.paused, self._row_sharing.min_saved_tokens

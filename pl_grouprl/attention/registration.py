@@ -77,9 +77,9 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
             check_dense(module, query, key, attention_mask, call, kwargs)
             if not compiling:
                 call.note(module, DENSE, wrapped)
-            return _attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
+            return attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
         if call is None and not (has_shape_of_marker if compiling else is_marker)(attention_mask):
-            return _attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
+            return attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
         options = read_layer_options(module, query, kwargs)
         query, key, value = _same_dtype(query, key, value)
         if not compiling:
@@ -92,7 +92,7 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
     return attention
 
 
-def _attend_by_mask(
+def attend_by_mask(
     module: nn.Module,
     wrapped: str,
     query: Tensor,
@@ -102,10 +102,20 @@ def _attend_by_mask(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the wrapped implementation.
+    """Run a layer under the implementation that ours wraps.
 
-    For `eager` and `sdpa`, known to them by name, layers put the tokens that they select into the mask. They hand them
-    to ours as `indices`.
+    Layers that select tokens put them into the mask for `eager` and `sdpa`, which they know by name. To others, such as
+    ours, they hand them as `indices`.
+
+    Args:
+        module: The attention layer.
+        wrapped: Name of the implementation.
+        query: Shape [B, H, S, D].
+        key: Shape [B, K, T, D].
+        value: Shape [B, K, T, V].
+        mask: The layer's mask.
+        indices: Tokens that each query selected, shape [B, S, N].
+        kwargs: Further keywords of the layer.
     """
     if indices is not None and mask is not None and wrapped in ("eager", "sdpa"):
         mask = only_selected(indices, mask)

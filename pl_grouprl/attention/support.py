@@ -147,6 +147,7 @@ def refusal(
     model: PreTrainedModel,
     reason: str,
     remedy: str = _REMEDY,
+    *,
     kind: type[UnsupportedModelError] = UnsupportedModelError,
 ) -> UnsupportedModelError:
     """Build the error, which names the model, the reason and the remedy."""

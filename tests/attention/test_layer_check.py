@@ -98,8 +98,8 @@ def counted(model):
 
 
 LOOK = [(False, False, True), *[(False, False, False)] * 6]
-"""One run of a packed row, one of the repeated rows, one of a row alone, two at positions far apart, two of a padded batch; no gradient,
-evaluation mode."""
+"""One run of a packed row, one of the repeated rows, one of a row alone, two at positions far apart, two of a padded
+batch; no gradient, evaluation mode."""
 
 
 def look_at(family):
