@@ -123,6 +123,7 @@ def test_with_activation_checkpointing(family):
     assert (actual_grads - grads).norm() < 1e-4 * grads.norm()
 
 
+@pytest.mark.slow
 def test_layers_that_hand_on_only_their_mask_break_the_graph_and_stay_exact():
     model, groups = noisy_model("nemotron"), next(random_layouts(1))
     logprobs, grads = step(model, groups, "repeated")
