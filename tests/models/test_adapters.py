@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from helpers.tiny_models import FAMILIES, random_groups, tiny_model
+from helpers.versions import needs
 from torch import nn
 
 from pl_grouprl.attention import check_parity
@@ -135,6 +136,7 @@ def test_a_vision_tower_gets_an_adapter_only_on_request(target_modules, outside)
     assert len(names - outside) == 2 * per_layer
 
 
+@needs("peft", "0.21")
 def test_experts_are_not_linear_layers():
     """PEFT reads the names of the dense layers as those of all experts' parameters, and would leave the former out."""
     dense = tiny_model("qwen3_moe", mlp_only_layers=[0])
