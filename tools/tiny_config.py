@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 TOKENS = 48
 """Token ids below this are text in every family; those of images, padding and the like are above."""
 
+INDEX_HEADS = 16
+"""So many that no two of the scores by which an indexer selects tokens are zero, and thus equal."""
+
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WINDOW, POSITIONS = 64, 64, 4, 2, 16, 8, 256
 MAX_LAYERS = 8
 
@@ -41,6 +44,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("vocab", VOCABULARY),
     ("per_layer_input$|laurel|router_hidden", 16),
     ("index.*kv_heads", 1),
+    ("index.*heads", INDEX_HEADS),
     ("(key_value|kv)_heads|kv_n_heads|query_groups", KV_HEADS),
     ("linear_num_key_heads", KV_HEADS),
     ("mamba_n(um)?_?heads|n_mamba_heads|ssm_heads", 8),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.support import find_decoder, positions_are_relative, refusal
+from pl_grouprl.attention.selections import SmallSelections
+from pl_grouprl.attention.support import LayersFailedError, find_decoder, positions_are_relative, refusal
 from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
-from pl_grouprl.utilities.modes import examining, is_whole
+from pl_grouprl.utilities.modes import examining
 from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_of
 
 if TYPE_CHECKING:
@@ -30,44 +32,55 @@ _FORESTS = {
 }
 """The forests to try, by a backend's maximum depth."""
 
+_NUM_REPEATED = 5
+"""Different tokens in the check of a model whose layers select."""
 
-def check_layers(model: PreTrainedModel, max_depth: int | None) -> bool | None:
-    """Compare shared and repeated prefixes on a few tokens. Skips models whose weights are sharded or on meta.
+
+def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool = False) -> bool:
+    """Compare shared and repeated prefixes on a few tokens.
 
     Args:
         model: A model in a `shared_prefix` context that lets ordinary calls through.
         max_depth: Deepest forest that the context's backend can run.
+        selects: Whether its layers may select tokens by the attention mask. They then select few, of tokens that
+            repeat: those with equal scores are selected by their place in the row, which differs.
 
     Returns:
-        Whether shifting all positions by a constant leaves the results unchanged; None if the check was skipped.
+        Whether shifting all positions by a constant leaves the results unchanged.
 
     Raises:
-        UnsupportedModelError: If the results differ, or the model cannot run a packed row.
+        UnsupportedModelError: If the results differ, or the model cannot run a packed row; a `LayersFailedError` if an
+            error of its own says so.
     """
     decoder = find_decoder(model)
-    if not is_whole(decoder):
-        return None
     layout = _FORESTS[max_depth]
-    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None] % _vocabulary_size(decoder)
-    with examining(decoder):
+    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None]
+    tokens = tokens % (_NUM_REPEATED if selects else _vocabulary_size(decoder))
+    paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
+    longest = max(paths, key=len)
+    selections = SmallSelections()
+    with examining(decoder), selections if selects else nullcontext():
         try:
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(decoder, repeat_rows(layout, tokens))
+            alone = _run(decoder, {"input_ids": tokens[:, longest]})[0]  # without padding, so often without a mask
             relative = _is_shift_invariant(decoder, tokens)
         except Exception as error:
-            reason = str(error)
-            if "sharing=" not in reason:  # not an error of ours
-                reason = (
-                    "its layers cannot run a packed row: they compute with the attention mask themselves, or fail "
-                    f"otherwise ({type(error).__name__}: {error})"
-                )
-            raise refusal(model, _without_remedy(reason)) from error
-    paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
-    found = torch.cat([shared[path] for path in paths])
-    expected = torch.cat([rows[row, : len(path)] for row, path in enumerate(paths)])
+            if "sharing=" in str(error):  # an error of ours
+                raise refusal(model, _without_remedy(str(error))) from error
+            reason = (
+                "its layers cannot run a packed row: they compute with the attention mask themselves, or fail "
+                f"otherwise ({type(error).__name__}: {error})"
+            )
+            raise refusal(model, _without_remedy(reason), kind=LayersFailedError) from error
+    found = torch.cat([shared[path] for path in [*paths, longest]])
+    expected = torch.cat([*(rows[row, : len(path)] for row, path in enumerate(paths)), alone])
     difference = compare(found, expected).relative_mean
     if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
-        raise refusal(model, *_what_differs(found, expected, difference))
+        raise refusal(model, *_what_differs(found, expected, difference, selects))
+    untried = selections.untried(decoder) if selects else ()
+    if untried:
+        raise refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which the check cannot try.")
     return relative
 
 
@@ -111,7 +124,7 @@ def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
     return {"input_ids": torch.stack(rows) % _vocabulary_size(decoder), "attention_mask": torch.stack(kept).long()}
 
 
-def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[str, ...]:
+def _what_differs(found: Tensor, expected: Tensor, difference: float, selects: bool) -> tuple[str, ...]:
     """Explain why two runs of the same tokens differ, or which run has NaN, and what to do."""
     shared, repeated = (not bool(states.isfinite().all()) for states in (found, expected))
     if repeated:
@@ -127,7 +140,7 @@ def _what_differs(found: Tensor, expected: Tensor, difference: float) -> tuple[s
         )
     return (
         "its hidden states of a few tokens differ between a shared and a repeated prefix by a relative "
-        f"{difference:.1e}, so it mixes tokens in an unknown way.",
+        f"{difference:.1e}, so it mixes tokens{', or selects them,' if selects else ''} in an unknown way.",
     )
 
 

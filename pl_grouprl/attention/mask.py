@@ -2,9 +2,13 @@
 
 transformers composes a mask from small functions (causal, window, chunk, blocks) and passes the composition to the mask
 function registered for the attention implementation. In a packed call, ours reads the composition and returns a
-*marker*: a small tensor that carries the pattern to the attention function, through any layer, checkpointed or not.
-Windows and chunks are thus read from the model itself, not from a list of models; compositions with unknown parts are
-refused.
+*marker*: a small tensor that carries the pattern and the call's layout to the attention function, through any layer,
+whatever else the layer passes on. Activation checkpointing saves it with the layer's input, so a layer that runs again
+in the backward pass finds the call that it belongs to, whatever ran in between. Windows and chunks are thus read from
+the model itself, not from a list of models; compositions with unknown parts are refused.
+
+Layers that compute with the mask themselves (they score keys and keep the best, for example) cannot read a marker. They
+get the forest as a dense mask, in the form of the wrapped attention implementation, which then runs them.
 
 Legend: S tokens of the packed row that run (all but the given ones).
 """
@@ -14,15 +18,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.dense_masks import forest_mask
+from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.packing import SharedPrefixLayout
 
 _MAGIC = 0x5E95
 """First number of a marker; a model's own mask never has it."""
+
+_HEADER = 4
+"""Rows of a marker before its segments."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +46,35 @@ class MaskRule:
     blocks: tuple[int, ...] | None = None
     window_bounds_blocks: bool = True
 
+    def without_options(self) -> AttentionRule:
+        """The pattern alone, without the options of a layer's attention."""
+        bounded = self.window_bounds_blocks
+        return AttentionRule(1.0, self.window, self.chunk, blocks=self.blocks, window_bounds_blocks=bounded)
 
-_PACKED_ROW: ContextVar[SharedPrefixLayout | None] = ContextVar("packed_row", default=None)
-"""The packed row whose masks are being created; None in an ordinary call.
+
+@dataclass(frozen=True)
+class MarkedLayer:
+    """What a marker stands for: the call, and how its layer attends."""
+
+    call: LayoutCall
+    rule: MaskRule
+
+
+_PACKED_ROW: ContextVar[LayoutCall | None] = ContextVar("packed_row", default=None)
+"""The call on a packed row whose masks are being created; None in an ordinary call.
 
 A global suffices: masks are created once, before the layers, never when a layer is recomputed.
 """
 
+_MARKED: WeakValueDictionary[int, MarkedLayer] = WeakValueDictionary()
+"""By a marker's number, for as long as the marker lives."""
 
-def start_packed_masks(layout: SharedPrefixLayout) -> None:
-    """Make `mask_function` return markers of a packed row from now on."""
-    _PACKED_ROW.set(layout)
+_NUMBERS = count(1)
+
+
+def start_packed_masks(call: LayoutCall) -> None:
+    """Make `mask_function` return markers, or dense masks, of a packed row from now on."""
+    _PACKED_ROW.set(call)
 
 
 def end_packed_masks() -> None:
@@ -57,15 +87,31 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
 
     @torch.compiler.disable(reason="reads the model's mask function in Python")
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        layout = _PACKED_ROW.get()
-        if layout is None:
+        call = _PACKED_ROW.get()
+        if call is None:
             return None if wrapped is None else wrapped(*args, **kwargs)
-        return to_marker(read_mask_function(kwargs["mask_function"]), layout)
+        rule = read_mask_function(kwargs["mask_function"])
+        if call.dense:
+            return forest_mask(rule.without_options().narrowed(call.layout), call, wrapped, kwargs)
+        return mark(rule, call)
 
     return make_mask
 
 
-def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
+def mark(rule: MaskRule, call: LayoutCall) -> Tensor:
+    """Make the marker that a layer gets in place of its mask in a packed call; see `to_marker`."""
+    number = next(_NUMBERS)
+    marker = to_marker(rule, call.layout, number)
+    marker.marked = _MARKED[number] = MarkedLayer(call, rule)  # type: ignore[attr-defined]  # lives as long
+    return marker
+
+
+def marked_layer(mask: Any) -> MarkedLayer | None:
+    """What a layer's mask stands for, or None if it is not a marker of ours."""
+    return _MARKED.get(int(mask[0, 0, 3, 0])) if is_marker(mask) else None
+
+
+def to_marker(rule: MaskRule, layout: SharedPrefixLayout, number: int = 0) -> Tensor:
     """Encode a rule and the forest as pairs of int64 on the CPU, so reading them does not synchronize.
 
     The shape is [1, 1, rows, 2] with rows != S, which is no valid mask for S tokens: a layer that is recomputed after
@@ -75,6 +121,7 @@ def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
         (_MAGIC, rule.window or 0),
         (rule.chunk or 0, int(rule.window_bounds_blocks) + 2 * (rule.blocks is not None)),
         (layout.num_queries, len(layout.segments)),
+        (number, 0),
         *((segment.length, -1 if segment.parent is None else segment.parent) for segment in layout.segments),
         *((block, 0) for block in rule.blocks or ()),
     ]
@@ -83,14 +130,28 @@ def to_marker(rule: MaskRule, layout: SharedPrefixLayout) -> Tensor:
     return torch.tensor(rows)[None, None]
 
 
+def has_shape_of_marker(mask: Any) -> bool:
+    """Whether a layer's mask may be a marker, by what is known inside a graph."""
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype == torch.int64
+        and mask.dim() == 4
+        and mask.shape[-1] == 2
+        and mask.shape[2] >= _HEADER
+    )
+
+
+def is_marker(mask: Any) -> bool:
+    """Whether a layer's mask is a marker, of whatever call."""
+    return has_shape_of_marker(mask) and int(mask[0, 0, 0, 0]) == _MAGIC
+
+
 def from_marker(marker: Any) -> MaskRule | None:
     """Decode the rule from a layer's mask, or None if it is not a marker."""
-    if not isinstance(marker, Tensor) or marker.dtype != torch.int64 or marker.dim() != 4:
+    if not is_marker(marker):
         return None
-    if marker.shape[-1] != 2 or marker.shape[2] < 3 or int(marker[0, 0, 0, 0]) != _MAGIC:
-        return None
-    (_, window), (chunk, flags), (tokens, segments) = marker[0, 0, :3].tolist()
-    start = 3 + segments
+    (_, window), (chunk, flags), (tokens, segments), _ = marker[0, 0, :_HEADER].tolist()
+    start = _HEADER + segments
     blocks = tuple(marker[0, 0, start : start + tokens, 0].tolist()) if flags & 2 else None
     return MaskRule(window or None, chunk or None, blocks, bool(flags & 1))
 
@@ -98,7 +159,7 @@ def from_marker(marker: Any) -> MaskRule | None:
 def forest_of_marker(marker: Tensor) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """Lengths and parents of the segments in a marker."""
     segments = int(marker[0, 0, 2, 1])
-    lengths, parents = marker[0, 0, 3 : 3 + segments].t().tolist()
+    lengths, parents = marker[0, 0, _HEADER : _HEADER + segments].t().tolist()
     return tuple(lengths), tuple(None if parent < 0 else parent for parent in parents)
 
 

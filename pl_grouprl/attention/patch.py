@@ -12,24 +12,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.choice import ORACLE, get_backend
+from pl_grouprl.attention.idle_layers import layers_of, noting_idle_layers, refuse_packed_rows
 from pl_grouprl.attention.layer_check import Padding, check_layers, differing_padding
+from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.prefix_states import check_prefix_states
-from pl_grouprl.attention.registration import LayoutCall, register
+from pl_grouprl.attention.registration import register
 from pl_grouprl.attention.row_sharing import RowSharing
 from pl_grouprl.attention.rows import SharedRows, unpack_output
+from pl_grouprl.attention.selections import selects_tokens
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
 from pl_grouprl.attention.state.stateful import STATEFUL, install
-from pl_grouprl.attention.support import check_supported, find_backbone, find_decoder, why_not_reached
+from pl_grouprl.attention.support import (
+    LayersFailedError,
+    check_supported,
+    find_backbone,
+    find_decoder,
+    why_not_reached,
+)
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.utilities.modes import is_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +86,7 @@ class SharedPrefix:
         listeners: Called with the `CallReport` of each decoder call.
         paused: Set it to let every call through untouched.
         layers: By kind of layer, what runs it and the number of layers; empty before the first call that shares.
+        dense: Whether layers get a dense mask because they compute with it; the wrapped implementation then runs them.
         only: Restricts `backend` to this kind of layer; attention layers of other kinds run the `reference`.
     """
 
@@ -87,6 +98,8 @@ class SharedPrefix:
         self.paused = False
         self.layers: dict[str, tuple[str, int]] = {}
         self.only: str | None = None
+        self.dense = False
+        self._idle: list[nn.Module] = []
         self._handles: list[Any] = []
         self.wrapped = "eager"
         check_supported(model)
@@ -166,7 +179,7 @@ class SharedPrefix:
         kwargs |= {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
         kwargs |= self._as_packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
-        start_packed_masks(shared.layout)
+        start_packed_masks(kwargs["prefix_layout"])
         return (), kwargs
 
     @torch.compiler.disable(reason="reads the layout in Python; the decoder's layers compile")
@@ -197,7 +210,7 @@ class SharedPrefix:
         self._report(kwargs, layout, part="prompt" if records else "slice" if layout.given else None)
         if group is not None:
             kwargs |= shard_call(self.model, kwargs, group)
-        start_packed_masks(kwargs["prefix_layout"].layout)
+        start_packed_masks(kwargs["prefix_layout"])
         return kwargs
 
     def _note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,8 +232,9 @@ class SharedPrefix:
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
         columns_T = None if rows is None else rows.columns_T
         call = _DecoderCall(
-            layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache, columns_T=columns_T
-        )
+            layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache, columns_T=columns_T,
+            dense=self.dense,
+        )  # fmt: skip
         changed = {
             "position_ids": row_of_positions(positions.to(tokens.device)),
             # A 2-d mask of ones makes the model create its masks, by our mask function.
@@ -254,7 +268,9 @@ class SharedPrefix:
         """
         if self.layers and all(ran == STATEFUL for _, ran in call.ran.values()):
             return
-        missing = why_not_reached(decoder, call.reached)
+        # With a dense mask, attention needs no layout.
+        layers = [] if call.dense else [layer for layer in layers_of(decoder) if layer not in self._idle]
+        missing = why_not_reached(decoder, layers, call.reached)
         if missing is not None:
             raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
         self.layers = call.kinds()
@@ -263,7 +279,7 @@ class SharedPrefix:
         """Compare shared and repeated prefixes on a few tokens, once per decoder and backend."""
         outer = _IN_FORCE[self.decoder][0]
         if outer is not self:  # already checked, and its backend runs the calls
-            self.layers = outer.layers
+            self.layers, self.dense, self._idle = outer.layers, outer.dense, outer._idle
             self._row_sharing.learn(outer._row_sharing.positions_are_relative, outer._row_sharing.differing_padding)
             return
         seen = _CHECKED.setdefault(self.decoder, {})
@@ -273,28 +289,44 @@ class SharedPrefix:
             seen[key] = self._run_layer_check()
         found = seen[key]
         if found is not None:
-            self.layers, relative, padding = found
-            self._row_sharing.learn(relative, padding)
+            self.layers, self.dense = found.layers, found.dense
+            self._row_sharing.learn(found.relative, found.padding)
+            self._idle = [layers_of(self.decoder)[index] for index in found.idle]
+            self._handles += refuse_packed_rows(self._idle)
 
     def _run_layer_check(self) -> _LayerFindings | None:
+        if not is_whole(self.decoder):
+            _LOG.warning(
+                "%s was not compared between a shared and a repeated prefix on a few tokens, as its weights are "
+                "sharded, quantized or on meta; check_parity compares it.",
+                type(self.model).__name__,
+            )
+            self.dense = selects_tokens(self.decoder)
+            return None
         listeners, self.listeners = self.listeners, []
         last_call, paused, min_saved_tokens = self.last_call, self.paused, self._row_sharing.min_saved_tokens
         try:
             self.paused = True
-            relative = check_layers(self.model, self._max_depth)
-            if relative is None:
-                _LOG.warning(
-                    "%s was not compared between a shared and a repeated prefix on a few tokens, as its weights are "
-                    "sharded, quantized or on meta; check_parity compares it.",
-                    type(self.model).__name__,
-                )
-                return None
+            relative = self._compare_with_marker_or_dense_mask()
             self._row_sharing.learn(relative, None)
             self._row_sharing.min_saved_tokens = 1
-            return self.layers, relative, differing_padding(self.decoder, self._set_paused)
+            padding = differing_padding(self.decoder, self._set_paused)
+            idle = [index for index, layer in enumerate(layers_of(self.decoder)) if layer in self._idle]
+            return _LayerFindings(self.layers, relative, padding, self.dense, tuple(idle))
         finally:
             self.listeners, self.last_call, self.paused = listeners, last_call, paused
             self._row_sharing.min_saved_tokens = min_saved_tokens
+
+    def _compare_with_marker_or_dense_mask(self) -> bool:
+        """Whether positions are relative. Layers that cannot run with a marker are tried with a dense mask."""
+        with noting_idle_layers(self.decoder) as self._idle:
+            try:
+                return check_layers(self.model, self._max_depth)
+            except LayersFailedError:
+                if self.backend not in ("auto", ORACLE.name) or self._row_sharing.scales_by_row:
+                    raise
+            self.dense = True
+            return check_layers(self.model, self._max_depth, selects=True)
 
     def _set_paused(self, paused: bool) -> None:
         self.paused = paused
@@ -367,10 +399,28 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 
 
 _Kinds = dict[str, tuple[str, int]]
-_LayerFindings = tuple[_Kinds, bool, Padding | None]
+
+
+class _LayerFindings(NamedTuple):
+    """What the check showed.
+
+    Attributes:
+        layers: See `SharedPrefix`.
+        relative: Whether positions are relative.
+        padding: The padding for which results differ.
+        dense: See `SharedPrefix`.
+        idle: Indices of the layers that did not run.
+    """
+
+    layers: _Kinds
+    relative: bool
+    padding: Padding | None
+    dense: bool
+    idle: tuple[int, ...]
+
+
 _CHECKED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _LayerFindings | None]] = WeakKeyDictionary()
-"""For each decoder, by backend and modules: the kinds of layers, whether positions are relative, and the padding for
-which results differ; None if it could not be checked."""
+"""For each decoder, by backend and modules; None if it could not be checked."""
 
 
 @dataclass

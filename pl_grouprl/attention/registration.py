@@ -1,16 +1,15 @@
-"""One attention function for transformers: ours if a layout arrives, otherwise the model's.
+"""One attention function for transformers: ours if a packed row's layout arrives, otherwise the model's.
 
-The layout travels as a keyword argument of the decoder (`prefix_layout`), not a global, because activation
-checkpointing must find it when it runs a layer again in the backward pass.
+The layout arrives with the marker in place of the layer's mask (`mask`), not as a global, because activation
+checkpointing must find it when it runs a layer again in the backward pass. Most layers also pass on the keyword
+`prefix_layout`, which stateful layers and compiled graphs read.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,50 +18,11 @@ from torch import Tensor, nn
 from pl_grouprl.attention.backends.backend import Backend
 from pl_grouprl.attention.backends.choice import ORACLE, get_backend
 from pl_grouprl.attention.compiled import attend_compiled
+from pl_grouprl.attention.dense_masks import DENSE, check_dense, only_selected
 from pl_grouprl.attention.layer_options import OWN_MASK, LayerOptions, read_layer_options
-from pl_grouprl.attention.mask import MaskRule, from_marker, mask_function
-from pl_grouprl.attention.prefix_states import PrefixStates
+from pl_grouprl.attention.layout_call import LayoutCall
+from pl_grouprl.attention.mask import has_shape_of_marker, is_marker, marked_layer, mask_function
 from pl_grouprl.attention.row_scale import rescale_by_column, scales_by_row
-from pl_grouprl.attention.row_shards import RowShards
-from pl_grouprl.packing import SharedPrefixLayout
-
-
-@dataclass
-class LayoutCall:
-    """A layout, passed through one forward of a decoder.
-
-    Attributes:
-        layout: The forest of the packed row.
-        reached: Identities of the modules that followed it: attention, and stateful layers.
-        ran: For each of those, the kind of layer and what ran it.
-        only: Kind of the layers that run the chosen backend, while others run the reference; None for all layers.
-        shards: How the row is split over ranks; None if this rank has all of it.
-        states: States of the given tokens; if no tokens are given, records those of the row's tokens.
-        columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
-    """
-
-    layout: SharedPrefixLayout
-    reached: set[int] = field(default_factory=set)
-    ran: dict[int, tuple[str, str]] = field(default_factory=dict)
-    only: str | None = None
-    shards: RowShards | None = None
-    states: PrefixStates | None = None
-    columns_T: Tensor | None = None
-    _rules: dict[tuple[int, ...], tuple[Tensor, MaskRule | None]] = field(default_factory=dict, repr=False)
-
-    def mask_rule(self, mask: Any) -> MaskRule | None:
-        """Decode a layer's mask, once per tensor; None if it is not ours."""
-        if not isinstance(mask, Tensor):
-            return None
-        key = (mask.data_ptr(), *mask.shape)
-        if key not in self._rules:
-            self._rules[key] = (mask, from_marker(mask))  # kept alive, so no other tensor gets its address
-        return self._rules[key][1]
-
-    def kinds(self) -> dict[str, tuple[str, int]]:
-        """For each kind of layer, what ran it and the number of layers."""
-        counts = Counter(self.ran.values())
-        return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
 
 
 def register(backend_name: str, wrapped: str) -> str:
@@ -111,43 +71,82 @@ def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[T
         prefix_layout: LayoutCall | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if prefix_layout is None:
-            if from_marker(attention_mask) is not None:
-                raise NotImplementedError(
-                    f"{type(module).__name__} was not given prefix_layout: the layers around it do not pass it on; "
-                    "train this model with sharing='repeated'."
-                )
-            return own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
-        if not isinstance(prefix_layout, LayoutCall):
-            raise RuntimeError(
-                "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
-                "`with shared_prefix(model):`."
-            )
+        call = _of_patched_decoder(prefix_layout)
+        compiling = torch.compiler.is_compiling()
+        if call is not None and call.dense:
+            check_dense(module, query, key, attention_mask, call, kwargs)
+            if not compiling:
+                call.note(module, DENSE, wrapped)
+            return attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
+        if call is None and not (has_shape_of_marker if compiling else is_marker)(attention_mask):
+            return attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
         options = read_layer_options(module, query, kwargs)
         query, key, value = _same_dtype(query, key, value)
-        if torch.compiler.is_compiling():
-            if prefix_layout.shards is not None:
-                raise NotImplementedError(
-                    "compiled layers do not run with sequence_parallel_size; leave out compile_layers."
-                )
-            if prefix_layout.states is not None:
-                return _attend_uncompiled(
-                    backend, module, query, key, value, prefix_layout, attention_mask, options
-                ), None
-            if scales_by_row(module):
-                raise NotImplementedError(
-                    f"{type(module).__name__} scales queries by their index in the row, which can only be corrected "
-                    "outside graphs; do not compile this model's layers."
-                )
-            if not backend.in_compiled_layers:
-                raise NotImplementedError(
-                    f"attention backend {backend.name!r} does not run inside compiled layers; use backend 'cascade', "
-                    "or leave the layers uncompiled."
-                )
-            return attend_compiled(query, key, value, _checked(attention_mask), backend.name, *options), None
-        return _attend_packed(backend, module, query, key, value, prefix_layout, attention_mask, options), None
+        if not compiling:
+            return _attend_packed(backend, module, query, key, value, attention_mask, options), None
+        if call is None or call.states is not None:
+            return _attend_uncompiled(backend, module, query, key, value, attention_mask, options), None
+        _check_compiled(backend, module, call)
+        return attend_compiled(query, key, value, _checked(attention_mask), backend.name, *options), None
 
     return attention
+
+
+def attend_by_mask(
+    module: nn.Module,
+    wrapped: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a layer under the implementation that ours wraps.
+
+    Layers that select tokens put them into the mask for `eager` and `sdpa`, which they know by name. To others, such as
+    ours, they hand them as `indices`.
+
+    Args:
+        module: The attention layer.
+        wrapped: Name of the implementation.
+        query: Shape [B, H, S, D].
+        key: Shape [B, K, T, D].
+        value: Shape [B, K, T, V].
+        mask: The layer's mask.
+        indices: Tokens that each query selected, shape [B, S, N].
+        kwargs: Further keywords of the layer.
+    """
+    if indices is not None and mask is not None and wrapped in ("eager", "sdpa"):
+        mask = only_selected(indices, mask)
+    elif indices is not None:
+        kwargs["indices"] = indices
+    return own_implementation(module, wrapped)(module, query, key, value, mask, **kwargs)
+
+
+def _of_patched_decoder(prefix_layout: Any) -> LayoutCall | None:
+    if prefix_layout is None or isinstance(prefix_layout, LayoutCall):
+        return prefix_layout
+    raise RuntimeError(
+        "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
+        "`with shared_prefix(model):`."
+    )
+
+
+def _check_compiled(backend: Backend, module: nn.Module, call: LayoutCall) -> None:
+    """Refuse what cannot run inside a graph."""
+    if call.shards is not None:
+        raise NotImplementedError("compiled layers do not run with sequence_parallel_size; leave out compile_layers.")
+    if scales_by_row(module):
+        raise NotImplementedError(
+            f"{type(module).__name__} scales queries by their index in the row, which can only be corrected "
+            "outside graphs; do not compile this model's layers."
+        )
+    if not backend.in_compiled_layers:
+        raise NotImplementedError(
+            f"attention backend {backend.name!r} does not run inside compiled layers; use backend 'cascade', "
+            "or leave the layers uncompiled."
+        )
 
 
 def _attend_packed(
@@ -156,13 +155,13 @@ def _attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    call: LayoutCall,
     attention_mask: Tensor | None,
     options: LayerOptions,
 ) -> Tensor:
-    mask = call.mask_rule(attention_mask)
-    if mask is None:
+    marked = marked_layer(attention_mask)
+    if marked is None:
         raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
+    call = marked.call
     if call.shards is not None:
         query, key, value = call.shards.to_heads(query, key, value)
         options = options._replace(sinks_H=call.shards.own_heads(options.sinks_H))
@@ -170,19 +169,18 @@ def _attend_packed(
     if call.states is not None:  # for this rank's heads
         joined = call.states.join(module, call.layout, key, value)
         key, value, saving = joined.key, joined.value, joined.saved_by_parts()
-    rule = options.rule(mask, call.layout)
+    rule = options.rule(marked.rule, call.layout)
     kind, rule = rule.kind, rule.narrowed(call.layout)
-    call.reached.add(id(module))
     if scales_by_row(module):
         query = rescale_by_column(module, query, call.layout, call.columns_T)
     backend = ORACLE if call.only not in (None, kind) else backend.resolve(query, key, value, call.layout, rule)
-    call.ran[id(module)] = (kind, backend.name)
+    call.note(module, kind, backend.name)
     with saving:
         attended = backend(query, key, value, call.layout, rule)
     return attended if call.shards is None else call.shards.to_tokens(attended)
 
 
-_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="records a prompt's states by module, in Python")
+_attend_uncompiled = torch.compiler.disable(_attend_packed, reason="looks up the call, and records states, in Python")
 
 
 def _checked(attention_mask: Tensor | None) -> Tensor:

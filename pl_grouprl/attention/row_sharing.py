@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention.dense_masks import DENSE
 from pl_grouprl.attention.layer_check import Padding
 from pl_grouprl.attention.routers import masks_balancing_loss
 from pl_grouprl.attention.row_scale import scales_by_row
@@ -33,6 +34,7 @@ class RowSharing:
 
     Attributes:
         positions_are_relative: Whether rows whose positions differ by a constant may share a prefix.
+        scales_by_row: Whether layers scale queries by their index in the row.
         differing_padding: Padding with which rows are not shared; None shares with any padding.
     """
 
@@ -44,7 +46,7 @@ class RowSharing:
         # OPT's default positions count the tokens of the attention mask, not the columns.
         names = {type(module).__name__ for module in decoder.modules()}
         self._positions_count_mask = "OPTLearnedPositionalEmbedding" in names
-        self._scales_by_row = any(scales_by_row(module) for module in decoder.modules())
+        self.scales_by_row = any(scales_by_row(module) for module in decoder.modules())
         self._has_dynamic_rope = has_dynamic_rope(decoder)
         self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(decoder))
         self._labels_need_padding = False
@@ -78,7 +80,7 @@ class RowSharing:
             return reason
         shared = share_rows(
             kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
-            positions_are_relative=self.positions_are_relative, by_column=self._scales_by_row,
+            positions_are_relative=self.positions_are_relative, by_column=self.scales_by_row,
             min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
         )  # fmt: skip
         if shared is None:
@@ -171,7 +173,7 @@ def pads_left(attention_mask: Tensor | None) -> bool:
 def _count_columns(layers: dict[str, tuple[str, int]]) -> bool:
     """Whether layers count padding between tokens (windows, chunks, states); True if they are not known yet."""
     return not layers or any(
-        "window" in kind or "chunks" in kind or ran == STATEFUL for kind, (ran, _) in layers.items()
+        "window" in kind or "chunks" in kind or kind == DENSE or ran == STATEFUL for kind, (ran, _) in layers.items()
     )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pl_grouprl.attention.registration import LayoutCall
+from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.row_scale import scales_by_row
 from pl_grouprl.attention.row_shards import RowShards, check_heads
 from pl_grouprl.attention.state.stateful import stateful_mixers

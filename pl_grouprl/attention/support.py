@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -21,6 +21,10 @@ _MIXERS = re.compile("attn|attention|mixer", re.IGNORECASE)
 
 class UnsupportedModelError(ValueError):
     """The model would give different results with shared and with repeated prefixes."""
+
+
+class LayersFailedError(UnsupportedModelError):
+    """The model's layers failed on a packed row, as those do that compute with the attention mask themselves."""
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
@@ -100,24 +104,23 @@ def _scales_by_position(config: Any) -> bool:
     return bool(getattr(config, "attn_temperature_tuning", False)) or "llama_4_scaling_beta" in rope
 
 
-def why_not_reached(decoder: nn.Module, reached: set[int]) -> str | None:
+def why_not_reached(decoder: nn.Module, layers: Sequence[nn.Module], reached: set[int]) -> str | None:
     """Say how many attention or stateful layers did not follow the layout; None if all did.
 
     Args:
         decoder: The decoder that ran.
-        reached: Identities of the modules that followed the layout.
+        layers: Its layers that must follow the layout.
+        reached: Identities of the modules that followed it.
     """
     stateful = [type(mixer).__name__ for mixer in stateful_mixers(decoder) if id(mixer) not in reached]
     if stateful:
         return f"prefix_layout did not reach {len(stateful)} of the layers {', '.join(sorted(set(stateful)))}"
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    layers = list(max(lists, key=len, default=[]))
     untouched = [layer for layer in layers if not any(id(module) in reached for module in layer.modules())]
     if any(_MIXERS.search(type(module).__name__) for layer in untouched for module in layer.modules()):
         return (
             f"prefix_layout reached {len(layers) - len(untouched)} of {len(layers)} layers in {type(decoder).__name__}"
         )
-    return None if reached else f"prefix_layout reached no layer in {type(decoder).__name__}"
+    return None if reached or not layers else f"prefix_layout reached no layer in {type(decoder).__name__}"
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -140,10 +143,16 @@ _REMEDY = (
 )
 
 
-def refusal(model: PreTrainedModel, reason: str, remedy: str = _REMEDY) -> UnsupportedModelError:
+def refusal(
+    model: PreTrainedModel,
+    reason: str,
+    remedy: str = _REMEDY,
+    *,
+    kind: type[UnsupportedModelError] = UnsupportedModelError,
+) -> UnsupportedModelError:
     """Build the error, which names the model, the reason and the remedy."""
     config = find_decoder(model).config
-    return UnsupportedModelError(
+    return kind(
         f"model {type(model).__name__} (model_type={config.model_type!r}) cannot share prefixes: {reason} {remedy}"
     )
 

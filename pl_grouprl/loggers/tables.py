@@ -117,7 +117,7 @@ def _(logger: WandbLogger, table: Table) -> None:
 
     tables = _WANDB_TABLES.setdefault(logger.experiment, {})
     if table.name not in tables:
-        columns = list(table.columns)
+        columns: list[str | int] = list(table.columns)
         tables[table.name] = wandb.Table(columns=columns, log_mode="INCREMENTAL", allow_mixed_types=True)
     for row in table.portable_rows():
         tables[table.name].add_data(*row)

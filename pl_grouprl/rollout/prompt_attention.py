@@ -25,7 +25,7 @@ from pl_grouprl.attention.backends.kernels import has_fused_kernel, head_multipl
 from pl_grouprl.attention.backends.merge import merge_in_place, non_sink_share
 from pl_grouprl.attention.layer_options import read_layer_options
 from pl_grouprl.attention.mask import MaskRule, read_mask_function
-from pl_grouprl.attention.registration import own_implementation, register_over
+from pl_grouprl.attention.registration import attend_by_mask, register_over
 from pl_grouprl.attention.support import find_decoder
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, layer_of_keys
 
@@ -75,7 +75,7 @@ def _attention_function(wrapped: str) -> Callable[..., tuple[Tensor, Tensor | No
             return attend(query, layer, options.scale, options.sinks_H).transpose(1, 2), None
         if isinstance(layer, PromptLayer):
             layer.was_read(_reads_plainly(module, query, key, value, attention_mask, layer, kwargs))
-        return own_implementation(module, wrapped)(module, query, key, value, attention_mask, **kwargs)
+        return attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
 
     return attention
 

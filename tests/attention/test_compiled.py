@@ -124,6 +124,17 @@ def test_with_activation_checkpointing(family):
 
 
 @pytest.mark.slow
+def test_layers_that_hand_on_only_their_mask_break_the_graph_and_stay_exact():
+    model, groups = noisy_model("nemotron"), next(random_layouts(1))
+    logprobs, grads = step(model, groups, "repeated")
+    compile_layers(model)
+    with shared_prefix(model):
+        actual, actual_grads = step(model, groups)
+    torch.testing.assert_close(actual, logprobs, atol=2e-5, rtol=0)
+    assert (actual_grads - grads).norm() < 1e-4 * grads.norm()
+
+
+@pytest.mark.slow
 def test_stateful_layers_break_the_graph_and_stay_exact():
     sizes = {
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},

@@ -97,14 +97,14 @@ def counted(model):
     return runs
 
 
-LOOK = [(False, False, True), *[(False, False, False)] * 5]
-"""One run of a packed row, one of the repeated rows, two at positions far apart, two of a padded batch; no gradient,
-evaluation mode."""
+LOOK = [(False, False, True), *[(False, False, False)] * 6]
+"""One run of a packed row, one of the repeated rows, one of a row alone, two at positions far apart, two of a padded
+batch; no gradient, evaluation mode."""
 
 
 def look_at(family):
     """A model without rotary positions is not run at other positions."""
-    return LOOK if family != "gpt2" else LOOK[:4]
+    return LOOK if family != "gpt2" else LOOK[:5]
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -13,6 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_m
 
 from pl_grouprl.attention.backends.reference import dense_mask
 from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.mask import (
     MaskRule,
     end_packed_masks,
@@ -159,7 +160,7 @@ def create(name, implementation, size=4, **extra):
 
 def create_packed(make):
     """A mask created in a packed call."""
-    start_packed_masks(LAYOUT)
+    start_packed_masks(LayoutCall(LAYOUT))
     try:
         return make(register("auto", "sdpa"))
     finally:

@@ -12,7 +12,7 @@ from helpers.forests import Forest, random_forest, relative_error, sequences
 from helpers.versions import needs
 from torch import Tensor, nn
 
-from pl_grouprl.attention.registration import LayoutCall
+from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.state.stateful import StatefulHandle, install, stateful_mixers, unsupported_mixers
 from pl_grouprl.packing import SharedPrefixLayout
 

@@ -28,6 +28,7 @@ ALWAYS = (
         "qwen2 windows",
     ),  # rotary, windows
     *("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss", "llama4_text", "mimo_v2_flash"),
+    *("deepseek_v32", "nemotron"),  # selected tokens, only the mask handed on
     *("deepseek_v2", "deepseek_v3", "gpt2", "opt", "phi", "mixtral", "glm4", "hunyuan_v1_dense"),  # latent, positions
     *("qwen3_next", "qwen3_5_text", "lfm2 short convolutions"),  # layers with state
     *("qwen2_5_vl", "qwen3_vl", "gemma3"),  # models that take images

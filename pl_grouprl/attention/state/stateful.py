@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.registration import LayoutCall
+from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.state.segment_runs import Batch, RunPlan, plan_runs
 
 _NAMES = re.compile(
@@ -160,8 +160,7 @@ def _run_packed(
         raise TypeError(f"{type(mixer).__name__} was given positional arguments with prefix_layout; pass keywords.")
     cache_argument = next(name for name in _CACHE_ARGUMENTS if name in _forward_code(mixer).co_varnames)
     _refuse_unsupported_arguments(mixer, kwargs, cache_argument)
-    call.reached.add(id(mixer))
-    call.ran[id(mixer)] = (type(mixer).__name__, STATEFUL)
+    call.note(mixer, type(mixer).__name__, STATEFUL)
     options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}
     plan = _plan(call, mixer, hidden_states.device)
     states = _States(call, mixer)

@@ -1,0 +1,50 @@
+"""Layers of a decoder that did not run in the check on entry, as text alone does not run cross-attention to images.
+
+Nothing is known of them, so they are refused when they run on a packed row after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from pl_grouprl.attention.mask import is_marker
+
+
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's layers: its longest list of modules."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+@contextmanager
+def noting_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yields a list of the layers that have not run yet."""
+    idle = layers_of(decoder)
+
+    def note(layer: nn.Module, args: Any) -> None:
+        if any(layer is one for one in idle):
+            idle.remove(layer)
+
+    handles = [layer.register_forward_pre_hook(note) for layer in idle]
+    try:
+        yield idle
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_packed_rows(layers: Sequence[nn.Module]) -> list[Any]:
+    """Make layers refuse packed rows; returns handles to undo it."""
+    return [layer.register_forward_pre_hook(_refuse, with_kwargs=True) for layer in layers]
+
+
+def _refuse(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("prefix_layout") is not None or any(map(is_marker, (*args, *kwargs.values()))):
+        raise NotImplementedError(
+            f"{type(layer).__name__} did not run on text alone, so it was not compared between a shared and a repeated "
+            "prefix; train this model with sharing='repeated'."
+        )
