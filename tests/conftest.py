@@ -17,9 +17,8 @@ if str(Path(__file__).parent) not in sys.path:
 import pytest
 import torch
 from helpers.process_state import left_changed, seed_all
+from helpers.quick_fits import quick_fits
 from jsonargparse import _typehints
-
-from pl_grouprl.utilities import garbage
 
 torch.set_num_threads(1)
 
@@ -47,8 +46,7 @@ def _a_module_leaves_the_process_as_it_was():
     # What is loaded is left out of garbage collection from here on; otherwise every fit goes through it when it starts.
     gc.collect()
     gc.freeze()
-    # Each fit would count what is frozen, which takes a third of the time of a small one.
-    with patch.object(garbage, "anything_frozen", return_value=True), left_changed() as changes:
+    with quick_fits(), left_changed() as changes:
         yield
     assert not changes, f"The fixtures of this module have left {'; '.join(changes)}."
 
