@@ -219,14 +219,9 @@ CRITICS = {
 }
 
 
-CASES = [
-    (cls, *case) for cls in (PPO, GroupPPO) for case in [*((name, "shared") for name in CRITICS), ("copy", "repeated")]
-]
-QUICK = [
-    (PPO, "copy", "repeated"),
-    *((PPO, name, "shared") for name in CRITICS if name != "copy"),
-    (GroupPPO, "copy", "shared"),
-]
+KINDS = [*((name, "shared") for name in CRITICS), ("copy", "repeated")]
+CASES = [(cls, *kind) for cls in (PPO, GroupPPO) for kind in KINDS]
+QUICK = [*((PPO, *kind) for kind in KINDS[1:]), (GroupPPO, "copy", "shared")]
 
 
 @pytest.mark.parametrize(("cls", "critic", "sharing"), sweep_pairs(CASES, QUICK))
