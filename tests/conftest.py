@@ -17,8 +17,10 @@ if str(Path(__file__).parent) not in sys.path:
 import pytest
 import torch
 from helpers.process_state import left_changed, seed_all
-from helpers.quick_fits import quick_fits
+from helpers.quick_fits import RememberingPrefix, quick_fits
 from jsonargparse import _typehints
+
+from pl_grouprl.attention.patch import SharedPrefix
 
 torch.set_num_threads(1)
 
@@ -39,6 +41,12 @@ def _classes_are_compared_with_protocols_once():
     once = functools.cache(compare)
     with patch.object(_typehints, "implements_protocol", lambda *pair: (once if isclass(pair[0]) else compare)(*pair)):
         yield
+
+
+@pytest.fixture
+def layers_checked_once(monkeypatch):
+    """`shared_prefix` checks equal models once, for tests of something else that enter it very often."""
+    monkeypatch.setattr(SharedPrefix, "_run_layer_check", RememberingPrefix._run_layer_check)
 
 
 @pytest.fixture(autouse=True, scope="module")

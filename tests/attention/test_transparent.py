@@ -15,6 +15,8 @@ from helpers.variants import VARIANTS, variant
 
 from pl_grouprl.attention import shared_prefix
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 
 def left_padded(rows):
     """Two prompts, the second shorter by 7, as a sampler leaves them."""

@@ -18,6 +18,7 @@ from pl_grouprl.utilities import garbage
 from pl_grouprl.utilities.modes import is_whole
 
 _LAYER_CHECKS: dict[Any, Any] = {}
+_check_layers = SharedPrefix._run_layer_check
 
 
 class RememberingPrefix(SharedPrefix):
@@ -25,18 +26,15 @@ class RememberingPrefix(SharedPrefix):
 
     def _run_layer_check(self) -> Any:
         if not is_whole(self.decoder):
-            return super()._run_layer_check()
+            return _check_layers(self)
         key = (
             self.backend,
             str(vars(self.decoder.config)),
             *((type(module), len(module._forward_hooks)) for module in self.model.modules()),
-            *(
-                (weight.dtype, weight.shape, weight.double().sum().item())
-                for weight in self.decoder.state_dict().values()
-            ),
+            *((weight.dtype, weight.shape, weight.double().sum().item()) for weight in self.decoder.parameters()),
         )
         if key not in _LAYER_CHECKS:
-            _LAYER_CHECKS[key] = super()._run_layer_check()
+            _LAYER_CHECKS[key] = _check_layers(self)
         return _LAYER_CHECKS[key]
 
 

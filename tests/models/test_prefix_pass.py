@@ -20,6 +20,8 @@ from pl_grouprl.packing import pack
 from pl_grouprl.packing.slices import pack_slice
 from pl_grouprl.types import Rollout, RolloutGroup
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 LENGTHS = [7, 0, 1, 12, 3, 0, 9]
 SLICES = {
     "whole": [[0, 1, 2, 3, 4, 5, 6]],

@@ -13,6 +13,8 @@ from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.packing import SharedPrefixLayout
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 SHAPES = {
     "uneven": [(20, [7, 1, 12, 3]), (5, [9, 2])],
     "empty and single": [(6, [0, 4]), (11, [5]), (1, [3, 0, 0, 8]), (4, [1])],
