@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.process_state import left_changed, seed_all
 from helpers.quick_fits import RememberingPrefix, quick_fits
+from helpers.versions import skip_refused_models
 from jsonargparse import _typehints
 
 from pl_grouprl.attention.patch import SharedPrefix
@@ -29,6 +30,10 @@ torch.set_num_threads(1)
 def pytest_runtest_setup(item):
     """Fixtures of any scope draw the same random numbers, whichever test is the first to ask for them."""
     seed_all(0)
+
+
+def pytest_collection_modifyitems(items):
+    skip_refused_models(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ import torch
 from helpers.sweeps import sweep
 from helpers.tiny_models import tiny_model
 from helpers.variants import SPAN
+from helpers.versions import needs
 
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.demo.digits import digit_tokenizer
@@ -62,6 +63,7 @@ def distance(found, expected):
     return float((difference / sum(expected[name].double().square().sum() for name in names)).sqrt())
 
 
+@needs("torch", "2.13")
 @pytest.mark.parametrize("family", sweep(FAMILIES, quick=["gemma2", "qwen3_5_text"]))
 def test_sharing_rounds_no_more_than_repeating(family, fit):
     """Gradients of the first step, against those of float32 with repeated prefixes."""
