@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from helpers.chance_episodes import STOPS, ChancePolicy, chance_rows, double, register_chance_calls
+from helpers.sweeps import sweep
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -87,7 +88,7 @@ def fit(module, tmp_path, rows=6, callbacks=(), ckpt_path=None, data=None, **tra
     return recorder, trainer
 
 
-@pytest.mark.parametrize("cls", [GRPO, PPO, GroupPPO])
+@pytest.mark.parametrize("cls", sweep([GRPO, PPO, GroupPPO], quick=[GRPO, GroupPPO]))
 def test_episodes_are_trained(cls, tmp_path):
     before = ChancePolicy().load()
     module = make(cls)

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers.sweeps import sweep_pairs
+from helpers.sweeps import sweep, sweep_pairs
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.demo.digits import digit_tokenizer
@@ -130,7 +130,7 @@ def test_bf16(make_module, make_data, make_trainer, history, cls, critic, precis
         assert step["grad_norm/critic"] > 0
 
 
-@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+@pytest.mark.parametrize("cls", sweep([PPO, GroupPPO], quick=[GroupPPO]))
 def test_sharing_changes_nothing_over_many_updates(make_module, make_data, make_trainer, history, cls):
     losses = {}
     for sharing in ("shared", "repeated"):
