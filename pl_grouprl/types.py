@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -145,6 +146,22 @@ class Rollout:
                     f"Rollout.{name} has {len(values)} entries for {len(self.token_ids)} token_ids; "
                     "pass one per token or None."
                 )
+        if self.branch_points or self.branch_path:
+            self._check_branches()
+
+    def _check_branches(self) -> None:
+        self.branch_points, self.branch_path = tuple(self.branch_points), tuple(self.branch_path)
+        if len(self.branch_path) != len(self.branch_points) + 1:
+            raise ValueError(
+                f"Rollout.branch_path has {len(self.branch_path)} entries for {len(self.branch_points)} branch_points; "
+                "pass one for the prompt and one for each branch point."
+            )
+        places = (0, *self.branch_points, len(self.token_ids) + 1)
+        if any(left >= right for left, right in pairwise(places)):
+            raise ValueError(
+                f"Rollout.branch_points is {self.branch_points} for {len(self.token_ids)} token_ids; pass increasing "
+                "indices from 1 to the number of tokens."
+            )
 
     @property
     def completion_ids(self) -> list[int]:

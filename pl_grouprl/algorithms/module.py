@@ -41,6 +41,7 @@ from pl_grouprl.packing import ScoringBatch, Sharing
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
@@ -161,6 +162,8 @@ class RLModule(pl.LightningModule, ABC):
         seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
             resumed run continues exactly.
         num_generations: Rollouts per prompt.
+        branching: Continue training rollouts several times at branch points; `num_generations` then counts the roots
+            of a group's tree, and its rollouts are the leaves. See `pl_grouprl.rollout.Branching`.
         num_iterations: Passes over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
         mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards still count
@@ -260,6 +263,7 @@ class RLModule(pl.LightningModule, ABC):
         max_failed_share: float = 0.5,
         seed: int = 0,
         num_generations: int = 8,
+        branching: Branching | None = None,
         num_iterations: int = 1,
         num_mini_batches: int = 1,
         mask_truncated_completions: bool = False,
@@ -326,6 +330,10 @@ class RLModule(pl.LightningModule, ABC):
             tool_workers=tool_workers,
         )
         self.has_tools = self.episodes.runner is not None
+        self.branching = branching
+        if branching is not None:
+            branching.check(num_generations, sampling)
+            self.episodes.check_branching(branching)
         self.sampler = Sampler(self, engine, seed, self.timer.part, by_name(self.episodes, "loop"))
         self.engine = self.sampler.engine
         self.rewarder = Rewarder(
@@ -347,6 +355,7 @@ class RLModule(pl.LightningModule, ABC):
             self.timer,
             sampling=sampling,
             num_generations=num_generations,
+            branching=branching,
             num_mini_batches=num_mini_batches,
             sharing=sharing,
             seed=seed,
@@ -762,8 +771,20 @@ class RLModule(pl.LightningModule, ABC):
         """The current coefficient of the KL penalty."""
         return self.kl_penalty.coef
 
+    @property
+    def max_rollouts(self) -> int:
+        """Most training rollouts of a prompt: `num_generations`, or the leaves of the largest tree."""
+        count, branching = self.num_generations, self.branching
+        return count if branching is None else branching.max_rollouts(count)
+
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: Sequence[int | str]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+        branching: Branching | None = None,
     ) -> list[RolloutGroup]:
         """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt, but all ranks call it.
 
@@ -774,11 +795,12 @@ class RLModule(pl.LightningModule, ABC):
             sampling: How to sample.
             num_generations: Rollouts of each prompt.
             seed: Names the random numbers, together with the module's seed.
+            branching: How rollouts branch; None for not at all.
 
         Returns:
             Groups whose `group_id` is the position of the prompt in the batch of all ranks.
         """
-        return self.sampler.generate(prompts, sampling, num_generations, seed=seed)
+        return self.sampler.generate(prompts, sampling, num_generations, seed=seed, branching=branching)
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
         """Score all rollouts of the buffer without gradient; tensors of shape [N], on the CPU."""
@@ -802,6 +824,7 @@ class RLModule(pl.LightningModule, ABC):
         plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()}
         return {
             "num_generations": self.num_generations,
+            "branching": None if self.branching is None else asdict(self.branching),
             "seed": self.seed,
             **{f"sampling.{name}": value for name, value in plain.items()},
             "policy_loss": describe(self.objective.policy_loss),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ class Episode:
 
     Attributes:
         prompt_index: Index of its prompt in the batch of all ranks.
-        number: Which rollout of the prompt it is.
+        stream: Identifies its random numbers; see `Unfinished`.
         session: Its tools and environment.
         prompt_ids: The prompt as this rollout reads it, with the environment's observation.
         prompt: The prompt as messages; None if it is the dataset's, without an observation.
@@ -33,10 +34,12 @@ class Episode:
         finish_reason: Why it ended; None while it is open.
         counts: `calls` of tools, and failed calls by kind.
         seconds: Time spent in its tools.
+        path: See `Rollout.branch_path`.
+        points: See `Rollout.branch_points`.
     """
 
     prompt_index: int
-    number: int
+    stream: int
     session: Session
     prompt_ids: list[int]
     prompt: Messages | None = None
@@ -50,6 +53,8 @@ class Episode:
     finish_reason: FinishReason | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    path: tuple[int, ...] = ()
+    points: tuple[int, ...] = ()
     _last_prompt: list[int] = field(default_factory=list)
 
     @property
@@ -85,6 +90,17 @@ class Episode:
         )
         assert room is not None
         return room
+
+    def fork(self, count: int, width: int) -> list[Episode]:
+        """Its continuations from here on, itself among them: `count` of them, of at most `width`."""
+        path, points, stream = self.path, (*self.points, len(self.token_ids)), self.stream * width
+        self.stream = stream
+        if count == 1:
+            return [self]
+        forks = [self, *(copy.deepcopy(self, {id(self.media): self.media}) for _ in range(1, count))]
+        for number, fork in enumerate(forks):
+            fork.stream, fork.path, fork.points = stream + number, (*path, number), points
+        return forks
 
     def add_turn(self, sampled: Rollout, message: dict[str, Any] | None) -> None:
         """Append what the model wrote, and the message it was parsed into."""
@@ -130,6 +146,8 @@ class Episode:
             prompt=self.prompt,
             num_observation_tokens=num_observed,
             tool_counts={**{name: float(count) for name, count in self.counts.items()}, "seconds": self.seconds},
+            branch_points=self.points,
+            branch_path=self.path,
             environment_reward=self.session.reward,
             environment_name=self.session.reward_name,
             environment=None if self.session.environment is None else LiveObject(self.session.environment),

@@ -15,6 +15,7 @@ from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.rewards.environment import EnvironmentReward
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.run import Run
 
 Rewards = list[Weighted | RewardFunction] | RewardFunction
@@ -82,6 +83,29 @@ class Episodes:
     def exposes_environments(self) -> bool:
         """Whether reward functions can receive environments: only those that live in this process."""
         return self.runner is not None and self.runner.has_environments and self.runner.workers == 0
+
+    def check_branching(self, branching: Branching) -> None:
+        """Refuse branch points that do not go with the tools, or lack of tools, of this run.
+
+        Raises:
+            ValueError: Says what to change.
+        """
+        at_turns, runner = branching.points == "turn", self.runner
+        if at_turns and runner is None:
+            raise ValueError(
+                "Branching.points is 'turn', but without tools a rollout has one turn; pass tools, or use 'every_n' or "
+                "'entropy'."
+            )
+        if runner is not None and not at_turns:
+            raise ValueError(
+                f"Branching.points is {branching.points!r}, but with tools or environments rollouts can branch only "
+                "between turns; use 'turn'."
+            )
+        if runner is not None and runner.has_environments:
+            raise ValueError(
+                "branching is set together with environment_factory, but an environment cannot be copied at a branch "
+                "point; use tools without a state, or leave branching out."
+            )
 
     @property
     def chat_options(self) -> ChatOptions:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages import AdvantageEstimator
+from pl_grouprl.functional.advantages import AdvantageEstimator, Branches, leaf_weights
+from pl_grouprl.functional.masked import Reduce
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -137,7 +138,11 @@ def subtract_kl_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
 
 
 def token_advantages(
-    estimator: AdvantageEstimator, buffer: RolloutBuffer, groups: Sequence[RolloutGroup], device: torch.device
+    estimator: AdvantageEstimator,
+    buffer: RolloutBuffer,
+    groups: Sequence[RolloutGroup],
+    device: torch.device,
+    score_norm_N: Tensor | None = None,
 ) -> Tensor:
     """Estimate advantages per token. Collective.
 
@@ -146,6 +151,7 @@ def token_advantages(
         buffer: Has `token_rewards`.
         groups: The buffer's groups, with the KL penalty subtracted from rewards if it is part of them.
         device: Device for communication.
+        score_norm_N: Squared norm of each token's score, if the estimator needs it.
 
     Returns:
         Advantages, shape [N].
@@ -155,8 +161,7 @@ def token_advantages(
     """
     lengths_B = buffer.rollout_lengths
     mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
-    sizes = torch.tensor([len(group.rollouts) for group in groups])
-    ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
+    ids_B, branches = _group_ids(groups), _branches(groups)
     reduce = partial(reduce_over_ranks, device=device)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if estimator.takes_token_rewards:
@@ -167,8 +172,25 @@ def token_advantages(
                 unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
             )
         rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
-    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, reduce=reduce)
+    score_norms = None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_B)
+    data: dict[str, Any] = {"branches": branches, "score_norms": score_norms, "reduce": reduce}
+    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, **data)
     return from_rows(advantages_BT, lengths_B)
+
+
+def weights_of_leaves(groups: Sequence[RolloutGroup], mask_BT: Tensor, reduce: Reduce) -> Tensor:
+    """`leaf_weights` of the rollouts of groups, shape [B], float32. Collective."""
+    return leaf_weights(_group_ids(groups), mask_BT, _branches(groups), reduce=reduce).float()
+
+
+def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
+    sizes = torch.tensor([len(group.rollouts) for group in groups], dtype=torch.long)
+    return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def _branches(groups: Sequence[RolloutGroup]) -> Branches:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
 
 
 def unusable_token_rewards(reason: str, remedy: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
 from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
 from pl_grouprl.types import RolloutGroup
 
@@ -28,6 +29,7 @@ def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
             "by_function": [
                 {name: number_or_nan(r) for name, r in rollout.rewards.items()} for rollout in group.rollouts
             ],
+            "sampled": count_sampled(group.rollouts),
             "episodes": [summarize_episode(rollout) for rollout in group.rollouts],
         }
         for group in groups
@@ -40,7 +42,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     Returns:
         `reward` (mean), `reward_std` (mean over groups of the standard deviation inside the group, Bessel-corrected),
         `frac_reward_zero_std`, `rewards/{name}/mean` and `/std`, and `completions/...` lengths in tokens that the
-        model wrote. Rollouts without a reward are left out of the rewards. For episodes, also `episode_metrics`.
+        model wrote. Rollouts without a reward are left out of the rewards. Also `episode_metrics` and `branch_metrics`.
     """
     spreads = [_std(_finite(record["rewards"])) for record in records]
     lengths = [length for record in records for length in record["lengths"]]
@@ -57,7 +59,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     for name, values in rewards_by_function(records).items():
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
-    return metrics | episode_metrics(records)
+    return metrics | episode_metrics(records) | branch_metrics(records)
 
 
 def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:

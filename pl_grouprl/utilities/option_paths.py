@@ -27,6 +27,7 @@ OPTION_PATHS = {
     "data.init_args.video_column": "video_key",
     "model.init_args.advantage_estimator": "adv_estimator",
     "model.init_args.beta": "use_kl_loss kl_loss_coef kl_coef",
+    "model.init_args.branching": "",
     "model.init_args.chat_template": "chat_template_path custom_chat_template",
     "model.init_args.cliprange_value": "",
     "model.init_args.critic": "value_model",

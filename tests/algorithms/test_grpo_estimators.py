@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.branching_engine import BranchingEngine
 from helpers.episodes import make_episode, make_group
 from helpers.rollouts import per_rollout_means
 from helpers.scripts import run_script
 from helpers.sweeps import sweep
 
+from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional import advantages as functions
 from pl_grouprl.functional.kl import kl_estimate
 from pl_grouprl.functional.rows import from_rows, to_rows
@@ -285,33 +288,57 @@ def test_compute_advantages_by_itself(step):
     torch.testing.assert_close(module.compute_advantages(buffer.groups), expected_B)
 
 
+@pytest.mark.parametrize("name", ["tree", "vine"])
+def test_branched_rollouts(step, name):
+    buffer = step(BranchingEngine(Engine()), advantage_estimator=name, loss_agg_mode="seq-mean-token-sum").last_rollouts
+    rollouts = rollouts_of(buffer)
+    branches = functions.Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
+    mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
+    estimator = functions.make_advantage_estimator(name)
+    expected_BT = estimator(rewards_of(buffer), group_ids_of(buffer), mask=mask_BT, branches=branches)
+    expected_N = from_rows(expected_BT, buffer.rollout_lengths)
+    torch.testing.assert_close(buffer.joined("advantages"), expected_N)
+    assert any(len(set(own.tolist())) > 1 for own in expected_N.split(buffer.rollout_lengths.tolist()))
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_optimal_token_baseline(step, make_module, name):
+    """The norms are those of the policy before the update, from a forward that is made for them."""
+    module = step(advantage_estimator=name, optimizer=OptimizerConfig(learning_rate=0.0))
+    buffer = module.last_rollouts
+    assert torch.isfinite(buffer.joined("old_logprobs")).all()
+    with shared_prefix(module.policy):
+        norms_N = module.score_rollouts(module.policy, buffer, score_norm=True).score_norm_N
+    rewards, norms, mask = (
+        to_rows(values_N, buffer.rollout_lengths)
+        for values_N in (buffer.joined("token_rewards"), norms_N, buffer.joined("loss_mask"))
+    )
+    found = functions.make_advantage_estimator(name)(rewards, group_ids_of(buffer), mask=mask, score_norms=norms)
+    assert found.abs().max() > 0.1
+    torch.testing.assert_close(buffer.joined("advantages"), from_rows(found, buffer.rollout_lengths))
+
+
+def test_tree_refuses_what_belongs_to_whole_rollouts(step, make_module):
+    with pytest.raises(ValueError, match="a reward function returned a reward per token, but tree compares whole"):
+        step(rewards=lambda completion_ids, **columns: [[1.0] * len(ids) for ids in completion_ids],
+             advantage_estimator="tree")  # fmt: skip
+    with pytest.raises(ValueError, match="advantage_estimator='vine' takes one reward; use 'sum_then_normalize'"):
+        make_module(advantage_estimator="vine", multi_objective_aggregation="normalize_then_sum")
+
+
 # Two ranks.
 
 SCRIPT = Path(__file__).with_name("estimator_ranks.py")
 
 WITH_ADVANTAGES = (
-    *ROLLOUT_LEVEL,
-    *TOKEN_LEVEL,
-    "process",
-    "process_reinforce",
-    "batch",
-    "normalize_then_sum",
-    "kl",
-    "token_kl",
+    *(*ROLLOUT_LEVEL, *TOKEN_LEVEL, "process", "process_reinforce", "tree", "vine", "gpg"),
+    *("optimal_token_baseline", "batch", "normalize_then_sum", "kl", "token_kl"),
 )
-WITH_METRICS = ("token_truncate", "sequence_mask", "kl", "token_kl", "adaptive")
+WITH_METRICS = ("token_truncate", "sequence_mask", "kl", "token_kl", "adaptive", "tree")
 REFUSED = ("of_rollouts", "of_tokens")
 QUICK = {
-    "grpo",
-    "remax",
-    *TOKEN_LEVEL,
-    "process",
-    "batch",
-    "normalize_then_sum",
-    "token_kl",
-    "sequence_mask",
-    "adaptive",
-    "of_rollouts",
+    *("grpo", "remax", *TOKEN_LEVEL, "process", "tree", "vine", "optimal_token_baseline", "batch"),
+    *("normalize_then_sum", "token_kl", "sequence_mask", "adaptive", "of_rollouts"),
 }
 
 
