@@ -20,7 +20,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from pl_grouprl.utilities.config_errors import explain
+from pl_grouprl.utilities.config_errors import cause_of_union, explain, is_refusal
 from pl_grouprl.utilities.config_files import refuse_duplicates, refuse_unknown_groups
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.loggers import prepare_loggers
@@ -81,12 +81,30 @@ class ConfigFile(ActionConfigFile):
 
 
 class RLParser(LightningArgumentParser):
-    """Lightning's parser, whose errors name the option and the nearest known one."""
+    """Lightning's parser without abbreviations, whose errors name the option and the nearest known one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Explain a usage error; parsers of nested classes leave that to the outermost parser."""
-        explained = explain(message) if self.exit_on_error else None
+        options = [option for action in self._actions for option in action.option_strings]
+        explained = explain(message, options) if self.exit_on_error else None
         super().error(message if explained is None else explained, ex)
+
+    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the objects; what one of this package's constructors refuses is a usage error.
+
+        Raises:
+            Exception: Any other error of a constructor, without the parser's report of all its arguments.
+        """
+        try:
+            return super().instantiate_classes(*args, **kwargs)
+        except Exception as error:
+            cause = cause_of_union(error)
+        if is_refusal(cause):
+            self.exit(2, f"error: {cause}\n")
+        raise cause
 
     def print_usage(self, file: Any = None) -> None:
         """Print the usage if it is short; that of a sub-command is a page, and would hide the error after it."""

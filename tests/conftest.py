@@ -17,6 +17,7 @@ if str(Path(__file__).parent) not in sys.path:
 import pytest
 import torch
 from helpers.process_state import left_changed, seed_all
+from helpers.versions import skip_refused_models
 from jsonargparse import _typehints
 
 from pl_grouprl.utilities import garbage
@@ -28,6 +29,10 @@ torch.set_num_threads(1)
 def pytest_runtest_setup(item):
     """Fixtures of any scope draw the same random numbers, whichever test is the first to ask for them."""
     seed_all(0)
+
+
+def pytest_collection_modifyitems(items):
+    skip_refused_models(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,7 +23,14 @@ ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBU
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml", ".txt": "text"}
 NOTEBOOK = ".ipynb"
 # Modules whose public names are documented although no `__init__` exports them.
-MODULES = {"pl_grouprl.functional": "functional/*.py", "pl_grouprl.types": "types.py"}
+MODULES = {
+    "pl_grouprl.functional": ("functional/*.py",),
+    "pl_grouprl.training": tuple(  # what a subclass, or a loop of one's own, meets
+        f"training/{name}.py"
+        for name in ("loss_sums", "micro_batch", "objective", "rollout_buffer", "run", "run_state")
+    ),
+    "pl_grouprl.types": ("types.py",),
+}
 
 _REFERENCE = """# Reference
 
@@ -137,9 +144,10 @@ def public_names(root: Path = ROOT) -> dict[str, list[str]]:
         names = [f"{package}.{name}" for name in exported if name not in exported_above]
         if names and package != "pl_grouprl":
             found[package] = names
-    for name, pattern in MODULES.items():
+    for name, patterns in MODULES.items():
         found[name] = [
             f"{'.'.join(path.relative_to(root).with_suffix('').parts)}.{definition}"
+            for pattern in patterns
             for path in sorted((root / "pl_grouprl").glob(pattern))
             for definition in _definitions(path)
         ]

@@ -112,11 +112,19 @@ def filled_panels(runs: Sequence[Points]) -> list[str]:
     return [title for title, wanted in PANELS.items() if any(select(points, wanted) for points in runs)]
 
 
+def other_metrics(runs: Sequence[Points]) -> list[str]:
+    """Sorted names of the metrics of any run that no panel shows, such as those that a subclass logs."""
+    bands = {name for names in (SPREADS | RANGES).values() for name in names}
+    patterns = [pattern for wanted in PANELS.values() for pattern in wanted]
+    names = {name for points in runs for name in points} - bands
+    return sorted(name for name in names if not any(_matches(name, pattern) for pattern in patterns))
+
+
 def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
     """Draw one panel of several runs: overlaid if each has one line, otherwise side by side on the same scale.
 
     Args:
-        title: A title in `PANELS`.
+        title: A title in `PANELS`, or the name of a metric.
         runs: (step, value) pairs of each metric, by the names of the runs.
 
     Returns:
@@ -132,7 +140,7 @@ def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
 
 def is_overlaid(title: str, runs: Sequence[Points]) -> bool:
     """Whether all runs are drawn in the same axes, because each has one line."""
-    return len(runs) == 1 or (title != STACKED and all(len(select(points, PANELS[title])) <= 1 for points in runs))
+    return len(runs) == 1 or (title != STACKED and all(len(select(points, _metrics_of(title))) <= 1 for points in runs))
 
 
 def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> None:
@@ -140,7 +148,7 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
 
     Args:
         axes: One `matplotlib.axes.Axes`, or as many as runs.
-        title: A title in `PANELS`.
+        title: A title in `PANELS`, or the name of a metric.
         runs: (step, value) pairs of each metric, by the names of the runs.
     """
     if len(axes) < len(runs):
@@ -154,16 +162,21 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
             _draw_lines(ax, title, heading, _line_per_metric(title, points))
 
 
+def _metrics_of(title: str) -> Sequence[str]:
+    """The metrics of a panel; one without an entry in `PANELS` shows the metric of its title."""
+    return PANELS.get(title, (title,))
+
+
 def _line_per_run(title: str, runs: Mapping[str, Points]) -> list[_Line]:
     return [
         _line(points, name, run, color)
         for (run, points), color in zip(runs.items(), COLORS * len(runs), strict=False)
-        for name in select(points, PANELS[title])
+        for name in select(points, _metrics_of(title))
     ]
 
 
 def _line_per_metric(title: str, points: Points) -> list[_Line]:
-    names = select(points, PANELS[title])
+    names = select(points, _metrics_of(title))
     return [
         _line(points, name, label, color)
         for name, label, color in zip(names, short_labels(names), COLORS, strict=False)
@@ -211,7 +224,7 @@ def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[_Line]) -> 
 
 def _band_note(banded: Sequence[_Line], panel: str) -> str:
     """What the bands of a panel are; empty if there are none."""
-    notes = [texts[-1] for name, texts in (SPREADS | RANGES).items() if name in PANELS[panel]]
+    notes = [texts[-1] for name, texts in (SPREADS | RANGES).items() if name in _metrics_of(panel)]
     return f"band: {notes[0]}" if banded and notes else ""
 
 
@@ -292,14 +305,14 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
 
 def select(points: Points, wanted: Sequence[str]) -> list[str]:
     """Names that match those wanted, with stars resolved, at most eight. Of equal lines only the first is shown."""
-    shown = [name for name in points if not (name.startswith(_NOT_SCORES) or _EXTRA_NUMBER.match(name))]
-    names = [
-        name
-        for pattern in wanted
-        for name in shown
-        if (name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern)
-    ]
+    names = [name for pattern in wanted for name in points if _matches(name, pattern)]
     lines: dict[tuple[Point, ...], str] = {}
     for name in names:
         lines.setdefault(tuple((step, round(value, 6)) for step, value in points[name]), name)
     return list(lines.values())[:_MOST_LINES]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not pattern.endswith("*"):
+        return name == pattern
+    return name.startswith(pattern[:-1]) and not (name.startswith(_NOT_SCORES) or _EXTRA_NUMBER.match(name))

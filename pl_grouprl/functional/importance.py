@@ -30,6 +30,9 @@ from pl_grouprl.utilities.options import check_finite
 
 IMPORTANCE_KINDS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
+DEFAULT_HIGH = 3.0
+"""Upper bound of the ratio, as in TRL."""
+
 MAX_LOG_RATIO = 20.0
 """Limit of a log-ratio before `exp`, in nats, for tokens and sequences (as in verl; TRL has none)."""
 
@@ -66,7 +69,7 @@ def importance_weights(
     rollout_index_N: Tensor,
     num_rollouts: int,
     low: float | None = None,
-    high: float | None = 3.0,
+    high: float | None = DEFAULT_HIGH,
 ) -> ImportanceWeights:
     """Weight each token by the bounded ratio of trainer to sampler; the module's table gives the formulas.
 
@@ -120,15 +123,16 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
         prefix: Prefix of the caller's names of the bounds.
 
     Raises:
-        ValueError: If the kind is unknown, `none` has a lower bound, another kind has no bound at all, or the bounds
-            are negative or in the wrong order.
+        ValueError: If the kind is unknown, `none` has a lower bound or an upper one that is not the default, another
+            kind has no bound at all, or the bounds are negative or in the wrong order.
     """
     if kind not in IMPORTANCE_KINDS:
         raise ValueError(f"importance_sampling is {kind!r}; it must be one of {', '.join(IMPORTANCE_KINDS)}.")
     check_finite(importance_sampling_low=low, importance_sampling_high=high)
     if kind == "none":
-        if low is not None:
-            raise ValueError(f"{prefix}low is {low} and importance_sampling is 'none', which has no bounds.")
+        for bound, value, default in (("low", low, None), ("high", high, DEFAULT_HIGH)):
+            if value not in (None, default):
+                raise ValueError(f"{prefix}{bound} is {value} and importance_sampling is 'none', which has no bounds.")
         return
     if low is None and high is None:
         names = f"{prefix}low and {prefix}high"

@@ -31,7 +31,7 @@ class Table:
         name: Name of the table. All tables of a run with this name have the same columns.
         step: Optimizer steps done.
         columns: Names of the columns.
-        rows: The values of each row in the order of the columns: strings, numbers or None.
+        rows: The values of each row in the order of the columns: strings, numbers or None. A column may mix them.
         markdown: What text-only loggers show; None shows all the rows.
     """
 
@@ -41,9 +41,18 @@ class Table:
     rows: Sequence[Sequence[Any]]
     markdown: str | None = None
 
+    def portable_rows(self) -> list[list[Any]]:
+        """The rows, with integers beyond 64 bits as text: MLflow and trackio cannot store them."""
+        return [[_portable(value) for value in row] for row in self.rows]
+
     def by_column(self) -> dict[str, list[Any]]:
-        """The values of each column."""
-        return {name: [row[place] for row in self.rows] for place, name in enumerate(self.columns)}
+        """The values of each column of `portable_rows`."""
+        rows = self.portable_rows()
+        return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
+
+
+def _portable(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
 def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -108,8 +117,9 @@ def _(logger: WandbLogger, table: Table) -> None:
 
     tables = _WANDB_TABLES.setdefault(logger.experiment, {})
     if table.name not in tables:
-        tables[table.name] = wandb.Table(columns=list(table.columns), log_mode="INCREMENTAL")
-    for row in table.rows:
+        columns = list(table.columns)
+        tables[table.name] = wandb.Table(columns=columns, log_mode="INCREMENTAL", allow_mixed_types=True)
+    for row in table.portable_rows():
         tables[table.name].add_data(*row)
     logger.log_metrics({table.name: tables[table.name]}, table.step)
 

@@ -85,4 +85,4 @@ class TrackioLogger(Logger):
 def _(logger: TrackioLogger, table: Table) -> None:
     import trackio
 
-    logger.log_metrics({table.name: trackio.Table(list(table.columns), [list(row) for row in table.rows])}, table.step)
+    logger.log_metrics({table.name: trackio.Table(list(table.columns), table.portable_rows())}, table.step)

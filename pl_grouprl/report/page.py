@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pl_grouprl.callbacks.curves import filled_panels, panel_figure
+from pl_grouprl.callbacks.curves import filled_panels, other_metrics, panel_figure
 from pl_grouprl.callbacks.turns import turns_line
 from pl_grouprl.report.run import OPTIONS_FILES, RecordedRun, Row, different_options
 from pl_grouprl.utilities.writes import write_whole
@@ -55,10 +55,12 @@ def write_report(runs: Sequence[RecordedRun], path: Path) -> Path:
 def report_page(runs: Sequence[RecordedRun]) -> str:
     """The page as text."""
     title = " · ".join(run.name for run in runs)
+    points = [run.history.points for run in runs]
     sections = [
         f"<h1>{escape(title)}</h1>",
         _overview(runs),
-        f'<h2>Curves</h2><div class="panels">{"".join(_panels(runs))}</div>',
+        f"<h2>Curves</h2>{_panels(runs, filled_panels(points))}",
+        _other_metrics(runs, other_metrics(points)),
         _different(runs) if len(runs) > 1 else "",
         *(_completions(run) for run in runs if run.completions),
         *(_all_options(run) for run in runs if run.options),
@@ -87,13 +89,22 @@ def _figure(run: RecordedRun, metric: str, form: str) -> str:
     return form.format(**run.history.statistics(metric)) if metric in run.history.points else ""
 
 
-def _panels(runs: Sequence[RecordedRun]) -> Iterable[str]:
+def _panels(runs: Sequence[RecordedRun], titles: Iterable[str]) -> str:
     """Each panel as SVG, one grid column wide per axes, up to the full width."""
     points = {run.name: run.history.points for run in runs}
-    for title in filled_panels(list(points.values())):
+    panels = []
+    for title in titles:
         figure = panel_figure(title, points)
         width = ("one", "two", "all")[min(len(figure.axes), 3) - 1]
-        yield f'<figure class="{width}" aria-label="{escape(title)}">{_svg(figure)}</figure>'
+        panels.append(f'<figure class="{width}" aria-label="{escape(title)}">{_svg(figure)}</figure>')
+    return f'<div class="panels">{"".join(panels)}</div>'
+
+
+def _other_metrics(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+    """A panel for each metric that the curves leave out, folded."""
+    if not names:
+        return ""
+    return f"<details><summary>Other metrics ({len(names)})</summary>{_panels(runs, names)}</details>"
 
 
 def _svg(figure: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from pl_grouprl.callbacks.metric_history import MetricHistory
+from pl_grouprl.callbacks.run_summary import VALIDATION_PREFIXES
 
 Row = dict[str, Any]
 
@@ -32,7 +33,7 @@ class RecordedRun:
     Attributes:
         name: Distinguishes it from the other runs of the page.
         folder: The run folder.
-        history: Metrics by optimizer step, from `metrics.csv`.
+        history: Metrics by optimizer steps done, from `metrics.csv`.
         options: Options by dotted name, from one of `OPTIONS_FILES`; empty without such a file.
         completions: Rows of `completions.jsonl`; empty without that file.
         training_seconds: From `summary.json`; None if the run has not ended.
@@ -130,12 +131,31 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _history(path: Path) -> MetricHistory:
+    """Read the metrics. Lightning counts the current step from 0; the history counts the steps done."""
     history = MetricHistory()
     with _naming_file(path, "a file of metrics by step"):
-        for row in csv.DictReader(_whole_lines(path)):
-            step = int(row.pop("step"))
-            history.record(step, {name: float(value) for name, value in row.items() if value and name != "epoch"})
+        rows = [(int(row.pop("step")), _values(row)) for row in csv.DictReader(_whole_lines(path))]
+        rows = [(step, values) for step, values in rows if values]
+        before = _rows_before_training(rows)
+        for number, (step, values) in enumerate(rows):
+            history.record(step if number < before else step + 1, values)
     return history
+
+
+def _values(row: Mapping[str, str]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if value and name != "epoch"}
+
+
+def _rows_before_training(rows: Sequence[tuple[int, Mapping[str, float]]]) -> int:
+    """The number of rows that a validation before the first step wrote; they have the step of what follows."""
+    training = (number for number, (_, values) in enumerate(rows) if not _is_validation(values))
+    first = next(training, len(rows))
+    steps = {0, rows[first][0]} if first < len(rows) else {0}
+    return next((number for number, (step, _) in enumerate(rows[:first]) if step not in steps), first)
+
+
+def _is_validation(values: Mapping[str, float]) -> bool:
+    return all(name.startswith(VALIDATION_PREFIXES) for name in values)
 
 
 def _options(paths: Sequence[Path]) -> dict[str, Any]:

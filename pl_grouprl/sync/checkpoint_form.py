@@ -117,10 +117,11 @@ class CheckpointForm:
 
     def _group(self, name: str) -> tuple[str, bool]:
         """Key shared by all weights of one conversion: the first name that it writes."""
-        from transformers.core_model_loading import apply_converters
-
-        target, pattern = apply_converters(name, self._converters)
-        return target, pattern is not None
+        for converter in self._converters:  # at most one converts a weight
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return target, True
+        return name, False
 
     def _refuse(self, what: str, error: Exception) -> NoReturn:
         raise ValueError(

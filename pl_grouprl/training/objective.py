@@ -18,7 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
-from pl_grouprl.functional.importance import ImportanceWeights, check_importance_options, importance_weights
+from pl_grouprl.functional.importance import (
+    DEFAULT_HIGH,
+    ImportanceWeights,
+    check_importance_options,
+    importance_weights,
+)
 from pl_grouprl.functional.kl import kl_estimate
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.masked import masked_sum
@@ -70,7 +75,7 @@ class PolicyObjective:
         self.kl = kl
         self.entropy_coef = entropy_coef
         self.router_aux_loss_coef = router_aux_loss_coef
-        self.importance_sampling = importance_sampling or {"kind": "none", "low": None, "high": 3.0}
+        self.importance_sampling = importance_sampling or {"kind": "none", "low": None, "high": DEFAULT_HIGH}
         kind, low, high = (self.importance_sampling[name] for name in ("kind", "low", "high"))
         check_importance_options(kind, low, high, prefix="importance_sampling_")
         self._norm = float(max_new_tokens) if loss_agg_mode == "seq-mean-token-sum-norm" else None

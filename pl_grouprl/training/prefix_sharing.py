@@ -45,10 +45,15 @@ class PrefixSharing:
         Args:
             models: The transformers models to patch, by name.
             reports: Compares shared with repeated prefixes.
+
+        Raises:
+            ValueError: If a model has attention dropout.
         """
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
+        for name, model in models.items():
+            _refuse_attention_dropout(name, model)
         if self.verify:
             memory = naming_memory("the check of shared prefixes before training", "verify=False skips it")
             with memory, self._run.support.forward_context():
@@ -69,3 +74,16 @@ class PrefixSharing:
     def close(self) -> None:
         """Restore the models."""
         self._contexts.close()
+
+
+def _refuse_attention_dropout(name: str, model: Any) -> None:
+    """Refuse what would otherwise end the first training step, since layers only drop in training mode."""
+    config = model.config.get_text_config(decoder=True)
+    for option in ("attention_dropout", "attn_pdrop", "attn_dropout"):
+        rate = getattr(config, option, None)
+        if model.training and isinstance(rate, float) and rate > 0:
+            raise ValueError(
+                f"{name} has {option}={rate}, and dropout in attention cannot match between a shared and a repeated "
+                f"prefix; set it to 0 in the model's config (disable_dropout=True of PretrainedPolicy does that), or "
+                "pass sharing='repeated'."
+            )

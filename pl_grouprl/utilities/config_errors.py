@@ -8,16 +8,18 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pydoc import locate
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from pl_grouprl.utilities.arguments import config_class, suggestion
 from pl_grouprl.utilities.option_notes import note_on_option, note_on_value
 from pl_grouprl.utilities.option_paths import foreign_path
+from pl_grouprl.utilities.origin import PACKAGE
 
 AT_TOP = ("model", "data", "trainer", "ckpt_path", "seed_everything")
 """Groups and options at the top of a configuration."""
@@ -29,6 +31,14 @@ _SOURCES = {
     "CriticSource": "pl_grouprl.models.PretrainedCritic",
 }
 """What takes the options of a model given by its path, by the protocol of the option."""
+
+_UNION = "Does not validate against any of the Union subtypes"
+
+_EXAMPLES = {
+    LightningModule: "--model pl_grouprl.GRPO",
+    LightningDataModule: "--data pl_grouprl.PromptDataModule",
+}
+"""What names the class of a group, by the class that stands for all."""
 
 _KEY = re.compile(r"Parser key \"([\w.]+)\"")
 _CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
@@ -49,10 +59,15 @@ _LITERAL = re.compile(r"typing\.Literal\[(.*)\]$")
 _REQUIRED = re.compile(r"the following arguments are required: (.+)$")
 
 
-def explain(message: str) -> str | None:
-    """Say which name or value is wrong, where, and what would be right. None if the report does not show it."""
+def explain(message: str, options: Sequence[str] = ()) -> str | None:
+    """Say which name or value is wrong, where, and what would be right. None if the report does not show it.
+
+    Args:
+        message: The parser's report.
+        options: The options of the command line, such as `--trainer.max_steps`.
+    """
     if unrecognized := _ARGUMENTS.match(message):
-        return _about_arguments(unrecognized[1].split())
+        return _about_arguments(unrecognized[1].split(), options)
     lines = [line for line in message.splitlines() if line.strip()]
     found = [number for number, line in enumerate(lines) if _sentence(line, None) is not None]
     if not found:
@@ -66,6 +81,25 @@ def explain(message: str) -> str | None:
     owner = of_callable[1] if of_callable else next(iter(classes), None)
     sentence = _sentence(lines[deepest], owner, keys[-1] if keys else None)
     return f"{'.'.join(keys)}: {sentence}" if keys else sentence
+
+
+def cause_of_union(error: Exception) -> Exception:
+    """The error of the constructor that the parser called for a value of several types; other errors unchanged."""
+    cause = error
+    while str(cause).startswith(_UNION) and isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    return error if _raised_in(cause).startswith("jsonargparse.") else cause
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether code of this package refused a value, as opposed to a failure of any code."""
+    return isinstance(error, ValueError | OSError | ImportError) and _raised_in(error).startswith(PACKAGE + ".")
+
+
+def _raised_in(error: Exception) -> str:
+    """Name of the module that raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__", "") if frames else ""
 
 
 def _explain_source(lines: Sequence[str]) -> str | None:
@@ -131,7 +165,7 @@ def _sentence(line: str, owner: str | None, key: str | None = "") -> str | None:
     return _about_class(line, owner)
 
 
-def _about_arguments(arguments: Sequence[str]) -> str:
+def _about_arguments(arguments: Sequence[str], options: Sequence[str]) -> str:
     """Say how options of TRL and verl, and ours without their path, are written on the command line."""
     flags = [number for number, argument in enumerate(arguments) if argument.startswith("--") or "=" in argument]
     for number, end in pairwise([*flags, len(arguments)]):
@@ -140,7 +174,9 @@ def _about_arguments(arguments: Sequence[str]) -> str:
         if path is not None:
             shown = "..." if note else " ".join([*value, *arguments[number + 1 : end]]) or "..."
             return f"{arguments[number]} is written --{path} {shown} here.{note} {_TABLES}"
-    return f"unrecognized arguments: {' '.join(arguments)}; options are written --trainer.max_steps 100. {_TABLES}"
+    nearest = [match for n in flags for match in difflib.get_close_matches(arguments[n].split("=")[0], options, n=1)]
+    remedy = f"did you mean {nearest[0]}?" if nearest else f"options are written --trainer.max_steps 100. {_TABLES}"
+    return f"unrecognized arguments: {' '.join(arguments)}; {remedy}"
 
 
 def _about_top(name: str) -> str:
@@ -154,6 +190,8 @@ def _about_option(option: str, group: str | None, owner: str | None) -> str:
     cls: Any = Trainer if owner is None else locate(owner)
     if cls is None:
         return f"there is no option {option!r}"
+    if cls in _EXAMPLES:
+        return f"no class_path is given; pass a configuration that has one, or {_EXAMPLES[cls]} before its options"
     name = option.removeprefix("trainer.").split(".")[0]
     if close := difflib.get_close_matches(name, ("class_path", "init_args"), n=1, cutoff=0.8):
         wrong = "" if name in ("class_path", "init_args") else f"{name!r} is not {close[0]!r}; "

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from pl_grouprl.utilities.checkpoint_files import finish_interrupted, newest_complete, read_manifest
+from pl_grouprl.utilities.checkpoint_files import ABSENT, finish_interrupted, newest_complete, read_manifest
 from pl_grouprl.utilities.run_options import changes_since, refused_changes, remedy
 from pl_grouprl.utilities.verified_loading import remember_verified
 
@@ -57,7 +57,7 @@ def find_last(trainer: Trainer) -> None:
     """Make a Trainer resolve `ckpt_path="last"` with `last_checkpoint`. A second call changes nothing.
 
     Lightning itself asks the checkpoint callbacks what they saved. In a new process that is nothing, so it would start
-    from scratch.
+    from scratch. A path that does not exist is refused here, before the models are loaded, rather than after that.
     """
     connector: Any = trainer._checkpoint_connector
     if "_parse_ckpt_path" in vars(connector):
@@ -67,9 +67,23 @@ def find_last(trainer: Trainer) -> None:
     def parse_ckpt_path(state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
         if ckpt_path == "last":
             ckpt_path = last_checkpoint(trainer, trainer.lightning_module if state_fn == TrainerFn.FITTING else None)
-        return parse(state_fn, ckpt_path, **options)
+        chosen = parse(state_fn, ckpt_path, **options)
+        _refuse_absent(chosen)
+        return chosen
 
     connector._parse_ckpt_path = parse_ckpt_path
+
+
+def _refuse_absent(checkpoint: Any) -> None:
+    if checkpoint is None or "://" in str(checkpoint) or Path(checkpoint).exists():
+        return
+    if Path(checkpoint).parent.is_dir():
+        finish_interrupted(Path(checkpoint).parent)  # it may have been moved aside when a save was killed
+    if not Path(checkpoint).exists() and not Path(checkpoint).is_symlink():
+        raise FileNotFoundError(
+            f"ckpt_path is {str(checkpoint)!r}: {ABSENT}. Pass the path of a checkpoint, or 'last' for the newest one "
+            "of runs with this name."
+        )
 
 
 def runs_folder(trainer: Trainer) -> Path:

@@ -88,6 +88,10 @@ _VALUE_NOTES: dict[tuple[str, Any], str] = {
     ("scale_rewards", False): _BOOLEAN,
     ("scale_rewards", True): _BOOLEAN,
 }
+_LORA_CONFIG = (
+    "PEFT's LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=['q_proj']) is written "
+    "LoRAAdapter(r=8, alpha=16, dropout=0.1, target_modules=['q_proj'])."
+)
 _PARSED = {"False": False, "True": True}
 
 
@@ -109,6 +113,8 @@ def note_on_value(option: str, value: Any) -> str:
         option: Its name, perhaps after others and a dot.
         value: A value, or how it is printed.
     """
+    if type(value).__name__ == "LoraConfig":
+        return f" {_LORA_CONFIG}"
     value = _PARSED.get(value, value) if isinstance(value, str) else value
     if not isinstance(value, str | bool):
         return ""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.tiny_gguf import write_gguf
+from helpers.versions import needs
 
 from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint
 from pl_grouprl.data import PromptDataModule
@@ -13,6 +14,7 @@ def lengths(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
+@needs("transformers", "5.23")
 @pytest.mark.parametrize("adapter", [None, pytest.param({"r": 2}, marks=pytest.mark.slow)])
 def test_train_resume_and_export(make_module, make_trainer, tmp_path, adapter):
     from transformers import AutoModelForCausalLM

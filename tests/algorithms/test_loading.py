@@ -112,6 +112,16 @@ def test_a_checkpoint_is_read_once_to_verify_it(saved, make_module, make_data, m
     assert hashed == [path.resolve()]  # found by the search, verified for the load, by module and callback
 
 
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+def test_a_checkpoint_that_does_not_exist_is_refused_before_the_policy_is_loaded(
+    stage, make_module, make_data, make_trainer, tmp_path
+):
+    module = make_module()
+    with pytest.raises(FileNotFoundError, match=r"ckpt_path is '.*gone\.ckpt': there is no such file or folder\. Pass"):
+        getattr(make_trainer(), stage)(module, datamodule=make_data(), ckpt_path=tmp_path / "gone.ckpt")
+    assert module.policy is None
+
+
 @pytest.mark.parametrize("callbacks", [(), (ModelCheckpoint,)], ids=["none", "Lightning's"])
 def test_last_is_found_or_refused_whatever_saves(make_module, make_data, make_trainer, tmp_path, callbacks):
     """Lightning alone starts anew, with a warning."""

@@ -167,6 +167,7 @@ def test_options_of_a_preset_can_be_set(make_module):
         ),
         ({"importance_sampling": "truncate"}, "importance_sampling is 'truncate'; it must be one of none, token_trunc"),
         ({"importance_sampling_low": 0.5}, "low is 0.5 and importance_sampling is 'none'"),
+        ({"importance_sampling_high": 2.0}, "importance_sampling_high is 2.0 and importance_sampling is 'none'"),
         (
             {"importance_sampling": "token_mask", "importance_sampling_high": None},
             "importance_sampling='token_mask' needs at least one bound",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 from helpers.variants import SPAN
+from helpers.versions import needs
 
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.demo.digits import digit_tokenizer
@@ -61,6 +62,7 @@ def distance(found, expected):
     return float((difference / sum(expected[name].double().square().sum() for name in names)).sqrt())
 
 
+@needs("torch", "2.13")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sharing_rounds_no_more_than_repeating(family, fit):
     """Gradients of the first step, against those of float32 with repeated prefixes."""

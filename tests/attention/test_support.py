@@ -117,7 +117,7 @@ def test_biases_by_distance_are_refused():
     ],
     ids=[
         *("soft cap", "soft cap and windows", "sinks", "window of some layers", "windows", "rotary frequencies"),
-        *("latent attention", "a state", "queries scaled by their position"),
+        *("latent attention", "a state, qwen3_next", "queries scaled by their position"),
     ],
 )
 def test_formerly_refused_config_options_pass(family, overrides):

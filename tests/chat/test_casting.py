@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from helpers.versions import needs
 
 from pl_grouprl.chat.casting import cast_arguments
 
@@ -89,6 +90,7 @@ def test_what_no_schema_describes_stays() -> None:
     )
 
 
+@needs("transformers", "5.21")
 def test_the_rules_are_those_of_transformers() -> None:
     parser = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
     for (name, schema), text in product(SCHEMAS.items(), TEXTS):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.tiny_models import random_groups, tiny_model
+from helpers.versions import needs
 
 from pl_grouprl.attention import ParityError, check_parity, shared_prefix
 from pl_grouprl.attention.backends import choice
@@ -36,6 +37,7 @@ def test_one_row_for_each_kind_of_layer():
     assert len(lines) == 7
 
 
+@needs("transformers", "5.21")
 def test_stateful_layers_have_a_row():
     report = check_parity(tiny_model("qwen3_5_text", **STATEFUL), random_groups(0, SHAPES))
     assert {layer.kind: layer.backend for layer in report.layers} == {

@@ -5,6 +5,7 @@ import shutil
 
 import pyarrow as pa
 import pytest
+from helpers.versions import needs
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from PIL import Image
 from pyarrow import parquet
@@ -146,6 +147,7 @@ def test_blocks_are_read_when_indexed(source, monkeypatch):
         rows[5]
 
 
+@needs("datasets", "4.7")
 def test_images_stay_encoded_and_json_is_decoded(tmp_path):
     import datasets
 

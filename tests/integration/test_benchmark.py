@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.process_state import left_changed
 from helpers.tiny_gguf import vocabulary, write_gguf
+from helpers.versions import needs
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,7 @@ def test_table_and_results_of_a_tiny_case(load, measured, tmp_path, capsys):
     assert output.with_suffix(".png").stat().st_size > 1000
 
 
+@needs("torch", "2.13")
 def test_operations_are_those_that_torch_counts(load):
     case = replace(load("cases").Case("tiny"), prefix=9, rollout=1, group_size=1, hidden=32, vocabulary=50)
     model = case.make_model()
@@ -173,6 +175,7 @@ def test_other_benchmarks_run_by_the_one_entry(load, name, tmp_path, capsys):
     assert capsys.readouterr().out
 
 
+@needs("transformers", "5.23")
 def test_a_pretrained_model_is_measured(load, tmp_path, capsys):
     write_gguf(tmp_path / "tiny.gguf")
     sizes = "--sizes 8:2 --group-size 2 --groups 1 --rounds 1 --rows shared repeated"

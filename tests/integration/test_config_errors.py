@@ -113,6 +113,8 @@ def test_a_wrong_name_or_value_is_answered_in_one_line(text, error, tmp_path, ca
         (["critic.model.lora_rank=8"], "unrecognized arguments: critic.model.lora_rank=8;"),
         (["actor.ppo_mini_batch_size=4"], "--model.init_args.num_mini_batches ... here. It is a number of parts"),
         (["nonsense"], "unrecognized arguments: nonsense; options are written --trainer.max_steps 100."),
+        (["--trainer.max_step", "4"], "--trainer.max_step 4; did you mean --trainer.max_steps?"),
+        (["--trainer.max_step=4"], "--trainer.max_step=4; did you mean --trainer.max_steps?"),
     ],
 )
 def test_an_option_written_as_in_trl_or_verl(arguments, error, capsys):
@@ -179,3 +181,40 @@ def test_a_base_configuration_alone_says_what_is_missing(config, capsys):
     printed = capsys.readouterr().err
     assert f"error: model: pl_grouprl.{config.upper()} needs init_args.policy; add it to a configuration" in printed
     assert "Namespace" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["plan", "--config", "grpo_pg.yaml", "--model.init_args.num_generations", "1"], "num_generations is 1; grpo"),
+        (["fit", "--config", "base/grpo.yaml", "--model.init_args.policy", "x"], "rewards is None; pass a reward fun"),
+    ],
+)
+def test_what_a_constructor_refuses_is_one_line(arguments, error, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    printed = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert printed[-1].startswith(f"error: {error}")
+    assert [line for line in printed if "Seed set" not in line] == printed[-1:]
+
+
+def test_any_other_error_of_a_constructor_is_raised_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "broken_19.py").write_text(
+        "import pl_grouprl\n\nclass Broken(pl_grouprl.GRPO):\n"
+        "    def __init__(self, *args, **kwargs):\n        [][1]\n        super().__init__(*args, **kwargs)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(IndexError, match=r"^list index out of range$") as raised:
+        main(["fit", "--config", "grpo_pg.yaml", "--config", "model: {class_path: broken_19.Broken}"])
+    assert raised.traceback[-1].path.name == "broken_19.py"
+
+
+@pytest.mark.parametrize(("group", "example"), [("model", "pl_grouprl.GRPO"), ("data", "pl_grouprl.PromptDataModule")])
+def test_options_without_their_class(group, example, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", f"--{group}.init_args.seed", "1"])
+    assert (
+        f"error: {group}: no class_path is given; pass a configuration that has one, or --{group} {example} before"
+        in (capsys.readouterr().err)
+    )

@@ -107,8 +107,9 @@ def test_a_missing_file_is_named(tmp_path):
     (tmp_path / "docs").mkdir()
     for name in site_pages.ROOT_PAGES:
         (tmp_path / name).write_text("# x\n")
-    (tmp_path / "pl_grouprl" / "functional").mkdir(parents=True)
-    for name in ("__init__.py", "types.py", "functional/__init__.py"):
+    for folder in ("functional", "training"):
+        (tmp_path / "pl_grouprl" / folder).mkdir(parents=True)
+    for name in ("__init__.py", "types.py", "functional/__init__.py", "training/__init__.py"):
         (tmp_path / "pl_grouprl" / name).write_text('"""x."""\n')
     (tmp_path / "docs" / "a.md").write_text("[b](../missing.py)\n")
     with pytest.raises(FileNotFoundError, match=r"missing\.py"):
@@ -121,6 +122,8 @@ def test_the_reference_has_the_public_names():
     assert "pl_grouprl.functional.advantages.opo_advantages" in names["pl_grouprl.functional.advantages"]
     assert "pl_grouprl.functional.validation.best_at_k" in names["pl_grouprl.functional"]
     assert "pl_grouprl.types.SamplingConfig" in names["pl_grouprl.types"]
+    training = {"loss_sums.LossSums", "micro_batch.MicroBatch", "rollout_buffer.RolloutBuffer", "run.PlainRun"}
+    assert {f"pl_grouprl.training.{name}" for name in training} <= {*names["pl_grouprl.training"]}
     for members in names.values():
         assert not any(member.rpartition(".")[2].startswith("_") for member in members)
 

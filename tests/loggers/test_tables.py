@@ -13,8 +13,10 @@ from pl_grouprl.loggers import Table, TrackioLogger, log_table
 from pl_grouprl.loggers.tables import markdown_of
 from pl_grouprl.utilities.loggers import prepare_loggers
 
-FIRST = Table("answers", 1, ["step", "text", "reward"], [[1, "a|b\nc", 0.5], [1, "ü", None]])
-SECOND = Table("answers", 2, ["step", "text", "reward"], [[2, "d", 1]])
+COLUMNS = ["step", "text", "reward", "answer"]
+FIRST = Table("answers", 1, COLUMNS, [[1, "a|b\nc", 0.5, 7], [1, "ü", None, "x"]])
+SECOND = Table("answers", 2, COLUMNS, [[2, "d", 1, 2**70]])
+LARGE = str(2**70)
 
 
 def needs(package):
@@ -40,7 +42,7 @@ def test_csv_has_one_file_with_one_header(tmp_path):
     log_both(logger)
     with (tmp_path / "run" / "tables" / "answers.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
-    assert rows == [["step", "text", "reward"], ["1", "a|b\nc", "0.5"], ["1", "ü", ""], ["2", "d", "1"]]
+    assert rows == [COLUMNS, ["1", "a|b\nc", "0.5", "7"], ["1", "ü", "", "x"], ["2", "d", "1", LARGE]]
 
 
 def test_csv_gives_back_any_text(tmp_path):
@@ -67,7 +69,9 @@ def test_tensorboard_has_a_text_per_step(tmp_path):
     events = EventAccumulator(logger.log_dir).Reload()
     texts = [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors("answers/text_summary")]
     assert [step for step, _ in texts] == [1, 2]
-    assert texts[0][1] == "| step | text | reward |\n|---|---|---|\n| 1 | a\\|b c | 0.5 |\n| 1 | ü |  |"
+    assert texts[0][1] == (
+        "| step | text | reward | answer |\n|---|---|---|---|\n| 1 | a\\|b c | 0.5 | 7 |\n| 1 | ü |  | x |"
+    )
 
 
 @needs("wandb")
@@ -87,7 +91,7 @@ def test_wandb_gets_an_increment_per_step(tmp_path, monkeypatch):
         wandb.teardown()
     files = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/*.table.json"))
     tables = sorted((json.loads(file.read_text())["data"] for file in files), key=len, reverse=True)
-    assert tables == [FIRST.rows, SECOND.rows]
+    assert tables == [FIRST.rows, [[2, "d", 1, LARGE]]]
     assert (summary["log_mode"], summary["increment_num"], summary["nrows"]) == ("INCREMENTAL", 1, 3)
 
 
@@ -99,9 +103,18 @@ def test_mlflow_adds_to_the_artifact(tmp_path, monkeypatch):
     log_both(logger)
     (file,) = tmp_path.glob("mlruns/*/*/artifacts/answers.json")
     assert json.loads(file.read_text()) == {
-        "columns": ["step", "text", "reward"],
-        "data": [[1, "a|b\nc", 0.5], [1, "ü", None], [2, "d", 1.0]],
+        "columns": COLUMNS,
+        "data": [[1, "a|b\nc", 0.5, 7], [1, "ü", None, "x"], [2, "d", 1.0, LARGE]],
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(2**63 - 1, 2**63 - 1), (2**63, str(2**63)), (-(2**63), -(2**63)), (-(2**63) - 1, str(-(2**63) - 1))]
+    + [(value, value) for value in ("x", 0.5, None, True)],
+)
+def test_integers_beyond_64_bits_are_text(value, shown):
+    assert Table("answers", 1, ["answer"], [[value]]).portable_rows() == [[shown]]
 
 
 @needs("trackio")
@@ -122,8 +135,8 @@ def test_trackio_has_a_table_per_step_and_options(tmp_path, monkeypatch):
     logs = SQLiteStorage.get_logs("test", "run")
     assert [(log["step"], log["loss"]) for log in logs if "loss" in log] == [(1, 0.25), (3, 0.125)]
     assert [(log["step"], log["answers"]["_value"]) for log in logs if "answers" in log] == [
-        (step, [dict(zip(table.columns, row, strict=True)) for row in table.rows])
-        for step, table in ((1, FIRST), (2, SECOND))
+        (step, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
+        for step, rows in ((1, FIRST.rows), (2, [[2, "d", 1, LARGE]]))
     ]
     assert SQLiteStorage.get_run_config("test", "run")["sampling/temperature"] == "0.7"
     assert (logger.name, logger.version) == ("test", "run")

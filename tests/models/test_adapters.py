@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from helpers.tiny_models import FAMILIES, random_groups, tiny_model
+from helpers.versions import needs
 from torch import nn
 
 from pl_grouprl.attention import check_parity
@@ -100,6 +101,15 @@ def test_options_out_of_range(name, wrong):
         LoRAAdapter(**{name: wrong})
 
 
+def test_the_config_of_peft_is_answered_with_ours():
+    from peft import LoraConfig
+
+    with pytest.raises(
+        ValueError, match=r"PretrainedPolicy.adapter is a LoraConfig.*lora_alpha=16.* LoRAAdapter\(r=8, al"
+    ):
+        PretrainedPolicy("some/model", adapter=LoraConfig(r=8))
+
+
 @pytest.mark.parametrize(
     "wrong",
     ["q_proj", ".*nowhere", "(", ["q_proj", "nowhere"], ["mlp"], r".*\.mlp", ["layers.0.input_layernorm"]],
@@ -135,6 +145,7 @@ def test_a_vision_tower_gets_an_adapter_only_on_request(target_modules, outside)
     assert len(names - outside) == 2 * per_layer
 
 
+@needs("peft", "0.21")
 def test_experts_are_not_linear_layers():
     """PEFT reads the names of the dense layers as those of all experts' parameters, and would leave the former out."""
     dense = tiny_model("qwen3_moe", mlp_only_layers=[0])

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.tiny_gguf import MERGES, SPECIAL, vocabulary, write_gguf
+from helpers.versions import needs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig
 
@@ -84,6 +85,7 @@ def test_dtype_and_attention(folder, written):
     assert torch.equal(model.model.embed_tokens.weight, expected)
 
 
+@needs("transformers", "5.23")
 def test_no_trace_of_the_quantization_is_left(policy, written, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,6 +117,7 @@ def test_critics_and_adapters_of_a_file(folder, policy):
     assert {name.split(".")[-3] for name, p in adapted.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
 
 
+@needs("transformers", "5.23")
 @pytest.mark.parametrize(("pre", "digits"), [("smollm", True), ("starcoder", True), ("gpt-2", False)])
 def test_the_tokenizer_splits_as_the_original(pre, digits, tmp_path):
     write_gguf(tmp_path / "a.gguf", pre=pre)
@@ -134,6 +137,7 @@ def test_the_rules_differ_where_it_is_tested():
     assert sum(one != other for one, other in zip(*encoded, strict=True)) >= 3
 
 
+@needs("transformers", "5.23")
 @pytest.mark.parametrize("pre", [None, "default", "new-rules"])
 def test_unknown_rules_of_splitting_are_refused(pre, tmp_path):
     write_gguf(tmp_path / "a.gguf", pre=pre)

@@ -50,6 +50,19 @@ def test_runs_with_one_line_share_axes_and_others_stand_side_by_side():
     assert re.findall(r">([ab])</", validation) == ["a", "b"]  # the runs, above their axes
 
 
+def test_metrics_without_a_panel_have_one_each():
+    runs = [recorded("a"), recorded("b")]
+    for run in runs:
+        run.history.record(1, {"mine/share": 0.25, "val/rewards/grade/steps": 3.0})
+    runs[0].history.record(1, {"only/one": 1.0})
+    page = report_page(runs)
+    folded = page.partition("<details><summary>Other metrics (3)</summary>")[2].partition("</details>")[0]
+    titles = ["mine/share", "only/one", "val/rewards/grade/steps"]
+    assert re.findall(r'<figure class="(\w+)" aria-label="([^"]+)"', folded) == [("one", title) for title in titles]
+    assert page.count('aria-label="mine/share"') == 1
+    assert "Other metrics" not in report_page([recorded("a")])
+
+
 def test_names_are_no_mathematics_and_none_is_left_out_of_a_legend():
     runs = [recorded(name) for name in ("$\\x$/version_0", "_b/version_0")]
     panel = report_page(runs).partition('aria-label="reward"')[2].partition("</figure>")[0]

@@ -27,8 +27,27 @@ def make_run(tmp_path):
 
 def test_rows_of_a_step_are_merged_and_epochs_left_out(make_run):
     run = read_run(make_run("version_0", seconds=60.0))
-    assert run.history.points == {"reward": [(0, 0.25), (1, 0.75)], "val/reward": [(0, 0.5)]}
-    assert (run.steps, run.training_seconds, run.options, run.completions) == (1, 60.0, {}, [])
+    assert run.history.points == {"reward": [(1, 0.25), (2, 0.75)], "val/reward": [(1, 0.5)]}
+    assert (run.steps, run.training_seconds, run.options, run.completions) == (2, 60.0, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "rewards", "validation"),
+    [
+        # Validation before the first step, and after steps 1 and 2; steps are logged from 0.
+        ("0,,.1 0,.5, 0,,.2 1,.6, 1,,.3", [1, 2], [0, 1, 2]),
+        # A run resumed after step 7.
+        ("7,,.1 7,.5, 7,,.2", [8], [7, 8]),
+        # Every 5th step is logged, validation before the first step, after step 2 and after step 5.
+        ("0,,.1 1,,.2 4,.5, 4,,.3", [5], [0, 2, 5]),
+        # No step is logged yet.
+        ("0,,.1", None, [0]),
+    ],
+)
+def test_steps_are_counted_as_done(rows, rewards, validation, make_run):
+    points = read_run(make_run("version_0", "step,reward,val/reward\n" + rows.replace(" ", "\n") + "\n")).history.points
+    assert [step for step, _ in points["val/reward"]] == validation
+    assert rewards is None or [step for step, _ in points["reward"]] == rewards
 
 
 def test_runs_are_named_by_as_much_of_their_paths_as_tells_them_apart(make_run):
@@ -84,10 +103,10 @@ def test_a_line_that_is_being_written_is_left_out(make_run):
     with (folder / "completions.jsonl").open("a") as file:
         file.write('{"step": 2, "pro')
     run = read_run(folder)
-    assert run.history.points == {"reward": [(0, 0.5)]}
+    assert run.history.points == {"reward": [(1, 0.5)]}
     assert run.completions == [COMPLETION]
     (folder / "metrics.csv").write_text("step,reward\n0,0.5\n,")
-    assert read_run(folder).steps == 0
+    assert read_run(folder).steps == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from helpers.continued import counted_tokens
 from helpers.rollouts import assert_same
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
 from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
+from helpers.versions import needs
 
 from pl_grouprl.media.inputs import media_key, placeholder_ids
 from pl_grouprl.rollout import HFRolloutEngine
@@ -82,6 +83,7 @@ def test_stale_positions_in_the_model_are_not_read(family):
     assert second == engine.generate(**text)
 
 
+@needs("transformers", "5.21")
 def test_a_video_and_its_speed():
     model = tiny_vision_model("qwen2_5_vl")
     tokens = placeholder_ids(model)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_model
 
 from pl_grouprl import GRPO, PPO
 from pl_grouprl.attention import shared_prefix
@@ -233,6 +234,19 @@ def test_prefix_sharing_patches_until_closed(run):
     assert hooked > len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
     with pytest.raises(ValueError, match="sharing is 'twice'"):
         PrefixSharing(run, "twice")
+
+
+@pytest.mark.parametrize(("family", "option"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
+def test_attention_dropout_is_refused_before_the_first_step(family, option):
+    model = tiny_model(family, **{option: 0.25})
+    run = PlainRun(model)
+    with pytest.raises(ValueError, match=rf"policy has {option}=0.25.*\(disable_dropout=True of PretrainedPolicy"):
+        PrefixSharing(run, verify=False).open({"policy": model.train()}, list)
+    PrefixSharing(run, "repeated").open({"policy": model}, list)
+    for safe in (model.eval(), tiny_model(family).train()):
+        sharing = PrefixSharing(run, verify=False)
+        sharing.open({"policy": safe}, list)
+        sharing.close()
 
 
 def test_random_numbers_continue_after_a_validation_and_a_restart(run):

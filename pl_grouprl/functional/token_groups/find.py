@@ -78,8 +78,7 @@ def find_token_groups(
     Args:
         td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio is invariant
             to scale, but not to a shift). Other signals may be passed, but one that looks ahead, such as GAE, makes
-            boundaries depend on later actions, and biases the gradient for thresholds above 1 (18-34 % in an
-            enumerated MDP).
+            boundaries depend on later actions, and biases the gradient for thresholds above 1.
         score_norms: Squared norm q >= 0 of each token's score, shape [B, T] (`TokenScores.score_norm_N`); or the score
             itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the exact formula. Norms
             slightly below 0 (down to -1e-2), a result of rounding, are accepted.
