@@ -28,6 +28,7 @@ COMMANDS = {
     "real-model": "scoring, updates and GRPO steps of a pretrained model, against repeated rows and TRL's trainer",
     "packing": "how full the rows of a token budget are, by counting",
     "balance": "time of two ranks against the estimated cost of their groups",
+    "credit": "bias and variance of gradients from branched rollouts, on a table of logits",
     "all": "all of them, unattended, in a few minutes",
 }
 """Names and descriptions."""

@@ -229,7 +229,7 @@ def count_positions(module: GRPO | PPO) -> tuple[int, int]:
     if isinstance(module, GroupPPO):
         assert module.token_groups is not None
         return tokens, int(token_group_counts(module.token_groups)["positions"])
-    return tokens, tokens if isinstance(module, PPO | Distillation) else int(buffer.trained_rollouts().sum())
+    return tokens, tokens if isinstance(module, PPO | Distillation) else int(buffer.trained_episodes().sum())
 
 
 def time_critic(module: PPO, rounds: int = 5) -> list[float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import accumulate, groupby, pairwise
+from typing import Any, Literal, NamedTuple
 
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
@@ -117,6 +118,8 @@ class Rollout:
             than `branch_points`. Rollouts whose first k + 1 numbers are equal share a segment: the tokens from
             branch point k - 1 (the prompt if k = 0) to branch point k (the end if there is none). Empty without
             branching.
+        episode: Rollouts of a group with the same value are rows of one episode, see `EpisodeRows`; None is an episode
+            of one row.
     """
 
     token_ids: list[int]
@@ -136,6 +139,7 @@ class Rollout:
     environment: LiveObject | None = field(default=None, compare=False, repr=False)
     branch_points: tuple[int, ...] = ()
     branch_path: tuple[int, ...] = ()
+    episode: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "loss_mask", "token_rewards"):
@@ -145,6 +149,22 @@ class Rollout:
                     f"Rollout.{name} has {len(values)} entries for {len(self.token_ids)} token_ids; "
                     "pass one per token or None."
                 )
+        if self.branch_points or self.branch_path:
+            self._check_branches()
+
+    def _check_branches(self) -> None:
+        self.branch_points, self.branch_path = tuple(self.branch_points), tuple(self.branch_path)
+        if len(self.branch_path) != len(self.branch_points) + 1:
+            raise ValueError(
+                f"Rollout.branch_path has {len(self.branch_path)} entries for {len(self.branch_points)} branch_points; "
+                "pass one for the prompt and one for each branch point."
+            )
+        places = (0, *self.branch_points, len(self.token_ids) + 1)
+        if any(left >= right for left, right in pairwise(places)):
+            raise ValueError(
+                f"Rollout.branch_points is {self.branch_points} for {len(self.token_ids)} token_ids; pass increasing "
+                "indices from 1 to the number of tokens."
+            )
 
     @property
     def completion_ids(self) -> list[int]:
@@ -175,9 +195,77 @@ class Rollout:
     @property
     def outcome_reward(self) -> float | None:
         """The part of the reward that belongs to the completion as a whole, not to one of its tokens."""
-        if self.reward is None:
-            return None
-        return self.reward - math.fsum(self.step_rewards.values())
+        return EpisodeRows((self,)).outcome_reward
+
+
+class EpisodeRows(NamedTuple):
+    """One sampled episode: a rollout, or several rows where the history that the model reads was rewritten in between.
+
+    A chat template that strips the thinking of earlier turns, a summary, or a sub-agent gives the model another context
+    in the middle of an episode. What it writes from there on is a further row, which begins with the new context,
+    `loss_mask` 0. Statistics and losses treat the tokens of all rows, one row after another, as one sequence: the
+    rewriting is a step of the environment, like the result of a tool.
+
+    All rows have the episode's reward; each may have rewards of its own tokens. Why the episode ended, its text,
+    messages, tool calls, environment and the number of observation tokens that reward functions skip are those of the
+    last row.
+
+    Attributes:
+        rows: The rows, in the order in which they were sampled.
+    """
+
+    rows: tuple[Rollout, ...]
+
+    @property
+    def last(self) -> Rollout:
+        """The last row, which reward functions see."""
+        return self.rows[-1]
+
+    @property
+    def reward(self) -> float | None:
+        """The reward of the episode, which all rows have.
+
+        Raises:
+            ValueError: If rows have different rewards.
+        """
+        reward = self.last.reward
+        others = [row.reward for row in self.rows if row.reward != reward]
+        if others and not all(_is_missing(value) for value in (reward, *others)):
+            raise ValueError(
+                f"The rows of episode {self.last.episode!r} have the rewards {[row.reward for row in self.rows]}; give "
+                "all of them the reward of the episode."
+            )
+        return reward
+
+    @property
+    def step_rewards(self) -> dict[int, float]:
+        """The rewards of tokens by their position in the rows, one row after another; empty without a reward."""
+        starts = accumulate((len(row.token_ids) for row in self.rows), initial=0)
+        return {
+            start + place: reward
+            for start, row in zip(starts, self.rows, strict=False)
+            for place, reward in row.step_rewards.items()
+        }
+
+    @property
+    def outcome_reward(self) -> float | None:
+        """The part of the reward that belongs to the episode as a whole, not to one of its tokens."""
+        reward = self.reward
+        return None if reward is None else reward - math.fsum(self.step_rewards.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows after their prompt."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """How many tokens the model wrote."""
+        return sum(row.num_sampled_tokens for row in self.rows)
+
+
+def _is_missing(reward: float | None) -> bool:
+    return reward is None or math.isnan(reward)
 
 
 @dataclass
@@ -186,7 +274,7 @@ class RolloutGroup:
 
     Attributes:
         prompt_ids: Tokens of the prompt, at least one.
-        rollouts: The completions.
+        rollouts: The completions. Rows of one episode follow each other, in the order in which they were sampled.
         group_id: Names the group in logs and tables.
         columns: Columns of the data set that reward functions receive.
         prompt: The prompt as the data set held it: a string, or a list of messages.
@@ -208,6 +296,21 @@ class RolloutGroup:
                 "RolloutGroup.prompt_ids is empty; the first token of a rollout is predicted from the last token of "
                 "its prompt, so pass at least one (a beginning-of-sequence token will do)."
             )
+        names = [episode.last.episode for episode in self.episodes if episode.last.episode is not None]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"Rollout.episode is {[rollout.episode for rollout in self.rollouts]} in the rollouts of a group; pass "
+                "the rows of an episode one after another, in the order in which they were sampled."
+            )
+
+    @property
+    def episodes(self) -> list[EpisodeRows]:
+        """The episodes in the order of their rollouts."""
+        if all(rollout.episode is None for rollout in self.rollouts):
+            return [EpisodeRows((rollout,)) for rollout in self.rollouts]
+        numbered = enumerate(self.rollouts)
+        by_name = groupby(numbered, lambda pair: (None, pair[0]) if pair[1].episode is None else (pair[1].episode, -1))
+        return [EpisodeRows(tuple(rollout for _, rollout in rows)) for _, rows in by_name]
 
 
 @checked_arguments

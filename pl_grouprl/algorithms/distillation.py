@@ -145,7 +145,7 @@ class Distillation(GRPO):
         """The teacher's advantages, shape [N]; adds its metrics to the buffer."""
         old_N, teacher_N, mask_N = (buffer.joined(name) for name in ("old_logprobs", "teacher_logprobs", "loss_mask"))
         buffer.metrics |= self._teacher_metrics(old_N, teacher_N, mask_N)
-        lengths_B = buffer.rollout_lengths
+        lengths_B = buffer.episode_lengths
         rows = (to_rows(values_N, lengths_B) for values_N in (old_N, teacher_N, mask_N))
         return from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_B)
 

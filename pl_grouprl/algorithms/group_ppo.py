@@ -163,7 +163,7 @@ class GroupPPO(PPO):
             threshold=threshold,
             max_size=self.group_max_size,
             epsilon=self.group_epsilon,
-            forced_ends=_turn_ends(rows.mask) if self.boundary_at_turn_ends else None,
+            forced_ends=self._forced_ends(rows.mask, buffer),
             mean_signal=total / max(count, 1),
         )
         self._keep(buffer, groups, threshold)
@@ -184,6 +184,17 @@ class GroupPPO(PPO):
         value_mask = groups.starts if self.critic_positions == "starts" else rows.mask
         return Estimate(advantages, returns, value_mask, groups.ends if self.advantage_mode == "endpoint" else None)
 
+    def _forced_ends(self, mask_BT: Tensor, buffer: RolloutBuffer) -> Tensor | None:
+        """Where a group must end: at turn ends if asked for, and at the end of each row of an episode."""
+        ends_BT = _turn_ends(mask_BT) if self.boundary_at_turn_ends else None
+        lengths, of_rows = buffer.episode_lengths, buffer.rollout_lengths
+        if len(lengths) == len(of_rows):
+            return ends_BT
+        mask_RT = to_rows(buffer.joined("loss_mask"), of_rows)
+        is_last_RT = mask_RT & (mask_RT.flip(1).cumsum(1).flip(1) == 1)
+        row_ends_BT = to_rows(from_rows(is_last_RT, of_rows), lengths)
+        return row_ends_BT if ends_BT is None else ends_BT | row_ends_BT
+
     def _signal(self, rows: CriticRows) -> Tensor:
         bootstrap = rows.bootstrap_value
         if self.boundary_signal == "td":
@@ -194,7 +205,7 @@ class GroupPPO(PPO):
 
     def _score_norms(self, buffer: RolloutBuffer, scores: TokenScores) -> Tensor:
         """Squared norm [B, T] or sketch [B, T, S] of each token's score, on the CPU."""
-        lengths_B = buffer.rollout_lengths
+        lengths_B = buffer.episode_lengths
         if self.score_norm == "logit":
             assert scores.score_norm_N is not None
             return to_rows(scores.score_norm_N.cpu(), lengths_B)
@@ -222,7 +233,7 @@ class GroupPPO(PPO):
     def _keep(self, buffer: RolloutBuffer, groups: TokenGroups, threshold: float) -> None:
         assert groups.causes is not None
         for name, rows in (("group_starts", groups.starts), ("group_causes", groups.causes)):
-            buffer.put(name, from_rows(rows, buffer.rollout_lengths))
+            buffer.put(name, from_rows(rows, buffer.episode_lengths))
         buffer.metrics["token_group/threshold"] = threshold
 
     @property
@@ -240,7 +251,7 @@ class GroupPPO(PPO):
 
     @staticmethod
     def _rebuild_groups(buffer: RolloutBuffer) -> TokenGroups:
-        lengths_B = buffer.rollout_lengths
+        lengths_B = buffer.episode_lengths
         names = ("group_starts", "group_causes", "loss_mask")
         starts, causes, mask = (to_rows(buffer.joined(name), lengths_B) for name in names)
         index = (starts.cumsum(dim=1) - 1).masked_fill(~mask, -1)

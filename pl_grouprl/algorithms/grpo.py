@@ -61,7 +61,9 @@ class GRPO(RLModule):
         advantage_estimator: A name in `pl_grouprl.functional.advantages`. The baseline is the group's mean for
             `grpo`, the mean of the other rollouts for `rloo`, a length-weighted mean for `opo` and a greedy rollout for
             `remax`. `grpo_passk` credits only the group's best rollout. `reinforce_plus_plus` whitens over the batch;
-            `reinforce_plus_plus_baseline` does so after subtracting the group's mean.
+            `reinforce_plus_plus_baseline` does so after subtracting the group's mean. `gpg` rescales by the share of
+            nonzero rewards. `optimal_token_baseline` and `tir_optimal_token_baseline` weight the group's mean by score
+            norms, for each position. `tree` and `vine` credit the segments of branched rollouts.
         advantage_options: Further options of the estimator, by the names of its arguments, such as `gamma`.
         multi_objective_aggregation: Whether several rewards are summed before they are normalized in the group
             (`sum_then_normalize`) or after (`normalize_then_sum`).
@@ -110,11 +112,21 @@ class GRPO(RLModule):
         self.collector.can_move = not self.advantage_estimator.needs_greedy
         self.collector.is_informative = rewards_differ if per_token or overridden else outcomes_or_steps_differ
 
+    @property
+    def needs_old_scores(self) -> bool:
+        """Also if the estimator needs the norm of each token's score."""
+        return super().needs_old_scores or self.advantage_estimator.needs_score_norms
+
+    def old_score_options(self) -> dict[str, Any]:
+        """Request the score norm if the estimator needs it."""
+        return super().old_score_options() | drop_none(score_norm=self.advantage_estimator.needs_score_norms or None)
+
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Compare rollouts, or tokens, with their group and the batch."""
         groups = subtract_kl_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
         if self.advantage_estimator.per_token:
-            buffer.put("advantages", token_advantages(self.advantage_estimator, buffer, groups, self.device))
+            norms = None if scores is None else scores.score_norm_N
+            buffer.put("advantages", token_advantages(self.advantage_estimator, buffer, groups, self.device, norms))
             return
         num_rollouts, num_tokens = len(buffer.rollout_lengths), int(buffer.rollout_lengths.sum())
         advantages = checked_tensor(
@@ -130,6 +142,7 @@ class GRPO(RLModule):
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantages of this rank's rollouts, with statistics over all ranks.
 
+        The rows of an episode (`RolloutGroup.episodes`) are one observation, whose advantage all of them have.
         Rewards of whole rollouts are compared within the group. If there are rewards per token (process supervision),
         the rewards of all steps of the group are normalized, and each token gets the sum over steps that end at or
         after it.
@@ -155,7 +168,7 @@ class GRPO(RLModule):
         else:
             advantages_B = estimator(rewards.outcomes, rewards.group_ids_B, **extras)
         if rewards.step_rewards_N is None or not has_token_rewards(groups):
-            return advantages_B[rewards.own_B]
+            return rewards.of_own_rollouts(advantages_B)
         process_N = process_supervision_advantages(
             rewards.step_rewards_N, rewards.lengths_B, rewards.group_ids_B, estimator=estimator
         )
@@ -185,7 +198,7 @@ def _check_estimator(module: GRPO) -> None:
             "compute_targets."
         )
     name = module.advantage_estimator.name
-    if module.num_generations < 2 and module.advantage_estimator.compares_rollouts:
+    if module.max_rollouts < 2 and module.advantage_estimator.compares_rollouts:
         raise ValueError(
             f"num_generations is {module.num_generations}; {name} compares the rollouts of a prompt with each other, "
             "so pass at least 2."

@@ -41,12 +41,13 @@ from pl_grouprl.packing import ScoringBatch, Sharing
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.checkpoint import RunCheckpoint
 from pl_grouprl.training.collector import Collector
-from pl_grouprl.training.episodes import Episodes
+from pl_grouprl.training.episodes import Episodes, RewrittenHistory
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
 from pl_grouprl.training.kl_penalty import KLPenalty
@@ -145,6 +146,9 @@ class RLModule(pl.LightningModule, ABC):
         tool_workers: Processes per rank that run tools and environments, killed where a call takes too long; 0 runs
             them in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
+        rewritten_history: What to do with a chat template that renders earlier turns differently once a result follows,
+            such as without their thinking: `refuse` it, or render the conversation anew before each turn, and begin a
+            `new_row` of the episode where the history has changed (`Rollout.episode`).
         val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
             pass@k.
         val_sampling: How those are sampled; None is `sampling`.
@@ -161,6 +165,8 @@ class RLModule(pl.LightningModule, ABC):
         seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
             resumed run continues exactly.
         num_generations: Rollouts per prompt.
+        branching: Continue training rollouts several times at branch points; `num_generations` then counts the roots
+            of a group's tree, and its rollouts are the leaves. See `pl_grouprl.rollout.Branching`.
         num_iterations: Passes over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
         mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards still count
@@ -250,6 +256,7 @@ class RLModule(pl.LightningModule, ABC):
         tool_timeout: float | None = None,
         tool_workers: int = 0,
         chat_template: str | None = None,
+        rewritten_history: RewrittenHistory = "refuse",
         val_num_generations: int = 1,
         val_sampling: SamplingConfig | None = None,
         pass_threshold: float = 1.0,
@@ -260,6 +267,7 @@ class RLModule(pl.LightningModule, ABC):
         max_failed_share: float = 0.5,
         seed: int = 0,
         num_generations: int = 8,
+        branching: Branching | None = None,
         num_iterations: int = 1,
         num_mini_batches: int = 1,
         mask_truncated_completions: bool = False,
@@ -324,8 +332,13 @@ class RLModule(pl.LightningModule, ABC):
             chat_template=chat_template,
             tool_timeout=tool_timeout,
             tool_workers=tool_workers,
+            rewritten_history=rewritten_history,
         )
         self.has_tools = self.episodes.runner is not None
+        self.branching = branching
+        if branching is not None:
+            branching.check(num_generations, sampling)
+            self.episodes.check_branching(branching)
         self.sampler = Sampler(self, engine, seed, self.timer.part, by_name(self.episodes, "loop"))
         self.engine = self.sampler.engine
         self.rewarder = Rewarder(
@@ -347,6 +360,7 @@ class RLModule(pl.LightningModule, ABC):
             self.timer,
             sampling=sampling,
             num_generations=num_generations,
+            branching=branching,
             num_mini_batches=num_mini_batches,
             sharing=sharing,
             seed=seed,
@@ -393,6 +407,7 @@ class RLModule(pl.LightningModule, ABC):
             by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
+            whole_episodes=partial(_needs_whole_episodes, self),
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._reward_metrics: dict[str, float] = {}  # of the validation batch
@@ -762,8 +777,20 @@ class RLModule(pl.LightningModule, ABC):
         """The current coefficient of the KL penalty."""
         return self.kl_penalty.coef
 
+    @property
+    def max_rollouts(self) -> int:
+        """Most training rollouts of a prompt: `num_generations`, or the leaves of the largest tree."""
+        count, branching = self.num_generations, self.branching
+        return count if branching is None else branching.max_rollouts(count)
+
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: Sequence[int | str]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+        branching: Branching | None = None,
     ) -> list[RolloutGroup]:
         """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt, but all ranks call it.
 
@@ -774,11 +801,12 @@ class RLModule(pl.LightningModule, ABC):
             sampling: How to sample.
             num_generations: Rollouts of each prompt.
             seed: Names the random numbers, together with the module's seed.
+            branching: How rollouts branch; None for not at all.
 
         Returns:
             Groups whose `group_id` is the position of the prompt in the batch of all ranks.
         """
-        return self.sampler.generate(prompts, sampling, num_generations, seed=seed)
+        return self.sampler.generate(prompts, sampling, num_generations, seed=seed, branching=branching)
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
         """Score all rollouts of the buffer without gradient; tensors of shape [N], on the CPU."""
@@ -802,6 +830,7 @@ class RLModule(pl.LightningModule, ABC):
         plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()}
         return {
             "num_generations": self.num_generations,
+            "branching": None if self.branching is None else asdict(self.branching),
             "seed": self.seed,
             **{f"sampling.{name}": value for name, value in plain.items()},
             "policy_loss": describe(self.objective.policy_loss),
@@ -882,3 +911,9 @@ class RLModule(pl.LightningModule, ABC):
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
         if trainer is not None:
             find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook
+
+
+def _needs_whole_episodes(module: RLModule) -> bool:
+    """Whether a loss may compare the tokens of a rollout, such as one of a subclass."""
+    is_own = not module.compute_loss.__module__.startswith("pl_grouprl.")
+    return is_own or module.objective.compares_tokens_of_rollouts

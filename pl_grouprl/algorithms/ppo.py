@@ -28,6 +28,7 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, shorten
 from pl_grouprl.rewards import RewardFunction, Weighted
+from pl_grouprl.training.group_rewards import weights_of_leaves
 from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import OptimizerConfig
@@ -40,7 +41,7 @@ from pl_grouprl.utilities.options import check_options
 
 
 class CriticRows(NamedTuple):
-    """Inputs of advantage estimation, one row per rollout.
+    """Inputs of advantage estimation, one row per rollout. The rows of an episode are joined into one.
 
     Attributes:
         rewards: Reward of each token, with the KL penalty if it is part of the reward, shape [B, T].
@@ -252,7 +253,7 @@ class PPO(RLModule):
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Put advantages, returns, and where the critic is trained into the buffer."""
-        lengths_B = buffer.rollout_lengths
+        lengths_B = buffer.episode_lengths
         values_N, bootstrap_B = buffer.joined("values"), self._bootstrap_B
         assert bootstrap_B is not None
         self._bootstrap_B = None
@@ -268,7 +269,8 @@ class PPO(RLModule):
         if self.whiten_advantages:
             whitened_BT = mask_BT if estimate.advantage_mask is None else estimate.advantage_mask
             advantages_BT = masked_whiten(advantages_BT, whitened_BT, reduce=reduce)
-        buffer.put("advantages", from_rows(advantages_BT, lengths_B))
+        weights_B = weights_of_leaves(buffer.groups, mask_BT, reduce)
+        buffer.put("advantages", from_rows(advantages_BT * weights_B[:, None], lengths_B))
         explained = explained_variance(
             values_N,
             buffer.joined("returns"),
@@ -298,7 +300,7 @@ class PPO(RLModule):
         """Value of each state of the rollouts, without gradient, on the CPU.
 
         Returns:
-            V before each token, shape [N], and V after the last token of truncated rollouts, shape [B]; 0 for the
+            V before each token, shape [N], and V after the last token of truncated episodes, shape [B]; 0 for the
             others, and without `bootstrap_truncated`.
         """
         critic = self._critic
@@ -309,9 +311,11 @@ class PPO(RLModule):
 
         model = self.policy if critic.shares_trunk else critic
         values_N, last_B = self.scorer.map(model, buffer, values, per_rollout=(1,))
-        truncated = [rollout.finish_reason == "length" for group in buffer.groups for rollout in group.rollouts]
+        episodes = [episode for group in buffer.groups for episode in group.episodes]
+        last_rows = torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long).cumsum(0) - 1
+        truncated = [episode.last.finish_reason == "length" for episode in episodes]
         bootstrapped_B = torch.tensor(truncated) & self.bootstrap_truncated
-        return values_N, last_B.masked_fill(~bootstrapped_B, 0)
+        return values_N, last_B[last_rows].masked_fill(~bootstrapped_B, 0)
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides advantages and targets."""

@@ -187,7 +187,8 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
         tokenizer: Decodes tokens that have no text yet; without it, token ids are shown.
 
     Returns:
-        The rows. `num_tokens` counts the tokens that the model wrote; rows of episodes have `messages` and `turns`.
+        The rows. `num_tokens` counts the tokens that the model wrote; rows of episodes have `messages` and `turns`, and
+        those with a `Rollout.episode` also `episode`.
     """
     prompt = prompt_text(group, tokenizer)
     return [
@@ -202,6 +203,7 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
             "num_tokens": rollout.num_sampled_tokens,
             "finish_reason": rollout.finish_reason,
             **({} if rollout.token_rewards is None else {"token_rewards": rollout.token_rewards}),
+            **({} if rollout.episode is None else {"episode": rollout.episode}),
             **_of_episode(rollout),
         }
         for rollout in group.rollouts
@@ -257,8 +259,8 @@ def markdown_table(rows: Sequence[Row], max_characters: int) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    turns = ["turns"] if any("turns" in row for row in rows) else []
-    return ["prompt", "completion", *turns, "reward", "tokens", "end"]
+    optional = [name for name in ("episode", "turns") if any(name in row for row in rows)]
+    return ["prompt", "completion", *optional, "reward", "tokens", "end"]
 
 
 def _cells(row: Row, columns: Sequence[str], max_characters: int) -> list[str]:
@@ -266,6 +268,7 @@ def _cells(row: Row, columns: Sequence[str], max_characters: int) -> list[str]:
     cells = {
         "prompt": printable_line(row["prompt"], max_characters),
         "completion": printable_line(completion, max_characters),
+        "episode": str(row.get("episode", "")),
         "turns": str(row.get("turns", "")),
         "reward": _reward(row),
         "tokens": str(row["num_tokens"]),

@@ -34,7 +34,8 @@ class EvaluationRows:
         of_this_rank = []
         for place, (group, answers) in enumerate(zip(outputs["groups"], outputs["answers"], strict=True)):
             position = place if group.group_id is None else group.group_id
-            rows = [row | {"answer": answer} for row, answer in zip(rows_of(group, position), answers, strict=True)]
+            of_rollouts = [answer for answer, e in zip(answers, group.episodes, strict=True) for _ in e.rows]
+            rows = [row | {"answer": answer} for row, answer in zip(rows_of(group, position), of_rollouts, strict=True)]
             of_this_rank.append([position, json.dumps(rows, default=str)])
         of_all_ranks = sorted(pair for pairs in gather_plain(of_this_rank, device) for pair in pairs)
         first = self._num_prompts

@@ -20,6 +20,7 @@ COMPLETION_COLUMNS = (
     "data_source",
     "prompt",
     "completion",
+    "episode",
     "turns",
     "reward",
     "rewards",

@@ -10,7 +10,7 @@ from typing import Any
 from pl_grouprl.chat.casting import cast_arguments
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
-from pl_grouprl.chat.template_check import check_tool_template, remedy
+from pl_grouprl.chat.template_check import check_complete, check_prefix_preserving, remedy
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.types import Messages
 
@@ -55,18 +55,27 @@ class ChatFormat:
         self.parser = find_tool_parser(source)
         self._dummy_prefixes: dict[str, list[int]] = {}
 
-    def check_tools(self) -> None:
+    def check_tools(self, *, may_rewrite: bool = False) -> None:
         """Refuse a template that cannot render a conversation with tools, or is not prefix-preserving.
+
+        Args:
+            may_rewrite: Accept one that renders earlier messages differently once others follow.
 
         Raises:
             ValueError: If the template cannot be used, or no parser knows its calls; names the remedy.
         """
         if not self.source:
             raise ValueError(f"Tools need a chat template, and the tokenizer has none; {remedy(self.source)}.")
+        alternative = ""
         try:
-            check_tool_template(self._encode, self.encode_results, self._render)
+            check_complete(self._render)
+            alternative = ", or set rewritten_history='new_row'"
+            if not may_rewrite:
+                check_prefix_preserving(self._encode, self.encode_results)
         except ValueError as error:
-            raise ValueError(f"Tools need another chat template: {error}; {remedy(self.source)}.") from error
+            raise ValueError(
+                f"Tools need another chat template: {error}; {remedy(self.source)}{alternative}."
+            ) from error
         if self.parser is None and not self._tokenizer_parses():
             raise ValueError(
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
@@ -101,7 +110,27 @@ class ChatFormat:
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
         """Tokens of a prompt, up to where the model starts to write; see `render_prompt`."""
+        return self._encode_text(self.render_prompt(messages, tools))
+
+    def encode_history(self, history_ids: Sequence[int], messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
+        """Tokens of a conversation as the template renders it now, up to where the model writes its next turn.
+
+        Args:
+            history_ids: What the model has read and written so far. They are kept, and only the rest is encoded, unless
+                the template now renders another text.
+            messages: The conversation, which has continued.
+            tools: Schemas of the tools that the model may call.
+
+        Raises:
+            ValueError: If the template refuses the messages.
+        """
         text = self.render_prompt(messages, tools)
+        past = self.tokenizer.decode(history_ids, clean_up_tokenization_spaces=False)
+        if text.startswith(past):
+            return [*history_ids, *self._encode_text(text[len(past) :])]
+        return self._encode_text(text)
+
+    def _encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode_results(self, results: Messages) -> list[int]:

@@ -46,12 +46,17 @@ class RendererFormat(ChatFormat):
                 f"chat_template='{LIBRARY}:NAME', such as '{LIBRARY}:qwen3'."
             ) from error
 
-    def check_tools(self) -> None:
-        """Refuse a renderer that cannot extend conversations.
+    def check_tools(self, *, may_rewrite: bool = False) -> None:
+        """Refuse a renderer that cannot extend conversations, and `may_rewrite`: renderers never rewrite any.
 
         Raises:
             ValueError: Names the remedy.
         """
+        if may_rewrite:
+            raise ValueError(
+                f"rewritten_history is 'new_row', but renderers of the library {LIBRARY} never rewrite the history; "
+                "leave it 'refuse', or pass a chat template."
+            )
         self.encode_results([{"role": "tool", "name": "check", "content": "check"}])
 
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:

@@ -18,28 +18,33 @@ _USER = {"role": "user", "content": "check"}
 _FAMILIES = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id|>",)}
 
 
-def check_tool_template(
-    encode: Callable[..., list[int]], encode_results: Callable[[Messages], list[int]], render: Callable[[Messages], str]
-) -> None:
-    """Refuse a template that drops calls or results, or renders results differently in different conversations.
+def check_prefix_preserving(encode: Callable[..., list[int]], encode_results: Callable[[Messages], list[int]]) -> None:
+    """Refuse a template that renders turns or results differently in different conversations.
 
     Args:
         encode: Returns the tokens of a conversation; takes `add_generation_prompt`.
         encode_results: Returns the tokens of results between two turns.
-        render: Returns the text of a conversation.
 
     Raises:
         ValueError: Says what is wrong with the template.
     """
     conversation = _conversation()
-    _check_complete(render([_USER, _turn(), *_results(2)]))
     for place, message in enumerate(conversation):
         if message["role"] == "tool":
             _check_results(conversation[:place], [message], encode, encode_results)
     _check_results(conversation[:2], _results(2), encode, encode_results)
 
 
-def _check_complete(text: str) -> None:
+def check_complete(render: Callable[[Messages], str]) -> None:
+    """Refuse a template that drops calls or results.
+
+    Args:
+        render: Returns the text of a conversation.
+
+    Raises:
+        ValueError: Names what it drops.
+    """
+    text = render([_USER, _turn(), *_results(2)])
     for marker, what in _MARKERS.items():
         if marker not in text:
             raise ValueError(f"the chat template drops {what}")

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from pl_grouprl.episodes.limits import EpisodeLimits, smallest
 from pl_grouprl.episodes.runner import Session
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
 from pl_grouprl.types import FinishReason, LiveObject, Media, Messages, Rollout
+
+
+class EpisodeRow(NamedTuple):
+    """The tokens of one row; see the attributes of `Episode`."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float] | None
+    messages: Messages
 
 
 @dataclass
@@ -19,10 +30,11 @@ class Episode:
 
     Attributes:
         prompt_index: Index of its prompt in the batch of all ranks.
-        number: Which rollout of the prompt it is.
+        stream: Identifies its random numbers; see `Unfinished`.
         session: Its tools and environment.
         prompt_ids: The prompt as this rollout reads it, with the environment's observation.
         prompt: The prompt as messages; None if it is the dataset's, without an observation.
+        opening: The messages of the prompt, observation included.
         media: Images and videos of the prompt.
         token_ids: Tokens after the prompt: the model's and the tools'.
         loss_mask: 1 where the model wrote the token.
@@ -33,13 +45,18 @@ class Episode:
         finish_reason: Why it ended; None while it is open.
         counts: `calls` of tools, and failed calls by kind.
         seconds: Time spent in its tools.
+        path: See `Rollout.branch_path`.
+        points: See `Rollout.branch_points`.
+        earlier_rows: Rows that ended because the chat template rewrote the history; the fields above are those of the
+            current row, and `prompt_ids` is what it has in common with the prompt.
     """
 
     prompt_index: int
-    number: int
+    stream: int
     session: Session
     prompt_ids: list[int]
     prompt: Messages | None = None
+    opening: Messages = field(default_factory=list)
     media: Media = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -50,6 +67,9 @@ class Episode:
     finish_reason: FinishReason | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    path: tuple[int, ...] = ()
+    points: tuple[int, ...] = ()
+    earlier_rows: list[EpisodeRow] = field(default_factory=list)
     _last_prompt: list[int] = field(default_factory=list)
 
     @property
@@ -79,12 +99,23 @@ class Episode:
         """
         room = smallest(
             limits.max_turn_tokens,
-            max_new_tokens - sum(self.loss_mask),
+            max_new_tokens - sum(sum(row.loss_mask) for row in self.rows),
             None if limits.max_episode_tokens is None else limits.max_episode_tokens - len(self.token_ids),
             None if max_length is None else max_length - len(self.prompt_ids) - len(self.token_ids),
         )
         assert room is not None
         return room
+
+    def fork(self, count: int, width: int) -> list[Episode]:
+        """Its continuations from here on, itself among them: `count` of them, of at most `width`."""
+        path, points, stream = self.path, (*self.points, len(self.token_ids)), self.stream * width
+        self.stream = stream
+        if count == 1:
+            return [self]
+        forks = [self, *(copy.deepcopy(self, {id(self.media): self.media}) for _ in range(1, count))]
+        for number, fork in enumerate(forks):
+            fork.stream, fork.path, fork.points = stream + number, (*path, number), points
+        return forks
 
     def add_turn(self, sampled: Rollout, message: dict[str, Any] | None) -> None:
         """Append what the model wrote, and the message it was parsed into."""
@@ -104,33 +135,73 @@ class Episode:
             self.logprobs += [0.0] * len(token_ids)
         self.iterations += 1
 
+    def begin_row(self, results: Sequence[ToolResult], context_ids: Sequence[int]) -> None:
+        """Append results of tools to a history that the chat template has rewritten; the next turn begins a row.
+
+        Args:
+            results: The results.
+            context_ids: All tokens that the model reads before the turn.
+        """
+        self.earlier_rows.append(self.rows[-1])
+        self.messages = [*self.messages, *(result.message for result in results)]
+        kept = common_length([self.prompt_ids, context_ids])
+        self.prompt_ids, self.token_ids = list(context_ids[:kept]), list(context_ids[kept:])
+        self.loss_mask = [0] * len(self.token_ids)
+        self.logprobs = None if self.logprobs is None else [0.0] * len(self.token_ids)
+        self._last_prompt = []
+        self.iterations += 1
+
+    @property
+    def rows(self) -> list[EpisodeRow]:
+        """All rows so far, the current one last."""
+        current = EpisodeRow(self.prompt_ids, self.token_ids, self.loss_mask, self.logprobs, self.messages)
+        return [*self.earlier_rows, current]
+
     def count(self, results: Sequence[ToolResult]) -> None:
         """Count calls and failures, including those whose results do not fit."""
         self.counts["calls"] += len(results)
         self.counts.update(result.failure for result in results if result.failure is not None)
         self.seconds += sum(result.seconds for result in results)
 
-    def rollout(self, shared_prompt: int, text: str | None) -> Rollout:
-        """The finished rollout.
+    def rollouts(self, name: int, shared_prompt: int, decode: Callable[[list[int]], str]) -> list[Rollout]:
+        """The finished rollout, or its rows.
 
         Args:
-            shared_prompt: Number of prompt tokens that all rollouts of the group share; the rest begin the rollout.
-            text: The completion as a string.
+            name: `Rollout.episode` of several rows.
+            shared_prompt: Number of prompt tokens that all rows of the group share; the rest begin the rollout.
+            decode: Returns the text of the tokens after the prompt.
         """
-        observation_ids = self.prompt_ids[shared_prompt:]
-        num_observed = len(observation_ids)
-        mask = [0] * num_observed + self.loss_mask
-        return Rollout(
-            token_ids=observation_ids + self.token_ids,
-            logprobs=None if self.logprobs is None else [0.0] * num_observed + self.logprobs,
-            loss_mask=None if all(mask) else mask,
+        *earlier, last = (_rollout(row, shared_prompt, decode) for row in self.rows)
+        finished = replace(
+            last,
             finish_reason=self.finish_reason,
-            text=text,
-            messages=self.messages,
-            prompt=self.prompt,
-            num_observation_tokens=num_observed,
             tool_counts={**{name: float(count) for name, count in self.counts.items()}, "seconds": self.seconds},
+            branch_points=self.points,
+            branch_path=self.path,
             environment_reward=self.session.reward,
             environment_name=self.session.reward_name,
             environment=None if self.session.environment is None else LiveObject(self.session.environment),
         )
+        return [replace(row, prompt=self.prompt, episode=name if earlier else None) for row in (*earlier, finished)]
+
+
+def _rollout(row: EpisodeRow, shared_prompt: int, decode: Callable[[list[int]], str]) -> Rollout:
+    """A row that the model ended."""
+    observation_ids = row.prompt_ids[shared_prompt:]
+    num_observed = len(observation_ids)
+    mask = [0] * num_observed + row.loss_mask
+    return Rollout(
+        token_ids=observation_ids + row.token_ids,
+        logprobs=None if row.logprobs is None else [0.0] * num_observed + row.logprobs,
+        loss_mask=None if all(mask) else mask,
+        finish_reason="stop",
+        text=decode(row.token_ids),
+        messages=row.messages,
+        num_observation_tokens=num_observed,
+    )
+
+
+def common_length(rows: Sequence[Sequence[int]]) -> int:
+    """Length of the longest prefix that all rows share."""
+    places = (place for place, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1)
+    return next(places, min(map(len, rows)))

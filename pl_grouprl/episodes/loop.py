@@ -8,36 +8,21 @@ Legend: P prompts, G rollouts of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.episodes.episode import Episode
+from pl_grouprl.episodes.episode import Episode, common_length
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.observations import add_observation, row_of
 from pl_grouprl.episodes.runner import ToolRunner
-from pl_grouprl.episodes.tools import ToolCall
-from pl_grouprl.types import Prompt, Rollout
-
-
-class TurnSampler(Protocol):
-    """Samples one turn of many episodes."""
-
-    max_length: int | None
-    """Longest sequence that it can sample, prompt included; None if unknown."""
-
-    def sample(self, turn: int, episodes: Sequence[Episode], limits: Sequence[int]) -> list[Rollout]:
-        """Sample the next turn of each episode, each within its limit; also called on ranks without episodes."""
-        ...
-
-    def raise_together(self, run: Callable[[], None]) -> None:
-        """Run a step; if sampling is collective, an error on one rank is raised on all."""
-        ...
-
-    def any_open(self, is_open: bool) -> bool:
-        """Whether an episode is open on this rank or, if sampling is collective, on any rank."""
-        ...
+from pl_grouprl.episodes.tools import ToolCall, ToolResult
+from pl_grouprl.rollout.branches import RoundSampler, own_start
+from pl_grouprl.rollout.branching import Branching
+from pl_grouprl.types import Messages, Prompt, Rollout
 
 
 class EpisodeLoop:
@@ -47,21 +32,26 @@ class EpisodeLoop:
         chat: Renders and parses the conversations.
         runner: Runs the tools and environments.
         limits: Limits on an episode's length.
+        may_rewrite: Render the conversation anew before each turn; where the chat template changes what the model has
+            read, begin a further row of the episode.
 
     Attributes:
         runner: As passed.
     """
 
-    def __init__(self, chat: ChatFormat, runner: ToolRunner, limits: EpisodeLimits) -> None:
-        self.runner, self._chat, self._limits = runner, chat, limits
+    def __init__(
+        self, chat: ChatFormat, runner: ToolRunner, limits: EpisodeLimits, *, may_rewrite: bool = False
+    ) -> None:
+        self.runner, self._chat, self._limits, self._may_rewrite = runner, chat, limits, may_rewrite
 
     def run(
         self,
-        sampler: TurnSampler,
+        sampler: RoundSampler[Episode],
         prompts: Sequence[Prompt],
         prompt_indices: Sequence[int],
         max_new_tokens: int,
         num_generations: int,
+        branching: Branching | None = None,
     ) -> tuple[list[Prompt], list[list[Rollout]]]:
         """Sample `num_generations` episodes of each prompt.
 
@@ -71,23 +61,27 @@ class EpisodeLoop:
             prompt_indices: Index of each in the batch of all ranks.
             max_new_tokens: Most tokens that the model writes in an episode.
             num_generations: G.
+            branching: How episodes branch at turns, which takes tools without environments; None for not at all.
 
         Returns:
-            Each prompt, cut to the part that its rollouts share, and its rollouts.
+            Each prompt, cut to the part that its rollouts share, and its rollouts, with the rows of each episode.
         """
         episodes: list[Episode] = []
 
         def begin() -> None:
             episodes.extend(self._begin(prompts, prompt_indices, num_generations))
+            if branching is not None:
+                for episode in episodes:
+                    episode.path = (episode.stream % num_generations,)
             _check_lengths(episodes, sampler.max_length)
 
         try:
             sampler.raise_together(begin)
-            self._run_turns(sampler, episodes, max_new_tokens)
+            self._run_turns(sampler, episodes, max_new_tokens, branching)
             sampler.raise_together(lambda: self.runner.finish([episode.session for episode in episodes]))
         finally:
             self.runner.release([episode.session for episode in episodes])
-        groups = [episodes[start : start + num_generations] for start in range(0, len(episodes), num_generations)]
+        groups = [[one for one in episodes if one.prompt_index == index] for index in prompt_indices]
         finished = [self._finish(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
         return [prompt for prompt, _ in finished], [rollouts for _, rollouts in finished]
 
@@ -95,16 +89,21 @@ class EpisodeLoop:
         rows = [row_of(prompt) for prompt in prompts for _ in range(num_generations)]
         sessions = iter(self.runner.begin(rows))
         return [
-            self._read_prompt(prompt, Episode(index, number, next(sessions), prompt.token_ids, media=prompt.media))
+            self._read_prompt(prompt, Episode(index, stream, next(sessions), prompt.token_ids, media=prompt.media))
             for prompt, index in zip(prompts, prompt_indices, strict=True)
-            for number in range(num_generations)
+            for stream in range(index * num_generations, (index + 1) * num_generations)
         ]
 
-    def _run_turns(self, sampler: TurnSampler, episodes: Sequence[Episode], max_new_tokens: int) -> None:
+    def _run_turns(
+        self,
+        sampler: RoundSampler[Episode],
+        episodes: list[Episode],
+        max_new_tokens: int,
+        branching: Branching | None,
+    ) -> None:
         turn = 0
         while sampler.any_open(any(episode.is_open for episode in episodes)):
-            open_ones = [episode for episode in episodes if episode.is_open]
-            sampler.raise_together(lambda: self._advance(sampler, turn, open_ones, max_new_tokens))  # noqa: B023
+            sampler.raise_together(partial(self._advance, sampler, turn, episodes, max_new_tokens, branching))
             turn += 1
 
     def _read_prompt(self, prompt: Prompt, episode: Episode) -> Episode:
@@ -115,16 +114,41 @@ class EpisodeLoop:
         if observation is not None or self._chat.encodes_prompts:
             assert not isinstance(messages, str)  # refused when the data was read
             episode.prompt_ids = self._chat.encode_prompt(messages, self.runner.schemas(episode.session.kind))
+        if self._may_rewrite:
+            episode.opening = self._check_rewritable(prompt, messages)
         return episode
 
-    def _advance(self, sampler: TurnSampler, turn: int, episodes: Sequence[Episode], max_new_tokens: int) -> None:
-        """Let the model write one turn of each episode, then run the tools that it calls."""
-        limits = [episode.turn_limit(max_new_tokens, self._limits, sampler.max_length) for episode in episodes]
-        for episode, limit in zip(episodes, limits, strict=True):
-            if limit <= 0:
+    @staticmethod
+    def _check_rewritable(prompt: Prompt, messages: str | Messages) -> Messages:
+        assert not isinstance(messages, str)  # refused when the data was read
+        if prompt.media or messages[-1]["role"] == "assistant":
+            what = "has images or videos" if prompt.media else "ends in a message that the model continues"
+            raise ValueError(
+                f"rewritten_history is 'new_row', but {prompt.where or 'a prompt'} {what}, so the conversation cannot "
+                "be rendered anew; use a chat template that does not rewrite the history, and 'refuse'."
+            )
+        return messages
+
+    def _advance(
+        self,
+        sampler: RoundSampler[Episode],
+        turn: int,
+        episodes: list[Episode],
+        max_new_tokens: int,
+        branching: Branching | None,
+    ) -> None:
+        """Let the model write one turn of each open episode, then run the tools that it calls."""
+
+        def limit_of(episode: Episode) -> int:
+            return episode.turn_limit(max_new_tokens, self._limits, sampler.max_length)
+
+        for episode in episodes:
+            if episode.is_open and limit_of(episode) <= 0:
                 episode.finish_reason = "length"
+        if branching is not None and 0 < turn <= branching.depth:
+            episodes[:] = fork_episodes(episodes, branching, max_new_tokens)
         writing = [episode for episode in episodes if episode.is_open]
-        sampled = sampler.sample(turn, writing, [limit for limit in limits if limit > 0])
+        sampled = sampler.sample(turn, writing, [limit_of(episode) for episode in writing])
         for episode, rollout in zip(writing, sampled, strict=True):
             self._take_turn(episode, rollout)
         self._call_tools([episode for episode in writing if episode.is_open], sampler.max_length)
@@ -149,23 +173,46 @@ class EpisodeLoop:
         results = self.runner.call([(episode.session, episode.calls) for episode in episodes])
         for episode, answers in zip(episodes, results, strict=True):
             episode.count(answers)
-            token_ids = self._chat.encode_results([answer.message for answer in answers])
-            if self._fits(episode, len(token_ids), max_length):
-                episode.add_results(answers, token_ids)
-            else:
+            history = episode.history
+            next_ids = self._read_results(episode, history, answers)
+            if not self._fits(len(next_ids) - len(episode.prompt_ids), len(next_ids), max_length):
                 episode.finish_reason = "length"
+            elif next_ids[: len(history)] == history:
+                episode.add_results(answers, next_ids[len(history) :])
+            else:
+                episode.begin_row(answers, next_ids)
 
-    def _fits(self, episode: Episode, count: int, max_length: int | None) -> bool:
-        most, length = self._limits.max_episode_tokens, len(episode.token_ids) + count
-        if most is not None and length > most:
-            return False
-        return max_length is None or len(episode.prompt_ids) + length < max_length
+    def _read_results(self, episode: Episode, history: list[int], answers: Sequence[ToolResult]) -> list[int]:
+        """All tokens that the model reads before its next turn."""
+        results = [answer.message for answer in answers]
+        if not self._may_rewrite:
+            return history + self._chat.encode_results(results)
+        messages = [*episode.opening, *episode.messages, *results]
+        return self._chat.encode_history(history, messages, self.runner.schemas(episode.session.kind))
+
+    def _fits(self, length: int, total: int, max_length: int | None) -> bool:
+        most = self._limits.max_episode_tokens
+        return (most is None or length <= most) and (max_length is None or total < max_length)
 
     def _finish(self, prompt: Prompt, episodes: Sequence[Episode]) -> tuple[Prompt, list[Rollout]]:
-        shared = _common_length([episode.prompt_ids for episode in episodes])
-        texts = [self._chat.tokenizer.decode(e.token_ids, skip_special_tokens=True) for e in episodes]
-        rollouts = [episode.rollout(shared, text) for episode, text in zip(episodes, texts, strict=True)]
+        shared = common_length([row.prompt_ids for episode in episodes for row in episode.rows])
+        decode = partial(self._chat.tokenizer.decode, skip_special_tokens=True)
+        rollouts = [row for name, one in enumerate(episodes) for row in one.rollouts(name, shared, decode)]
         return replace(prompt, token_ids=episodes[0].prompt_ids[:shared]), rollouts
+
+
+def fork_episodes(episodes: Sequence[Episode], branching: Branching, max_new_tokens: int) -> list[Episode]:
+    """Continue each open episode `width` times, within the budget."""
+    open_ones, sampled = [episode for episode in episodes if episode.is_open], Counter[int]()
+    for episode in episodes:
+        sampled[episode.prompt_index] += sum(episode.loss_mask[own_start(episode.path, episode.points) :])
+    remaining = [max_new_tokens - sum(episode.loss_mask) for episode in open_ones]
+    counts = iter(branching.continuations([episode.prompt_index for episode in open_ones], remaining, sampled))
+    return [
+        one
+        for episode in episodes
+        for one in (episode.fork(next(counts), branching.width) if episode.is_open else [episode])
+    ]
 
 
 def _check_lengths(episodes: Sequence[Episode], max_length: int | None) -> None:
@@ -182,9 +229,3 @@ def _read_call(call: dict[str, Any]) -> ToolCall:
     """Read a call in OpenAI's nested format, or a flat one."""
     function = call.get("function", call)
     return ToolCall(function["name"], function.get("arguments") or {}, call.get("type", "function"))
-
-
-def _common_length(rows: Sequence[Sequence[int]]) -> int:
-    """Length of the longest prefix that all rows share."""
-    places = (place for place, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1)
-    return next(places, min(map(len, rows)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from pl_grouprl.packing.bins import pack_sizes
 from pl_grouprl.packing.splits import SplitGroup, split_group
@@ -57,7 +58,9 @@ def plan_rows(groups: Sequence[GroupShape], max_tokens: int | None) -> RowPlan:
 
 
 def plan_repeated_rows(
-    groups: Sequence[tuple[int, Sequence[int]]], max_tokens: int | None
+    groups: Sequence[tuple[int, Sequence[int]]],
+    max_tokens: int | None,
+    episodes: Sequence[Sequence[int]] | None = None,
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
     """Cut groups into padded batches [B, L], where each rollout is a row with its whole prompt.
 
@@ -66,36 +69,58 @@ def plan_repeated_rows(
     Args:
         groups: Prompt length and rollout lengths of each group. Groups without rollouts are skipped.
         max_tokens: Maximum number of tokens per batch, including padding. None puts all rollouts into one batch.
+        episodes: For each group, the numbers of consecutive rollouts that stay in one batch; None separates all.
 
     Returns:
         For each batch, its groups as (group, indices of its rollouts), ascending. Every rollout occurs exactly once;
         the batch with the longest sequence comes first.
 
     Raises:
-        ValueError: If a prompt with its rollout is longer than `max_tokens`, or `max_tokens` is less than 1.
+        ValueError: If a prompt with its rollout is longer than `max_tokens`, or rollouts that stay together are with
+            padding, or `max_tokens` is less than 1.
     """
     lengths = {
         (group, rollout): prompt + length
         for group, (prompt, rollouts) in enumerate(groups)
         for rollout, length in enumerate(rollouts)
     }
-    remaining = sorted(lengths, key=lambda unit: -lengths[unit])
+    units = _units(groups, episodes)
+    units.sort(key=lambda unit: -max(lengths[rollout] for rollout in unit))
     if max_tokens is None:
-        return (_by_group(remaining),) if remaining else ()
+        return (_by_group([rollout for unit in units for rollout in unit]),) if units else ()
     _check_budget(max_tokens)
-    batches = []
-    while remaining:
-        longest = lengths[remaining[0]]
-        if longest > max_tokens:
-            group, rollout = remaining[0]
-            raise ValueError(
-                f"max_tokens is {max_tokens}, but group {group} with its rollout {rollout} has {longest} tokens; raise "
-                "the budget, or shorten prompts or completions."
-            )
-        count = max_tokens // max(longest, 1) or 1
-        batches.append(_by_group(remaining[:count]))
-        remaining = remaining[count:]
-    return tuple(batches)
+    batches: list[list[tuple[int, int]]] = []
+    room = 0  # rollouts that still fit into the last batch, whose width is its first one's
+    for unit in units:
+        if len(unit) > room:
+            longest = max(lengths[rollout] for rollout in unit)
+            if longest * len(unit) > max_tokens:
+                raise ValueError(_too_long(unit, longest, max_tokens))
+            room = max_tokens // max(longest, 1) or 1
+            batches.append([])
+        batches[-1] += unit
+        room -= len(unit)
+    return tuple(_by_group(batch) for batch in batches)
+
+
+def _units(
+    groups: Sequence[tuple[int, Sequence[int]]], episodes: Sequence[Sequence[int]] | None
+) -> list[list[tuple[int, int]]]:
+    """The rollouts that stay together, each as (group, rollout)."""
+    units = []
+    for group, (_, rollouts) in enumerate(groups):
+        ends = accumulate([1] * len(rollouts) if episodes is None else episodes[group], initial=0)
+        units += [[(group, rollout) for rollout in range(*span)] for span in pairwise(ends)]
+    return units
+
+
+def _too_long(unit: Sequence[tuple[int, int]], longest: int, max_tokens: int) -> str:
+    (group, rollout), count = unit[0], len(unit)
+    what = f"its rollout {rollout} has {longest}" if count == 1 else f"{count} rows of an episode has {longest * count}"
+    return (
+        f"max_tokens is {max_tokens}, but group {group} with {what} tokens; raise the budget, or shorten prompts or "
+        "completions."
+    )
 
 
 def _check_budget(max_tokens: int) -> None:

@@ -23,7 +23,7 @@ class Workload:
         prompt_lengths: Tokens of each prompt of the training data, in ascending order.
         batch_size: Prompts per rollout, over all devices.
         processes: Devices.
-        num_generations: Rollouts per prompt.
+        num_generations: Rollouts per prompt. Leaves of the largest tree for branching rollouts, each counted in full.
         response: Tokens of a response.
         num_mini_batches: Updates per pass over the rollouts.
         num_iterations: Passes over the rollouts.
@@ -53,7 +53,7 @@ class Workload:
             prompt_lengths=lengths,
             batch_size=data.batch_size,
             processes=processes,
-            num_generations=module.num_generations,
+            num_generations=module.max_rollouts,
             response=module.sampling.max_new_tokens,
             num_mini_batches=module.num_mini_batches,
             num_iterations=module.num_iterations,

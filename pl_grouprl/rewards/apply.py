@@ -16,7 +16,7 @@ from pl_grouprl.rewards.conventions import (
     prepare_reward,
 )
 from pl_grouprl.rewards.results import Score, fits_float32
-from pl_grouprl.types import LiveObject, Prompt, Rollout, RolloutGroup
+from pl_grouprl.types import EpisodeRows, LiveObject, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import private_copy
 
 Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
@@ -117,11 +117,14 @@ class PendingRewards:
         scores = self._scores.wait()
         start = 0
         for group in self._groups:
-            end = start + len(group.rollouts)
-            by_function = [_align_steps(per_function[start:end], group.rollouts) for per_function in scores]
-            for index, rollout in enumerate(group.rollouts):
+            rewarded = [episode.last for episode in group.episodes]
+            end = start + len(rewarded)
+            by_function = [_align_steps(per_function[start:end], rewarded) for per_function in scores]
+            for index, rollout in enumerate(rewarded):
                 _write_reward(rollout, self._prepared, [group_scores[index] for group_scores in by_function])
             start = end
+        for episode in (episode for group in self._groups for episode in group.episodes):
+            _share_reward(episode)
         metrics: dict[str, float] = {}
         for reward, function_scores in zip(self._prepared, scores, strict=True):
             metrics |= _metrics(f"rewards/{reward.name}", function_scores)
@@ -151,7 +154,7 @@ def start_rewards(
         raise ValueError(f"timeout is {timeout}; it must be larger than 0, or None for no limit.")
     prepared = prepare_rewards(rewards)
     decode_completions(groups, tokenizer)
-    inputs = flatten_groups(groups)
+    inputs = flatten_groups([_last_rows(group) for group in groups])
     scores = PendingScores(
         prepared, inputs, retries=retries, max_failed_share=max_failed_share, workers=workers, timeout=timeout
     )
@@ -185,6 +188,9 @@ def apply_rewards(
     they run in worker processes, `environments` (the objects themselves, not copies). Functions of verl's signature get
     the whole decoded completion as `solution_str`, tool results included, as in verl; those with a true attribute
     `reads_final_answer` get the content of the last assistant message.
+
+    Functions are called once per episode: where it has several rows (`RolloutGroup.episodes`), they see the last one,
+    and all rows get the reward, the last one its `token_rewards`.
 
     Args:
         groups: Any number of groups of any size; modified in place.
@@ -229,6 +235,20 @@ def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
                 "Rollout.text is None and tokenizer is None; set the text or pass a tokenizer to decode it."
             )
         rollout.text = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
+
+
+def _last_rows(group: RolloutGroup) -> RolloutGroup:
+    """The group with the rollouts that reward functions see."""
+    episodes = group.episodes
+    if len(episodes) == len(group.rollouts):
+        return group
+    return replace(group, rollouts=[episode.last for episode in episodes])
+
+
+def _share_reward(episode: EpisodeRows) -> None:
+    last = episode.last
+    for row in episode.rows[:-1]:
+        row.reward, row.rewards, row.token_rewards = last.reward, dict(last.rewards), None
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:

@@ -2,12 +2,14 @@
 
 Encoding each turn's prompt from the start would make an episode of k turns cost O(k^2). Here the
 cache row of a sequence that leaves its decode batch is kept. The next call finds it by its tokens, and runs the model
-only on tokens that are not cached: the last sampled one and those after it, such as a tool's result.
+only on tokens that are not cached: the last sampled one and those after it, such as a tool's result. A prompt that ends
+inside a kept sequence, at a branch point, takes the beginning of its cache.
 """
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +55,13 @@ class KeptSequence:
         layers: list[Any] = self.cache.layers
         return self.cache if count == self.num_tokens else Cache(layers=[self._first(layer, count) for layer in layers])
 
+    def cut(self, count: int) -> KeptSequence | None:
+        """The cache of its first tokens; None if the others cannot be removed."""
+        removed = self.num_tokens - count
+        if removed > self.num_removable:
+            return None
+        return self if removed == 0 else KeptSequence(count, self.first(count), self.prompt)
+
     def _first(self, layer: Any, count: int) -> Any:
         if isinstance(layer, ContinuedRow):
             return layer.first(count - self._num_shared)
@@ -74,7 +83,10 @@ class KeptCaches:
         self._sequences = {}
 
     def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
-        """Take the longest kept sequence that each prompt extends, and drop all others.
+        """Find what is kept of the beginning of each prompt, and drop the rest.
+
+        A prompt that is the beginning of a kept sequence (a branch of it) takes all but its last token, if the layers
+        can remove the others. Any other takes the longest kept sequence that it extends.
 
         Args:
             prompts: The prompts; those with media continue nothing.
@@ -84,10 +96,18 @@ class KeptCaches:
         """
         kept, self._sequences = self._sequences, {}
         keys = [_key(prompt.token_ids) for prompt in prompts]
-        found = _longest_prefixes(keys, kept)
+        found, ordered = _longest_prefixes(keys, kept), sorted(kept)
+
+        def of(key: bytes, length: int) -> KeptSequence | None:
+            place = bisect_left(ordered, key)  # sequences that begin with the key are the next ones
+            if place < len(ordered) and ordered[place].startswith(key):
+                begun = kept[ordered[place]].cut(length - 1)
+                if begun is not None:
+                    return begun
+            return kept[found[key]] if key in found else None
+
         return [
-            None if prompt.media or key not in found else kept[found[key]]
-            for key, prompt in zip(keys, prompts, strict=True)
+            None if prompt.media else of(key, len(prompt.token_ids)) for key, prompt in zip(keys, prompts, strict=True)
         ]
 
 

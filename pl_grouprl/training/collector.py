@@ -15,6 +15,7 @@ from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards import PendingRewards
 from pl_grouprl.rollout import RolloutEngine
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
 from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.training.rewarder import Rewarder
@@ -27,7 +28,7 @@ from pl_grouprl.training.selection import rewards_differ, without_rewards
 from pl_grouprl.training.step_timer import StepTimer
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, sum_over_ranks
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, drop_none
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Collector:
         timer: Measures the parts of a step.
         sampling: How rollouts are sampled.
         num_generations: Rollouts per prompt.
+        branching: How they branch; None for not at all.
         num_mini_batches: Mini-batches that the groups are split into.
         sharing: How groups will be packed, which determines their cost.
         seed: Seed of the split into mini-batches.
@@ -91,6 +93,7 @@ class Collector:
         *,
         sampling: SamplingConfig,
         num_generations: int = 8,
+        branching: Branching | None = None,
         num_mini_batches: int = 1,
         sharing: Sharing = "shared",
         seed: int = 0,
@@ -102,12 +105,13 @@ class Collector:
     ) -> None:
         counts = {"num_generations": num_generations, "max_generation_batches": max_generation_batches}
         check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
-        if dynamic_sampling and num_generations < 2:
+        if dynamic_sampling and num_generations < 2 and branching is None:
             raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
         if rollout_ahead not in (0, 1):
             raise ValueError(f"rollout_ahead is {rollout_ahead}; it must be 0 or 1.")
         self._run, self._sampler, self._rewarder, self._timer = run, sampler, rewarder, timer
         self._sampling, self._num_generations, self._num_mini_batches = sampling, num_generations, num_mini_batches
+        self._branching = branching
         self._sharing: Sharing = sharing
         self._seed = seed
         self._mask_truncated = mask_truncated_completions
@@ -188,7 +192,7 @@ class Collector:
         with self._timer.part("reward"):
             metrics = collected.pending.wait()
         collected.pending = None
-        collected.calls.append((sum(len(group.rollouts) for group in collected.generated), metrics))
+        collected.calls.append((sum(len(group.episodes) for group in collected.generated), metrics))
 
     def _distribute(self, collected: CollectedRollouts, rollout_number: int) -> None:
         """Balance work by exchanging groups between ranks."""
@@ -222,7 +226,8 @@ class Collector:
         return groups
 
     def _generate(self, prompts: Sequence[Prompt], seed: Sequence[int | str]) -> list[RolloutGroup]:
-        return self._run.generate(prompts, self._sampling, self._num_generations, seed=seed)
+        options = drop_none(branching=self._branching)
+        return self._run.generate(prompts, self._sampling, self._num_generations, seed=seed, **options)
 
     def _next_groups(self, prompts: Sequence[Prompt], rollout_number: int) -> list[RolloutGroup]:
         """Take the rollouts sampled ahead, or sample now; under `rollout_ahead`, then start the next ones."""
@@ -243,7 +248,8 @@ class Collector:
     ) -> list[RolloutGroup]:
         seed = ("rollout", rollout_number)
         options = engine, prompts, self._sampling, self._num_generations
-        return self._sampler.sample_with(*options, seed=seed, episodes=self._episodes_ahead) if prompts else []
+        loops: dict[str, Any] = {"episodes": self._episodes_ahead, "branching": self._branching}
+        return self._sampler.sample_with(*options, seed=seed, **loops) if prompts else []
 
     def _replace_uniform_groups(self, batch: PromptBatch, collected: CollectedRollouts) -> None:
         """Keep groups whose rewards differ, and sample other prompts for the rest."""

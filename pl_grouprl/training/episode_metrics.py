@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from pl_grouprl.episodes.tools import FailureKind
-from pl_grouprl.types import Rollout
+from pl_grouprl.types import EpisodeRows, Rollout
 
 EpisodeRecord = dict[str, float]
 """Numbers of one episode: `turns`, `context_tokens`, `history_tokens`, `calls`, `seconds`, and failed calls by kind."""
@@ -15,14 +15,15 @@ EpisodeRecord = dict[str, float]
 FAILURES: tuple[str, ...] = get_args(FailureKind)
 
 
-def summarize_episode(rollout: Rollout) -> EpisodeRecord | None:
+def summarize_episode(episode: EpisodeRows) -> EpisodeRecord | None:
     """The statistics of an episode that metrics need; None for a plain completion."""
-    if rollout.messages is None:
+    last = episode.last
+    if last.messages is None:
         return None
-    return rollout.tool_counts | {
-        "turns": float(rollout.num_turns),
-        "context_tokens": float(len(rollout.token_ids) - rollout.num_sampled_tokens),
-        "history_tokens": float(sum(_turn_ends(rollout))),
+    return last.tool_counts | {
+        "turns": float(last.num_turns),
+        "context_tokens": float(episode.num_tokens - episode.num_sampled_tokens),
+        "history_tokens": float(sum(sum(_turn_ends(row)) for row in episode.rows)),
     }
 
 

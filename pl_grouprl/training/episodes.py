@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pl_grouprl.chat import ChatFormat, make_chat_format
 from pl_grouprl.chat.renderer_format import uses_renderers
@@ -15,8 +15,11 @@ from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.rewards.environment import EnvironmentReward
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.run import Run
+from pl_grouprl.utilities.options import check_options
 
+RewrittenHistory = Literal["refuse", "new_row"]
 Rewards = list[Weighted | RewardFunction] | RewardFunction
 
 
@@ -31,6 +34,8 @@ class Episodes:
         chat_template: Used in place of the tokenizer's; see `ChatFormat`.
         tool_timeout: Time limit of a call in seconds; None is no limit.
         tool_workers: Processes per rank that run tools; 0 runs them in threads.
+        rewritten_history: What to do with a chat template that renders earlier messages differently once others
+            follow: `refuse` it, or begin a `new_row` of the episode.
 
     Attributes:
         runner: Runs tools and environments; None if there are none.
@@ -49,8 +54,14 @@ class Episodes:
         chat_template: str | None = None,
         tool_timeout: float | None = None,
         tool_workers: int = 0,
+        rewritten_history: RewrittenHistory = "refuse",
     ) -> None:
+        known = "'refuse' or 'new_row'"
+        check_options(
+            {"rewritten_history": (rewritten_history, rewritten_history in get_args(RewrittenHistory), known)}
+        )
         self._run, self._limits, self._chat_template = run, limits, chat_template
+        self._may_rewrite = rewritten_history == "new_row"
         self.runner: ToolRunner | None = None
         if tools or environment_factory is not None:
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
@@ -59,6 +70,7 @@ class Episodes:
                 **vars(limits),
                 tool_timeout=tool_timeout,
                 tool_workers=tool_workers or None,
+                rewritten_history=rewritten_history if self._may_rewrite else None,
                 chat_template=chat_template if uses_renderers(chat_template) else None,
             )
         self._template_kwargs: Mapping[str, Any] = {}
@@ -82,6 +94,34 @@ class Episodes:
     def exposes_environments(self) -> bool:
         """Whether reward functions can receive environments: only those that live in this process."""
         return self.runner is not None and self.runner.has_environments and self.runner.workers == 0
+
+    def check_branching(self, branching: Branching) -> None:
+        """Refuse branch points that do not go with the tools, or lack of tools, of this run.
+
+        Raises:
+            ValueError: Says what to change.
+        """
+        at_turns, runner = branching.points == "turn", self.runner
+        if at_turns and runner is None:
+            raise ValueError(
+                "Branching.points is 'turn', but without tools a rollout has one turn; pass tools, or use 'every_n' or "
+                "'entropy'."
+            )
+        if runner is not None and not at_turns:
+            raise ValueError(
+                f"Branching.points is {branching.points!r}, but with tools or environments rollouts can branch only "
+                "between turns; use 'turn'."
+            )
+        if runner is not None and runner.has_environments:
+            raise ValueError(
+                "branching is set together with environment_factory, but an environment cannot be copied at a branch "
+                "point; use tools without a state, or leave branching out."
+            )
+        if self._may_rewrite:
+            raise ValueError(
+                "branching is set together with rewritten_history='new_row', but branch points are places in one row; "
+                "use a chat template that does not rewrite the history, or leave branching out."
+            )
 
     @property
     def chat_options(self) -> ChatOptions:
@@ -128,7 +168,7 @@ class Episodes:
         if self.runner is None:
             return
         if self.runner.has_tools:
-            self._chat_format().check_tools()
+            self._chat_format().check_tools(may_rewrite=self._may_rewrite)
         self.runner.open()
 
     def close(self) -> None:
@@ -141,14 +181,17 @@ class Episodes:
         if self.runner is None:
             return None
         if self._loop is None:
-            self._loop = EpisodeLoop(self._chat_format(), self.runner, self._limits)
+            self._loop = self._make_loop(self.runner, self._chat_format())
         return self._loop
 
     def loop_for_thread(self) -> EpisodeLoop | None:
         """A loop for another thread, with its own copy of the tokenizer, which threads must not share."""
         if self.runner is None:
             return None
-        return EpisodeLoop(self._make_format(copy.deepcopy(self._run.tokenizer)), self.runner, self._limits)
+        return self._make_loop(self.runner, self._make_format(copy.deepcopy(self._run.tokenizer)))
+
+    def _make_loop(self, runner: ToolRunner, chat: ChatFormat) -> EpisodeLoop:
+        return EpisodeLoop(chat, runner, self._limits, may_rewrite=self._may_rewrite)
 
     def _template_options(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the chat template for a row, besides the messages."""

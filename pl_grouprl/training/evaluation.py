@@ -71,8 +71,8 @@ class Evaluator:
         Returns:
             The answers of each group's rollouts.
         """
-        num_rollouts = sum(len(group.rollouts) for group in self.groups)
-        self._reward_calls.append((num_rollouts, dict(reward_metrics or {})))
+        num_episodes = sum(len(group.episodes) for group in self.groups)
+        self._reward_calls.append((num_episodes, dict(reward_metrics or {})))
         answers = [self._extractor.answers(group) for group in self.groups]
         pairs = zip(summarize(self.groups), answers, strict=True)
         self._records += [record | {"answers": answers_of_group} for record, answers_of_group in pairs]

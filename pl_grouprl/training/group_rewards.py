@@ -1,6 +1,7 @@
 """Rewards of groups as tensors, the input of advantage estimators.
 
-Legend: B rollouts, F reward functions, N response tokens of all rollouts, concatenated, T length of the longest.
+Legend: B episodes (rollouts; the rows of one episode count once), F reward functions, N response tokens of all
+rollouts, concatenated, T length of the longest episode.
 """
 
 from __future__ import annotations
@@ -14,30 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages import AdvantageEstimator
+from pl_grouprl.functional.advantages import AdvantageEstimator, Branches, leaf_weights
+from pl_grouprl.functional.masked import Reduce
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.types import EpisodeRows, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
 
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """Rewards of the rollouts of all ranks, in rank order.
+    """Rewards of the episodes of all ranks, in rank order. The rows of an episode are one observation.
 
     Attributes:
-        outcomes: Outcome of each rollout, shape [B], or its reward from each function, shape [B, F]; NaN if missing.
-        group_ids_B: Group of each rollout.
-        lengths_B: Number of response tokens of each rollout.
+        outcomes: Outcome of each episode, shape [B], or its reward from each function, shape [B, F]; NaN if missing.
+        group_ids_B: Group of each episode.
+        lengths_B: Number of response tokens of each episode.
         sampled_B: Number of those that the model wrote.
-        greedy: Outcome of the greedy rollout of each rollout's prompt, shaped like `outcomes`; None without greedy
+        greedy: Outcome of the greedy rollout of each episode's prompt, shaped like `outcomes`; None without greedy
             rollouts.
         step_rewards_N: Reward of each step at its last token, NaN elsewhere; None if no rollout on any rank has
             `token_rewards`.
-        own_B: This rank's rollouts.
+        own_B: This rank's episodes.
         own_N: This rank's tokens.
+        rows_B: Number of rollouts of each of this rank's episodes.
     """
 
     outcomes: Tensor
@@ -48,6 +51,11 @@ class GroupRewards:
     step_rewards_N: Tensor | None
     own_B: slice
     own_N: slice
+    rows_B: Tensor
+
+    def of_own_rollouts(self, values_B: Tensor) -> Tensor:
+        """Repeat the values of this rank's episodes, one per rollout."""
+        return values_B[self.own_B].repeat_interleave(self.rows_B)
 
 
 def gather_rewards(
@@ -65,19 +73,20 @@ def gather_rewards(
         functions: Names of reward functions, one column each; empty for the outcome alone.
         greedy: One greedy rollout of each prompt, in the order of the groups.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    of_group = [group.episodes for group in groups]
+    episodes = [episode for own in of_group for episode in own]
     baselines = [
-        _columns(baseline, functions) * len(group.rollouts)
+        _columns(baseline.episodes, functions) * len(group.episodes)
         for baseline, group in zip(greedy or (), groups, strict=False)
     ]
     per_rank: list[dict[str, Any]] = gather_plain(
         {
-            "sizes": [len(group.rollouts) for group in groups],
-            "lengths": [len(rollout.token_ids) for rollout in rollouts],
-            "sampled": [rollout.num_sampled_tokens for rollout in rollouts],
-            "rewards": [row for group in groups for row in _columns(group, functions)],
+            "sizes": [len(own) for own in of_group],
+            "lengths": [episode.num_tokens for episode in episodes],
+            "sampled": [episode.num_sampled_tokens for episode in episodes],
+            "rewards": _columns(episodes, functions),
             "greedy": [row for rows in baselines for row in rows],
-            "steps": [rollout.step_rewards for rollout in rollouts],
+            "steps": [episode.step_rewards for episode in episodes],
             "per_token": [has_token_rewards(groups)],
         },
         run.device,
@@ -96,15 +105,16 @@ def gather_rewards(
         step_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["per_token"]) else None,
         own_B=slice(first_B, first_B + count_B),
         own_N=slice(first_N, first_N + count_N),
+        rows_B=torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long),
     )
 
 
-def _columns(group: RolloutGroup, functions: Sequence[str]) -> list[list[float]]:
+def _columns(episodes: Sequence[EpisodeRows], functions: Sequence[str]) -> list[list[float]]:
     if not functions:
-        return [[number_or_nan(rollout.outcome_reward)] for rollout in group.rollouts]
+        return [[number_or_nan(episode.outcome_reward)] for episode in episodes]
     return [
-        [number_or_nan(rollout.rewards.get(name)) if rollout.reward is not None else math.nan for name in functions]
-        for rollout in group.rollouts
+        [number_or_nan(last.rewards.get(name)) if last.reward is not None else math.nan for name in functions]
+        for last in (episode.last for episode in episodes)
     ]
 
 
@@ -124,20 +134,26 @@ def has_token_rewards(groups: Sequence[RolloutGroup]) -> bool:
 
 
 def subtract_kl_penalties(buffer: RolloutBuffer) -> list[RolloutGroup]:
-    """Copy the groups, subtracting from each reward the KL penalty of its tokens."""
+    """Copy the groups, subtracting from each reward the KL penalty of the tokens of its episode."""
     groups = []
     for group, penalties in zip(buffer.groups, buffer.tokens["kl_penalty"], strict=True):
-        sums = [float(part.sum()) for part in penalties.split([len(r.token_ids) for r in group.rollouts])]
+        episodes = group.episodes
+        sums = [float(part.sum()) for part in penalties.split([episode.num_tokens for episode in episodes])]
         rollouts = [
-            rollout if rollout.reward is None else replace(rollout, reward=rollout.reward - penalty)
-            for rollout, penalty in zip(group.rollouts, sums, strict=True)
+            row if row.reward is None else replace(row, reward=row.reward - penalty)
+            for episode, penalty in zip(episodes, sums, strict=True)
+            for row in episode.rows
         ]
         groups.append(replace(group, rollouts=rollouts))
     return groups
 
 
 def token_advantages(
-    estimator: AdvantageEstimator, buffer: RolloutBuffer, groups: Sequence[RolloutGroup], device: torch.device
+    estimator: AdvantageEstimator,
+    buffer: RolloutBuffer,
+    groups: Sequence[RolloutGroup],
+    device: torch.device,
+    score_norm_N: Tensor | None = None,
 ) -> Tensor:
     """Estimate advantages per token. Collective.
 
@@ -146,6 +162,7 @@ def token_advantages(
         buffer: Has `token_rewards`.
         groups: The buffer's groups, with the KL penalty subtracted from rewards if it is part of them.
         device: Device for communication.
+        score_norm_N: Squared norm of each token's score, if the estimator needs it.
 
     Returns:
         Advantages, shape [N].
@@ -153,22 +170,44 @@ def token_advantages(
     Raises:
         ValueError: If the estimator takes one reward per rollout, and a rollout on any rank has rewards per token.
     """
-    lengths_B = buffer.rollout_lengths
+    lengths_B = buffer.episode_lengths
     mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
-    sizes = torch.tensor([len(group.rollouts) for group in groups])
-    ids_B = torch.arange(len(sizes)).repeat_interleave(sizes)
+    ids_B, branches = _group_ids(groups), _branches(groups)
     reduce = partial(reduce_over_ranks, device=device)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    episodes = [episode for group in groups for episode in group.episodes]
     if estimator.takes_token_rewards:
         rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
-    else:  # sums over tokens would be 0 for rollouts without a trained token
+    else:  # sums over tokens would be 0 for episodes without a trained token
         if any(gather_plain(has_token_rewards(groups), device)):
             raise ValueError(
                 unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
             )
-        rewards = torch.tensor([number_or_nan(rollout.reward) for rollout in rollouts]).float()
-    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, reduce=reduce)
+        rewards = torch.tensor([number_or_nan(episode.reward) for episode in episodes]).float()
+    score_norms = None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_B)
+    data: dict[str, Any] = {"branches": branches, "score_norms": score_norms, "reduce": reduce}
+    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, **data)
     return from_rows(advantages_BT, lengths_B)
+
+
+def weights_of_leaves(groups: Sequence[RolloutGroup], mask_BT: Tensor, reduce: Reduce) -> Tensor:
+    """`leaf_weights` of the episodes of groups, shape [B], float32. Collective."""
+    return leaf_weights(_group_ids(groups), mask_BT, _branches(groups), reduce=reduce).float()
+
+
+def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
+    sizes = torch.tensor([len(group.episodes) for group in groups], dtype=torch.long)
+    return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def _branches(groups: Sequence[RolloutGroup]) -> Branches:
+    episodes = [episode for group in groups for episode in group.episodes]
+    for episode in episodes:
+        if len(episode.rows) > 1 and any(row.branch_path for row in episode.rows):
+            raise ValueError(
+                f"Episode {episode.last.episode!r} has {len(episode.rows)} rows and a branch_path, but branch points "
+                "are places in one row; leave Rollout.branch_path and branch_points of such rows empty."
+            )
+    return Branches([one.last.branch_points for one in episodes], [one.last.branch_path for one in episodes])
 
 
 def unusable_token_rewards(reason: str, remedy: str) -> str:

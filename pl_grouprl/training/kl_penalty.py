@@ -119,12 +119,12 @@ class KLPenalty:
         if self.needs_old_logprobs:
             logprobs = buffer.joined("old_logprobs"), buffer.joined("ref_logprobs")
             kl_N = kl_estimate(*logprobs, self.kind).masked_fill(~mask_N, 0)
-            counts = [mask_N.sum(), buffer.trained_rollouts().sum()]
-            total, tokens, rollouts = sum_over_ranks([kl_N.sum(), *counts], device)
+            counts = [mask_N.sum(), buffer.trained_episodes().sum()]
+            total, tokens, episodes = sum_over_ranks([kl_N.sum(), *counts], device)
             if self.place == "reward":
                 penalty_N = self.coef * kl_N
                 buffer.metrics |= {"kl": total / max(tokens, 1.0), "kl_coef": self.coef}
-            if rollouts:
-                self.controller.update(total / rollouts, int(rollouts))
+            if episodes:
+                self.controller.update(total / episodes, int(episodes))
         buffer.metrics.setdefault("kl_coef", self.coef)
         return penalty_N

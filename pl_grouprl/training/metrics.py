@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
 from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.types import EpisodeRows, RolloutGroup
 
 _STANDARD_SUFFIXES = ("/mean", "/std", "/none", "/invalid")
 
@@ -16,22 +17,24 @@ Record = dict[str, Any]
 
 
 def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
-    """Keep what metrics need. A missing reward becomes NaN."""
-    return [
-        {
-            "data_source": group.data_source,
-            "prompt_length": len(group.prompt_ids),
-            "lengths": [rollout.num_sampled_tokens for rollout in group.rollouts],
-            "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
-            "truncated": [rollout.finish_reason == "length" for rollout in group.rollouts],
-            "rewards": [number_or_nan(rollout.reward) for rollout in group.rollouts],
-            "by_function": [
-                {name: number_or_nan(r) for name, r in rollout.rewards.items()} for rollout in group.rollouts
-            ],
-            "episodes": [summarize_episode(rollout) for rollout in group.rollouts],
-        }
-        for group in groups
-    ]
+    """Keep what metrics need, one entry per episode, except `tokens`: one per rollout. A missing reward becomes NaN."""
+    return [_summarize(group, group.episodes) for group in groups]
+
+
+def _summarize(group: RolloutGroup, episodes: Sequence[EpisodeRows]) -> Record:
+    return {
+        "data_source": group.data_source,
+        "prompt_length": len(group.prompt_ids),
+        "lengths": [episode.num_sampled_tokens for episode in episodes],
+        "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
+        "truncated": [episode.last.finish_reason == "length" for episode in episodes],
+        "rewards": [number_or_nan(episode.reward) for episode in episodes],
+        "by_function": [
+            {name: number_or_nan(reward) for name, reward in episode.last.rewards.items()} for episode in episodes
+        ],
+        "sampled": count_sampled(group.rollouts),
+        "episodes": [summarize_episode(episode) for episode in episodes],
+    }
 
 
 def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
@@ -40,7 +43,8 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     Returns:
         `reward` (mean), `reward_std` (mean over groups of the standard deviation inside the group, Bessel-corrected),
         `frac_reward_zero_std`, `rewards/{name}/mean` and `/std`, and `completions/...` lengths in tokens that the
-        model wrote. Rollouts without a reward are left out of the rewards. For episodes, also `episode_metrics`.
+        model wrote. Rollouts without a reward are left out of the rewards, and the rows of an episode are one rollout.
+        Also `episode_metrics` and `branch_metrics`.
     """
     spreads = [_std(_finite(record["rewards"])) for record in records]
     lengths = [length for record in records for length in record["lengths"]]
@@ -57,7 +61,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     for name, values in rewards_by_function(records).items():
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values)
-    return metrics | episode_metrics(records)
+    return metrics | episode_metrics(records) | branch_metrics(records)
 
 
 def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
@@ -75,11 +79,11 @@ def count_tokens(records: Sequence[Record]) -> int:
 
 
 RewardCall = tuple[int, dict[str, float]]
-"""How many rollouts were rewarded together, and what `apply_rewards` returned."""
+"""How many episodes were rewarded together, and what `apply_rewards` returned."""
 
 
 def merge_reward_metrics(calls: Sequence[RewardCall]) -> dict[str, float]:
-    """Merge the metrics of reward calls: counts are summed, other values averaged over rollouts."""
+    """Merge the metrics of reward calls: counts are summed, other values averaged over episodes."""
     merged: dict[str, float] = {}
     for name in sorted({name for _, metrics in calls for name in metrics}):
         known = [(count, metrics[name]) for count, metrics in calls if name in metrics]

@@ -72,8 +72,16 @@ class MicroBatch:
 
     @property
     def rollouts(self) -> dict[str, Any]:
-        """Each token's rollout and the number of rollouts: keyword arguments of the losses."""
-        return {"rollout_index_N": self.scoring.rollout_index_N, "num_rollouts": self.scoring.num_rollouts}
+        """Each token's rollout and the number of rollouts: keyword arguments of the losses.
+
+        The rows of an episode in this micro-batch are one rollout.
+        """
+        index_N, num_rollouts = self.scoring.rollout_index_N, self.scoring.num_rollouts
+        sizes = torch.tensor([len(episode.rows) for group in self.groups for episode in group.episodes])
+        if len(sizes) < num_rollouts:
+            index_B = torch.arange(len(sizes)).repeat_interleave(sizes)
+            index_N, num_rollouts = index_B.to(index_N.device)[index_N], len(sizes)
+        return {"rollout_index_N": index_N, "num_rollouts": num_rollouts}
 
     def repack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:
         """Lay out truncated groups the same way."""

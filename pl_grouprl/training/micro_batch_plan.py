@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from pl_grouprl.packing import Branch, Sharing, SplitGroup, Trie, build_trie, plan_repeated_rows, plan_rows
+from pl_grouprl.packing.bins import pack_sizes
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.types import EpisodeRows, RolloutGroup
 
 Part = tuple[int, tuple[int, ...]]
 """Index of a group, and the indices of its selected rollouts."""
@@ -75,6 +76,8 @@ def plan_micro_batches(
     sharing: Sharing,
     max_tokens: int | None,
     min_saved_tokens: int | None = MIN_SAVED_TOKENS,
+    *,
+    whole_episodes: bool = False,
 ) -> MicroBatchPlan:
     """Cut some groups into micro-batches of at most `max_tokens` tokens.
 
@@ -85,9 +88,11 @@ def plan_micro_batches(
         max_tokens: Most tokens of a row, including prompts, or of a slice, without the path that it continues. None
             puts all groups into one row.
         min_saved_tokens: Fewest tokens that a shared segment must save; see `packing.build_trie`.
+        whole_episodes: Whether all rows of an episode must be in one micro-batch. A group with rows of episodes is then
+            split without branches.
 
     Raises:
-        ValueError: If a single rollout or prompt exceeds `max_tokens`.
+        ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds `max_tokens`.
     """
     if not indices:
         return MicroBatchPlan(())
@@ -95,16 +100,63 @@ def plan_micro_batches(
     if max_tokens is None:
         return MicroBatchPlan((everything,))
     if sharing == "repeated":
-        sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
-        rows = plan_repeated_rows(sizes, max_tokens)
-        return MicroBatchPlan(tuple(tuple((indices[group], rollouts) for group, rollouts in row) for row in rows))
+        return MicroBatchPlan(_repeated_rows(groups, indices, max_tokens, whole_episodes))
     plan = plan_rows([_prompt_and_trie(groups[i], min_saved_tokens) for i in indices], max_tokens)
     splits = [replace(split, group=indices[split.group]) for split in plan.splits]
+    if whole_episodes:
+        splits = [_with_whole_episodes(split, groups[split.group], max_tokens, min_saved_tokens) for split in splits]
     # Largest first on every rank, so that few dummies fill the differences.
     return MicroBatchPlan(
         tuple(tuple(everything[group] for group in row) for row in plan.rows),
         tuple(sorted(splits, key=lambda split: -_shapes([split])[0].number)),
     )
+
+
+def _repeated_rows(
+    groups: Sequence[RolloutGroup], indices: Sequence[int], max_tokens: int, whole_episodes: bool
+) -> tuple[tuple[Part, ...], ...]:
+    """Padded batches."""
+    sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
+    together = None
+    if whole_episodes:
+        for group in (groups[i] for i in indices):
+            _check_episodes(group, [_padded_size(group, episode) for episode in group.episodes], max_tokens)
+        together = [[len(episode.rows) for episode in groups[i].episodes] for i in indices]
+    rows = plan_repeated_rows(sizes, max_tokens, together)
+    return tuple(tuple((indices[group], rollouts) for group, rollouts in row) for row in rows)
+
+
+def _padded_size(group: RolloutGroup, episode: EpisodeRows) -> int:
+    return len(episode.rows) * (len(group.prompt_ids) + max(len(row.token_ids) for row in episode.rows))
+
+
+def _with_whole_episodes(
+    split: SplitGroup, group: RolloutGroup, max_tokens: int, min_saved_tokens: int | None
+) -> SplitGroup:
+    """If the group has an episode of several rows, split it into slices of whole episodes that continue the prompt."""
+    episodes = group.episodes
+    if len(episodes) == len(group.rollouts):
+        return split
+    least = None if group.media else min_saved_tokens
+    sizes = [build_trie([row.token_ids for row in episode.rows], least).num_tokens for episode in episodes]
+    _check_episodes(group, sizes, max_tokens)
+    ends = list(accumulate((len(episode.rows) for episode in episodes), initial=0))
+    bins = pack_sizes(sizes, max_tokens)
+    return SplitGroup(
+        split.group, tuple(tuple(r for i in found for r in range(ends[i], ends[i + 1])) for found in bins)
+    )
+
+
+def _check_episodes(group: RolloutGroup, sizes: Sequence[int], max_tokens: int) -> None:
+    for episode, size in zip(group.episodes, sizes, strict=True):
+        if size > max_tokens and len(episode.rows) > 1:
+            raise ValueError(
+                f"max_tokens_per_micro_batch allows {max_tokens} tokens, but the {len(episode.rows)} rows of episode "
+                f"{episode.last.episode!r} of group {group.group_id} have {size}, and the loss needs them in one "
+                "micro-batch: its loss_agg_mode, policy_loss or importance_sampling is about whole rollouts. Raise "
+                "max_tokens_per_micro_batch, or use loss_agg_mode='token-mean' with a policy_loss and "
+                "importance_sampling of single tokens."
+            )
 
 
 def _prompt_and_trie(group: RolloutGroup, min_saved_tokens: int | None) -> tuple[int, Trie]:

@@ -26,7 +26,7 @@ from pl_grouprl.training.split_passes import (
     selection_to_state,
 )
 from pl_grouprl.types import RolloutGroup
-from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.progress import tick
 
 T = TypeVar("T")
@@ -66,19 +66,28 @@ class MicroBatchSchedule:
         indices: Which of its groups to use.
         options: How they are laid out.
         cache: Keeps the last packed row.
+        whole_episodes: Whether all rows of an episode must be in one micro-batch.
 
     Raises:
-        ValueError: If a single rollout or prompt exceeds the token budget.
+        ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds the token budget. Other
+            ranks then raise a RuntimeError.
     """
 
     def __init__(
-        self, buffer: RolloutBuffer, indices: Sequence[int], options: RowOptions, cache: PackedRowCache | None = None
+        self,
+        buffer: RolloutBuffer,
+        indices: Sequence[int],
+        options: RowOptions,
+        cache: PackedRowCache | None = None,
+        *,
+        whole_episodes: bool = False,
     ) -> None:
         self._buffer, self._options = buffer, options
         self._cache = PackedRowCache() if cache is None else cache
         ranks = options.sequence_ranks
         limit = None if options.max_tokens is None else options.max_tokens * ranks
-        self._plan = plan_micro_batches(buffer.groups, indices, options.sharing, limit, options.min_saved_tokens)
+        plan = partial(plan_micro_batches, buffer.groups, indices, options.sharing, limit, options.min_saved_tokens)
+        self._plan = raise_on_all_ranks(lambda: plan(whole_episodes=whole_episodes), options.device)
         per_rank = gather_plain(self._plan.shape.to_plain(), options.device)
         # Always run at least one row: it reaches every parameter.
         self._shape = largest([Shape(1), *map(Shape.from_plain, per_rank)])

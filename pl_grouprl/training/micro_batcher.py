@@ -125,10 +125,18 @@ class MicroBatcher:
             mesh = sequence_mesh(self.sequence_parallel_size, self._run.device.type)
             self._sequence_group = mesh.get_group("sequence")
 
-    def for_update(self, buffer: RolloutBuffer, members: Sequence[int]) -> MicroBatchSchedule:
-        """Micro-batches of some groups of a buffer."""
+    def for_update(
+        self, buffer: RolloutBuffer, members: Sequence[int], *, whole_episodes: bool = True
+    ) -> MicroBatchSchedule:
+        """Micro-batches of some groups of a buffer.
+
+        Args:
+            buffer: The rollouts.
+            members: Indices of the groups.
+            whole_episodes: Whether all rows of an episode must be in one micro-batch.
+        """
         options = self._options(self.max_tokens, self._sequence_group, self.sequence_parallel_size)
-        return MicroBatchSchedule(buffer, members, options, self.cache)
+        return MicroBatchSchedule(buffer, members, options, self.cache, whole_episodes=whole_episodes)
 
     def for_scoring(self, buffer: RolloutBuffer) -> MicroBatchSchedule:
         """Micro-batches of all groups of a buffer.

@@ -81,6 +81,12 @@ class PolicyObjective:
         self._norm = float(max_new_tokens) if loss_agg_mode == "seq-mean-token-sum-norm" else None
 
     @property
+    def compares_tokens_of_rollouts(self) -> bool:
+        """Whether the loss of a token depends on the other tokens of its rollout."""
+        sequence_ratios = self.importance_sampling["kind"].startswith("sequence")
+        return self.loss_agg_mode != "token-mean" or self.policy_loss.uses_rollouts or sequence_ratios
+
+    @property
     def corrects_sampling(self) -> bool:
         """Whether importance sampling is on."""
         return bool(self.importance_sampling["kind"] != "none")

@@ -1,6 +1,7 @@
 """The rollouts of one prompt batch, and the per-token quantities that several updates reuse.
 
-Legend: B rollouts, N response tokens of all rollouts, concatenated.
+Legend: B rollouts, E episodes (rollouts, the rows of one episode counted once), N response tokens of all rollouts,
+concatenated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.training.distribution import cut_into_mini_batches, from_state, to_state
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import EpisodeRows, RolloutGroup
 from pl_grouprl.utilities.copying import field_values
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -67,6 +68,12 @@ class RolloutBuffer:
         lengths = [len(rollout.token_ids) for group in self.groups for rollout in group.rollouts]
         return torch.tensor(lengths, dtype=torch.long)
 
+    @property
+    def episode_lengths(self) -> Tensor:
+        """Response tokens of each episode, all its rows together, shape [E], int64."""
+        lengths = [episode.num_tokens for group in self.groups for episode in group.episodes]
+        return torch.tensor(lengths, dtype=torch.long)
+
     def put(self, name: str, values_N: Tensor) -> None:
         """Store a per-token quantity of all groups under a name.
 
@@ -80,8 +87,8 @@ class RolloutBuffer:
 
     def compute_loss_mask(self) -> None:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        trained = [bit for rollout in rollouts for bit in _trained_tokens(rollout, self.mask_truncated)]
+        episodes = [episode for group in self.groups for episode in group.episodes]
+        trained = [bit for episode in episodes for bit in _trained_tokens(episode, self.mask_truncated)]
         self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
 
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
@@ -92,9 +99,9 @@ class RolloutBuffer:
         """A per-token quantity of all groups, shape [N]."""
         return torch.cat(self.tokens[name])
 
-    def trained_rollouts(self) -> Tensor:
-        """Which rollouts have a trained token, bool, shape [B]."""
-        return to_rows(self.joined("loss_mask"), self.rollout_lengths).any(dim=1)
+    def trained_episodes(self) -> Tensor:
+        """Which episodes have a trained token, bool, shape [E]."""
+        return to_rows(self.joined("loss_mask"), self.episode_lengths).any(dim=1)
 
     def members(self, update_index: int) -> list[int]:
         """Indices of the groups that this rank trains in an update; may be empty.
@@ -162,11 +169,12 @@ class RolloutBuffer:
         return cls(**{**state, "groups": [from_state(group) for group in state["groups"]]})
 
 
-def _trained_tokens(rollout: Rollout, mask_truncated: bool) -> Sequence[int]:
-    is_left_out = mask_truncated and rollout.finish_reason == "length"
-    if is_left_out or rollout.reward is None or rollout.reward != rollout.reward:
-        return [0] * len(rollout.token_ids)
-    return rollout.loss_mask if rollout.loss_mask is not None else [1] * len(rollout.token_ids)
+def _trained_tokens(episode: EpisodeRows, mask_truncated: bool) -> list[int]:
+    is_left_out, reward = mask_truncated and episode.last.finish_reason == "length", episode.reward
+    if is_left_out or reward is None or reward != reward:
+        return [0] * episode.num_tokens
+    masks = ([1] * len(row.token_ids) if row.loss_mask is None else row.loss_mask for row in episode.rows)
+    return [bit for mask in masks for bit in mask]
 
 
 def _num_tokens(group: RolloutGroup) -> int:

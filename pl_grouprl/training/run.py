@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.strategies import StrategySupport
 from pl_grouprl.sync.weight_sync import PolicyOwner
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
@@ -37,7 +38,13 @@ class Run(PolicyOwner, Protocol):
         """Optimizer steps so far."""
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: Sequence[int | str]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+        branching: Branching | None = None,
     ) -> list[RolloutGroup]:
         """Sample rollouts of each prompt."""
 

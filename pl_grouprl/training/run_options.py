@@ -66,6 +66,7 @@ PASSED_ON = frozenset(
         "engine",
         "seed",
         "num_generations",
+        "branching",
         "num_mini_batches",
         "sharing",
         "share_across_groups",

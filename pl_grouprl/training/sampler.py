@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -9,9 +11,12 @@ from typing import Any
 
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
+from pl_grouprl.rollout.branches import BranchLoop
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
+from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.sync.weight_sync import WeightSync
-from pl_grouprl.training.episode_turns import EngineTurnSampler
+from pl_grouprl.training.engine_rounds import EngineRounds
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
@@ -64,6 +69,7 @@ class Sampler:
         self._weight_sync = WeightSync(timed)
         self._check = SamplerParityCheck()
         self._episodes = episodes
+        self._stop: StopStrings | None = None
 
     def reset(self) -> None:
         """Forget what the engine has: another run may have used or closed it."""
@@ -80,10 +86,16 @@ class Sampler:
         return self._weight_sync.take_metrics() if isinstance(self.engine, SyncedRolloutEngine) else {}
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, *, seed: Sequence[int | str]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+        branching: Branching | None = None,
     ) -> list[RolloutGroup]:
         """Sample rollouts of each prompt in evaluation mode; see `RLModule.generate`."""
-        run = partial(self._generate, prompts, sampling, num_generations, seed)
+        run = partial(self._generate, prompts, sampling, num_generations, seed, branching)
         if isinstance(self.engine, SyncedRolloutEngine):
             groups = self._weight_sync.sample(self._run, self.engine, run)
             self._check.run(self._run, self.engine, groups, sampling)
@@ -92,12 +104,17 @@ class Sampler:
             return run() if prompts else []
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_generations: int, seed: Sequence[int | str]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        seed: Sequence[int | str],
+        branching: Branching | None,
     ) -> list[RolloutGroup]:
         self.engine.bind(self._run.policy, self._run.tokenizer)
+        options = self.engine, prompts, sampling, num_generations
         with evaluating(self._run.policy):
-            episodes = self._episodes()
-            return self.sample_with(self.engine, prompts, sampling, num_generations, seed=seed, episodes=episodes)
+            return self.sample_with(*options, seed=seed, episodes=self._episodes(), branching=branching)
 
     def sample_with(
         self,
@@ -108,11 +125,12 @@ class Sampler:
         *,
         seed: Sequence[int | str],
         episodes: EpisodeLoop | None = None,
+        branching: Branching | None = None,
     ) -> list[RolloutGroup]:
         """Sample with an engine that is bound to some policy. Reads nothing that training changes."""
         prompts = [prompt.open() for prompt in prompts]
-        if episodes is not None:
-            return self._sample_episodes(episodes, engine, prompts, sampling, num_generations, seed)
+        if episodes is not None or branching is not None:
+            return self._sample_in_rounds(episodes, branching, engine, prompts, sampling, num_generations, seed)
         media = [dict(prompt.media) for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # text-only engines need not accept it
         by_prompt = num_ranks() > 1 and declares(engine, "takes_prompt_indices")
@@ -128,29 +146,43 @@ class Sampler:
         )
         return self.group(prompts, rollouts)
 
-    def _sample_episodes(
+    def _sample_in_rounds(
         self,
-        episodes: EpisodeLoop,
+        episodes: EpisodeLoop | None,
+        branching: Branching | None,
         engine: RolloutEngine,
         prompts: list[Prompt],
         sampling: SamplingConfig,
         num_generations: int,
         seed: Sequence[int | str],
     ) -> list[RolloutGroup]:
-        turns = EngineTurnSampler(
+        """Sample episodes, or branching rollouts."""
+        rounds = EngineRounds(
             self._run,
             engine,
             sampling,
             num_generations,
             seed,
             base_seed=self._seed,
-            one_prompt=not episodes.runner.has_environments,
+            one_prompt=episodes is None or not episodes.runner.has_environments,
         )
-        with turns.keeping_caches():
-            shared, rollouts = episodes.run(
-                turns, prompts, self._indices(prompts), sampling.max_new_tokens, num_generations
-            )
+        indices, longest, shared = self._indices(prompts), sampling.max_new_tokens, prompts
+        with rounds.keeping_caches():
+            if episodes is not None:
+                shared, rollouts = episodes.run(rounds, prompts, indices, longest, num_generations, branching)
+            else:
+                assert branching is not None
+                loop = BranchLoop(branching, longest, self._stop_strings(sampling))
+                rollouts = loop.run(rounds, prompts, indices, num_generations)
         return self.group(shared, rollouts)
+
+    def _stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
+        """Stop strings, with a copy of the tokenizer, which threads must not share."""
+        if not sampling.stop:
+            return None
+        if self._stop is None or self._stop.stop != sampling.stop:
+            self._stop = StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop)
+        return self._stop
 
     def group(self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]]) -> list[RolloutGroup]:
         """Join rollouts with their prompts, which are open, and convert an engine's NumPy numbers to Python's."""
@@ -158,6 +190,8 @@ class Sampler:
             rollout.token_ids = [int(token) for token in rollout.token_ids]
             if rollout.logprobs is not None:
                 rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
+            if rollout.episode is not None and not isinstance(rollout.episode, str):
+                rollout.episode = operator.index(rollout.episode)
         return [
             RolloutGroup(
                 prompt.token_ids, of_prompt, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media

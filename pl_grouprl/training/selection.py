@@ -11,12 +11,12 @@ from pl_grouprl.types import RolloutGroup
 
 def rewards_differ(group: RolloutGroup) -> bool:
     """Whether a group's rewards or step rewards differ, so that comparing its rollouts is informative."""
-    return _differ(r.reward for r in group.rollouts) or _steps_differ(group)
+    return _differ(episode.reward for episode in group.episodes) or _steps_differ(group)
 
 
 def outcomes_or_steps_differ(group: RolloutGroup) -> bool:
     """Whether a group's outcome rewards or step rewards differ; GRPO compares the two separately."""
-    return _differ(r.outcome_reward for r in group.rollouts) or _steps_differ(group)
+    return _differ(episode.outcome_reward for episode in group.episodes) or _steps_differ(group)
 
 
 def _steps_differ(group: RolloutGroup) -> bool:

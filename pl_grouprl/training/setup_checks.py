@@ -97,7 +97,7 @@ def _check_fit(module: Any) -> None:
     if module.rollout_ahead:
         check_rollout_ahead(module, module.engine, module.support, module.objective.corrects_sampling)
     check_updates(trainer, module.num_iterations, module.num_mini_batches)
-    module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.num_generations)
+    module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.max_rollouts)
     budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size
     loss = module.objective.policy_loss
     if (budget is not None or ranks > 1) and loss.compares_tokens:

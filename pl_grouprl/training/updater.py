@@ -34,6 +34,7 @@ class Updater:
         compute_loss: Loss sums of a micro-batch.
         loss_denominators: Their denominators, from per-token quantities alone; see `RLModule`.
         owner: Class that has these methods, for errors.
+        whole_episodes: Returns whether all rows of an episode must be in one micro-batch.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Updater:
         compute_loss: ComputeLoss,
         loss_denominators: Denominators,
         owner: str,
+        whole_episodes: Callable[[], bool] = lambda: True,
     ) -> None:
         self._run = run
         self._micro_batcher = micro_batcher
         self._optimization = optimization
         self._compute_loss, self._loss_denominators, self._owner = compute_loss, loss_denominators, owner
+        self._whole_episodes = whole_episodes
 
     def update(
         self, buffer: RolloutBuffer, members: Sequence[int], accumulation: Accumulation
@@ -63,7 +66,7 @@ class Updater:
         Returns:
             The loss of the last micro-batch, to be differentiated by the caller, and the metrics of the update.
         """
-        schedule = self._micro_batcher.for_update(buffer, members)
+        schedule = self._micro_batcher.for_update(buffer, members, whole_episodes=self._whole_episodes())
         if schedule.number > 1:
             self._optimization.add_denominators(self._denominators(buffer, members), self._run.device)
         sums = LossAccumulator()
@@ -116,7 +119,7 @@ class Updater:
         else:
             chosen = [(index, range(len(buffer.groups[index].rollouts))) for index in members]
             groups, tokens, _ = buffer.select(chosen)
-            lengths = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+            lengths = [episode.num_tokens for group in groups for episode in group.episodes]
         index_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths)}
         return check_denominators(self._loss_denominators(tokens, rollouts), self._owner)

@@ -14,7 +14,7 @@ from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.types import Rollout, RolloutGroup
 
 Answers = list[str | None]
-"""The answer of each rollout of a group; None for no answer, which is a vote like any other."""
+"""The answer of each episode of a group; None for no answer, which is a vote like any other."""
 
 
 class AnswerExtractor:
@@ -37,8 +37,8 @@ class AnswerExtractor:
                 break
 
     def answers(self, group: RolloutGroup) -> Answers:
-        """The answer of each rollout; None, with a warning the first time, where the method raises."""
-        return [self._answer(_text(rollout), group.columns) for rollout in group.rollouts]
+        """The answer of each episode; None, with a warning the first time, where the method raises."""
+        return [self._answer(_text(episode.last), group.columns) for episode in group.episodes]
 
     def _answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
         if self._hook is None:

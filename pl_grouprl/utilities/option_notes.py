@@ -83,6 +83,7 @@ _NOTES_OF_CLASSES = {
 _VALUE_NOTES: dict[tuple[str, Any], str] = {
     ("advantage_estimator", "gae"): "'gae' is pl_grouprl.PPO.",
     ("advantage_estimator", "group_ppo"): "'group_ppo' is pl_grouprl.GroupPPO.",
+    ("policy_loss", "bypass_mode"): "importance_sampling corrects for the sampler, with any loss.",
     ("loss_type", "luspo"): _UNAVAILABLE,
     ("loss_type", "vespo"): _UNAVAILABLE,
     ("scale_rewards", False): _BOOLEAN,

@@ -27,6 +27,7 @@ OPTION_PATHS = {
     "data.init_args.video_column": "video_key",
     "model.init_args.advantage_estimator": "adv_estimator",
     "model.init_args.beta": "use_kl_loss kl_loss_coef kl_coef",
+    "model.init_args.branching": "",
     "model.init_args.chat_template": "chat_template_path custom_chat_template",
     "model.init_args.cliprange_value": "",
     "model.init_args.critic": "value_model",
@@ -108,6 +109,7 @@ OPTION_PATHS = {
         "sapo_temperature_pos sapo_temperature_neg clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
     ),
     "model.init_args.reward_workers": "launch_reward_fn_async",
+    "model.init_args.rewritten_history": "",
     "model.init_args.rewards": "reward_weights reward_model_path reward_funcs",
     "model.init_args.router_aux_loss_coef": "",
     "model.init_args.sampling": "response_length stop_token stop_token_id",

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import ScriptedEngine, TinyPolicy, share_of_letters
+from helpers.branching_engine import BranchingEngine
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
@@ -25,6 +27,14 @@ class PlainEngine(ScriptedEngine):
         for rollout in (rollout for own in rollouts for rollout in own):
             rollout.logprobs = [-3.3 - 0.1 * i * len(rollout.token_ids) for i in range(len(rollout.token_ids))]
         return rollouts
+
+
+def two_or_three(prompt):
+    """Return how many rollouts of a prompt share a beginning."""
+    return 2 + sum(prompt) % 2
+
+
+BRANCHED = {"engine": BranchingEngine(PlainEngine(), two_or_three)}
 
 
 def some(completions, **columns):
@@ -55,6 +65,10 @@ CASES = {
     "remax": {"advantage_estimator": "remax"},
     "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus", "advantage_options": {"gamma": 0.9}},
     "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    "tree": {**BRANCHED, "advantage_estimator": "tree", "loss_agg_mode": "seq-mean-token-sum"},
+    "vine": {**BRANCHED, "advantage_estimator": "vine", "loss_type": "dr_grpo"},
+    "gpg": {"advantage_estimator": "gpg", "policy_loss": "gpg"},
+    "optimal_token_baseline": {"advantage_estimator": "optimal_token_baseline", "policy_loss": "dro"},
     "batch": {"scale_rewards": "batch"},
     "normalize_then_sum": {
         "rewards": [some, Weighted(brevity, 2.0)],

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.chance_episodes import STOPS, ChancePolicy, chance_rows, double, register_chance_calls
+from helpers.chance_episodes import STOPS, TEMPLATE, ChancePolicy, chance_rows, double, register_chance_calls
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -14,6 +14,17 @@ from pl_grouprl.types import SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
 LIMITS = {"max_tool_calling_iterations": 3, "max_turn_tokens": 20, "max_episode_tokens": 120}
+
+
+REWRITING = {
+    "rewritten_history": "new_row",
+    "chat_template": TEMPLATE.replace(
+        "{{ message.content }}", "{{ message.content[: 3 if message.role == 'assistant' else 99] }}"
+    ),
+    "loss_agg_mode": "seq-mean-token-mean",
+    "max_episode_tokens": 600,
+}
+"""Earlier turns of the model are cut, so a further row begins after every result."""
 
 
 class Counter:
@@ -182,7 +193,25 @@ def test_an_environment_writes_the_data(tmp_path):
             assert text == f"<|im_start|>user\n{rollout.prompt[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("options", [{}, {"rollout_ahead": 1, "importance_sampling": "token_truncate"}])
+def test_rewritten_histories_are_trained_as_they_were_sampled(tmp_path):
+    module = make(**REWRITING)
+    recorder, _ = fit(module, tmp_path, rows=4)
+    episodes = [episode for groups in recorder.groups for group in groups for episode in group.episodes]
+    assert {len(episode.rows) for episode in episodes} >= {1, 2, 3}
+    for episode in episodes:
+        assert len(episode.rows) <= episode.last.num_turns
+        assert len({row.reward for row in episode.rows}) == 1
+    for metrics in recorder.steps:
+        assert metrics["sampling/sampling_logp_difference/max"] < 1e-3
+    last = [episode for group in recorder.groups[-1] for episode in group.episodes]
+    assert recorder.steps[-1]["episode/turns"] == pytest.approx(sum(e.last.num_turns for e in last) / len(last))
+    assert len(last) == 8  # two prompts, four generations
+
+
+AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
+
+
+@pytest.mark.parametrize("options", [{}, AHEAD, pytest.param({**AHEAD, **REWRITING}, marks=pytest.mark.slow)])
 def test_resume_is_exact(options, tmp_path):
     options = {"environment_factory": Counter, "num_iterations": 2, **options}
     saving = ModelCheckpoint(tmp_path / "all", "{step}", save_top_k=-1, every_n_train_steps=1)

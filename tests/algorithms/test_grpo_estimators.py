@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.branching_engine import BranchingEngine
 from helpers.episodes import make_episode, make_group
 from helpers.rollouts import per_rollout_means
 from helpers.scripts import run_script
 
+from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional import advantages as functions
 from pl_grouprl.functional.kl import kl_estimate
 from pl_grouprl.functional.rows import from_rows, to_rows
@@ -283,6 +286,44 @@ def test_compute_advantages_by_itself(step):
     torch.testing.assert_close(module.compute_advantages(buffer.groups), expected_B)
 
 
+@pytest.mark.parametrize("name", ["tree", "vine"])
+def test_branched_rollouts(step, name):
+    buffer = step(BranchingEngine(Engine()), advantage_estimator=name, loss_agg_mode="seq-mean-token-sum").last_rollouts
+    rollouts = rollouts_of(buffer)
+    branches = functions.Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
+    mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
+    estimator = functions.make_advantage_estimator(name)
+    expected_BT = estimator(rewards_of(buffer), group_ids_of(buffer), mask=mask_BT, branches=branches)
+    expected_N = from_rows(expected_BT, buffer.rollout_lengths)
+    torch.testing.assert_close(buffer.joined("advantages"), expected_N)
+    assert any(len(set(own.tolist())) > 1 for own in expected_N.split(buffer.rollout_lengths.tolist()))
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_optimal_token_baseline(step, make_module, name):
+    """The norms are those of the policy before the update, from a forward that is made for them."""
+    module = step(advantage_estimator=name, optimizer=OptimizerConfig(learning_rate=0.0))
+    buffer = module.last_rollouts
+    assert torch.isfinite(buffer.joined("old_logprobs")).all()
+    with shared_prefix(module.policy):
+        norms_N = module.score_rollouts(module.policy, buffer, score_norm=True).score_norm_N
+    rewards, norms, mask = (
+        to_rows(values_N, buffer.rollout_lengths)
+        for values_N in (buffer.joined("token_rewards"), norms_N, buffer.joined("loss_mask"))
+    )
+    found = functions.make_advantage_estimator(name)(rewards, group_ids_of(buffer), mask=mask, score_norms=norms)
+    assert found.abs().max() > 0.1
+    torch.testing.assert_close(buffer.joined("advantages"), from_rows(found, buffer.rollout_lengths))
+
+
+def test_tree_refuses_what_belongs_to_whole_rollouts(step, make_module):
+    with pytest.raises(ValueError, match="a reward function returned a reward per token, but tree compares whole"):
+        step(rewards=lambda completion_ids, **columns: [[1.0] * len(ids) for ids in completion_ids],
+             advantage_estimator="tree")  # fmt: skip
+    with pytest.raises(ValueError, match="advantage_estimator='vine' takes one reward; use 'sum_then_normalize'"):
+        make_module(advantage_estimator="vine", multi_objective_aggregation="normalize_then_sum")
+
+
 # Two ranks.
 
 SCRIPT = Path(__file__).with_name("estimator_ranks.py")
@@ -300,10 +341,12 @@ def ranks(tmp_path_factory):
 
 
 PROCESS = ("process", "process_reinforce")
+RECENT = ("tree", "vine", "gpg", "optimal_token_baseline")
 
 
 @pytest.mark.parametrize(
-    "case", [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, "batch", "normalize_then_sum", "kl", "token_kl"]
+    "case",
+    [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, *RECENT, "batch", "normalize_then_sum", "kl", "token_kl"],
 )
 def test_two_ranks_have_the_advantages_of_one(ranks, case):
     (one,), two = ranks
@@ -322,7 +365,7 @@ def test_all_ranks_refuse_rewards_of_tokens(ranks, case):
     assert all("a reward function returned a reward per token" in message for message in messages)
 
 
-@pytest.mark.parametrize("case", ["token_truncate", "sequence_mask", "kl", "token_kl", "adaptive"])
+@pytest.mark.parametrize("case", ["token_truncate", "sequence_mask", "kl", "token_kl", "adaptive", "tree"])
 def test_two_ranks_log_what_one_logs(ranks, case):
     (one,), two = ranks
     names = [name for name in one[case]["metrics"] if name.startswith(("sampling/", "kl", "loss"))]

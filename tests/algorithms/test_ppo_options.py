@@ -170,7 +170,7 @@ def test_penalty_in_the_reward(fit):
 def test_adaptive_coefficient(fit, kl_in):
     adaptive = {"beta": 0.1, "kl_target": 1e-3, "kl_horizon": 50, "kl_in": kl_in, "optimizer": OptimizerConfig(1e-2)}
     module, record = fit(max_steps=3, **adaptive)
-    rollouts = int(module.last_rollouts.trained_rollouts().sum())
+    rollouts = int(module.last_rollouts.trained_episodes().sum())
     # Before any update the KL is 0, as far below its target as the controller counts; after it, above it.
     first = 0.1 * (1 - 0.2 * count_rollouts(fit, adaptive) / 50)
     shown = [step["kl_coef"] for step in record.steps]
@@ -188,7 +188,7 @@ def test_adaptive_coefficient(fit, kl_in):
 
 def count_rollouts(fit, options):
     module, _ = fit(**options)
-    return int(module.last_rollouts.trained_rollouts().sum())
+    return int(module.last_rollouts.trained_episodes().sum())
 
 
 def test_the_penalty_acts(fit):

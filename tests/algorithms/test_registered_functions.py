@@ -102,7 +102,7 @@ def test_an_estimator_per_token_trains(fit):
         ({"policy_loss": "quadratic", "delta": 3.0}, "policy_loss='quadratic' does not use delta; it takes epsilon, p"),
         ({"policy_loss": "quadratic", "policy_loss_options": {"power": 0}}, "power is 0; it must be at least 1"),
         ({"policy_loss": "quadratic", "policy_loss_options": {"power": 1.5}}, "quadratic.power is 1.5; it must be a w"),
-        ({"advantage_estimator": "median"}, "advantage_estimator is 'median'; it must be one of against_median, grpo"),
+        ({"advantage_estimator": "median"}, "advantage_estimator is 'median'; it must be one of against_median, gpg"),
         ({"advantage_estimator": "against_median", "scale_rewards": "none"}, "does not use scale; it takes shift"),
         ({"advantage_estimator": "against_median", "num_generations": 1}, "against_median compares the rollouts"),
         (

@@ -79,6 +79,7 @@ FIXED = {
     "tools",
     "environment_factory",
     "chat_template",
+    "rewritten_history",
     "dirpath",
     "path",
 }

@@ -76,6 +76,7 @@ class Record(Callback):
 
 def _plain(rollout: Any) -> dict[str, Any]:
     fields = ("token_ids", "loss_mask", "messages", "prompt", "reward", "rewards", "finish_reason", "logprobs")
+    fields += ("branch_points", "branch_path")
     counts = {name: count for name, count in rollout.tool_counts.items() if name != "seconds"}
     return {**{name: getattr(rollout, name) for name in fields}, "counts": counts}
 

@@ -157,7 +157,7 @@ def test_errors_name_argument_value_and_remedy():
         group_relative_advantages(rewards, [0, 0, 0], scale="std")
     with pytest.raises(ValueError, match="scale is 'std'"):
         make_advantage_estimator("grpo", scale="std")
-    with pytest.raises(ValueError, match=r"advantage_estimator is 'gea'; it must be one of grpo, grpo_passk, opo, "):
+    with pytest.raises(ValueError, match=r"advantage_estimator is 'gea'; it must be one of gpg, grpo, grpo_passk, o"):
         make_advantage_estimator("gea")
     with pytest.raises(ValueError, match=r"advantage_estimator='rloo' does not use scale; it takes no options"):
         make_advantage_estimator("rloo", scale="none")

@@ -5,9 +5,12 @@ import torch
 
 from pl_grouprl.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
+    Branches,
+    gpg_advantages,
     grpo_passk_advantages,
     make_advantage_estimator,
     opo_advantages,
+    registry,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     remax_advantages,
@@ -16,14 +19,20 @@ from pl_grouprl.functional.advantages import (
 
 REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
 LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])
-PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "tree", "vine"}
+WITH_NORMS = {"optimal_token_baseline", "tir_optimal_token_baseline"}
+PER_TOKEN |= WITH_NORMS
 
 
 def test_names_and_kinds():
     kinds = {name: make_advantage_estimator(name) for name in ADVANTAGE_ESTIMATORS}
-    assert set(kinds) == {"grpo", "rloo", "opo", "grpo_passk", "remax"} | PER_TOKEN
+    assert set(kinds) == {"grpo", "rloo", "opo", "gpg", "grpo_passk", "remax"} | PER_TOKEN
     assert {name for name, estimator in kinds.items() if estimator.per_token} == PER_TOKEN
-    assert {name for name, estimator in kinds.items() if estimator.takes_token_rewards} == {"reinforce_plus_plus"}
+    assert {name for name, estimator in kinds.items() if estimator.takes_token_rewards} == {
+        "reinforce_plus_plus",
+        *WITH_NORMS,
+    }
+    assert {name for name, estimator in kinds.items() if estimator.needs_score_norms} == WITH_NORMS
     assert {name for name, estimator in kinds.items() if estimator.needs_greedy} == {"remax"}
     alone = {name for name, estimator in kinds.items() if not estimator.compares_rollouts}
     assert alone == {"remax", "reinforce_plus_plus"}
@@ -35,6 +44,7 @@ def test_rollout_level_estimators_take_the_same_arguments(name):
     expected = {
         "grpo": lambda: make_advantage_estimator("grpo")(REWARDS, GROUP_IDS),
         "rloo": lambda: rloo_advantages(REWARDS, GROUP_IDS),
+        "gpg": lambda: gpg_advantages(REWARDS, GROUP_IDS),
         "opo": lambda: opo_advantages(REWARDS, GROUP_IDS, LENGTHS),
         "grpo_passk": lambda: grpo_passk_advantages(REWARDS, GROUP_IDS),
         "remax": lambda: remax_advantages(REWARDS, GREEDY),
@@ -72,3 +82,21 @@ def test_missing_data_is_an_error():
         make_advantage_estimator("opo")(REWARDS, GROUP_IDS)
     with pytest.raises(ValueError, match=r"greedy_rewards is None, but the estimator 'remax' needs it"):
         make_advantage_estimator("remax")(REWARDS, GROUP_IDS)
+
+
+def test_an_estimator_of_ones_own_can_need_branches(monkeypatch):
+    monkeypatch.setattr(registry, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    needs = ("mask", "branches")
+
+    @registry.register_advantage_estimator("last_segment", needs=needs, per_token=True)
+    def last_segment(rewards, mask, branches, *, share: float = 1.0):
+        starts_B = torch.tensor([points[-1] if points else 0 for points in branches.points])
+        return share * rewards[:, None] * (mask & (torch.arange(mask.shape[1]) >= starts_B[:, None]))
+
+    branches = Branches([(2,), (2,), (), ()], [(0, 0), (0, 1), (1,), (0,)])
+    found = make_advantage_estimator("last_segment", share=0.5)(
+        REWARDS, GROUP_IDS, mask=torch.ones(4, 3, dtype=torch.bool), branches=branches
+    )
+    assert found.tolist() == [[0, 0, 0], [0, 0, 0.5], [2, 2, 2], [1, 1, 1]]
+    with pytest.raises(ValueError, match="'rollouts' needs branches; with per_token=False there are group_ids"):
+        registry.register_advantage_estimator("rollouts", needs=needs[1:])(last_segment)

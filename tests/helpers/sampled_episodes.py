@@ -32,6 +32,7 @@ def open_episodes(
     template_kwargs: Mapping[str, Any] | None = None,
     tool_timeout: float | None = None,
     tool_workers: int = 0,
+    rewritten_history: Any = "refuse",
     **limits: int | None,
 ) -> Iterator[SampleRows]:
     """A function that samples: rows, `SamplingConfig`, number of generations and seed -> groups.
@@ -46,6 +47,7 @@ def open_episodes(
     """
     run = PlainRun(policy, tokenizer)
     options = {"chat_template": chat_template, "tool_timeout": tool_timeout, "tool_workers": tool_workers}
+    options |= {"rewritten_history": rewritten_history}
     episodes = Episodes(run, list(tools), environment_factory, EpisodeLimits(**limits), **options)
     sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
     episodes.set_up(template_kwargs or {})

@@ -45,7 +45,7 @@ from forked_runs import (
 from helpers.chance_episodes import Tally
 from lightning.pytorch import Callback
 
-from pl_grouprl.training.episode_turns import EngineTurnSampler
+from pl_grouprl.training.engine_rounds import EngineRounds
 from pl_grouprl.utilities import checkpoint_files
 from pl_grouprl.utilities.checkpoint_files import finish_interrupted, newest_complete
 
@@ -130,7 +130,7 @@ class Death:
             "update": [(module, "training_step")],
             "reward": [(random, "random")],  # once in each call of the reward function
             "tool": [(Tally, "add")],
-            "turn": [(EngineTurnSampler, "sample")],
+            "turn": [(EngineRounds, "sample")],
         }
         calls = 0
 

@@ -91,6 +91,7 @@ OPTIONS = {
         "tools_and_environments.md",
         "graders.md",
         "evaluation.md",
+        "tree_credit.md",
         "tasks.md",
         "coming_from_trl.md",
         "logging.md",

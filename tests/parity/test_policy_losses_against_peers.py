@@ -150,6 +150,10 @@ def covariances(batch):
     }
 
 
+def oracle_dro(batch, dro_beta):
+    return {p: -batch.advantages[p] * batch.policy[p] + dro_beta / 2 * batch.log_ratio(p) ** 2 for p in batch.tokens()}
+
+
 def oracle_clip_cov(batch, epsilon, epsilon_high, clip_cov_ratio, clip_cov_lb, clip_cov_ub):
     """With the ratio 1 every token between the bounds is chosen, so that nothing is left to chance."""
     assert clip_cov_ratio == 1
@@ -200,6 +204,7 @@ CASES = {
     "gmpo": (oracle_gmpo, {"epsilon": 0.2, "epsilon_high": 0.15}),
     "cispo": (oracle_cispo, CLIPPING),
     "gpg": (oracle_gpg, {}),
+    "dro": (oracle_dro, {"dro_beta": 0.7}),
     "sapo": (oracle_sapo, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.5}),
     "clip_cov": (oracle_clip_cov, CLIPPING | {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.8}),
     "kl_cov": (oracle_kl_cov, {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7}),

@@ -1,6 +1,7 @@
 """Advantages per rollout and per token, one idea per file."""
 
 from pl_grouprl.functional.advantages.baselines import opo_advantages, remax_advantages
+from pl_grouprl.functional.advantages.branches import Branches
 from pl_grouprl.functional.advantages.distillation import distillation_advantages
 from pl_grouprl.functional.advantages.gae import (
     discounted_returns,
@@ -10,6 +11,7 @@ from pl_grouprl.functional.advantages.gae import (
 )
 from pl_grouprl.functional.advantages.group_relative import (
     REWARD_SCALES,
+    gpg_advantages,
     group_relative_advantages,
     grpo_passk_advantages,
     rloo_advantages,
@@ -18,6 +20,10 @@ from pl_grouprl.functional.advantages.multi_reward import (
     REWARD_AGGREGATIONS,
     combine_rewards,
     multi_reward_advantages,
+)
+from pl_grouprl.functional.advantages.optimal_token import (
+    optimal_token_baseline_advantages,
+    tir_optimal_token_baseline_advantages,
 )
 from pl_grouprl.functional.advantages.process_supervision import process_supervision_advantages
 from pl_grouprl.functional.advantages.registry import (
@@ -30,6 +36,7 @@ from pl_grouprl.functional.advantages.reinforce import (
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
+from pl_grouprl.functional.advantages.trees import leaf_weights, tree_advantages, vine_advantages
 from pl_grouprl.functional.registry import former_classes
 from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES
 
@@ -38,16 +45,20 @@ __all__ = [
     "REWARD_AGGREGATIONS",
     "REWARD_SCALES",
     "AdvantageEstimator",
+    "Branches",
     "combine_rewards",
     "discounted_returns",
     "distillation_advantages",
     "generalized_advantages",
+    "gpg_advantages",
     "group_relative_advantages",
     "grpo_passk_advantages",
+    "leaf_weights",
     "length_adaptive_lam",
     "make_advantage_estimator",
     "multi_reward_advantages",
     "opo_advantages",
+    "optimal_token_baseline_advantages",
     "process_supervision_advantages",
     "register_advantage_estimator",
     "reinforce_plus_plus_advantages",
@@ -55,6 +66,9 @@ __all__ = [
     "remax_advantages",
     "rloo_advantages",
     "td_errors",
+    "tir_optimal_token_baseline_advantages",
+    "tree_advantages",
+    "vine_advantages",
 ]
 
 __getattr__ = former_classes(__name__, ESTIMATOR_CLASSES, make_advantage_estimator)

@@ -76,6 +76,31 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tenso
     return groups.finish(groups.centred() * factor_P[groups.index_B])
 
 
+@register_advantage_estimator("gpg")
+@torch.no_grad()
+def gpg_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], *, f_norm: float = 1.0) -> Tensor:
+    """Centre each reward on its group's mean, times the number of rewards over that of nonzero rewards, of all groups.
+
+    A variant of GPG (arXiv:2504.02546), whose factor is over the rollouts that give a gradient. Equal to verl's `gpg`,
+    except that a group of one rollout gets 0. Use it with `policy_loss: gpg`.
+
+    Args:
+        rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order.
+        f_norm: Divides the advantages.
+
+    Returns:
+        Advantages, shape [B]. Exactly zero where all rewards of a group are equal.
+
+    Raises:
+        ValueError: If the shapes differ, a reward is infinite, or f_norm is not positive.
+    """
+    check_options({"f_norm": (f_norm, f_norm > 0, "larger than 0")})
+    groups = gather_groups(rewards, group_ids)
+    alpha = groups.valid_B.sum() / (groups.rewards_B != 0).sum().clamp(min=1)
+    return groups.finish(groups.centred() * alpha / f_norm)
+
+
 @register_advantage_estimator("grpo_passk")
 @torch.no_grad()
 def grpo_passk_advantages(

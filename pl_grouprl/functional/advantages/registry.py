@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pl_grouprl.functional.advantages.branches import Branches
 from pl_grouprl.functional.masked import Reduce
 from pl_grouprl.functional.registry import F, RegisteredFunction, build, registering
 from pl_grouprl.utilities.annotations import describe_value
 
 OF_ROLLOUTS = ("group_ids", "lengths", "greedy_rewards")
-OF_TOKENS = ("group_ids", "mask", "reduce")
+OF_TOKENS = ("group_ids", "mask", "branches", "score_norms", "reduce")
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +56,11 @@ class AdvantageEstimator(RegisteredFunction):
         return "greedy_rewards" in self.needs
 
     @property
+    def needs_score_norms(self) -> bool:
+        """Whether it needs a forward of the policy before the updates, for the norm of each token's score."""
+        return "score_norms" in self.needs
+
+    @property
     def compares_rollouts(self) -> bool:
         """Whether it compares the rollouts of a prompt with each other."""
         return "group_ids" in self.needs
@@ -67,6 +73,8 @@ class AdvantageEstimator(RegisteredFunction):
         lengths: Tensor | None = None,
         greedy_rewards: Tensor | None = None,
         mask: Tensor | None = None,
+        branches: Branches | None = None,
+        score_norms: Tensor | None = None,
         reduce: Reduce | None = None,
     ) -> Tensor:
         """Return advantages, shape [B], or [B, T] if `per_token`.
@@ -79,6 +87,8 @@ class AdvantageEstimator(RegisteredFunction):
             "lengths": lengths,
             "greedy_rewards": greedy_rewards,
             "mask": mask,
+            "branches": branches,
+            "score_norms": score_norms,
             "reduce": reduce,
         }
         data = {name: available[name] for name in self.needs}
@@ -102,6 +112,8 @@ class AdvantageEstimator(RegisteredFunction):
             lengths=ids_B + 1,
             greedy_rewards=zeros_B,
             mask=zeros_BT == 0,
+            branches=Branches([(), ()], [(), ()]),
+            score_norms=zeros_BT,
         )
         expected = (zeros_BT if self.per_token else zeros_B).shape
         if not isinstance(advantages, Tensor) or advantages.shape != expected:
@@ -134,9 +146,10 @@ def register_advantage_estimator(
         name: Its name as a value of the option `advantage_estimator`.
         needs: Names of the data that the function takes besides rewards: `group_ids`, the prompt of each rollout, shape
             [B]; `lengths`, generated tokens, shape [B]; `greedy_rewards`, the reward of the prompt's greedy rollout,
-            shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape [B, T]; `reduce`, which sums
-            over ranks, or None on one rank. Per-token estimators get the rollouts of their rank, per-rollout estimators
-            those of all ranks.
+            shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape [B, T]; `branches`, how they
+            branch, a `Branches`; `score_norms`, the squared norm of the gradient of each token's log-probability by the
+            logits, shape [B, T]; `reduce`, which sums over ranks, or None on one rank. Per-token estimators get the
+            rollouts of their rank, per-rollout estimators those of all ranks.
         per_token: The function returns advantages [B, T], not [B].
         takes_token_rewards: With `per_token`: rewards are per token, [B, T], not per rollout, [B].
         takes_steps: The function also works on rewards per step, several per rollout (process supervision); it may

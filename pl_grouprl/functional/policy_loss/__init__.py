@@ -11,6 +11,7 @@ advantage, and s the ratio of its sequence, the geometric mean of the tokens' r:
 | `gmpo` | -A times the geometric mean of clipped ratios, see `gmpo_policy_loss` | experimental | `geo_mean` |
 | `cispo` | -clip(r) A log p, see `cispo_policy_loss` | `cispo` | `cispo` |
 | `gpg` | -A log p, see `gpg_policy_loss` | | `gpg` |
+| `dro` | -A log p + (log r)^2 dro_beta / 2, see `dro_policy_loss` | | `dro` |
 | `sapo` | -A gate(r), see `sapo_policy_loss` | `sapo` | `sapo` |
 | `clip_cov` | `ppo`, but 0 for a few tokens, see `clip_cov_policy_loss` | | `clip_cov` |
 | `kl_cov` | -r A and a penalty for a few tokens, see `kl_cov_policy_loss` | | `kl_cov` |
@@ -41,7 +42,7 @@ from pl_grouprl.functional.policy_loss.sequence import (
     gspo_policy_loss,
     gspo_token_policy_loss,
 )
-from pl_grouprl.functional.policy_loss.weighted import cispo_policy_loss, gpg_policy_loss
+from pl_grouprl.functional.policy_loss.weighted import cispo_policy_loss, dro_policy_loss, gpg_policy_loss
 from pl_grouprl.functional.registry import former_classes
 from pl_grouprl.utilities.former_classes import POLICY_LOSS_CLASSES
 
@@ -56,6 +57,7 @@ __all__ = [
     "clipped_policy_loss",
     "dppo_kl_policy_loss",
     "dppo_tv_policy_loss",
+    "dro_policy_loss",
     "gmpo_policy_loss",
     "gpg_policy_loss",
     "gspo_policy_loss",

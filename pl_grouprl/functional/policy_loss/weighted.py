@@ -1,4 +1,4 @@
-"""Weighted policy gradients, -w A log p: CISPO, and GPG with w = 1.
+"""Weighted policy gradients, -w A log p: CISPO, GPG with w = 1, and DRO, which adds a penalty.
 
 Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 """
@@ -85,6 +85,40 @@ def gpg_policy_loss(
     """
     _, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
     return PolicyLoss(-advantages_N * policy_logprobs_N.masked_fill(~mask_N, 0), {}, mask_N.sum())
+
+
+@register_policy_loss("dro")
+def dro_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    dro_beta: float = 1.0,
+) -> PolicyLoss:
+    """Keep the policy near the old one by a square, not by a clip: L = -A log p + dro_beta / 2 (log r)^2.
+
+    The gradient of DRO (direct reward optimization, arXiv:2405.19107) up to a factor, for each token, with the
+    advantage as its r - V and the policy before the update as its reference. Equal to verl's `dro`, which has no
+    default for `dro_beta`. The log-ratio is not clamped.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
+        old_logprobs_N: The same before the update, without gradient, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        mask_N: True for tokens to train, bool, shape [N].
+        dro_beta: Weight of the penalty.
+
+    Returns:
+        The loss of each token; no metrics, since nothing is clipped.
+
+    Raises:
+        ValueError: If shapes differ, or `dro_beta` is not positive.
+    """
+    check_positive(dro_beta=dro_beta)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    loss_N = 0.5 * dro_beta * log_ratio_N.square() - advantages_N * policy_logprobs_N.masked_fill(~mask_N, 0)
+    return PolicyLoss(loss_N, {}, mask_N.sum())
 
 
 def _weight_bounds(epsilon: float, epsilon_high: float | None, epsilon_max: float | None) -> tuple[float, float]:

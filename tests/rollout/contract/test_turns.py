@@ -147,3 +147,20 @@ def test_new_weights_encode_the_history_again(subject):
         with torch.no_grad():
             weight.copy_(kept)
         subject.sync()
+
+
+@on("qwen3")
+def test_branches_continue_beginnings_of_rollouts(subject):
+    """A prompt that ends inside a rollout of the call before, once per branch; streams are named by their index."""
+    with keeping_caches(subject.engine):
+        groups = subject.sample([*PROMPTS[:2], *LONG], 1, seed=3, max_new_tokens=10)
+        beginnings = [
+            [*prompt, *rollout.token_ids[:place]]
+            for prompt, (rollout,) in zip([*PROMPTS[:2], *LONG], groups, strict=True)
+            for place in (9, 4, 4)
+        ]
+        branches = subject.sample(beginnings, seed=4, prompt_indices=list(range(12)), max_new_tokens=6)
+        assert_sampled_from(subject.model, beginnings, branches)
+    alone = subject.sample(beginnings[2:5], seed=4, prompt_indices=[2, 3, 4], max_new_tokens=6)
+    assert_same(alone, branches[2:5])
+    assert all(first != second for first, second in zip(ids(branches)[1::3], ids(branches)[2::3], strict=True))

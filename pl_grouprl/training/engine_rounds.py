@@ -1,4 +1,4 @@
-"""Samples the turns of episodes with an engine; seeded by prompt index, rollout and turn."""
+"""Samples rollouts in rounds with an engine: the turns of episodes, the segments of branching rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn.functional import pad
 
-from pl_grouprl.episodes.episode import Episode
+from pl_grouprl.rollout.branches import Unfinished
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
 from pl_grouprl.rollout.limits import length_limits
 from pl_grouprl.sync.sampler import SamplerLostError
@@ -18,8 +18,8 @@ from pl_grouprl.types import Media, Rollout, SamplingConfig, is_per_token
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, raise_on_all_ranks
 
 
-class EngineTurnSampler:
-    """Adapts a rollout engine to `TurnSampler`.
+class EngineRounds:
+    """Adapts a rollout engine to `RoundSampler`. Random numbers are identified by round and stream.
 
     Args:
         run: Provides the policy and the rank.
@@ -29,7 +29,7 @@ class EngineTurnSampler:
         seed: Identifies this call's random numbers.
         base_seed: The run's seed.
         one_prompt: Whether all rollouts of a group start from the same prompt, as they do without environments. The
-            first turn then samples the same tokens as a run without tools.
+            first round then samples the same tokens as a run with one round.
 
     Attributes:
         max_length: Longest sequence of model and engine, prompt included; None if unknown.
@@ -54,36 +54,35 @@ class EngineTurnSampler:
         self.max_length: int | None = min((length for length in lengths if length is not None), default=None)
 
     def keeping_caches(self) -> AbstractContextManager[Any]:
-        """Let the engine, if it can, keep its key/value caches until the episodes end."""
+        """Let the engine, if it can, keep its key/value caches until the last round."""
         engine: Any = self._engine
         return engine.keep_caches() if declares(engine, "keeps_caches") else nullcontext()
 
-    def sample(self, turn: int, episodes: Sequence[Episode], limits: Sequence[int]) -> list[Rollout]:
-        """Sample the next turn of each episode, each within its limit."""
+    def sample(self, number: int, rollouts: Sequence[Unfinished], limits: Sequence[int]) -> list[Rollout]:
+        """Continue each rollout within its limit; in the first round, all rollouts of a prompt are there in turn."""
         count = self._num_generations
-        if turn == 0 and self._one_prompt:
-            firsts, indices = episodes[::count], [episode.prompt_index for episode in episodes[::count]]
-            groups = self._generate(turn, firsts, indices, limits[::count], count)
+        if number == 0 and self._one_prompt:
+            firsts = rollouts[::count]
+            groups = self._generate(number, firsts, [first.prompt_index for first in firsts], limits[::count], count)
         else:
-            indices = [episode.prompt_index * count + episode.number for episode in episodes]
-            groups = self._generate(turn, episodes, indices, limits, 1)
-        rollouts = [rollout for group in groups for rollout in group]
-        return [_truncate(rollout, limit) for rollout, limit in zip(rollouts, limits, strict=True)]
+            groups = self._generate(number, rollouts, [rollout.stream for rollout in rollouts], limits, 1)
+        sampled = [rollout for group in groups for rollout in group]
+        return [_truncate(rollout, limit) for rollout, limit in zip(sampled, limits, strict=True)]
 
     def _generate(
-        self, turn: int, episodes: Sequence[Episode], indices: list[int], limits: Sequence[int], count: int
+        self, number: int, rollouts: Sequence[Unfinished], indices: list[int], limits: Sequence[int], count: int
     ) -> list[list[Rollout]]:
-        if not episodes and not self._is_collective:
+        if not rollouts and not self._is_collective:
             return []
-        prompts = [episode.next_prompt() for episode in episodes]
-        media = [_pad_media(episode.media, len(prompt)) for episode, prompt in zip(episodes, prompts, strict=True)]
+        prompts = [rollout.next_prompt() for rollout in rollouts]
+        media = [_pad_media(rollout.media, len(prompt)) for rollout, prompt in zip(rollouts, prompts, strict=True)]
         options: dict[str, Any] = {"media": media} if any(media) else {}
         if declares(self._engine, "takes_limits"):
             options["max_new_tokens"] = list(limits)
         takes_indices = declares(self._engine, "takes_prompt_indices")
         if takes_indices:
             options["prompt_indices"] = indices
-        stream = self._seed if turn == 0 else (*self._seed, "turn", turn)
+        stream = self._seed if number == 0 else (*self._seed, "turn", number)
         return self._engine.generate(
             prompts,
             replace(self._sampling, max_new_tokens=max(limits, default=1)),
@@ -101,7 +100,7 @@ class EngineTurnSampler:
             run()
 
     def any_open(self, is_open: bool) -> bool:
-        """Whether an episode is open, on any rank if the engine is collective."""
+        """Whether a rollout is unfinished, on any rank if the engine is collective."""
         return any(gather_plain(is_open, self._run.device)) if self._is_collective else is_open
 
 

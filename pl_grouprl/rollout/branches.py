@@ -1,0 +1,281 @@
+"""Samples branching rollouts in rounds: all unfinished rollouts are sampled up to their next branch point, then fork.
+
+What a branch continues is its prompt and its tokens so far, so with kept caches only its last token is encoded again.
+
+Legend: P prompts, G roots of each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from pl_grouprl.rollout.branching import Branching
+from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.types import FinishReason, Media, Prompt, Rollout
+
+
+class Unfinished(Protocol):
+    """A rollout that is sampled in several rounds."""
+
+    @property
+    def prompt_index(self) -> int:
+        """Index of its prompt in the batch of all ranks."""
+
+    @property
+    def stream(self) -> int:
+        """Identifies its random numbers in a round; in the first one, `prompt_index * G` + number in the group."""
+
+    @property
+    def media(self) -> Media:
+        """Images and videos of the prompt."""
+
+    def next_prompt(self) -> list[int]:
+        """Its prompt and its tokens so far."""
+        ...
+
+
+U = TypeVar("U", bound=Unfinished, contravariant=True)
+
+
+class RoundSampler(Protocol[U]):
+    """Samples many rollouts in rounds."""
+
+    max_length: int | None
+    """Longest sequence that it can sample, prompt included; None if unknown."""
+
+    def sample(self, number: int, rollouts: Sequence[U], limits: Sequence[int]) -> list[Rollout]:
+        """Continue each rollout within its limit in round `number`; also called on ranks without rollouts."""
+        ...
+
+    def raise_together(self, run: Callable[[], None]) -> None:
+        """Run a step; if sampling is collective, an error on one rank is raised on all."""
+        ...
+
+    def any_open(self, is_open: bool) -> bool:
+        """Whether a rollout is unfinished on this rank or, if sampling is collective, on any rank."""
+        ...
+
+
+@dataclass
+class Branch:
+    """A path from the root of a group's tree to a leaf, sampled as far as it has tokens.
+
+    Attributes:
+        prompt: Its open prompt.
+        prompt_index: See `Unfinished`.
+        stream: See `Unfinished`.
+        path: See `Rollout.branch_path`.
+        points: See `Rollout.branch_points`.
+        token_ids: Tokens so far.
+        logprobs: Their log-probabilities; None if the sampler reports none.
+        finish_reason: Why it ended; None while it is unfinished.
+    """
+
+    prompt: Prompt
+    prompt_index: int
+    stream: int
+    path: tuple[int, ...]
+    points: tuple[int, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def media(self) -> Media:
+        """Images and videos of the prompt."""
+        return self.prompt.media
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is unfinished."""
+        return self.finish_reason is None
+
+    def next_prompt(self) -> list[int]:
+        """Its prompt and its tokens so far."""
+        return [*self.prompt.token_ids, *self.token_ids]
+
+    def add(self, sampled: Rollout, limit: int, max_new_tokens: int, stop: StopStrings | None) -> int:
+        """Append what was sampled within a limit; it ends unless that limit, short of `max_new_tokens`, was reached.
+
+        Returns:
+            The number of tokens added.
+        """
+        token_ids, reason = list(sampled.token_ids), sampled.finish_reason or "stop"
+        end = None if stop is None else end_of_stop_string(stop, self.token_ids, token_ids)
+        if end is not None:
+            token_ids, reason = token_ids[:end], "stop"
+        before = len(self.token_ids)
+        self.token_ids = self.token_ids + token_ids
+        if self.logprobs is not None:
+            logprobs = sampled.logprobs
+            self.logprobs = None if logprobs is None else self.logprobs + list(logprobs[: len(token_ids)])
+        is_cut = reason == "length" and len(token_ids) == limit and before + limit < max_new_tokens
+        self.finish_reason = None if is_cut else reason
+        return len(token_ids)
+
+    def fork(self, count: int, width: int) -> list[Branch]:
+        """Its continuations from here on: `count` of them, of at most `width`."""
+        streams = range(self.stream * width, self.stream * width + count)
+        if count == 1:
+            return [replace(self, stream=streams[0])]
+        points = (*self.points, len(self.token_ids))
+        return [
+            replace(self, stream=stream, path=(*self.path, number), points=points)
+            for number, stream in enumerate(streams)
+        ]
+
+    def rollout(self) -> Rollout:
+        """The finished rollout, without text."""
+        return Rollout(
+            list(self.token_ids),
+            None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            branch_points=self.points,
+            branch_path=self.path,
+        )
+
+
+class BranchLoop:
+    """Samples the trees of a run, for branch points at tokens (`every_n`, `entropy`).
+
+    Args:
+        branching: Where rollouts branch.
+        max_new_tokens: Most tokens of a rollout.
+        stop: Strings that end a rollout; an engine would miss one that begins before a branch point.
+    """
+
+    def __init__(self, branching: Branching, max_new_tokens: int, stop: StopStrings | None = None) -> None:
+        self._options, self._longest, self._stop = branching, max_new_tokens, stop or None
+
+    def run(
+        self,
+        sampler: RoundSampler[Branch],
+        prompts: Sequence[Prompt],
+        prompt_indices: Sequence[int],
+        num_generations: int,
+    ) -> list[list[Rollout]]:
+        """Sample a tree of each prompt.
+
+        Args:
+            sampler: Samples the rounds.
+            prompts: Open prompts, P of them.
+            prompt_indices: Index of each in the batch of all ranks.
+            num_generations: G.
+
+        Returns:
+            The leaves of each prompt's tree, in the order of their paths.
+        """
+        branches = [
+            Branch(prompt, index, index * num_generations + number, (number,))
+            for prompt, index in zip(prompts, prompt_indices, strict=True)
+            for number in range(num_generations)
+        ]
+        sampled: Counter[int] = Counter()
+        number = 0
+        while sampler.any_open(any(branch.is_open for branch in branches)):
+            sampler.raise_together(partial(self._advance, sampler, number, branches, sampled))
+            number += 1
+        leaves = {index: [b for b in branches if b.prompt_index == index] for index in prompt_indices}
+        return [[b.rollout() for b in sorted(own, key=lambda b: b.path)] for own in leaves.values()]
+
+    def _advance(
+        self, sampler: RoundSampler[Branch], number: int, branches: list[Branch], sampled: Counter[int]
+    ) -> None:
+        """Sample the unfinished branches up to their next branch point, and fork them there."""
+        open_ones = [branch for branch in branches if branch.is_open]
+        limits = [self._limit(number, branch) for branch in open_ones]
+        for branch, rollout, limit in zip(open_ones, sampler.sample(number, open_ones, limits), limits, strict=True):
+            sampled[branch.prompt_index] += branch.add(rollout, limit, self._longest, self._stop)
+        fork = self._fork_uncertain if self._options.points == "entropy" else self._fork_all
+        branches[:] = fork(number, branches, sampled)
+
+    def _limit(self, number: int, branch: Branch) -> int:
+        rest, every_n = self._longest - len(branch.token_ids), self._options.every_n
+        return rest if every_n is None or number >= self._options.depth else min(rest, every_n)
+
+    def _fork_all(self, _: int, branches: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
+        """Continue each unfinished branch `width` times, within the budget."""
+        open_ones = [branch for branch in branches if branch.is_open]
+        remaining = [self._longest - len(branch.token_ids) for branch in open_ones]
+        counts = iter(self._options.continuations([b.prompt_index for b in open_ones], remaining, sampled))
+        return [
+            one
+            for branch in branches
+            for one in (branch.fork(next(counts), self._options.width) if branch.is_open else [branch])
+        ]
+
+    def _fork_uncertain(self, number: int, branches: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
+        """After the first round, open branches before the most uncertain tokens of the roots."""
+        if number > 0:
+            return list(branches)
+        points = [(branch, place) for branch in branches for place in uncertain_places(branch, self._options.depth)]
+        points.sort(key=lambda point: _logprob(*point))  # stable
+        remaining = [self._longest - place for _, place in points]
+        opens = self._options.open_points([branch.prompt_index for branch, _ in points], remaining, sampled)
+        chosen: dict[int, list[int]] = {}
+        for (branch, place), opened in zip(points, opens, strict=True):
+            if opened:
+                chosen.setdefault(branch.stream, []).append(place)
+        found = []
+        for branch in branches:
+            found += _forks_before(branch, sorted(chosen.get(branch.stream, ())), self._options)
+        return found
+
+
+def uncertain_places(branch: Branch, count: int) -> list[int]:
+    """The tokens with the greatest -log p, the first of equal ones; not the first token, as the prompt is no branch.
+
+    Raises:
+        ValueError: If the sampler reports no log-probabilities.
+    """
+    if branch.logprobs is None:
+        raise ValueError(
+            "branching has points='entropy', which needs log-probabilities of the sampled tokens, but the rollout "
+            "engine reports none; use one that does (HFRolloutEngine, VLLMRolloutEngine), or points='every_n'."
+        )
+    return sorted(range(1, len(branch.token_ids)), key=branch.logprobs.__getitem__)[:count]
+
+
+def own_start(path: Sequence[int], points: Sequence[int]) -> int:
+    """Where the tokens begin that count for this rollout if each token of a tree counts once, for its first leaf."""
+    return max((point for point, number in zip(points, path[1:], strict=True) if number > 0), default=0)
+
+
+def end_of_stop_string(stop: StopStrings, before: Sequence[int], token_ids: Sequence[int]) -> int | None:
+    """Where a stop string ends that began in the tokens before; None if there is none.
+
+    Args:
+        stop: The strings.
+        before: Tokens up to the branch point.
+        token_ids: Tokens after it.
+
+    Returns:
+        The number of `token_ids` up to the one that completes the string, that one included.
+    """
+    tail, ends = list(before[-stop.window :]), range(1, min(stop.window, len(token_ids)) + 1) if before else range(0)
+    tails = [[*tail, *token_ids[:end]][-stop.window :] for end in ends]
+    return next((end for end, found in zip(ends, stop.found(tails), strict=True) if found), None)
+
+
+def _logprob(branch: Branch, place: int) -> float:
+    assert branch.logprobs is not None
+    return branch.logprobs[place]
+
+
+def _forks_before(root: Branch, places: Sequence[int], options: Branching) -> list[Branch]:
+    """A finished root that branches before tokens, and the new branches; the root takes continuation 0 everywhere."""
+    if not places:
+        return [root]
+    others, found = options.width - 1, []
+    for number, place in enumerate(places):
+        path, points = (*root.path, *[0] * number), tuple(places[: number + 1])
+        assert root.logprobs is not None
+        cut = replace(root, points=points, token_ids=root.token_ids[:place], finish_reason=None)
+        cut.logprobs = root.logprobs[:place]
+        first = (root.stream * options.depth + number) * others
+        found += [replace(cut, stream=first + n, path=(*path, n + 1)) for n in range(others)]
+    return [replace(root, points=tuple(places), path=(*root.path, *[0] * len(places))), *found]

@@ -1,0 +1,141 @@
+"""Episodes of a real model that fork between turns, with calls by chance."""
+
+from collections import Counter
+
+import pytest
+import torch
+from helpers.chance_episodes import STOPS, ChancePolicy, Tally, chance_rows, double, register_chance_calls
+
+from pl_grouprl.algorithms import GRPO
+from pl_grouprl.data.encoding import EncodingOptions, encode_rows
+from pl_grouprl.data.sources import SourceRow
+from pl_grouprl.episodes.limits import EpisodeLimits
+from pl_grouprl.rollout import Branching, HFRolloutEngine
+from pl_grouprl.training.branch_metrics import count_sampled
+from pl_grouprl.training.episodes import Episodes
+from pl_grouprl.training.run import PlainRun
+from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.types import SamplingConfig
+
+SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
+BRANCHING = {"points": "turn", "width": 2, "depth": 2}
+
+
+class WithoutCaches(HFRolloutEngine):
+    keeps_caches = False
+
+
+@pytest.fixture(autouse=True)
+def chance_calls(monkeypatch):
+    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    register_chance_calls()
+
+
+def sample(options, engine=None, rows=3, **limits):
+    """The policy, and trees of 2 roots each."""
+    chance = ChancePolicy()
+    run = PlainRun(chance.load(), chance.load_tokenizer())
+    episodes = Episodes(run, [double], None, EpisodeLimits(**{"max_turn_tokens": 12, **limits}))
+    sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
+    episodes.set_up({})
+    prompts = encode_rows(
+        [SourceRow(f"row {n}", row) for n, row in enumerate(chance_rows(rows))],
+        run.tokenizer,
+        EncodingOptions(),
+        chat=episodes.chat_options,
+    )
+    try:
+        branching = None if options is None else Branching(**options)
+        return run, sampler.generate(prompts, SAMPLING, 2, seed=("test",), branching=branching)
+    finally:
+        episodes.close()
+
+
+def plain(groups):
+    return [[(r.token_ids, r.branch_path, r.branch_points, r.finish_reason) for r in g.rollouts] for g in groups]
+
+
+def segments(rollout, values):
+    bounds = [0, *rollout.branch_points, len(values)]
+    return {rollout.branch_path[: k + 1]: values[bounds[k] : bounds[k + 1]] for k in range(len(bounds) - 1)}
+
+
+def check_tree(group):
+    tokens, masks = {}, {}
+    for rollout in group.rollouts:
+        mask = rollout.loss_mask or [1] * len(rollout.token_ids)
+        for path, segment in segments(rollout, rollout.token_ids).items():
+            assert tokens.setdefault(path, segment) == segment
+        for path, segment in segments(rollout, mask).items():
+            assert masks.setdefault(path, segment) == segment
+        for point in rollout.branch_points:  # after a tool's result, before the model's next turn
+            assert mask[point - 1] == 0
+            assert mask[point] == 1
+    assert count_sampled(group.rollouts) == sum(map(sum, masks.values()))
+    return tokens
+
+
+@torch.no_grad()
+def worst_logprob_error(policy, groups):
+    worst = 0.0
+    for group in groups:
+        for rollout in group.rollouts:
+            sequence = torch.tensor([group.prompt_ids + rollout.token_ids])
+            logprobs = policy(sequence).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+            expected = logprobs.gather(1, sequence[0, len(group.prompt_ids) :, None])[:, 0]
+            mask = torch.tensor(rollout.loss_mask or [1] * len(rollout.token_ids)).bool()
+            worst = max(worst, (torch.tensor(rollout.logprobs) - expected)[mask].abs().max().item())
+    return worst
+
+
+def test_episodes_fork_between_turns():
+    run, groups = sample(BRANCHING)
+    _, unbranched = sample(None)
+    assert worst_logprob_error(run.policy, groups) < 1e-5
+    forks = Counter(len(rollout.branch_points) for group in groups for rollout in group.rollouts)
+    assert forks.keys() == {0, 1, 2}
+    for group, other in zip(groups, unbranched, strict=True):
+        found = check_tree(group)
+        assert [rollout.branch_path for rollout in group.rollouts] == sorted(r.branch_path for r in group.rollouts)
+        for root in range(2):  # the first turn is that of a run without branching
+            first = other.rollouts[root].token_ids
+            assert found[root,][: len(first)] == first[: len(found[root,])]
+        for rollout in group.rollouts:
+            roles = [message["role"] for message in rollout.messages]
+            assert roles.count("assistant") == rollout.num_turns > len(rollout.branch_points)
+            assert rollout.num_sampled_tokens <= 40
+            assert rollout.tool_counts.get("calls", 0) >= len(rollout.branch_points)
+    assert plain(groups) == plain(sample(BRANCHING, WithoutCaches())[1])
+    with_budget = sample({**BRANCHING, "budget": 100})[1]
+    assert max(count_sampled(group.rollouts) for group in with_budget) <= 100
+    assert with_budget != groups
+
+
+def test_forks_are_independent_copies():
+    _, groups = sample(BRANCHING)
+    leaves = [rollout for group in groups for rollout in group.rollouts]
+    for name in ("messages", "token_ids", "logprobs", "tool_counts"):
+        assert len({id(getattr(rollout, name)) for rollout in leaves}) == len(leaves)
+    assert len({id(message) for rollout in leaves for message in rollout.messages}) == sum(
+        len(rollout.messages) for rollout in leaves
+    )
+
+
+def test_episodes_without_room_for_another_turn_do_not_fork():
+    _, groups = sample(BRANCHING, max_episode_tokens=30)
+    for group in groups:
+        check_tree(group)
+
+
+@pytest.mark.parametrize(
+    ("options", "branching", "words"),
+    [
+        ({}, BRANCHING, "points is 'turn', but without tools a rollout has one turn; pass tools, or use 'every_n'"),
+        ({"tools": [double]}, {"points": "entropy"}, "points is 'entropy', but with tools .* use 'turn'"),
+        ({"tools": [double], "rewritten_history": "new_row"}, BRANCHING, "branch points are places in one row"),
+        ({"environment_factory": Tally}, BRANCHING, "an environment cannot be copied at a branch point; use tools"),
+    ],
+)
+def test_refused(options, branching, words):
+    with pytest.raises(ValueError, match=words):
+        GRPO(ChancePolicy(), lambda completions, **columns: [0.0], branching=branching, **options)
