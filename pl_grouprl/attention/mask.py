@@ -1,4 +1,4 @@
-"""Our mask function for transformers: in a packed row it returns a marker, or a dense mask, instead of an ordinary mask.
+"""Our mask function for transformers: in a packed row it returns a marker, or a dense mask, not an ordinary mask.
 
 A *marker* is a small tensor that carries a layer's attention pattern (see `mask_rule`) and the call's layout to the
 attention function, through any layer, whatever else the layer passes on. Activation checkpointing saves it with the

@@ -70,8 +70,8 @@ class Rollout:
             than `branch_points`. Rollouts whose first k + 1 numbers are equal share a segment: the tokens from
             branch point k - 1 (the prompt if k = 0) to branch point k (the end if there is none). Empty without
             branching.
-        episode: Rollouts of a group with the same value are rows of one episode, see `EpisodeRows`; None is an episode
-            of one row.
+        episode: Rollouts of a group with the same value are rows of one episode, see `EpisodeRows`. With None, the
+            rollout is a whole episode.
     """
 
     token_ids: list[int]
@@ -151,16 +151,15 @@ class Rollout:
 
 
 class EpisodeRows(NamedTuple):
-    """One sampled episode: a rollout, or several rows where the history that the model reads was rewritten in between.
+    """One sampled episode: a single rollout, or several rows if its history was rewritten along the way.
 
-    A chat template that strips the thinking of earlier turns, a summary, or a sub-agent gives the model another context
-    in the middle of an episode. What it writes from there on is a further row, which begins with the new context,
-    `loss_mask` 0. Statistics and losses treat the tokens of all rows, one row after another, as one sequence: the
-    rewriting is a step of the environment, like the result of a tool.
+    A chat template that strips the thinking of earlier turns, a summary, or a sub-agent changes the model's context in
+    the middle of an episode. What the model writes from there on is a new row, which begins with the new context
+    (`loss_mask` 0). Statistics and losses treat the rows, one after another, as one sequence of tokens: a rewritten
+    history is a step of the environment, like the result of a tool.
 
-    All rows have the episode's reward; each may have rewards of its own tokens. Why the episode ended, its text,
-    messages, tool calls, environment and the number of observation tokens that reward functions skip are those of the
-    last row.
+    All rows have the episode's reward; each may have token rewards. The last row has the episode's finish reason, text,
+    messages, tool calls and environment, and the number of observation tokens that reward functions skip.
 
     Attributes:
         rows: The rows, in the order in which they were sampled.

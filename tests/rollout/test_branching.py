@@ -9,7 +9,7 @@ from helpers.continued import counted_tokens
 from helpers.rollouts import PROMPTS
 
 from pl_grouprl.rollout import Branching, HFRolloutEngine
-from pl_grouprl.rollout.branches import BranchLoop, own_start
+from pl_grouprl.rollout.branches import BranchLoop, first_own_token
 from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
 from pl_grouprl.training.engine_rounds import EngineRounds
 from pl_grouprl.training.run import PlainRun
@@ -220,8 +220,8 @@ def test_stop_strings_across_a_branch_point(qwen3, letters):
 
 
 def test_own_tokens():
-    assert [own_start(path, (3, 7)) for path in [(1, 0, 0), (1, 0, 2), (1, 2, 0), (0, 1, 1)]] == [0, 7, 3, 7]
-    assert own_start((), ()) == own_start((5,), ()) == 0
+    assert [first_own_token(path, (3, 7)) for path in [(1, 0, 0), (1, 0, 2), (1, 2, 0), (0, 1, 1)]] == [0, 7, 3, 7]
+    assert first_own_token((), ()) == first_own_token((5,), ()) == 0
 
 
 def test_metrics():

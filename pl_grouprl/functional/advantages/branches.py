@@ -17,8 +17,8 @@ class Branches(NamedTuple):
 
     Attributes:
         points: `branch_points` of each rollout, B sequences: indices of the first tokens after its branch points.
-        paths: `branch_path` of each rollout, B sequences, one number more than points. A rollout without a path is a
-            continuation of the prompt that shares nothing.
+        paths: `branch_path` of each rollout, B sequences, one number more than points. A rollout with an empty path
+            continues the prompt and shares no segment.
     """
 
     points: Sequence[Sequence[int]]
@@ -71,8 +71,8 @@ def build_forest(index_B: Tensor, branches: Branches) -> Forest:
         branches: How they branch.
 
     Raises:
-        ValueError: If the numbers of paths, points and rollouts do not fit, points do not increase, two rollouts of a
-            group have the same path, or rollouts that share a segment disagree where it ends.
+        ValueError: If the numbers of paths, points and rollouts do not match, points do not increase, two rollouts of a
+            group have the same path, or rollouts that share a segment disagree on where it ends.
     """
     _check(branches, len(index_B))
     current: list[int] = index_B.tolist()
@@ -106,7 +106,7 @@ def build_forest(index_B: Tensor, branches: Branches) -> Forest:
 
 
 def _end(branches: Branches, rollout: int, depth: int) -> int | None:
-    """Where a rollout's segment ends, None if it is the last."""
+    """Where a rollout's segment of this depth ends; None if it is the last."""
     points = branches.points[rollout]
     return points[depth] if depth < len(points) else None
 
