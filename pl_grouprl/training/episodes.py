@@ -34,8 +34,8 @@ class Episodes:
         chat_template: Used in place of the tokenizer's; see `ChatFormat`.
         tool_timeout: Time limit of a call in seconds; None is no limit.
         tool_workers: Processes per rank that run tools; 0 runs them in threads.
-        rewritten_history: What to do with a chat template that renders earlier messages differently once others
-            follow: `refuse` it, or begin a `new_row` of the episode.
+        rewritten_history: What to do with a chat template that changes earlier messages once others follow: `refuse`
+            it, or begin a `new_row` of the episode.
 
     Attributes:
         runner: Runs tools and environments; None if there are none.

@@ -120,7 +120,7 @@ def _baseline(returns_BT: Tensor, weights_BT: Tensor, index_B: Tensor, eps: floa
 
 
 def _second_longest(counts_B: Tensor, index_B: Tensor) -> Tensor:
-    """Trained tokens of the runner-up, for the one longest rollout of a group; more than any rollout has, for others."""
+    """Trained tokens of the runner-up, for a group's one longest rollout; more than any rollout has, for all others."""
     zeros_P = counts_B.new_zeros(_num_groups(index_B))
     longest_B = zeros_P.scatter_reduce(0, index_B, counts_B, "amax")[index_B]
     is_longest_B = counts_B == longest_B
