@@ -34,6 +34,7 @@ class Forest(NamedTuple):
         levels: Nodes of depth 1, 2, ..., as slices.
         leaf_B: The last segment of each rollout.
         segments: The nodes of each rollout in order, B sequences.
+        points: Where the segments of each rollout end, all but the last, B sequences of token indices.
     """
 
     parent_M: Tensor
@@ -41,6 +42,12 @@ class Forest(NamedTuple):
     levels: list[slice]
     leaf_B: Tensor
     segments: list[list[int]]
+    points: Sequence[Sequence[int]]
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether any rollout has a branch point."""
+        return any(map(len, self.points))
 
     @property
     def first_B(self) -> Tensor:
@@ -52,11 +59,11 @@ class Forest(NamedTuple):
         """Put the value of each rollout at its leaf, 0 elsewhere, shape [M]."""
         return values_B.new_zeros(len(self.parent_M)).index_put((self.leaf_B,), values_B)
 
-    def per_token(self, values_M: Tensor, branches: Branches, width: int) -> Tensor:
+    def per_token(self, values_M: Tensor, width: int) -> Tensor:
         """Give each token the value of its segment, shape [B, width]."""
         deepest = max(map(len, self.segments), default=0)
         nodes = [[*row, *[0] * (deepest - len(row))] for row in self.segments]
-        ends = [[*points, *[width] * (deepest - 1 - len(points))] for points in branches.points]
+        ends = [[*points, *[width] * (deepest - 1 - len(points))] for points in self.points]
         ends_BK = torch.tensor(ends, dtype=torch.long).view(len(ends), max(deepest - 1, 0))
         place_BT = (torch.arange(width)[None, :, None] >= ends_BK[:, None, :]).sum(dim=2)
         nodes_BK = torch.tensor(nodes, dtype=torch.long).view(len(nodes), deepest)
@@ -102,6 +109,7 @@ def build_forest(index_B: Tensor, branches: Branches) -> Forest:
         levels,
         torch.tensor(current, dtype=torch.long, device=device),
         segments,
+        branches.points,
     )
 
 

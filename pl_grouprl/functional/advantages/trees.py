@@ -98,8 +98,8 @@ def tree_advantages(
     advantages_M = values.compare(values.mean_M, baseline_M)
     trained_B = mask_BT.any(dim=1)
     share_B = _shares(forest, trained_B)[forest.leaf_B]
-    weights_B = _row_weights(share_B, groups.index_B, branches, trained_B, reduce)
-    return _rows(advantages_M, weights_B, groups, forest, branches, mask_BT, scale, eps)
+    weights_B = _row_weights(share_B, groups.index_B, forest, trained_B, reduce)
+    return _rows(advantages_M, weights_B, groups, forest, mask_BT, scale, eps)
 
 
 @register_advantage_estimator("vine", needs=("group_ids", "mask", "branches", "reduce"), per_token=True)
@@ -152,8 +152,8 @@ def vine_advantages(
     for level in forest.levels[1:]:
         trunk_M[level] = trunk_M[forest.parent_M[level]] * first_M[level]
     share_B = trunk_M[forest.leaf_B] * shares_M[forest.first_B]
-    weights_B = _row_weights(share_B, groups.index_B, branches, mask_BT.any(dim=1), reduce)
-    return _rows(advantages_M, weights_B, groups, forest, branches, mask_BT, scale, eps)
+    weights_B = _row_weights(share_B, groups.index_B, forest, mask_BT.any(dim=1), reduce)
+    return _rows(advantages_M, weights_B, groups, forest, mask_BT, scale, eps)
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def leaf_weights(
     groups = gather_groups(trained_B.to(torch.float64), group_ids)
     forest = build_forest(groups.index_B, branches)
     share_B = _shares(forest, trained_B)[forest.leaf_B]
-    return _row_weights(share_B, groups.index_B, branches, trained_B, reduce)
+    return _row_weights(share_B, groups.index_B, forest, trained_B, reduce)
 
 
 class _Values:
@@ -252,15 +252,12 @@ def _first_trained(forest: Forest, trained_M: Tensor) -> Tensor:
     return trained_M & (number_M == lowest_M[forest.parent_M])
 
 
-def _row_weights(
-    share_B: Tensor, index_B: Tensor, branches: Branches, trained_B: Tensor, reduce: Reduce | None
-) -> Tensor:
+def _row_weights(share_B: Tensor, index_B: Tensor, forest: Forest, trained_B: Tensor, reduce: Reduce | None) -> Tensor:
     """Scale shares of a prompt's gradient to a mean of 1 over trained rollouts; all 1 if no rollout branches."""
-    has_branches = float(any(map(len, branches.points)))
-    counts = trained_B.sum(), index_B[trained_B].unique().numel(), has_branches
+    counts = trained_B.sum(), index_B[trained_B].unique().numel(), forest.has_branches
     counted = torch.tensor([float(count) for count in counts], dtype=torch.float64, device=share_B.device)
-    num_rollouts, num_groups, branching = (counted if reduce is None else reduce(counted)).tolist()
-    if not branching:
+    num_rollouts, num_groups, has_branches = (counted if reduce is None else reduce(counted)).tolist()
+    if not has_branches:
         return torch.ones_like(share_B)
     return share_B * num_rollouts / max(num_groups, 1.0)
 
@@ -284,7 +281,6 @@ def _rows(
     weights_B: Tensor,
     groups: Groups,
     forest: Forest,
-    branches: Branches,
     mask_BT: Tensor,
     scale: str,
     eps: float,
@@ -292,5 +288,5 @@ def _rows(
     """Put scaled and weighted advantages at the tokens of their segments."""
     if scale == "group":
         weights_B = weights_B / (groups.std()[groups.index_B] + eps)
-    advantages_BT = forest.per_token(advantages_M, branches, mask_BT.shape[1]) * weights_B[:, None]
+    advantages_BT = forest.per_token(advantages_M, mask_BT.shape[1]) * weights_B[:, None]
     return advantages_BT.masked_fill(~mask_BT, 0).to(groups.dtype)
