@@ -64,8 +64,8 @@ class Branching:
     def __post_init__(self) -> None:
         check_options(
             {
-                "Branching.width": (self.width, self.width >= 2, "at least 2 (leave branching out for none)"),
-                "Branching.depth": (self.depth, self.depth >= 1, "at least 1 (leave branching out for none)"),
+                "Branching.width": (self.width, self.width >= 2, "at least 2 (leave out branching to turn it off)"),
+                "Branching.depth": (self.depth, self.depth >= 1, "at least 1 (leave out branching to turn it off)"),
                 "Branching.every_n": (self.every_n, self.every_n is None or self.every_n >= 1, "at least 1"),
             }
         )

@@ -96,7 +96,7 @@ class Episodes:
         return self.runner is not None and self.runner.has_environments and self.runner.workers == 0
 
     def check_branching(self, branching: Branching) -> None:
-        """Refuse branch points that do not go with the tools, or lack of tools, of this run.
+        """Check that the branch points suit the tools of this run.
 
         Raises:
             ValueError: Says what to change.
@@ -115,12 +115,12 @@ class Episodes:
         if runner is not None and runner.has_environments:
             raise ValueError(
                 "branching is set together with environment_factory, but an environment cannot be copied at a branch "
-                "point; use tools without a state, or leave branching out."
+                "point; use stateless tools, or leave out branching."
             )
         if self._may_rewrite:
             raise ValueError(
-                "branching is set together with rewritten_history='new_row', but branch points are places in one row; "
-                "use a chat template that does not rewrite the history, or leave branching out."
+                "branching is set together with rewritten_history='new_row', but branch points are indices into a "
+                "single row; use a chat template that does not rewrite the history, or leave out branching."
             )
 
     @property

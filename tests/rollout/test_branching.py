@@ -241,7 +241,7 @@ def test_metrics():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"points": "turn", "width": 1}, "Branching.width is 1; it must be at least 2 .leave branching out"),
+        ({"points": "turn", "width": 1}, "Branching.width is 1; it must be at least 2 .leave out branching"),
         ({"points": "turn", "depth": 0}, "Branching.depth is 0; it must be at least 1"),
         ({"points": "every_n"}, "Branching.every_n is None with points='every_n'; pass the number of tokens"),
         ({"points": "turn", "every_n": 3}, "Branching.every_n is 3 with points='turn'; leave it out"),
