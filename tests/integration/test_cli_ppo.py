@@ -280,7 +280,7 @@ def test_metrics_of_the_page_are_logged(runs):
     assert len(documented) > 15
     elsewhere = {"policy/router_aux_loss", "time/exchange", "rollout/policy_lag"}  # experts, ranks, sampling ahead
     elsewhere |= {"time/weight_sync", *(f"sync/{name}" for name in ("count", "seconds", "bytes", "restarts"))}  # vLLM
-    others = ("tools/", "episode/", "distillation/")  # runs with tools, or with a teacher
+    others = ("tools/", "episode/", "distillation/", "branching/")  # runs with tools, a teacher, or branches
     documented -= {name for name in documented if name.startswith(others)}
     assert documented - elsewhere <= logged
     prefixes = ("value/", "token_group/", "dynamic_sampling/", "grad_norm/", "time/values")
