@@ -1,7 +1,7 @@
 """A run from top to bottom: the hooks of Lightning in the order in which they run, each a few lines that call a part.
 
-`RLModule` begins with its options, the parts that they make, and what an algorithm fills in; the hooks follow from `setup`
-on.
+`RLModule` begins with its options, the parts made from them, and what an algorithm fills in; the hooks follow, `setup`
+first.
 
 A training batch:
 
