@@ -43,8 +43,8 @@ it takes the same within 5 %. On CUDA chains are not measured, so there are none
 """
 
 MOST_COPIES = 2
-"""Most keys that a chain copies for a piece, per token of the piece. A tree of depth 5 with 4 children each and segments
-of 16 tokens takes 335 milliseconds with 4, 293 with 2, and 378 without chains."""
+"""Most keys that a chain copies for a piece, per token of the piece. A tree of depth 5 with 4 children each and
+segments of 16 tokens takes 335 milliseconds with 4, 293 with 2, and 378 without chains."""
 
 
 @dataclass(frozen=True)
