@@ -20,7 +20,7 @@ from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.observations import add_observation, row_of
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
-from pl_grouprl.rollout.branches import RoundSampler, first_own_token
+from pl_grouprl.rollout.branch_loop import RoundSampler, first_own_token
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.types import Messages, Prompt, Rollout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pl_grouprl.rollout.branches import first_own_token
+from pl_grouprl.rollout.branch_loop import first_own_token
 from pl_grouprl.types import Rollout
 
 

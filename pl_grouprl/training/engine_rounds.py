@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn.functional import pad
 
-from pl_grouprl.rollout.branches import Unfinished
+from pl_grouprl.rollout.branch_loop import Unfinished
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
 from pl_grouprl.rollout.limits import length_limits
 from pl_grouprl.sync.sampler import SamplerLostError

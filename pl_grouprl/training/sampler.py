@@ -11,7 +11,7 @@ from typing import Any
 
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
-from pl_grouprl.rollout.branches import BranchLoop
+from pl_grouprl.rollout.branch_loop import BranchLoop
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
 from pl_grouprl.rollout.stopping import StopStrings

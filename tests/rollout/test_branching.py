@@ -9,7 +9,7 @@ from helpers.continued import counted_tokens
 from helpers.rollouts import PROMPTS
 
 from pl_grouprl.rollout import Branching, HFRolloutEngine
-from pl_grouprl.rollout.branches import BranchLoop, first_own_token
+from pl_grouprl.rollout.branch_loop import BranchLoop, first_own_token
 from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
 from pl_grouprl.training.engine_rounds import EngineRounds
 from pl_grouprl.training.run import PlainRun
