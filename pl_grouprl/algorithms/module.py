@@ -918,5 +918,5 @@ class RLModule(pl.LightningModule, ABC):
 
 def _needs_whole_episodes(module: RLModule) -> bool:
     """Whether the loss may depend on whole rollouts; assumed of losses that are not ours."""
-    is_own = not module.compute_loss.__module__.startswith("pl_grouprl.")
-    return is_own or module.objective.compares_tokens_of_rollouts
+    is_custom = not module.compute_loss.__module__.startswith("pl_grouprl.")
+    return is_custom or module.objective.compares_tokens_of_rollouts
