@@ -103,6 +103,9 @@ class Branch:
 
         Returns:
             The number of tokens added.
+
+        Raises:
+            ValueError: If the sampler does not say whether the rollout ended at a branch point.
         """
         token_ids, reason = list(sampled.token_ids), sampled.finish_reason or "stop"
         end = None if stop is None else end_of_stop_string(stop, self.token_ids, token_ids)
@@ -113,8 +116,13 @@ class Branch:
         if self.logprobs is not None:
             logprobs = sampled.logprobs
             self.logprobs = None if logprobs is None else self.logprobs + list(logprobs[: len(token_ids)])
-        is_cut = reason == "length" and len(token_ids) == limit and before + limit < max_new_tokens
-        self.finish_reason = None if is_cut else reason
+        at_branch_point = len(token_ids) == limit and before + limit < max_new_tokens
+        if at_branch_point and end is None and sampled.finish_reason is None:
+            raise ValueError(
+                "branching needs Rollout.finish_reason, to continue no rollout that has ended at a branch point, but "
+                "the rollout engine left it out; set it to 'stop' or 'length'."
+            )
+        self.finish_reason = None if at_branch_point and reason == "length" else reason
         return len(token_ids)
 
     def fork(self, count: int, width: int) -> list[Branch]:

@@ -96,6 +96,11 @@ class Branching:
                 f"Branching.every_n is {self.every_n}, but rollouts end after sampling.max_new_tokens={new_tokens}, so "
                 "none would branch; lower it."
             )
+        if self.points == "entropy" and new_tokens < 2:
+            raise ValueError(
+                f"Branching.points is 'entropy', but with sampling.max_new_tokens={new_tokens} no token has another "
+                "before it, so none would branch; raise it, or leave branching out."
+            )
         if self.budget is not None and self.budget < num_generations * new_tokens:
             raise ValueError(
                 f"Branching.budget is {self.budget}, but the {num_generations} roots alone may take "

@@ -65,7 +65,10 @@ class EngineRounds:
             firsts = rollouts[::count]
             groups = self._generate(number, firsts, [first.prompt_index for first in firsts], limits[::count], count)
         else:
-            groups = self._generate(number, rollouts, [rollout.stream for rollout in rollouts], limits, 1)
+            count = 1
+            groups = self._generate(number, rollouts, [rollout.stream for rollout in rollouts], limits, count)
+        for group in groups:
+            _check_completions(group, count)
         sampled = [rollout for group in groups for rollout in group]
         return [_truncate(rollout, limit) for rollout, limit in zip(sampled, limits, strict=True)]
 
@@ -102,6 +105,21 @@ class EngineRounds:
     def any_open(self, is_open: bool) -> bool:
         """Whether a rollout is unfinished, on any rank if the engine is collective."""
         return any(gather_plain(is_open, self._run.device)) if self._is_collective else is_open
+
+
+def _check_completions(rollouts: Sequence[Rollout], count: int) -> None:
+    """Refuse what cannot be continued: other things than single completions that the model wrote."""
+    has_rows = any(rollout.episode is not None for rollout in rollouts)
+    has_context = any(not all(rollout.loss_mask or ()) for rollout in rollouts)
+    if len(rollouts) == count and not has_rows and not has_context:
+        return
+    what = f"{len(rollouts)} rollouts of a prompt where {count} were asked for"
+    if has_rows or has_context:
+        what = f"rollouts with {'Rollout.episode' if has_rows else 'zeros in Rollout.loss_mask'}"
+    raise ValueError(
+        f"the rollout engine returned {what}, but with branching or tools it has to sample single completions of the "
+        "model, which are continued; leave both options out, or use another engine."
+    )
 
 
 def _truncate(rollout: Rollout, limit: int) -> Rollout:

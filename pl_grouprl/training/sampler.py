@@ -190,8 +190,7 @@ class Sampler:
             rollout.token_ids = [int(token) for token in rollout.token_ids]
             if rollout.logprobs is not None:
                 rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
-            if rollout.episode is not None and not isinstance(rollout.episode, str):
-                rollout.episode = operator.index(rollout.episode)
+            rollout.episode = _episode_name(rollout.episode)
         return [
             RolloutGroup(
                 prompt.token_ids, of_prompt, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media
@@ -203,3 +202,13 @@ class Sampler:
         """Indices of this rank's prompts in the batch of all ranks."""
         rank = self._run.global_rank
         return list(range(rank, rank + num_ranks() * len(prompts), num_ranks()))
+
+
+def _episode_name(name: Any) -> int | str | None:
+    """`Rollout.episode` as a plain value."""
+    if name is None or isinstance(name, str):
+        return name
+    try:
+        return operator.index(name)
+    except TypeError:
+        raise ValueError(f"Rollout.episode is {name!r}; pass an integer or a string, or None.") from None

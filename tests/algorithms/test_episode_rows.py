@@ -126,3 +126,18 @@ def test_a_run_with_an_engine_that_returns_rows(make_module, make_data, make_tra
     answers = [json.loads(line) for line in evaluated.read_text().splitlines()]
     assert any("episode" in row for row in answers)
     assert all("answer" in row for row in answers)
+
+
+def test_a_name_that_is_neither_number_nor_string_is_refused(make_module, make_data, make_trainer):
+    engine = RowsEngine(rows=True)
+    sampled = engine.generate
+
+    def with_tuples(*args, **options):
+        groups = sampled(*args, **options)
+        for rollout in (rollout for group in groups for rollout in group):
+            rollout.episode = ("turn", 0)
+        return groups
+
+    engine.generate = with_tuples
+    with pytest.raises(ValueError, match=r"Rollout.episode is \('turn', 0\); pass an integer or a string, or None"):
+        make_trainer(max_steps=1).fit(make_module(GRPO, engine=engine), make_data())

@@ -260,11 +260,12 @@ def test_refused_options(options, words):
         ({"points": "turn", "width": 4, "depth": 9}, "width=4 and depth=9, which with num_generations=2 allows 524288"),
         ({"points": "every_n", "every_n": 12}, "Branching.every_n is 12, but rollouts end after .*max_new_tokens=12"),
         ({"points": "turn", "budget": 23}, "Branching.budget is 23, but the 2 roots alone may take 24 tokens"),
+        ({"points": "entropy"}, "points is 'entropy', but with sampling.max_new_tokens=1 no token has another before"),
     ],
 )
 def test_refused_together_with_others(options, words):
     with pytest.raises(ValueError, match=words):
-        Branching(**options).check(2, SAMPLING)
+        Branching(**options).check(2, SamplingConfig(max_new_tokens=1) if options["points"] == "entropy" else SAMPLING)
 
 
 @pytest.mark.parametrize(
@@ -281,3 +282,19 @@ def test_rollouts_refuse_branches_that_do_not_fit(points, path, words):
     with pytest.raises(ValueError, match=words):
         Rollout([1, 2, 3], branch_points=points, branch_path=path)
     assert Rollout([1, 2, 3], branch_points=[1, 3], branch_path=[0, 1, 0]).branch_points == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "words"),
+    [
+        ([Rollout([1, 2], loss_mask=[1, 0])] * 2, "zeros in Rollout.loss_mask, but with branching or tools it has to"),
+        ([Rollout([1], episode=0), Rollout([2], loss_mask=[0], episode=0)], "returned rollouts with Rollout.episode"),
+        ([Rollout([1, 2])] * 3, "returned 3 rollouts of a prompt where 2 were asked for"),
+        ([Rollout([1, 2, 3, 4])] * 2, "needs Rollout.finish_reason, .* set it to 'stop' or 'length'"),
+    ],
+)
+def test_rollouts_that_cannot_be_continued(qwen3, rollouts, words):
+    engine = Plain()
+    engine.generate = lambda prompts, *_, **options: [rollouts for _ in prompts]
+    with pytest.raises(ValueError, match=words):
+        sample(qwen3, BY_TOKENS, engine=engine)
