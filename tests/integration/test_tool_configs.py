@@ -72,6 +72,14 @@ def test_the_lookup_run_in_the_small(tmp_path):
     assert all(ratio > 1 for name in ("prefix", "episode") for ratio in metrics[f"{name}/token_ratio"].values())
 
 
+def test_the_branching_run_in_the_small(tmp_path):
+    metrics = fit(tmp_path, "grpo_tree.yaml", SMALL_LOOKUP)
+    assert len(metrics["reward"]) == 3
+    assert metrics["val/rewards/exact_match/mean"].keys() == {1, 3}
+    assert all(4 <= leaves <= 16 for leaves in metrics["branching/leaves"].values())  # 4 roots continue 4 times at most
+    assert max(metrics["branching/token_ratio"].values()) > 1
+
+
 def save_tiny_qwen(folder):
     """A random Qwen3 of one layer, with a tokenizer that has Qwen3's special tokens and the package's template."""
     tokenizer = qwen_tokenizer()
@@ -130,6 +138,20 @@ def test_the_configurations_of_both_runs_agree_with_their_relatives():
     )
     same = ("policy", "rewards", "num_generations", "num_mini_batches", "loss_type", "beta", "optimizer")
     assert {name: tools[name] for name in same} == {name: plain[name] for name in same}
+
+
+def test_the_branching_run_differs_from_the_lookup_run_only_where_it_says_so():
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    tree, tools = (yaml.safe_load((configs / f"grpo_{name}.yaml").read_text()) for name in ("tree", "tools"))
+    for name in ("branching", "advantage_estimator", "advantage_options", "loss_agg_mode", "num_generations", "tools"):
+        del tree["model"]["init_args"][name]
+    for name in ("environment_factory", "num_generations"):
+        del tools["model"]["init_args"][name]
+    for split in ("train", "val", "test"):
+        tree["data"]["init_args"][split].pop("init_args", None)  # the shared directory
+    for logger in (*tree["trainer"]["logger"], *tools["trainer"]["logger"]):
+        del logger["init_args"]["name"]
+    assert tree == tools
 
 
 @pytest.mark.slow
