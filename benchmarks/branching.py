@@ -123,15 +123,16 @@ def fit(
     parts = [{"seed_everything": seed, "model": seeded, "data": seeded, "trainer": trainer}]
     parts += [{"model": {"init_args": ARMS[arm]}}, overrides]
     told = ["grpo_tree.yaml", *options.config, *map(json.dumps, parts)]
-    RecordedRun.recorder = recorder
-    RecordedRun(["fit", *(text for own in told for text in ("--config", own))])
+    RecordedRun(["fit", *(text for own in told for text in ("--config", own))], recorder)
     return {name: dict(points) for name, points in recorder.summary.history.points.items()}
 
 
 class RecordedRun(RLCLI):
     """The command line of a run, with a recorder."""
 
-    recorder: Recorder
+    def __init__(self, args: Sequence[str], recorder: Recorder) -> None:
+        self.recorder = recorder
+        super().__init__(args)
 
     def before_fit(self) -> None:
         """Add the recorder."""
