@@ -27,7 +27,7 @@ test-oldest: .venv-oldest/installed
 test-real-model: .venv/installed
 	$(BIN)/python -m pytest -m 'slow and not gpu and not vllm' tests/real_model
 
-# All that this machine can check, one line for each part: one to two hours.
+# All that this machine can check, one line for each part: two hours or so, and 11 GB for the other environments.
 test-all: .venv/installed
 	$(BIN)/python tools/check_everything.py
 

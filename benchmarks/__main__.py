@@ -15,6 +15,8 @@ COMMANDS = {
     "attention": "attention of one layer, each backend against the prompt repeated",
     "scoring": "log-probabilities of groups without gradient: time, memory, share of the ideal",
     "update": "forward, backward and AdamW on groups: time, memory, share of the ideal",
+    "forests": "trees of any depth: time, memory and operations, against repeated rows and the ideal",
+    "shared-rows": "the search for common prefixes in padded rows",
     "operators": "where that time goes, by kind of operator, and what the host waits for",
     "head": "log-probabilities from hidden states: time, memory, accuracy",
     "rollouts": "sampling with each engine and with generate",

@@ -17,10 +17,11 @@ if str(Path(__file__).parent) not in sys.path:
 import pytest
 import torch
 from helpers.process_state import left_changed, seed_all
+from helpers.quick_fits import RememberingPrefix, quick_fits
 from helpers.versions import skip_refused_models
 from jsonargparse import _typehints
 
-from pl_grouprl.utilities import garbage
+from pl_grouprl.attention.patch import SharedPrefix
 
 torch.set_num_threads(1)
 
@@ -47,13 +48,18 @@ def _classes_are_compared_with_protocols_once():
         yield
 
 
+@pytest.fixture
+def layers_checked_once(monkeypatch):
+    """`shared_prefix` checks equal models once, for tests of something else that enter it very often."""
+    monkeypatch.setattr(SharedPrefix, "_run_layer_check", RememberingPrefix._run_layer_check)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _a_module_leaves_the_process_as_it_was():
     # What is loaded is left out of garbage collection from here on; otherwise every fit goes through it when it starts.
     gc.collect()
     gc.freeze()
-    # Each fit would count what is frozen, which takes a third of the time of a small one.
-    with patch.object(garbage, "anything_frozen", return_value=True), left_changed() as changes:
+    with quick_fits(), left_changed() as changes:
         yield
     assert not changes, f"The fixtures of this module have left {'; '.join(changes)}."
 

@@ -1,6 +1,6 @@
 """Runs everything that this machine can check, unattended: one line per part, and exit code 1 if one fails.
 
-    python tools/check_everything.py                       # or: make test-all; an hour or two
+    python tools/check_everything.py                       # or: make test-all; two hours or so
     python tools/check_everything.py --only slow models    # parts whose names contain one of these
     python tools/check_everything.py --list
 
@@ -45,11 +45,13 @@ def parts(python: str = sys.executable) -> list[Part]:
     rows = ("--deselect", "tests/strategies/test_table.py::test_row")
     return [
         Part("fast tests", ("make", "test")),
+        Part("docs", ("make", "docs")),
         Part("demo", ("make", "demo")),
         Part("models table", (python, "tools/models_table.py", "--check", "docs/models.md")),
         Part("vLLM", ("make", "test-vllm")),
         Part("strategies", ("make", "strategies")),
         Part("slow tests", (*pytest, "-m", "slow and not gpu and not vllm", *rows, *WORKERS)),
+        Part("oldest", ("make", "test-oldest")),
         Part("GPU tests", (*pytest, "-m", "gpu and not vllm"), needs_gpu=True),
     ]
 

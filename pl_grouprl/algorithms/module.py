@@ -1,5 +1,8 @@
 """A run from top to bottom: the hooks of Lightning in the order in which they run, each a few lines that call a part.
 
+`RLModule` begins with its options, the parts that they make, and what an algorithm fills in; the hooks follow from `setup`
+on.
+
 A training batch:
 
 1. `on_train_batch_start`, if a new prompt batch begins, calls `collect_rollouts`: sample, start the rewards, score (old
@@ -469,7 +472,7 @@ class RLModule(pl.LightningModule, ABC):
         """What to compute besides old log-probabilities, in the same forward: keywords of `score`."""
         return {}
 
-    # 1. Before anything is loaded: refuse what cannot work.
+    # Before anything is loaded: refuse what cannot work.
 
     def setup(self, stage: str) -> None:
         """Refuse options and prompts that cannot work, and start the reward workers."""
@@ -483,7 +486,7 @@ class RLModule(pl.LightningModule, ABC):
         if stage != "predict":
             self.rewarder.open()
 
-    # 2. Models and optimizer.
+    # Models and optimizer.
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Prepare the loggers; summarize the run, watch the ranks, and close the engine after an exception."""
@@ -544,7 +547,7 @@ class RLModule(pl.LightningModule, ABC):
         """Build one AdamW over all parts."""
         return build_optimizer(self.optimized_parts(), lambda: self.trainer.estimated_stepping_batches)
 
-    # 3. The start of a fit.
+    # The start of a fit.
 
     def on_fit_start(self) -> None:
         """Verify that sharing prefixes changes only time, then share them until the end of the fit.
@@ -571,7 +574,7 @@ class RLModule(pl.LightningModule, ABC):
         if metrics is not None:
             self.log_dict(metrics(), batch_size=1, sync_dist=True)
 
-    # 4. A training batch: rollouts when a new prompt batch begins, then one update.
+    # A training batch: rollouts when a new prompt batch begins, then one update.
 
     @property
     def updates_per_rollout(self) -> int:
@@ -701,7 +704,7 @@ class RLModule(pl.LightningModule, ABC):
         metrics = {f"time/{name}": value for name, value in seconds.items()}
         log_numbers(self, metrics | self.throughput.after_step(seconds["step"], buffer, self.updates_per_rollout))
 
-    # 5. Validation, test and predict.
+    # Validation, test and predict.
 
     def on_validation_start(self) -> None:
         """Set the random numbers aside: a validation within a run does not use those of the training."""
@@ -745,7 +748,7 @@ class RLModule(pl.LightningModule, ABC):
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
 
-    # 6. The end.
+    # The end.
 
     def teardown(self, stage: str) -> None:
         """Restore the models, end threads and workers, and release the engine's sampler."""

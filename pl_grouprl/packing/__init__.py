@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pl_grouprl.packing.balance import balance, imbalance
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
+from pl_grouprl.packing.drawing import draw_forest
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
 from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.rows import RowPlan, plan_repeated_rows, plan_rows
@@ -26,6 +27,7 @@ __all__ = [
     "Trie",
     "balance",
     "build_trie",
+    "draw_forest",
     "imbalance",
     "pack",
     "plan_repeated_rows",

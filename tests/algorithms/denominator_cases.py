@@ -76,16 +76,15 @@ def gradients_of_a_step(
     return found
 
 
-def main(folder: Path) -> None:
-    """Run every case on two ranks, cut so often that a rank has nothing to train in some updates; some uncut too."""
+def main(folder: Path, names: list[str]) -> None:
+    """Run cases on two ranks, cut so often that a rank has nothing to train in some updates; some uncut too."""
     found = {}
-    for name, (cls, options) in CASES.items():
-        for cut in RANK_CUTS[name]:
+    for name in names:
+        cls, options = CASES[name] if name in CASES else NO_ACCUMULATION[1:]
+        for cut in RANK_CUTS.get(name, (1,)):
             found[name, cut] = gradients_of_a_step(cls, options, cut=cut, folder=folder, devices=2)
-    name, cls, options = NO_ACCUMULATION
-    found[name, 1] = gradients_of_a_step(cls, options, folder=folder, devices=2)
     torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -109,11 +109,17 @@ def run(devices: int, folder: Path, options: dict) -> tuple[GRPO, Trainer]:
     return module, trainer
 
 
-def main(devices: int, folder: Path) -> None:
+def main(devices: int, folder: Path, cases: list[str]) -> None:
     """Train each case."""
     results = {}
-    for case, options in CASES.items():
-        module, trainer = run(devices, folder, options)
+    for case in cases:
+        if case in REFUSED:
+            try:
+                run(devices, folder, REFUSED[case])
+            except ValueError as error:
+                results[case] = str(error)
+            continue
+        module, trainer = run(devices, folder, CASES[case])
         buffer = module.last_rollouts
         advantages = {
             " ".join(map(str, group.prompt_ids)): own.tolist()
@@ -121,13 +127,8 @@ def main(devices: int, folder: Path) -> None:
         }
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         results[case] = {"advantages": advantages, "metrics": metrics, "beta": module.beta}
-    for case, options in REFUSED.items():
-        try:
-            run(devices, folder, options)
-        except ValueError as error:
-            results[case] = str(error)
     torch.save(results, folder / f"{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -84,7 +85,7 @@ def saving(folder):
     return ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-@pytest.mark.parametrize("part", ["policy", "critic"])
+@pytest.mark.parametrize("part", sweep(["policy", "critic"], quick=["critic"]))
 def test_a_resumed_run_is_exact(make_module, make_data, make_trainer, tiny_policy, tmp_path, part):
     """One part with 8 bits, the other with 32, in one optimizer."""
     eight, plain = OptimizerConfig(1e-2, weight_decay=0.1, state_bits=8), OptimizerConfig(1e-2)

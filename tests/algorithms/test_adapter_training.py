@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -137,7 +138,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("resumed_at", [(3,), pytest.param((1, 4), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", sweep(RUNS, quick=["grpo", "ppo, dora", "ppo, shared trunk"]))
 def test_checkpoints_hold_what_is_trained_and_resume_is_exact(
     make_module, make_data, make_trainer, adapted, tmp_path, run, resumed_at
 ):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.scripts import run_script
+from helpers.sweeps import sweep
 from helpers.worker_rewards import length
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
@@ -148,7 +149,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+QUICK = [
+    *("another function", "weight", "argument under another name", "kl_target", "policy_loss_options", "top_p"),
+    *("clipping", "clipping of a part", "critic", "target_compression", "algorithm", "option of a subclass"),
+]
+
+
+@pytest.mark.parametrize("change", sweep(CHANGES, QUICK))
 def test_a_resumed_run_with_another_objective_is_refused(saved, fit, change):
     then, now, message = CHANGES[change]
     with pytest.raises(ValueError, match=f"run with other options: .*{message}.* pass allow_changed="):

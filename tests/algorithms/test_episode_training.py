@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from helpers.chance_episodes import STOPS, TEMPLATE, ChancePolicy, chance_rows, double, register_chance_calls
+from helpers.sweeps import sweep
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -98,7 +99,7 @@ def fit(module, tmp_path, rows=6, callbacks=(), ckpt_path=None, data=None, **tra
     return recorder, trainer
 
 
-@pytest.mark.parametrize("cls", [GRPO, PPO, GroupPPO])
+@pytest.mark.parametrize("cls", sweep([GRPO, PPO, GroupPPO], quick=[GRPO, GroupPPO]))
 def test_episodes_are_trained(cls, tmp_path):
     before = ChancePolicy().load()
     module = make(cls)
@@ -211,13 +212,14 @@ def test_rewritten_histories_are_trained_as_they_were_sampled(tmp_path):
 AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
 
 
+@pytest.mark.parametrize("steps", [(2,), pytest.param((1, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, AHEAD, pytest.param({**AHEAD, **REWRITING}, marks=pytest.mark.slow)])
-def test_resume_is_exact(options, tmp_path):
+def test_resume_is_exact(options, steps, tmp_path):
     options = {"environment_factory": Counter, "num_iterations": 2, **options}
     saving = ModelCheckpoint(tmp_path / "all", "{step}", save_top_k=-1, every_n_train_steps=1)
     whole = make(**options)
     fit(whole, tmp_path, callbacks=[saving])
-    for step in (1, 2, 4):
+    for step in steps:
         resumed = make(**options)
         fit(
             resumed,

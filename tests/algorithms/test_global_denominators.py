@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.scripts import run_script
+from helpers.sweeps import sweep_pairs
 
 SCRIPT = Path(__file__).with_name("denominator_cases.py")
 sys.path.insert(0, str(SCRIPT.parent))
@@ -41,16 +44,23 @@ def compare(actual, expected, tolerance=1e-6):
         assert worst <= tolerance * scale, (part, worst / scale)
 
 
+QUICK = ("grpo token-mean", "gspo", "ppo", "group_ppo")
+
 # Prompts have 20 tokens and groups up to 34 of rollouts: 70 takes a group or two at once, 24 splits the larger ones.
-QUICK = ("grpo token-mean", "dr_grpo", "ppo", "group_ppo")
-BUDGETS = [
-    pytest.param(name, *cut, marks=() if cut == (24, "shared") or name in QUICK else pytest.mark.slow)
-    for name in [*CASES, NO_ACCUMULATION[0]]
-    for cut in [(70, "shared"), (24, "shared"), (70, "repeated")]
-]
+BUDGETS = [(70, "shared"), (24, "shared"), (70, "repeated")]
 
 
-@pytest.mark.parametrize(("name", "budget", "sharing"), BUDGETS)
+@pytest.mark.parametrize(
+    ("name", "budget", "sharing"),
+    sweep_pairs(
+        [(name, *budget) for name in [*CASES, NO_ACCUMULATION[0]] for budget in BUDGETS],
+        quick=[
+            *((name, 24, "shared") for name in (*QUICK, "dr_grpo", NO_ACCUMULATION[0])),
+            ("ppo", 70, "shared"),
+            ("group_ppo", 70, "repeated"),
+        ],
+    ),
+)
 def test_a_token_budget_does_not_change_the_gradient(whole, name, budget, sharing, tmp_path):
     cls, options = CASES[name] if name in CASES else NO_ACCUMULATION[1:]
     cut = options | {"max_tokens_per_micro_batch": budget}
@@ -58,37 +68,67 @@ def test_a_token_budget_does_not_change_the_gradient(whole, name, budget, sharin
     compare(found, whole(name, cls, options), 1e-6 if sharing == "shared" else 1e-5)
 
 
-@pytest.mark.parametrize("budget", [70, 24])
-@pytest.mark.parametrize("name", ["grpo token-mean", "ppo", "group_ppo"])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    sweep_pairs(
+        itertools.product(["grpo token-mean", "ppo", "group_ppo"], [70, 24]),
+        quick=[("grpo token-mean", 24), ("ppo", 70), ("group_ppo", 24)],
+    ),
+)
 def test_a_token_budget_together_with_accumulation(whole, name, budget, tmp_path):
     cls, options = CASES[name]
     cut = options | {"max_tokens_per_micro_batch": budget}
     compare(gradients_of_a_step(cls, cut, cut=2, folder=tmp_path), whole(name, cls, options))
 
 
-@pytest.mark.parametrize(("cut", "sharing"), [(4, "shared"), (2, "repeated")])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "cut", "sharing"),
+    sweep_pairs(
+        [(case, *cut) for case in CASES for cut in [(4, "shared"), (2, "repeated")]],
+        quick=[*((case, 4, "shared") for case in CASES), *((case, 2, "repeated") for case in QUICK)],
+    ),
+)
 def test_micro_batches_and_sharing(whole, tmp_path, case, cut, sharing):
     cls, options = CASES[case]
     actual = gradients_of_a_step(cls, options, cut=cut, sharing=sharing, folder=tmp_path)
     compare(actual, whole(case, cls, options))
 
 
+RANKS_QUICK = (*QUICK, NO_ACCUMULATION[0])
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    run_script(SCRIPT, folder, ranks=2, cwd=folder, timeout=300)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    """What each rank found in a case; those of the fast tests run together, and so do the others."""
+
+    @functools.cache
+    def run(*cases):
+        folder = tmp_path_factory.mktemp("ranks")
+        run_script(SCRIPT, folder, *cases, ranks=2, cwd=folder, timeout=300)
+        return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+    def found(case, cut):
+        quick = case in RANKS_QUICK
+        cases = [name for name in (*CASES, NO_ACCUMULATION[0]) if (name in RANKS_QUICK) == quick]
+        return [own[case, cut] for own in run(*cases)]
+
+    return found
 
 
-@pytest.mark.parametrize(("case", "cut"), [(case, cut) for case, cuts in RANK_CUTS.items() for cut in cuts])
+@pytest.mark.parametrize(
+    ("case", "cut"),
+    sweep_pairs(
+        [(case, cut) for case, cuts in RANK_CUTS.items() for cut in cuts],
+        quick=[(case, cut) for case in QUICK for cut in RANK_CUTS[case]],
+    ),
+)
 def test_two_ranks(whole, two_ranks, case, cut):
     # Five prompts: one rank has three of them, the other two, so cut in four each has updates with nothing to train.
-    first, second = (found[case, cut] for found in two_ranks)
+    first, second = two_ranks(case, cut)
     compare(first, whole(case, *CASES[case]))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_two_ranks_with_a_trunk_that_both_losses_train(whole, two_ranks):
     name, cls, options = NO_ACCUMULATION
-    compare(two_ranks[0][name, 1], whole(name, cls, options))
+    compare(two_ranks(name, 1)[0], whole(name, cls, options))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from helpers.sweeps import sweep_pairs
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
@@ -291,15 +293,15 @@ EDGES = {
 
 
 @pytest.mark.parametrize(
-    ("cls", "critic"),
-    [
-        (PPO, "shared"),
-        (GroupPPO, "copy"),
-        pytest.param(PPO, "copy", marks=pytest.mark.slow),
-        pytest.param(GroupPPO, "shared", marks=pytest.mark.slow),
-    ],
+    ("edge", "cls", "critic"),
+    sweep_pairs(
+        itertools.product(EDGES, [PPO, GroupPPO], ["shared", "copy"]),
+        quick=[
+            *((edge, GroupPPO, "copy") for edge in EDGES),
+            *((edge, PPO, "shared") for edge in ("no reward", "empty rollouts", "all cut, bootstrapped")),
+        ],
+    ),
 )
-@pytest.mark.parametrize("edge", EDGES)
 def test_edges_are_finite(make_module, make_data, make_trainer, ragged_engine, history, cls, edge, critic):
     options, moves = EDGES[edge]
     options = {"engine": ragged_engine()} | options

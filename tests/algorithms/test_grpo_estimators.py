@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from helpers.branching_engine import BranchingEngine
 from helpers.episodes import make_episode, make_group
 from helpers.rollouts import per_rollout_means
 from helpers.scripts import run_script
+from helpers.sweeps import sweep
 
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.attention import shared_prefix
@@ -328,52 +330,69 @@ def test_tree_refuses_what_belongs_to_whole_rollouts(step, make_module):
 
 SCRIPT = Path(__file__).with_name("estimator_ranks.py")
 
+WITH_ADVANTAGES = (
+    *(*ROLLOUT_LEVEL, *TOKEN_LEVEL, "process", "process_reinforce", "tree", "vine", "gpg"),
+    *("optimal_token_baseline", "batch", "normalize_then_sum", "kl", "token_kl"),
+)
+WITH_METRICS = ("token_truncate", "sequence_mask", "kl", "token_kl", "adaptive", "tree")
+REFUSED = ("of_rollouts", "of_tokens")
+QUICK = {
+    *("grpo", "remax", *TOKEN_LEVEL, "process", "tree", "vine", "optimal_token_baseline", "batch"),
+    *("normalize_then_sum", "token_kl", "sequence_mask", "adaptive", "of_rollouts"),
+}
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What one rank and two ranks put into their buffers, by case and prompt."""
-    results = []
-    for devices in (1, 2):
-        folder = tmp_path_factory.mktemp(f"ranks{devices}")
-        run_script(SCRIPT, devices, folder, ranks=devices, cwd=folder)
-        results.append([torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(devices)])
-    return results
+    """What one rank and two ranks put into their buffers in a case, by prompt.
+
+    The cases of the fast tests run together, and so do the others.
+    """
+
+    @functools.cache
+    def run(*cases):
+        results = []
+        for devices in (1, 2):
+            folder = tmp_path_factory.mktemp(f"ranks{devices}")
+            run_script(SCRIPT, devices, folder, *cases, ranks=devices, cwd=folder)
+            results.append([torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(devices)])
+        return results
+
+    def found(case):
+        names = dict.fromkeys((*WITH_ADVANTAGES, *WITH_METRICS, *REFUSED))
+        cases = [name for name in names if (name in QUICK) == (case in QUICK)]
+        return [[own[case] for own in ranks] for ranks in run(*cases)]
+
+    return found
 
 
-PROCESS = ("process", "process_reinforce")
-RECENT = ("tree", "vine", "gpg", "optimal_token_baseline")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*ROLLOUT_LEVEL, *TOKEN_LEVEL, *PROCESS, *RECENT, "batch", "normalize_then_sum", "kl", "token_kl"],
-)
+@pytest.mark.parametrize("case", sweep(WITH_ADVANTAGES, QUICK.intersection(WITH_ADVANTAGES)))
 def test_two_ranks_have_the_advantages_of_one(ranks, case):
-    (one,), two = ranks
-    merged = {**two[0][case]["advantages"], **two[1][case]["advantages"]}
-    assert sorted(len(own[case]["advantages"]) for own in two) == [2, 3]  # dealt to the ranks after the rollouts
-    assert merged.keys() == one[case]["advantages"].keys()
-    for prompt, advantages in one[case]["advantages"].items():
+    (one,), two = ranks(case)
+    merged = {**two[0]["advantages"], **two[1]["advantages"]}
+    assert sorted(len(own["advantages"]) for own in two) == [2, 3]  # dealt to the ranks after the rollouts
+    assert merged.keys() == one["advantages"].keys()
+    for prompt, advantages in one["advantages"].items():
         assert merged[prompt] == pytest.approx(advantages, abs=2e-5), prompt
-    assert any(abs(value) > 0.1 for own in one[case]["advantages"].values() for value in own)
+    assert any(abs(value) > 0.1 for own in one["advantages"].values() for value in own)
 
 
-@pytest.mark.parametrize("case", ["of_rollouts", "of_tokens"])
+@pytest.mark.parametrize("case", sweep(REFUSED, QUICK.intersection(REFUSED)))
 def test_all_ranks_refuse_rewards_of_tokens(ranks, case):
-    messages = [own[case] for results in ranks for own in results]
+    messages = [own for results in ranks(case) for own in results]
     assert len(messages) == 3
     assert all("a reward function returned a reward per token" in message for message in messages)
 
 
-@pytest.mark.parametrize("case", ["token_truncate", "sequence_mask", "kl", "token_kl", "adaptive", "tree"])
+@pytest.mark.parametrize("case", sweep(WITH_METRICS, QUICK.intersection(WITH_METRICS)))
 def test_two_ranks_log_what_one_logs(ranks, case):
-    (one,), two = ranks
-    names = [name for name in one[case]["metrics"] if name.startswith(("sampling/", "kl", "loss"))]
+    (one,), two = ranks(case)
+    names = [name for name in one["metrics"] if name.startswith(("sampling/", "kl", "loss"))]
     assert len(names) > 2
     for rank in (0, 1):
         for name in names:
-            assert two[rank][case]["metrics"][name] == pytest.approx(one[case]["metrics"][name], abs=1e-5), name
-        assert two[rank][case]["beta"] == pytest.approx(one[case]["beta"], rel=1e-6)
+            assert two[rank]["metrics"][name] == pytest.approx(one["metrics"][name], abs=1e-5), name
+        assert two[rank]["beta"] == pytest.approx(one["beta"], rel=1e-6)
 
 
 def test_opo_weighs_episodes_by_what_the_model_wrote(make_module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.rollouts import per_rollout_means
+from helpers.sweeps import sweep
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -53,7 +54,7 @@ def test_sharing_on_and_off_give_the_same_trajectory(
 
 # Each batch of rollouts serves 2 passes of 2 mini-batches, and 2 batches are an epoch.
 @pytest.mark.parametrize("resumed_at", [(1, 2, 4, 9), pytest.param(range(1, 10), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("attention_dropout", [0.0, 0.2])
+@pytest.mark.parametrize("attention_dropout", sweep([0.0, 0.2], quick=[0.2]))
 def test_resume_at_every_step_is_exact(
     make_module, make_data, make_trainer, tiny_policy, parameters, tmp_path, attention_dropout, resumed_at
 ):

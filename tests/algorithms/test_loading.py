@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.sweeps import sweep_pairs
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -178,9 +179,21 @@ def test_weights_alone_are_no_checkpoint(make_module, make_data, make_trainer, t
 # Other algorithms and models.
 
 
-@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
-@pytest.mark.parametrize("stage", ["fit", "validate"])
-@pytest.mark.parametrize(("wrote", "reads"), [(GRPO, PPO), (GRPO, GroupPPO), (PPO, GRPO), (PPO, GroupPPO)])
+OTHERS = [(GRPO, PPO), (GRPO, GroupPPO), (PPO, GRPO), (PPO, GroupPPO)]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "stage", "manifest"),
+    sweep_pairs(
+        [(*pair, stage, manifest) for pair in OTHERS for stage in ("fit", "validate") for manifest in (True, False)],
+        quick=[
+            *((*pair, "fit", True) for pair in OTHERS),
+            (GRPO, PPO, "fit", False),
+            (PPO, GRPO, "validate", True),
+            (PPO, GroupPPO, "validate", False),
+        ],
+    ),
+)
 def test_another_algorithm_is_refused_by_name(
     saved, make_module, make_data, make_trainer, wrote, reads, stage, manifest
 ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from helpers.sweeps import sweep, sweep_pairs
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -107,8 +109,13 @@ def test_every_loss_is_listed_here():
     assert LOSSES.keys() == losses.POLICY_LOSSES.keys()
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    sweep_pairs(
+        itertools.product(LOSSES, ["token-mean", "seq-mean-token-mean"]),
+        quick=[*((name, "token-mean") for name in LOSSES), *((n, "seq-mean-token-mean") for n in ("ppo", "gspo"))],
+    ),
+)
 def test_policy_losses(fit, name, mode):
     function, options = LOSSES[name]
     needs_rollouts = losses.POLICY_LOSSES[name].uses_rollouts
@@ -315,7 +322,7 @@ def kl_per_rollout(buffer):
     return (kl_N.sum() / len(buffer.rollout_lengths)).item()
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+@pytest.mark.parametrize("kl_in", sweep(["loss", "reward"], quick=["reward"]))
 def test_the_coefficient_is_saved_and_resumed(fit, parameters, tmp_path, kl_in):
     options = {"beta": 0.5, "kl_in": kl_in, "kl_target": 0.05, "kl_horizon": 40, "num_mini_batches": 2, "engine": None}
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)

@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from helpers.sweeps import sweep_pairs
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
@@ -218,8 +219,12 @@ CRITICS = {
 }
 
 
-@pytest.mark.parametrize(("critic", "sharing"), [*((name, "shared") for name in CRITICS), ("copy", "repeated")])
-@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+KINDS = [*((name, "shared") for name in CRITICS), ("copy", "repeated")]
+CASES = [(cls, *kind) for cls in (PPO, GroupPPO) for kind in KINDS]
+QUICK = [*((PPO, *kind) for kind in KINDS[1:]), (GroupPPO, "copy", "shared")]
+
+
+@pytest.mark.parametrize(("cls", "critic", "sharing"), sweep_pairs(CASES, QUICK))
 def test_an_update_by_hand(make_module, make_data, make_trainer, ragged_engine, history, cls, critic, sharing):
     check_an_update(make_module, make_data, make_trainer, ragged_engine, history, cls, critic, sharing)
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 
 from pl_grouprl.algorithms import PPO, OptimizerConfig
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
@@ -166,7 +167,7 @@ def test_penalty_in_the_reward(fit):
     assert record.steps[1]["kl_coef"] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+@pytest.mark.parametrize("kl_in", sweep(["reward", "loss"], quick=["reward"]))
 def test_adaptive_coefficient(fit, kl_in):
     adaptive = {"beta": 0.1, "kl_target": 1e-3, "kl_horizon": 50, "kl_in": kl_in, "optimizer": OptimizerConfig(1e-2)}
     module, record = fit(max_steps=3, **adaptive)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.scripts import run_script
+from helpers.sweeps import sweep, sweep_pairs
 from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
@@ -155,8 +158,13 @@ def test_clipping_by_value_with_a_separate_limit(make_module, make_data, make_tr
     assert norm(record.gradients[0], "critic") == pytest.approx(1e-2, rel=2e-3)
 
 
-@pytest.mark.parametrize("cls", [PPO, GroupPPO])
-@pytest.mark.parametrize("critic", CRITICS)
+@pytest.mark.parametrize(
+    ("cls", "critic"),
+    sweep_pairs(
+        itertools.product([PPO, GroupPPO], CRITICS),
+        quick=[(PPO, "shared"), (PPO, "lora"), (GroupPPO, "copy"), (GroupPPO, "shared, detached")],
+    ),
+)
 def test_critic_warm_up(make_module, make_data, make_trainer, history, initial, cls, critic):
     record = history(keep_tensors=True)
     module = make_module(
@@ -197,16 +205,29 @@ def test_warm_up_does_not_change_what_comes_after(make_module, make_data, make_t
         torch.testing.assert_close(change, -1e-3 * gradient.sign(), atol=1e-12, rtol=1e-6)
 
 
+TWO_RANKS_QUICK = ("shared", "lora")
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("warm_up")
-    run_script(WARM_UP_SCRIPT, folder, ranks=2, cwd=folder)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    """What each rank found of a critic; those of the fast tests run together, and so do the others."""
+
+    @functools.cache
+    def run(*critics):
+        folder = tmp_path_factory.mktemp("warm_up")
+        run_script(WARM_UP_SCRIPT, folder, *critics, ranks=2, cwd=folder)
+        return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+    def found(critic):
+        quick = critic in TWO_RANKS_QUICK
+        return [own[critic] for own in run(*(name for name in CRITICS if (name in TWO_RANKS_QUICK) == quick))]
+
+    return found
 
 
-@pytest.mark.parametrize("critic", CRITICS)
+@pytest.mark.parametrize("critic", sweep(CRITICS, quick=TWO_RANKS_QUICK))
 def test_warm_up_on_two_ranks(two_ranks, critic):
-    first, second = (found[critic] for found in two_ranks)
+    first, second = two_ranks(critic)
     for left, right in zip(first, second, strict=True):
         assert same(left, right)
     before, warm, after = first
@@ -216,7 +237,7 @@ def test_warm_up_on_two_ranks(two_ranks, critic):
     assert not same(warm, after, "critic")
 
 
-@pytest.mark.parametrize("critic", CRITICS)
+@pytest.mark.parametrize("critic", sweep(CRITICS, quick=["shared", "lora"]))
 def test_an_empty_step_moves_neither(make_module, make_data, make_trainer, history, critic):
     # 5 prompts in batches of 4: the second batch of rollouts has one group for 3 updates, so two are empty.
     record, seen = history(keep_tensors=True), Optimizer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
@@ -48,7 +49,7 @@ def fit(make_module, make_data, make_trainer):
 
 # Amid the first pass; between the passes over the second batch; at the end of the epoch, with no updates left.
 @pytest.mark.parametrize("resumed_at", [(1, 6, 8), pytest.param((2, 3, 4, 5, 7), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", sweep(RUNS, quick=["ppo, copy, KL in the reward", "group_ppo, lora"]))
 def test_resume_at_every_step_is_exact(fit, tmp_path, run, resumed_at):
     cls, options = RUNS[run]
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
 import torch
+from helpers.sweeps import sweep, sweep_pairs
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.demo.digits import digit_tokenizer
@@ -48,8 +50,13 @@ def largest(left, right):
     return (left - right).abs().max().item()
 
 
-@pytest.mark.parametrize("num_generations", [1, 4])
-@pytest.mark.parametrize("critic", [*CRITICS, "causal", "classifier"])
+@pytest.mark.parametrize(
+    ("critic", "num_generations"),
+    sweep_pairs(
+        itertools.product([*CRITICS, "causal", "classifier"], [1, 4]),
+        quick=[("copy", 1), ("shared", 4), ("shared, detached", 1), ("lora", 4), ("causal", 1), ("classifier", 4)],
+    ),
+)
 def test_every_critic_trains(make_module, make_data, make_trainer, history, saved, critic, num_generations):
     source = CRITICS.get(critic) or saved[critic]
     if isinstance(source, str) and num_generations == 4:
@@ -96,9 +103,18 @@ def test_a_copy_of_the_policy_is_the_default(make_module):
     assert module.critic is critic
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("cls", [PPO, GroupPPO])
-@pytest.mark.parametrize("critic", CRITICS)
+@pytest.mark.parametrize(
+    ("cls", "critic", "precision"),
+    sweep_pairs(
+        itertools.product([PPO, GroupPPO], CRITICS, ["bf16-true", "bf16-mixed"]),
+        quick=[
+            (PPO, "copy", "bf16-mixed"),
+            (PPO, "shared, detached", "bf16-true"),
+            (GroupPPO, "shared", "bf16-mixed"),
+            (GroupPPO, "lora", "bf16-true"),
+        ],
+    ),
+)
 def test_bf16(make_module, make_data, make_trainer, history, cls, critic, precision):
     record = history()
     module = make_module(
@@ -114,7 +130,7 @@ def test_bf16(make_module, make_data, make_trainer, history, cls, critic, precis
         assert step["grad_norm/critic"] > 0
 
 
-@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+@pytest.mark.parametrize("cls", sweep([PPO, GroupPPO], quick=[GroupPPO]))
 def test_sharing_changes_nothing_over_many_updates(make_module, make_data, make_trainer, history, cls):
     losses = {}
     for sharing in ("shared", "repeated"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from helpers.tiny_models import tiny_model
 from helpers.variants import SPAN
 from helpers.versions import needs
@@ -63,7 +64,7 @@ def distance(found, expected):
 
 
 @needs("torch", "2.13")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, quick=["gemma2", "qwen3_5_text"]))
 def test_sharing_rounds_no_more_than_repeating(family, fit):
     """Gradients of the first step, against those of float32 with repeated prefixes."""
     exact = fit(family, "32-true", "repeated")[1].gradients[0]
@@ -75,7 +76,7 @@ def test_sharing_rounds_no_more_than_repeating(family, fit):
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, quick=["qwen3", "gpt_oss", "lfm2"]))
 def test_what_is_kept_in_which_dtype(family, precision, dtype, fit):
     """Checked at the start, scored without gradient, a reference beside it, several steps."""
     module, steps, state = fit(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.scripts import run_script
+from helpers.sweeps import sweep
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO
@@ -68,7 +69,7 @@ def test_rollouts_are_those_of_the_policy_before_the_last_updates(
     assert not same(record.before[1].values(), record.before[2].values())
 
 
-@pytest.mark.parametrize("cls", [None, PPO])
+@pytest.mark.parametrize("cls", sweep([None, PPO], quick=[PPO]))
 def test_resume_at_every_step_is_exact(make_module, make_data, make_trainer, parameters, tmp_path, cls):
     def fit(checkpoint=None, callbacks=()):
         kwargs = AHEAD if cls is None else {"cls": cls, **AHEAD}

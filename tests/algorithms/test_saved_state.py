@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
 import pytest
 import torch
+from helpers.sweeps import sweep_pairs
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
@@ -110,8 +112,16 @@ def test_validations_do_not_change_the_random_numbers_of_a_resumed_run(make_modu
         assert resumed.seen == whole.seen[step:], step
 
 
-@pytest.mark.parametrize("save", ["batch", "epoch", "end"])
-@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 100}, {"max_steps": 6}])
+LIMITS = [{"max_epochs": 2}, {"max_epochs": 2, "max_steps": 100}, {"max_steps": 6}]
+
+
+@pytest.mark.parametrize(
+    ("save", "limits"),
+    sweep_pairs(
+        itertools.product(["batch", "epoch", "end"], LIMITS),
+        quick=[("batch", LIMITS[0]), ("epoch", LIMITS[1]), ("end", LIMITS[2]), ("end", LIMITS[0])],
+    ),
+)
 def test_a_run_that_stopped_at_the_end_of_an_epoch_continues_with_the_next(
     make_module, make_data, make_trainer, tmp_path, save, limits
 ):

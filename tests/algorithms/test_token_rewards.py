@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, Estimate, GroupPPO, OptimizerConfig, RolloutBuffer
@@ -294,7 +295,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", sweep(RUNS, quick=["grpo", "group_ppo"]))
 def test_resume_within_unfinished_rollouts_is_exact(make_module, make_data, make_trainer, tmp_path, run):
     cls, options = RUNS[run]
 

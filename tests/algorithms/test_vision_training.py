@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -79,7 +80,7 @@ def test_prompts_with_images_share_nothing_across_groups(make_trainer):
     assert not engine.media  # nothing was sampled
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, quick=["gemma3", "qwen3_vl"]))
 def test_sharing_on_and_off_give_the_same_trajectory(family, make_trainer, history):
     losses = {}
     for sharing in ("shared", "repeated"):

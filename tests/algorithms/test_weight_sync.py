@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from helpers.copied_engine import CopiedPolicyEngine
+from helpers.sweeps import sweep_pairs
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -286,8 +288,13 @@ def test_other_weights_in_the_sampler_stop_the_run(fit):
     assert engine.model is None  # closed
 
 
-@pytest.mark.parametrize("fault", ["failed", "failed at once"])
-@pytest.mark.parametrize("method", ["update", "generate"])
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    sweep_pairs(
+        itertools.product(["update", "generate"], ["failed", "failed at once"]),
+        quick=[("update", "failed"), ("generate", "failed at once")],
+    ),
+)
 def test_an_error_closes_the_engine_and_another_fit_works(fit, method, fault):
     engine = CopiedPolicyEngine(faults={(method, 2): fault})
     with pytest.raises(OSError, match="no space left"):

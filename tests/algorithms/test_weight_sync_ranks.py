@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.scripts import run_script
+from helpers.sweeps import sweep
 
 SCRIPT = Path(__file__).with_name("weight_sync_ranks.py")
 
@@ -18,19 +19,19 @@ CASES = {
     "ddp": {
         "own weights": {},
         "copied": COPIED,
-        "resumed": COPIED | {"checkpoint": "copied/step=3.ckpt"},
         "lost": COPIED | LOST,
-        "written to by one": COPIED | {"writes": 1},
         "failed": COPIED | {"faults": {"1": [["generate", 2, "failed"]], "0": [["generate", 2, "lost"]]}},
     },
-    "fsdp2": {
-        "own weights": LORA,
-        "copied": LORA | COPIED,
-        "separate": LORA | {"adapter": "separate"},
-        # Amid the weights, which the other rank gathers to their end.
-        "failed": LORA | COPIED | {"faults": {"1": [["update", 2, "failed"]]}},
+    "ddp, more": {
+        "own weights": {},
+        "copied": COPIED,
+        "resumed": COPIED | {"checkpoint": "copied/step=3.ckpt"},
+        "written to by one": COPIED | {"writes": 1},
     },
+    "fsdp2": {"own weights": LORA, "separate": LORA | {"adapter": "separate"}},
     "fsdp2, more": {
+        # In the middle of the weights, which the other rank gathers to their end.
+        "failed": LORA | COPIED | {"faults": {"1": [["update", 2, "failed"]]}},
         "own weights": LORA,
         "copied": LORA | COPIED,
         "resumed": LORA | COPIED | {"checkpoint": "copied/step=3.ckpt"},
@@ -39,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", pytest.param("fsdp2, more", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=sweep(CASES, quick=["ddp", "fsdp2"]))
 def runs(request, tmp_path_factory):
     """What each rank wrote of each case. A run that hangs ends the script with an error."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -25,13 +25,13 @@ CRITICS = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, critics: list[str]) -> None:
     """Two steps of warm-up and two after it: weights before, after the warm-up, and at the end."""
     found = {}
-    for name, critic in CRITICS.items():
+    for name in critics:
         task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=3, val_size=1)
         module = PPO(
-            TinyPolicy(), share_of_letters, critic=critic, engine=RaggedEngine(), critic_warmup_steps=2,
+            TinyPolicy(), share_of_letters, critic=CRITICS[name], engine=RaggedEngine(), critic_warmup_steps=2,
             num_generations=4, num_mini_batches=2, sampling=SamplingConfig(max_new_tokens=12), verify=False,
             optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1),
         )  # fmt: skip
@@ -47,4 +47,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -131,15 +131,16 @@ def calls_of(plan):
     return [plan.own.call], [step.call for step in plan.others]
 
 
-def test_one_call_for_all_segments_and_one_for_each_depth_with_descendants():
+def test_one_call_for_all_chains_and_one_for_each_depth_with_descendants():
     # Two prompts under one system prompt, each with two rollouts; and a group of its own.
     layout = SharedPrefixLayout([9, 4, 2, 3, 5, 1, 1, 6, 2], [None, 0, 1, 1, 0, 4, 4, None, 7])
     plan = plan_cascade(layout, RULE, CPU)
     own, ancestors = calls_of(plan)
-    assert own == [VarlenCall((9, 4, 2, 3, 5, 1, 1, 6, 2), (9, 4, 2, 3, 5, 1, 1, 6, 2), causal=True)]
+    # The rollouts of 2 and 3 tokens continue the chain of their prompt of 4; those of 1 token are too short to copy 5.
+    assert own == [VarlenCall((9, 4, 2, 3, 5, 1, 1, 6, 2), (9, 4, 6, 7, 5, 1, 1, 6, 2), causal=True)]
     assert ancestors == [
         VarlenCall((16, 2), (9, 6), causal=False),  # all below a root are one run of queries
-        VarlenCall((5, 2), (4, 5), causal=False),
+        VarlenCall((2,), (5,), causal=False),
     ]
     kernel = Recorder(CPUKernel())
     cascade_attention(*packed_inputs(layout.num_tokens, (2, 2)), plan, SCALE, kernel)
@@ -160,10 +161,38 @@ def test_long_runs_below_a_prefix_get_separate_calls_on_slices(kernel):
     compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
 
 
+def test_chains_are_bounded(kernel):
+    # One segment after another: the root is alone, and the fifth would copy 120 keys for 40 tokens.
+    forest = Forest([40] * 6, [None, 0, 1, 2, 3, 4])
+    plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
+    own, ancestors = calls_of(plan)
+    assert own == [VarlenCall((40,) * 6, (40, 40, 80, 120, 40, 80), causal=True)]
+    assert ancestors == [VarlenCall((200,), (40,), causal=False), VarlenCall((80,), (120,), causal=False)]
+    assert plan.others[1].keys == slice(40, 160)
+    tensors = packed_inputs(240, (4, 2))
+    compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+
+
+def test_chains_of_different_lengths(kernel):
+    forest = Forest([5, 20, 30, 70, 9, 1, 66, 10, 24, 25], [None, 0, 1, 2, 2, 2, 1, 0, 7, 8])
+    tensors = packed_inputs(sum(forest.lengths), (4, 2))
+    plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
+    assert plan.own.call.key_lens == (5, 20, 50, 120, 9, 1, 86, 10, 34, 59)
+    compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+
+
+def test_prompts_with_rollouts_have_no_chains():
+    layout = SharedPrefixLayout.from_groups([(40, [40] * 5), (3, [60, 90])])
+    plan = plan_cascade(layout, RULE, CPU)
+    assert plan.own.queries == plan.own.keys == slice(0, layout.num_tokens)
+    assert plan.own.call.query_lens == plan.own.call.key_lens
+
+
 def test_parts_of_a_token():
     layout = SharedPrefixLayout([9, 4, 2, 3], [None, 0, 1, 1])
     plan = plan_cascade(layout, RULE, CPU)
-    assert (plan.parts_of_query, plan.parts_of_key) == (3, 2)  # a leaf asks itself and two ancestors
+    # A leaf asks its chain and the root; the middle is in three chains.
+    assert (plan.parts_of_query, plan.parts_of_key) == (2, 3)
     windowed = plan_cascade(layout, AttentionRule(SCALE, window=4), CPU)
     assert (windowed.parts_of_query, windowed.parts_of_key) == (1, 3)  # the middle's tail is taken by both leaves
     assert plan_cascade(SharedPrefixLayout([], []), RULE, CPU).parts_of_query == 0

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from helpers.tiny_models import random_groups, tiny_model
 from helpers.versions import at_least
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -71,12 +72,7 @@ def step(model, groups, sharing="shared"):
     return logprobs.detach(), grads
 
 
-ALWAYS = ("qwen3", "gemma2", "deepseek_v3")
-
-
-@pytest.mark.parametrize(
-    "family", [family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
-)
+@pytest.mark.parametrize("family", sweep(FAMILIES, quick=["gemma2"]))
 def test_twenty_layouts_need_few_compilations(family):
     """With torch 2.10 the compiled log-probabilities of gemma2 differ by 8e-5; 2.11 and 2.12 are not tried."""
     rounding = 2e-5 if at_least("torch", "2.13") else 1e-4
@@ -99,7 +95,7 @@ def test_twenty_layouts_need_few_compilations(family):
         assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("backend", [pytest.param("cascade", marks=pytest.mark.slow), "reference", "prefix_grouper"])
+@pytest.mark.parametrize("backend", sweep(["cascade", "reference", "prefix_grouper"], quick=["reference"]))
 def test_backends(backend):
     """The other tests run `cascade`, which is the choice of `auto`."""
     model, groups = noisy_model("qwen3"), next(random_layouts(1))

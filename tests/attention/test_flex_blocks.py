@@ -3,9 +3,12 @@
 Legend: T packed tokens, S of them that are run.
 """
 
+import itertools
+
 import pytest
 import torch
 from helpers.forests import random_forest, relative_error
+from helpers.sweeps import sweep_pairs
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -52,11 +55,21 @@ def test_blocks_are_those_of_the_dense_mask(name, rule, pairs, monkeypatch):
             assert torch.equal(order[row, :count], other[row, :count]), kind
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, 1.0, -1.0, 2.0])], ids=["", "sinks"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_of_any_length(name, rule, sinks):
-    layout, rule = LAYOUTS[name], AttentionRule(0.3, sinks_H=sinks, **RULES[rule])
+@pytest.mark.parametrize(
+    ("name", "rule", "with_sinks"),
+    sweep_pairs(
+        itertools.product(LAYOUTS, RULES, [False, True]),
+        quick=[
+            *((name, "full", False) for name in LAYOUTS),
+            *(("groups", rule, True) for rule in RULES),
+            ("given", "window", True),
+            ("a group", "chunks", False),
+        ],
+    ),
+)
+def test_rows_of_any_length(name, rule, with_sinks):
+    sinks_H = torch.tensor([0.0, 1.0, -1.0, 2.0]) if with_sinks else None
+    layout, rule = LAYOUTS[name], AttentionRule(0.3, sinks_H=sinks_H, **RULES[rule])
     tensors = inputs(layout)
     actual, expected = (get_backend(backend)(*tensors, layout, rule) for backend in ("flex", "reference"))
     assert actual.shape == expected.shape

@@ -17,6 +17,7 @@ from helpers.forests import (
     relative_error,
     visible_in_sequence,
 )
+from helpers.sweeps import sweep
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pl_grouprl.attention.backends import cascade, choice
@@ -103,7 +104,7 @@ BY_CASCADE = [name for name in NAMES if not name.endswith(") or block")]
 # Against each sequence on its own -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", sweep([1, 2, 3], quick=[1, 3]))
 @pytest.mark.parametrize("name", NAMES)
 def test_the_mask_matches_each_sequence(name, depth):
     """What a token sees is what it sees in its sequence, and nothing outside of it."""
@@ -242,7 +243,7 @@ def test_one_rollout_does_not_change_others_bitwise(name):
 # FlexAttention ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(NAMES, quick=["window", "(chunk and causal) or block", "blocks, soft cap"]))
 def test_flex_scores_on_cpu(name):
     forest = random_forest(1, 3, roots=3, lengths=(3, 9, 17))
     rule, layout = rules(forest, 6)[name], SharedPrefixLayout(*forest)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from helpers.tiny_models import (
     FAMILIES,
     VOCAB,
@@ -13,6 +14,8 @@ from helpers.tiny_models import (
 from helpers.variants import VARIANTS, variant
 
 from pl_grouprl.attention import shared_prefix
+
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
 
 
 def left_padded(rows):
@@ -88,7 +91,9 @@ def test_models_whose_positions_count_the_mask(padding):
     assert_transparent(model, *padding(ROWS))
 
 
-@pytest.mark.parametrize("padding", [left_padded, right_padded, trl_shape, unpadded])
+@pytest.mark.parametrize(
+    "padding", sweep([left_padded, right_padded, trl_shape, unpadded], quick=[right_padded, trl_shape])
+)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_padded_batches_of_variants(name, padding):
     """Windows, chunks, soft caps, sinks, latent attention, layers with a state."""

@@ -18,8 +18,9 @@ from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
 SCRIPT = Path(__file__).with_name("signal_ranks.py")
 CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
-FAST = [("single", "reward", 0, "SIGINT"), ("ddp", "update", 1, "SIGTERM"), ("single", "export", 0, "SIGINT")]
+FAST = [("ddp", "update", 1, "SIGTERM"), ("single", "export", 0, "SIGINT")]
 SLOW = [
+    ("single", "reward", 0, "SIGINT"),
     ("single", "rollout", 0, "SIGTERM"),
     ("single", "update", 0, "SIGUSR1"),
     ("single", "save", 0, "SIGTERM"),

@@ -12,6 +12,7 @@ import torch
 from helpers.chance_episodes import STOPS, ChancePolicy
 from helpers.random_tools import TOOLS, write_call
 from helpers.sampled_episodes import open_episodes, without_seconds
+from helpers.sweeps import sweep
 from helpers.tool_cases import OwnTask
 
 from pl_grouprl.chat import ToolParser, register_tool_parser
@@ -85,7 +86,7 @@ def check_real(engine_class: type, seeds: range, prompts: int) -> None:
 
 
 @pytest.mark.usefixtures("chance_calls")
-@pytest.mark.parametrize("engine_class", [HFRolloutEngine, WithoutCaches])
+@pytest.mark.parametrize("engine_class", sweep([HFRolloutEngine, WithoutCaches], quick=[HFRolloutEngine]))
 def test_logprobs_of_real_episodes_are_those_of_a_forward(engine_class: type) -> None:
     check_real(engine_class, range(2), prompts=10)
 

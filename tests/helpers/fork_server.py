@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from quick_fits import quick_fits
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import pl_grouprl.algorithms
@@ -31,7 +32,6 @@ import pl_grouprl.demo
 import pl_grouprl.models.lora_critic
 import pl_grouprl.rollout
 import pl_grouprl.strategies  # noqa: F401
-from pl_grouprl.utilities import garbage
 
 with contextlib.suppress(ImportError):
     import peft  # noqa: F401
@@ -45,7 +45,6 @@ def serve(requests: Any, answers: Any) -> tuple[Request, int] | None:
     get_checkpoint_conversion_mapping("qwen3")  # builds the table of all models: a quarter of a second
     gc.collect()
     gc.freeze()
-    garbage.anything_frozen = lambda: True  # to look takes each fit 50 ms
     for line in requests:
         request = json.loads(line)
         with reserved_port() as port:
@@ -128,7 +127,8 @@ def main() -> None:
     script = request["script"]
     sys.argv = [script, *request["arguments"]]
     sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
+    with quick_fits():
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ from helpers.chance_episodes import (
     register_chance_calls,
     tally_rows,
 )
+from helpers.quick_fits import quick_fits
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.utilities import garbage
 
 torch.set_num_threads(1)
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2}
@@ -161,7 +161,6 @@ def fork_ranks(strategy: str, run: Callable[[int], None], log: Path) -> list[int
         port = str(free.getsockname()[1])
     gc.collect()
     gc.freeze()  # or each rank goes through all that is imported, and copies it
-    garbage.anything_frozen = lambda: True  # to look takes each fit 50 ms
     pids: list[int] = []
     for rank in range(RANKS[strategy]):
         pid = os.fork()
@@ -182,7 +181,8 @@ def _run_rank(rank: int, strategy: str, run: Callable[[int], None], log: Path, p
         if RANKS[strategy] > 1:
             os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0"}
         pl.seed_everything(rank, verbose=False)
-        run(rank)
+        with quick_fits():
+            run(rank)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

@@ -87,6 +87,7 @@ def test_operations_are_those_that_torch_counts(load):
     assert case.operations("repeated") == case.operations("shared")
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_activations_and_not_of_gradients(load):
     sizes = {"prefix": 68, "rollout": 16, "group_size": 2, "layers": 2, "intermediate": 4096, "vocabulary": 64}
     case = replace(load("cases").Case("few tokens, wide layers"), **sizes)
@@ -207,7 +208,27 @@ def test_help_lists_all_and_each_has_its_own(load, capsys):
         entry.main(["scorin"])
 
 
-def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, capsys):
+def test_unattended_run_chooses_and_records_its_parts(load, tmp_path, monkeypatch, capsys):
+    unattended = load("unattended")
+    parts = tuple(unattended.Part(name, 1, (), ()) for name in ("growth", "packing"))
+    monkeypatch.setitem(unattended.PROFILES, "cpu", parts)
+    records = iter([{"outcome": "failed", "exit_code": 2}, {"outcome": "done", "exit_code": 0}])
+    monkeypatch.setattr(unattended, "run_limited", lambda *_: {"seconds": 1.0} | next(records))
+    with pytest.raises(SystemExit) as raised:
+        unattended.main(["--output", str(tmp_path)])
+    assert raised.value.code == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(own["part"], own["outcome"]) for own in summary] == [("growth", "failed"), ("packing", "done")]
+    with pytest.raises(SystemExit):
+        unattended.main(["--only", "sweep", "--output", str(tmp_path)])
+    assert "--only sweep is not a part of --profile cpu" in capsys.readouterr().err
+    monkeypatch.setattr(unattended, "run_limited", lambda *_: {"outcome": "done", "seconds": 1.0, "exit_code": 0})
+    unattended.main(["--output", str(tmp_path)])
+    assert "done" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch):
     unattended = load("unattended")
     parts = (
         unattended.Part("packing", 1, ("--batches", "zero"), ()),
@@ -222,13 +243,6 @@ def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch, 
     assert [(own["part"], own["outcome"]) for own in summary] == [("wrong", "failed"), ("packing", "done")]
     assert "'zero' is not a positive integer" in summary[0]["stderr"][-1]
     assert (tmp_path / "packing.json").exists()
-    monkeypatch.setitem(unattended.PROFILES, "cpu", parts[1:])
-    with pytest.raises(SystemExit):
-        unattended.main(["--only", "sweep", "--output", str(tmp_path)])
-    assert "--only sweep is not a part of --profile cpu" in capsys.readouterr().err
-    monkeypatch.setattr(unattended, "run_limited", lambda *_: {"outcome": "done", "seconds": 1.0, "exit_code": 0})
-    unattended.main(["--output", str(tmp_path)])
-    assert "done" in capsys.readouterr().out
 
 
 def test_no_part_begins_when_the_time_is_over(load, tmp_path):

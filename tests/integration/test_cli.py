@@ -1,5 +1,6 @@
 """Whole runs through the command line, in the small."""
 
+import itertools
 import json
 import math
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 from helpers.scripts import run_script
+from helpers.sweeps import sweep, sweep_pairs
 
 from pl_grouprl.cli import find_config, last_checkpoint, main
 
@@ -198,7 +200,7 @@ def damaged(run, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "parity"])
+@pytest.mark.parametrize("command", sweep(["fit", "validate", "test", "parity"], quick=["fit", "parity"]))
 def test_a_damaged_checkpoint_is_refused_by_every_command(damaged, small, command):
     text = rf"checkpoint {re.escape(str(damaged))} is damaged: the contents of last\.ckpt are not what was saved"
     with pytest.raises(ValueError, match=text):
@@ -236,7 +238,9 @@ def test_a_config_that_the_run_has_not_saved_is_untouched(small, tmp_path):
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])
+@pytest.mark.parametrize(
+    ("command", "prefix"), sweep_pairs([("validate", "val"), ("test", "test")], quick=[("test", "test")])
+)
 def test_evaluation_reports_every_metric_and_completion(run, small, command, prefix, capsys):
     main([command, *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")])
     shown = capsys.readouterr().out
@@ -283,8 +287,16 @@ def test_saved_config_is_a_config(run, capsys):
     assert config == yaml.safe_load((run / "config.yaml").read_text())
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
-@pytest.mark.parametrize("fragment", [None, "strategy/ddp"])
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    sweep_pairs(
+        itertools.product(CONFIGS, [None, "strategy/ddp"]),
+        quick=[*((name, None) for name in CONFIGS), ("group_ppo", "strategy/ddp")],
+    ),
+)
 def test_every_config_parses_without_network(name, fragment, capsys):
     fragments = [] if fragment is None else ["--config", fragment]
     config = yaml.safe_load(printed(capsys, "fit", "--config", name, *fragments, "--print_config"))

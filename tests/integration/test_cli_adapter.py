@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 import yaml
+from helpers.sweeps import sweep, sweep_pairs
 
 from pl_grouprl.cli import main
 
@@ -71,22 +72,27 @@ def test_what_a_run_leaves(config):
     assert written["critic"]["init_args"]["target_modules"] == ["q_proj", "up_proj"]
 
 
-@pytest.mark.parametrize("command", ["validate", "parity", "fit"])
+@pytest.mark.parametrize("command", sweep(["validate", "parity", "fit"], quick=["parity", "fit"]))
 def test_its_checkpoint_is_used(config, command):
     """`parity` exits where a report fails, and the others where the checkpoint does not fit."""
     more = ["--trainer.max_steps", "3"] if command == "fit" else []
     main([command, "--config", str(config), "--ckpt_path", "last", *more])
 
 
+OTHERS = [
+    ("policy.init_args.adapter.alpha=64", r"policy .*: default.alpha is 64 \(was 8\)"),
+    ("critic.init_args.alpha=64", r"critic .*: critic.alpha is 64 \(was 32\)"),
+    ("policy.init_args.steps=3", "is a different model"),
+]
+
+
 @pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        ("policy.init_args.adapter.alpha=64", r"policy .*: default.alpha is 64 \(was 8\)"),
-        ("critic.init_args.alpha=64", r"critic .*: critic.alpha is 64 \(was 32\)"),
-        ("policy.init_args.steps=3", "is a different model"),
-    ],
+    ("command", "other", "difference"),
+    sweep_pairs(
+        [(command, *other) for command in ("parity", "validate") for other in OTHERS],
+        quick=[("parity", *OTHERS[0]), ("validate", *OTHERS[1]), ("parity", *OTHERS[2])],
+    ),
 )
-@pytest.mark.parametrize("command", ["parity", "validate"])
 def test_a_checkpoint_of_another_base_or_adapter_is_refused(config, tmp_path, command, other, difference):
     options = [f"--model.init_args.{other}", "--model.init_args.policy.init_args.cache_dir", str(tmp_path)]
     with pytest.raises(ValueError, match=difference):

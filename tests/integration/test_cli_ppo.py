@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.sweeps import sweep, sweep_pairs
 
 from pl_grouprl import PPO, GroupPPO
 from pl_grouprl.cli import main
@@ -111,7 +112,7 @@ def printed(capsys, *args):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
+@pytest.mark.parametrize("name", sweep(["PPO", "GroupPPO"], quick=["GroupPPO"]))
 def test_the_printed_config_has_what_was_set_and_is_a_config(configurations, name, capsys, tmp_path):
     first = printed(capsys, "fit", *configurations[name], "--print_config")
     (tmp_path / "whole.yaml").write_text(first)
@@ -211,7 +212,7 @@ def test_the_saved_config_is_a_config(runs, capsys):
     )
 
 
-@pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
+@pytest.mark.parametrize("name", sweep(["PPO", "GroupPPO"], quick=["GroupPPO"]))
 def test_resume_goes_on(runs, configurations, name):
     checkpoint = runs[name] / "checkpoints" / "last.ckpt"
     main(["fit", *configurations[name], "--ckpt_path", str(checkpoint), "--trainer.max_steps", "3"])
@@ -219,14 +220,16 @@ def test_resume_goes_on(runs, configurations, name):
     assert json.loads((newest / "summary.json").read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
+@pytest.mark.parametrize("name", sweep(["PPO", "GroupPPO"], quick=["PPO"]))
 def test_fast_dev_run(configurations, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["fit", *configurations[name], "--trainer.fast_dev_run", "1"])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("command", "prefix"), [("validate", "val"), ("test", "test")])
+@pytest.mark.parametrize(
+    ("command", "prefix"), sweep_pairs([("validate", "val"), ("test", "test")], quick=[("validate", "val")])
+)
 def test_evaluation(runs, configurations, command, prefix, capsys):
     checkpoint = runs["GroupPPO"] / "checkpoints" / "last.ckpt"
     main([command, *configurations["GroupPPO"], "--ckpt_path", str(checkpoint)])
@@ -277,7 +280,7 @@ def test_metrics_of_the_page_are_logged(runs):
     assert len(documented) > 15
     elsewhere = {"policy/router_aux_loss", "time/exchange", "rollout/policy_lag"}  # experts, ranks, sampling ahead
     elsewhere |= {"time/weight_sync", *(f"sync/{name}" for name in ("count", "seconds", "bytes", "restarts"))}  # vLLM
-    others = ("tools/", "episode/", "distillation/")  # runs with tools, or with a teacher
+    others = ("tools/", "episode/", "distillation/", "branching/")  # runs with tools, a teacher, or branches
     documented -= {name for name in documented if name.startswith(others)}
     assert documented - elsewhere <= logged
     prefixes = ("value/", "token_group/", "dynamic_sampling/", "grad_norm/", "time/values")

@@ -1,12 +1,13 @@
 """What the command line says to a misspelt name or a wrong value in a configuration."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from helpers.scripts import run_script
 
 from pl_grouprl.cli import main
 
+ROOT = Path(__file__).resolve().parents[2]
 PRETRAINED = "class_path: pl_grouprl.models.PretrainedPolicy"
 NUMERIC = "class_path: pl_grouprl.rewards.NumericAnswer"
 RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
@@ -143,10 +144,7 @@ def test_functions_are_imported_from_the_working_directory(tmp_path):
     (tmp_path / "own_rewards_26.py").write_text("def correct(completions, **columns):\n    return [0.0]\n")
     rewards = "model: {init_args: {rewards: [{function: own_rewards_26.correct}]}}"
     arguments = ["fit", "--config", "base/grpo.yaml", "--config", rewards, "--print_config"]
-    script = "import sys; sys.path.remove(''); from pl_grouprl.cli import main; main()"  # as a script elsewhere
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    done = run_script(ROOT / "cli.py", *arguments, cwd=tmp_path)
     assert "own_rewards_26.correct" in done.stdout, done.stderr
 
 

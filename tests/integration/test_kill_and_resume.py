@@ -35,6 +35,7 @@ def test_killed_runs_end_as_the_undisturbed_one(strategy, algorithm, runs, flags
     record_property("figure", f"{' '.join([strategy, *flags])}, {algorithm}: {killed}; {equal}")
 
 
+@pytest.mark.slow
 def test_runs_killed_within_an_episode_end_as_the_undisturbed_one():
     killed, _ = run("single", "grpo", 2, "--tools", "--epochs", 1, "--seed", 10)
     assert killed == "killed: 1 by tool, 1 by turn"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.sweeps import sweep
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy
 
@@ -39,7 +40,7 @@ def test_there_is_a_fragment_for_each_strategy():
     assert FRAGMENTS == ["ddp", "deepspeed_z2", "deepspeed_z3", "deepspeed_z3_offload", "fsdp", "fsdp2"]
 
 
-@pytest.mark.parametrize("name", FRAGMENTS)
+@pytest.mark.parametrize("name", sweep(FRAGMENTS, quick=["fsdp2", "deepspeed_z3_offload"]))
 def test_a_fragment_adds_itself_to_a_run_and_the_printed_config_is_one(name, capsys, tmp_path):
     printed = printed_config(capsys, "--config", "grpo_pg.yaml", "--config", f"strategy/{name}.yaml")
     trainer, fragment = yaml.safe_load(printed)["trainer"], trainer_options(name)
@@ -91,7 +92,7 @@ def test_deepspeed_has_the_stage_of_its_name(name, stage, offloads):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("name", sweep(ON_GPU, quick=["fsdp", "deepspeed_z3"]))
 def test_without_a_gpu_the_error_says_what_runs_here(name):
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from helpers.sweeps import sweep, sweep_pairs
 from helpers.tiny_models import gradients, random_groups, tiny_model, worst_gradient_error
 from helpers.variants import VARIANTS, variant
 from torch import Tensor
@@ -19,6 +21,8 @@ from pl_grouprl.models.prefix_pass import Leaf, PrefixPass
 from pl_grouprl.packing import pack
 from pl_grouprl.packing.slices import pack_slice
 from pl_grouprl.types import Rollout, RolloutGroup
+
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
 
 LENGTHS = [7, 0, 1, 12, 3, 0, 9]
 SLICES = {
@@ -96,15 +100,20 @@ def test_slices_have_the_gradients_of_the_whole_group(family):
 
 
 @pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_next"])
+@pytest.mark.parametrize("family", sweep(["qwen3", "mistral", "qwen3_next"], quick=["mistral", "qwen3_next"]))
 def test_any_slices(family, slices):
     model = model_of(family)
     with shared_prefix(model):
         assert_same(model, slices)
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 8, 9])
-@pytest.mark.parametrize("family", ["llama", "mistral", "llama4", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(
+    ("family", "prompt"),
+    sweep_pairs(
+        itertools.product(["llama", "mistral", "llama4", "qwen3_next", "lfm2"], [1, 2, 8, 9]),
+        quick=[("llama", 1), ("mistral", 8), ("mistral", 9), ("llama4", 9), ("qwen3_next", 2), ("lfm2", 1)],
+    ),
+)
 def test_prompts_as_long_as_windows_and_chunks_and_shorter(family, prompt):
     model = model_of(family)
     with shared_prefix(model):

@@ -13,6 +13,8 @@ from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 SHAPES = [(9, [4, 0, 7]), (3, [1]), (12, [5, 5])]
 
 

@@ -10,6 +10,8 @@ from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 
 @pytest.fixture(scope="module")
 def model():

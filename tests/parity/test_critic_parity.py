@@ -12,6 +12,8 @@ from pl_grouprl.models.critic_sources import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
 from pl_grouprl.packing import pack, shorten
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 SHAPES = {
     "groups": [(20, [7, 1, 12, 3]), (5, [9, 2])],
     "group of one": [(11, [5])],

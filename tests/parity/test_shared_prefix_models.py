@@ -5,12 +5,15 @@ import random
 import pytest
 import torch
 from helpers.forests import random_forest, sequences
+from helpers.sweeps import sweep
 from helpers.tiny_models import FAMILIES, VOCAB, gradients, random_groups, tiny_model, worst_gradient_error
 from helpers.variants import VARIANTS, variant
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.packing import SharedPrefixLayout
+
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
 
 SHAPES = {
     "uneven": [(20, [7, 1, 12, 3]), (5, [9, 2])],
@@ -102,7 +105,7 @@ def assert_forest_parity(model, forest, backend="auto", logprob=1e-5, gradient=1
     assert worst_gradient_error(shared_gradients, repeated_gradients) < gradient
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", sweep([1, 2, 3, 4], quick=[1, 4]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forests(family, depth):
     assert_forest_parity(tiny_model(family), random_forest(depth, depth))
@@ -178,7 +181,7 @@ def test_autocast(backend):
 # Families whose attention is more than plain causal softmax ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("shapes", ["uneven", "empty and single"])
+@pytest.mark.parametrize("shapes", sweep(["uneven", "empty and single"], quick=["uneven"]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_in_groups(name, shapes):
     assert_parity(variant(name), random_groups(0, SHAPES[shapes]))
@@ -189,7 +192,7 @@ def test_variants_in_longer_groups(name):
     assert_parity(variant(name), random_groups(1, [(70, [9, 40]), (33, [17, 16])]), gradient=3e-4)
 
 
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", sweep([2, 3], quick=[3]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_in_forests(name, depth):
     """Deep enough that windows and chunks begin in parents, grandparents and the segment itself."""
@@ -199,7 +202,7 @@ def test_variants_in_forests(name, depth):
     assert_forest_parity(variant(name), forest, logprob=3e-5 if name == "qwen3_5" else 1e-5)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", sweep([True, False], quick=[False]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_with_activation_checkpointing(name, use_reentrant):
     model = variant(name).train()
@@ -213,7 +216,7 @@ def test_variants_with_activation_checkpointing(name, use_reentrant):
     assert worst_gradient_error(found, expected[1]) < 1e-4
 
 
-@pytest.mark.parametrize("wrapped", ["eager", "sdpa"])
+@pytest.mark.parametrize("wrapped", sweep(["eager", "sdpa"], quick=["eager"]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_over_each_implementation(name, wrapped):
     family, *_ = VARIANTS[name]
@@ -263,7 +266,7 @@ def compiled(model, part):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("part", ["layers", pytest.param("decoder", marks=pytest.mark.slow), "model"])
+@pytest.mark.parametrize("part", sweep(["layers", "decoder", "model"], quick=["layers"]))
 def test_compiled(part):
     model = tiny_model("qwen3").train()
     groups = random_groups(8, SHAPES["uneven"])
@@ -291,7 +294,7 @@ def test_a_full_graph_of_the_model_is_refused_with_the_reason():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma2, windows", "gpt_oss, sinks"])
+@pytest.mark.parametrize("name", sweep(["mistral", "gemma2, windows", "gpt_oss, sinks"], quick=["gpt_oss, sinks"]))
 def test_layers_compile_into_full_graphs(name):
     """Windows, soft caps and sinks too; a second forest needs no other graph than the first."""
     model, forests = variant(name).train(), [random_forest(seed, depth) for seed, depth in ((0, 2), (3, 3))]
@@ -316,7 +319,7 @@ def test_layers_compile_into_full_graphs(name):
             assert worst_gradient_error(gradients(model), found) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("family", sweep(["llama", "qwen3", "gpt2", "qwen3_moe"], quick=["qwen3", "gpt2"]))
 def test_training_trajectory(family):
     """Twenty-five optimizer steps with sharing on and off stay within 1e-4 in loss."""
     shapes, losses = [(16, [5, 3, 6, 0]), (9, [4, 4])], {}

@@ -6,6 +6,7 @@ import json
 import peft
 import pytest
 import torch
+from helpers.sweeps import sweep
 from helpers.tiny_models import FAMILIES, tiny_model
 from helpers.tiny_vision import FAMILIES as VISION_FAMILIES
 from helpers.tiny_vision import tiny_vision_model
@@ -17,7 +18,7 @@ from pl_grouprl.models.adapter_layers import base_of, merged_copy
 from pl_grouprl.strategies.support import StrategySupport
 from pl_grouprl.sync.stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", sweep([torch.float32, torch.bfloat16], quick=[torch.bfloat16]), ids=str)
 
 
 def build(family, **options):

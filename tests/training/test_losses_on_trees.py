@@ -19,6 +19,8 @@ from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
 from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 CPU = torch.device("cpu")
 CASES = [(name, mode) for mode in LOSS_AGG_MODES for name in POLICY_LOSSES]
 

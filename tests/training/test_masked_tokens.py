@@ -61,7 +61,7 @@ def loss_of(buffer, **options):
 @pytest.mark.parametrize(("mode", "kind"), itertools.product(LOSS_AGG_MODES, IMPORTANCE_KINDS))
 @pytest.mark.parametrize("in_gaps", [0.0, -80.0])
 def test_the_loss(mode, kind, in_gaps):
-    importance = {"kind": kind, "low": None if kind == "none" else 0.5, "high": 1.5}
+    importance = {"kind": kind} | ({"low": None, "high": 3.0} if kind == "none" else {"low": 0.5, "high": 1.5})
     options = {"loss_agg_mode": mode, "importance_sampling": importance}
     with_gaps, without = fill(make_buffer(with_gaps=True), in_gaps), fill(make_buffer(with_gaps=False), in_gaps)
     (actual, gradient_N), (expected, expected_gradient_N) = (loss_of(own, **options) for own in (with_gaps, without))

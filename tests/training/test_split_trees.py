@@ -14,6 +14,8 @@ from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batc
 from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 
+pytestmark = pytest.mark.usefixtures("layers_checked_once")
+
 CPU = torch.device("cpu")
 QWEN3_NEXT = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 4},

@@ -1,9 +1,10 @@
-"""Shared-prefix attention from two primitives and a merge; reads each prefix's keys and values once, copies none.
+"""Shared-prefix attention from two primitives and a merge; reads each long prefix's keys and values once, copies none.
 
 Each segment of the row (or piece of one, see `cascade_plan`) attends to itself; all its descendants attend to all of it
-as one long run of queries; partial outputs are merged by their log-sum-exp. In the backward pass each partial call gets
-the final output and log-sum-exp, so the partial gradients add up. Splitting attention over keys and merging by
-log-sum-exp comes from FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
+as one long run of queries; partial outputs are merged by their log-sum-exp. Short segments in the middle of a deep tree
+are copied into the calls of their descendants instead, which takes less time than merging. In the backward pass each
+partial call gets the final output and log-sum-exp, so the partial gradients add up. Splitting attention over keys and
+merging by log-sum-exp comes from FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
 
 Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
 """
