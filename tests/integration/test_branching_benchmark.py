@@ -8,24 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.process_state import left_changed
+from helpers.small_lookup import SMALL_LOOKUP
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = """
-model:
-  init_args:
-    policy:
-      init_args:
-        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, max_position_embeddings: 256}}
-        steps: 60
-        batch_size: 8
-        learning_rate: 1.0e-2
-        cache_dir: {folder}/cache
-        progress_bar: false
-    val_num_generations: 1
-data:
-  init_args: {{batch_size: 2, val_batch_size: 8, val: {{init_args: {{val_size: 8}}}}}}
-"""
 
 
 @pytest.fixture
@@ -57,7 +42,7 @@ def test_a_curve_s_mean_over_tokens(branching):
 
 @pytest.mark.slow
 def test_the_command_in_the_small(branching, tmp_path):
-    (tmp_path / "small.yaml").write_text(SMALL.format(folder=tmp_path))
+    (tmp_path / "small.yaml").write_text(SMALL_LOOKUP.format(folder=tmp_path))
     told = ["--seeds", "0", "--steps", "2", "--every", "1", "--gradients", "3", "--output", str(tmp_path / "out")]
     told += ["--config", str(tmp_path / "small.yaml")]
     content = branching.main(told)

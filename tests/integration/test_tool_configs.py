@@ -8,6 +8,7 @@ import pytest
 import yaml
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.scripted_engine import ScriptedEngine
+from helpers.small_lookup import SMALL_LOOKUP
 
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.cli import main
@@ -15,24 +16,6 @@ from pl_grouprl.demo.warm_start import build_model
 from pl_grouprl.rollout import HFRolloutEngine
 
 LOGGER = "[{{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {folder}, name: run}}}}]"
-SMALL_LOOKUP = """
-model:
-  init_args:
-    policy:
-      init_args:
-        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, max_position_embeddings: 256}}
-        steps: 60
-        batch_size: 8
-        learning_rate: 1.0e-2
-        cache_dir: {folder}/cache
-        progress_bar: false
-    num_generations: 4
-    val_num_generations: 1
-data:
-  init_args: {{batch_size: 4, val_batch_size: 8, val: {{init_args: {{val_size: 8}}}}}}
-trainer: {{max_steps: 3, val_check_interval: 3, enable_progress_bar: false}}
-"""
 SMALL_QWEN = """
 model:
   init_args:
