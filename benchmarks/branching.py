@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -189,14 +190,15 @@ def gradient_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def training_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Validation before and after training, of each seed, and the mean over all validations."""
+    """Validation before and after training, and its mean over as many sampled tokens as all runs have."""
+    limit = min((run["curve"][-1]["tokens"] for run in runs), default=0)
     return [
         {
             "part": "training",
             "arm": arm,
             "first": statistics.fmean(run["curve"][0]["reward"] for run in own),
             "last": [run["curve"][-1]["reward"] for run in own],
-            "mean": [area(run["curve"]) for run in own],
+            f"mean over {limit} tokens": [area(run["curve"], limit) for run in own],
             "tokens": [run["curve"][-1]["tokens"] for run in own],
             "seconds": statistics.median(run["seconds"] for run in own),
         }
@@ -208,11 +210,12 @@ TABLES = {"gradients": gradient_rows, "training": training_rows}
 """Rows that sum up the runs of each part."""
 
 
-def area(curve: Sequence[dict[str, float]]) -> float:
-    """Mean of a curve over its sampled tokens, by trapezoids."""
-    pairs = list(itertools.pairwise(curve))
-    total = sum((b["tokens"] - a["tokens"]) * (a["reward"] + b["reward"]) / 2 for a, b in pairs)
-    return total / (curve[-1]["tokens"] - curve[0]["tokens"])
+def area(curve: Sequence[dict[str, float]], limit: float) -> float:
+    """Mean of a curve over its first `limit` sampled tokens, with straight lines between validations."""
+    places = [at["tokens"] for at in curve]
+    grid = [*(place for place in places if place < limit), limit]
+    rewards = torch.from_numpy(np.interp(grid, places, [at["reward"] for at in curve]))
+    return float(torch.trapezoid(rewards, torch.tensor(grid))) / limit
 
 
 def by_arm(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

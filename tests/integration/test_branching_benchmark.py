@@ -37,7 +37,8 @@ def test_noise_of_many_draws_and_its_error(branching):
 
 def test_a_curve_s_mean_over_tokens(branching):
     curve = [{"tokens": 0, "reward": 0.0}, {"tokens": 10, "reward": 1.0}, {"tokens": 40, "reward": 1.0}]
-    assert branching.area(curve) == pytest.approx((5 + 30) / 40)
+    assert branching.area(curve, 40) == pytest.approx((5 + 30) / 40)
+    assert branching.area(curve, 20) == pytest.approx((5 + 10) / 20)
 
 
 @pytest.mark.slow
