@@ -1,9 +1,9 @@
 """Bias and variance of policy gradients from branched rollouts, on a policy that is a table of logits.
 
-The policy has one row of logits for each beginning of a sequence, so its gradient is known exactly. Each row of the
-output samples many groups of one kind, estimates the gradient from each group with one estimator, and prints how far
-their mean is from the exact gradient, and their variance (summed over all logits) times the number of sampled tokens:
-the variance of an average over groups at equal sampled tokens. docs/tree_credit.md shows the table.
+The policy has one row of logits for each beginning of a sequence, so its gradient is known exactly. For each row of the
+output, the benchmark samples many groups of one kind and estimates the gradient from each with one estimator. It prints
+how far the mean estimate is from the exact gradient, and the variance (summed over all logits) times the number of
+sampled tokens, which compares estimators at equal cost of sampling. docs/tree_credit.md shows the table.
 """
 
 from __future__ import annotations

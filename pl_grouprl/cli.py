@@ -93,10 +93,10 @@ class RLParser(LightningArgumentParser):
         super().error(message if explained is None else explained, ex)
 
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the objects; what one of this package's constructors refuses is a usage error.
+        """Create the objects; a value that a constructor of this package refuses is a usage error.
 
         Raises:
-            Exception: Any other error of a constructor, without the parser's report of all its arguments.
+            Exception: Any other error of a constructor, as raised there, without the parser's list of arguments.
         """
         try:
             return super().instantiate_classes(*args, **kwargs)

@@ -29,7 +29,6 @@ MODULES = {
         f"training/{name}.py"
         for name in ("loss_sums", "micro_batch", "objective", "rollout_buffer", "run", "run_state")
     ),
-    "pl_grouprl.types": ("types.py",),
 }
 
 _REFERENCE = """# Reference

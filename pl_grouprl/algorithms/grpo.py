@@ -61,7 +61,7 @@ class GRPO(RLModule):
         advantage_estimator: A name in `pl_grouprl.functional.advantages`. The baseline is the group's mean for
             `grpo`, the mean of the other rollouts for `rloo`, a length-weighted mean for `opo` and a greedy rollout for
             `remax`. `grpo_passk` credits only the group's best rollout. `reinforce_plus_plus` whitens over the batch;
-            `reinforce_plus_plus_baseline` does so after subtracting the group's mean. `gpg` rescales by the share of
+            `reinforce_plus_plus_baseline` does so after subtracting the group's mean. `gpg` divides by the share of
             nonzero rewards. `optimal_token_baseline` and `tir_optimal_token_baseline` weight the group's mean by score
             norms, for each position. `tree` and `vine` credit the segments of branched rollouts.
         advantage_options: Further options of the estimator, by the names of its arguments, such as `gamma`.
@@ -142,7 +142,7 @@ class GRPO(RLModule):
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:
         """Compute the advantages of this rank's rollouts, with statistics over all ranks.
 
-        The rows of an episode (`RolloutGroup.episodes`) are one observation, whose advantage all of them have.
+        The rows of an episode (`RolloutGroup.episodes`) count as one rollout and get the same advantage.
         Rewards of whole rollouts are compared within the group. If there are rewards per token (process supervision),
         the rewards of all steps of the group are normalized, and each token gets the sum over steps that end at or
         after it.

@@ -1,7 +1,7 @@
 """A run from top to bottom: the hooks of Lightning in the order in which they run, each a few lines that call a part.
 
-`RLModule` begins with its options, the parts that they make, and what an algorithm fills in; the hooks follow from `setup`
-on.
+`RLModule` begins with its options, the parts made from them, and what an algorithm fills in; the hooks follow, `setup`
+first.
 
 A training batch:
 
@@ -149,9 +149,9 @@ class RLModule(pl.LightningModule, ABC):
         tool_workers: Processes per rank that run tools and environments, killed where a call takes too long; 0 runs
             them in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
-        rewritten_history: What to do with a chat template that renders earlier turns differently once a result follows,
-            such as without their thinking: `refuse` it, or render the conversation anew before each turn, and begin a
-            `new_row` of the episode where the history has changed (`Rollout.episode`).
+        rewritten_history: What to do with a chat template that changes earlier turns once others follow, such as by
+            dropping their thinking: `refuse` it, or re-render the conversation before each turn and begin a `new_row`
+            of the episode where the history has changed (`Rollout.episode`).
         val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
             pass@k.
         val_sampling: How those are sampled; None is `sampling`.
@@ -917,6 +917,6 @@ class RLModule(pl.LightningModule, ABC):
 
 
 def _needs_whole_episodes(module: RLModule) -> bool:
-    """Whether a loss may compare the tokens of a rollout, such as one of a subclass."""
-    is_own = not module.compute_loss.__module__.startswith("pl_grouprl.")
-    return is_own or module.objective.compares_tokens_of_rollouts
+    """Whether the loss may depend on whole rollouts; assumed of losses that are not ours."""
+    is_custom = not module.compute_loss.__module__.startswith("pl_grouprl.")
+    return is_custom or module.objective.compares_tokens_of_rollouts

@@ -28,7 +28,7 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, shorten
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.training.group_rewards import weights_of_leaves
+from pl_grouprl.training.group_rewards import episode_leaf_weights
 from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import OptimizerConfig
@@ -269,7 +269,7 @@ class PPO(RLModule):
         if self.whiten_advantages:
             whitened_BT = mask_BT if estimate.advantage_mask is None else estimate.advantage_mask
             advantages_BT = masked_whiten(advantages_BT, whitened_BT, reduce=reduce)
-        weights_B = weights_of_leaves(buffer.groups, mask_BT, reduce)
+        weights_B = episode_leaf_weights(buffer.groups, mask_BT, reduce)
         buffer.put("advantages", from_rows(advantages_BT * weights_B[:, None], lengths_B))
         explained = explained_variance(
             values_N,

@@ -1,10 +1,10 @@
 """Packed rows for layers that compute with the attention mask themselves, such as those that select tokens by score.
 
-Such a layer gets the forest as a dense mask [1, 1, T, T], scores the tokens that a query sees there, and selects among
-those. The wrapped attention implementation then runs it, as it runs an ordinary row.
+Such a layer gets the forest as a dense mask [1, 1, T, T], so it scores and selects only tokens of the query's own
+sequence. The wrapped attention implementation then runs the layer, as it runs an ordinary row.
 
-Legend: B rows, T tokens (of a packed row where there is one), S of them that query, H query heads, K key/value heads, D
-head size, N selected tokens.
+Legend: B rows, T tokens (of the packed row, if there is one), S query tokens, H query heads, K key/value heads, D head
+size, N selected tokens.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ DENSE = "dense mask"
 def forest_mask(
     rule: AttentionRule, call: LayoutCall, make_mask: Callable[..., Any] | None, kwargs: dict[str, Any]
 ) -> Any:
-    """The mask of a forest in the form of the wrapped implementation: bool, or added to the scores.
+    """Make the dense mask of a forest in the form of the wrapped implementation: bool, or added to the scores.
 
     Args:
-        rule: What the mask shows besides the forest; its other options have no effect.
+        rule: Windows, chunks and blocks of the mask; its other options have no effect.
         call: The call on the packed row.
         make_mask: The wrapped implementation's mask function.
         kwargs: Arguments with which the model calls it.
 
     Raises:
-        NotImplementedError: If the implementation makes no masks, or the row does not run on one rank and in one call.
+        NotImplementedError: If the implementation makes no masks, or the row is split over ranks or calls.
     """
     if make_mask is None or call.shards is not None or call.states is not None:
         raise NotImplementedError(
-            "layers that compute with the attention mask themselves need all of a row, in a dense mask; use "
+            "layers that compute with the attention mask themselves need a dense mask of the whole row; use "
             "attn_implementation='sdpa' or 'eager', sequence_parallel_size=1 and a larger token budget."
         )
     visible = visibility_function(call.layout, rule, torch.device(kwargs["device"]))
@@ -54,7 +54,7 @@ def forest_mask(
 def check_dense(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, call: LayoutCall, kwargs: dict[str, Any]
 ) -> None:
-    """Refuse a layer that does not attend to the tokens of the row by a mask made from ours.
+    """Refuse a layer whose keys or mask are not those of the row, or that passes unknown keywords.
 
     Args:
         module: The attention layer.
@@ -74,7 +74,7 @@ def check_dense(
 
 
 def only_selected(indices: Tensor, mask: Tensor) -> Tensor:
-    """Hide the tokens that a query did not select.
+    """Hide from each query the tokens that it did not select.
 
     Args:
         indices: Tokens that each query selected, shape [B, S, N].

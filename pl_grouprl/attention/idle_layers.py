@@ -1,6 +1,6 @@
-"""Layers of a decoder that did not run in the check on entry, as text alone does not run cross-attention to images.
+"""Layers that do not run in the check on entry, such as cross-attention to images, which text alone does not reach.
 
-Nothing is known of them, so they are refused when they run on a packed row after all.
+The check says nothing about them, so they refuse packed rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def layers_of(decoder: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def noting_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yields a list of the layers that have not run yet."""
+def tracking_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yields the decoder's layers; a layer leaves the list when it runs."""
     idle = layers_of(decoder)
 
     def note(layer: nn.Module, args: Any) -> None:

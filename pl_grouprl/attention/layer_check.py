@@ -33,7 +33,7 @@ _FORESTS = {
 """The forests to try, by a backend's maximum depth."""
 
 _NUM_REPEATED = 5
-"""Different tokens in the check of a model whose layers select."""
+"""Number of different tokens in the check of a model whose layers select tokens."""
 
 
 def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool = False) -> bool:
@@ -42,15 +42,16 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
     Args:
         model: A model in a `shared_prefix` context that lets ordinary calls through.
         max_depth: Deepest forest that the context's backend can run.
-        selects: Whether its layers may select tokens by the attention mask. They then select few, of tokens that
-            repeat: those with equal scores are selected by their place in the row, which differs.
+        selects: Whether its layers may select tokens by the attention mask. The check then limits selections to a few
+            tokens, and repeats tokens, so that a model that gives equal tokens equal scores fails: it breaks ties by
+            the place in the row, which differs.
 
     Returns:
         Whether shifting all positions by a constant leaves the results unchanged.
 
     Raises:
-        UnsupportedModelError: If the results differ, or the model cannot run a packed row; a `LayersFailedError` if an
-            error of its own says so.
+        UnsupportedModelError: If the results differ, or the model cannot run a packed row; a `LayersFailedError` if it
+            raised an error of its own.
     """
     decoder = find_decoder(model)
     layout = _FORESTS[max_depth]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.mask_rule import MaskRule
 from pl_grouprl.packing import SharedPrefixLayout
-
-if TYPE_CHECKING:
-    from pl_grouprl.attention.mask import MaskRule
 
 OWN_MASK = (
     "has its own mask or bias, which shared-prefix attention does not support; train this model with "

@@ -24,7 +24,7 @@ class LayoutCall:
         shards: How the row is split over ranks; None if this rank has all of it.
         states: States of the given tokens; if no tokens are given, records those of the row's tokens.
         columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
-        dense: Whether layers are given a dense mask, with which they compute themselves, instead of a marker.
+        dense: Whether layers get a dense mask, because they compute with it, instead of a marker.
     """
 
     layout: SharedPrefixLayout

@@ -1,11 +1,8 @@
-"""Reads a layer's attention pattern from transformers' mask function, without a dense mask.
+"""Our mask function for transformers: in a packed row it returns a marker, or a dense mask, not an ordinary mask.
 
-transformers composes a mask from small functions (causal, window, chunk, blocks) and passes the composition to the mask
-function registered for the attention implementation. In a packed call, ours reads the composition and returns a
-*marker*: a small tensor that carries the pattern and the call's layout to the attention function, through any layer,
-whatever else the layer passes on. Activation checkpointing saves it with the layer's input, so a layer that runs again
-in the backward pass finds the call that it belongs to, whatever ran in between. Windows and chunks are thus read from
-the model itself, not from a list of models; compositions with unknown parts are refused.
+A *marker* is a small tensor that carries a layer's attention pattern (see `mask_rule`) and the call's layout to the
+attention function, through any layer, whatever else the layer passes on. Activation checkpointing saves it with the
+layer's input, so a layer that is recomputed in the backward pass finds the call that it belongs to.
 
 Layers that compute with the mask themselves (they score keys and keep the best, for example) cannot read a marker. They
 get the forest as a dense mask, in the form of the wrapped attention implementation, which then runs them.
@@ -25,9 +22,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.dense_masks import forest_mask
 from pl_grouprl.attention.layout_call import LayoutCall
+from pl_grouprl.attention.mask_rule import MaskRule, read_mask_function
 from pl_grouprl.packing import SharedPrefixLayout
 
 _MAGIC = 0x5E95
@@ -35,21 +32,6 @@ _MAGIC = 0x5E95
 
 _HEADER = 4
 """Rows of a marker before its segments."""
-
-
-@dataclass(frozen=True)
-class MaskRule:
-    """The pattern of a mask function; see `AttentionRule` for the attributes."""
-
-    window: int | None = None
-    chunk: int | None = None
-    blocks: tuple[int, ...] | None = None
-    window_bounds_blocks: bool = True
-
-    def without_options(self) -> AttentionRule:
-        """The pattern alone, without the options of a layer's attention."""
-        bounded = self.window_bounds_blocks
-        return AttentionRule(1.0, self.window, self.chunk, blocks=self.blocks, window_bounds_blocks=bounded)
 
 
 @dataclass(frozen=True)
@@ -83,7 +65,7 @@ def end_packed_masks() -> None:
 
 
 def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make our mask function, which falls back on that of the wrapped attention implementation, if any."""
+    """Make our mask function; outside packed rows it calls that of the wrapped implementation, if any."""
 
     @torch.compiler.disable(reason="reads the model's mask function in Python")
     def make_mask(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +113,7 @@ def to_marker(rule: MaskRule, layout: SharedPrefixLayout, number: int = 0) -> Te
 
 
 def has_shape_of_marker(mask: Any) -> bool:
-    """Whether a layer's mask may be a marker, by what is known inside a graph."""
+    """Whether a layer's mask may be a marker, judged by dtype and shape alone, as compiled graphs must."""
     return (
         isinstance(mask, Tensor)
         and mask.dtype == torch.int64
@@ -142,7 +124,7 @@ def has_shape_of_marker(mask: Any) -> bool:
 
 
 def is_marker(mask: Any) -> bool:
-    """Whether a layer's mask is a marker, of whatever call."""
+    """Whether a layer's mask is a marker, of any call."""
     return has_shape_of_marker(mask) and int(mask[0, 0, 0, 0]) == _MAGIC
 
 
@@ -161,77 +143,3 @@ def forest_of_marker(marker: Tensor) -> tuple[tuple[int, ...], tuple[int | None,
     segments = int(marker[0, 0, 2, 1])
     lengths, parents = marker[0, 0, _HEADER : _HEADER + segments].t().tolist()
     return tuple(lengths), tuple(None if parent < 0 else parent for parent in parents)
-
-
-def read_mask_function(function: Callable[..., Any]) -> MaskRule:
-    """Read a composition of transformers' mask functions.
-
-    Raises:
-        NotImplementedError: If a part is unknown, or no rule expresses the combination.
-    """
-    kind, parts = _parse(function)
-    if kind == "causal":
-        return MaskRule()
-    if kind == "and":
-        return _all_of(parts)
-    if kind == "or":
-        plain = [part for part in parts if _parse(part)[0] != "blocks"]
-        blocks = [_parse(part)[1] for part in parts if _parse(part)[0] == "blocks"]
-        if len(plain) == 1 and len(blocks) == 1:
-            rule = read_mask_function(plain[0])
-            if rule.blocks is None:
-                return MaskRule(rule.window, rule.chunk, blocks[0], window_bounds_blocks=False)
-    raise _unknown(function)
-
-
-def _all_of(parts: list[Callable[..., Any]]) -> MaskRule:
-    limits: dict[str, int] = {}
-    base: MaskRule | None = None
-    for part in parts:
-        kind, content = _parse(part)
-        if kind in ("window", "chunk") and kind not in limits:
-            limits[kind] = content
-        elif kind in ("causal", "or", "and") and base is None:
-            base = read_mask_function(part)
-        else:
-            raise _unknown(part)
-    if base is None or (base.blocks is not None and "chunk" in limits):
-        raise _unknown(parts[0])
-    window = min((w for w in (base.window, limits.get("window")) if w is not None), default=None)
-    if base.window is not None and base.blocks is not None and "window" in limits:
-        raise _unknown(parts[0])
-    return MaskRule(window, limits.get("chunk", base.chunk), base.blocks, window_bounds_blocks=True)
-
-
-def _parse(function: Callable[..., Any]) -> tuple[str, Any]:
-    """Which of transformers' mask functions this is, and its closure."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    closed = _closure(function)
-    if name == "causal_mask_function":
-        return "causal", None
-    if name == "and_masks.<locals>.and_mask":
-        return "and", list(closed["mask_functions"])
-    if name == "or_masks.<locals>.or_mask":
-        return "or", list(closed["mask_functions"])
-    if name == "sliding_window_overlay.<locals>.inner_mask":
-        return "window", int(closed["sliding_window"])
-    if name == "chunked_overlay.<locals>.inner_mask" and not bool(closed["left_padding"].any()):
-        return "chunk", int(closed["chunk_size"])
-    if name == "blockwise_overlay.<locals>.inner_mask" and len(closed["block_sequence_ids"]) == 1:
-        return "blocks", tuple(closed["block_sequence_ids"][0].tolist())
-    raise _unknown(function)
-
-
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None:
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-
-
-def _unknown(function: Callable[..., Any]) -> NotImplementedError:
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return NotImplementedError(
-        f"the model composes its attention mask with {name}, which shared-prefix attention does not support; train "
-        "this model with sharing='repeated'."
-    )

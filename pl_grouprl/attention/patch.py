@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import ORACLE, get_backend
-from pl_grouprl.attention.idle_layers import layers_of, noting_idle_layers, refuse_packed_rows
+from pl_grouprl.attention.idle_layers import layers_of, refuse_packed_rows, tracking_idle_layers
 from pl_grouprl.attention.layer_check import Padding, check_layers, differing_padding
 from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
@@ -86,7 +86,7 @@ class SharedPrefix:
         listeners: Called with the `CallReport` of each decoder call.
         paused: Set it to let every call through untouched.
         layers: By kind of layer, what runs it and the number of layers; empty before the first call that shares.
-        dense: Whether layers get a dense mask because they compute with it; the wrapped implementation then runs them.
+        dense: Whether layers get a dense mask, because they compute with it; the wrapped implementation runs them.
         only: Restricts `backend` to this kind of layer; attention layers of other kinds run the `reference`.
     """
 
@@ -318,8 +318,8 @@ class SharedPrefix:
             self._row_sharing.min_saved_tokens = min_saved_tokens
 
     def _compare_with_marker_or_dense_mask(self) -> bool:
-        """Whether positions are relative. Layers that cannot run with a marker are tried with a dense mask."""
-        with noting_idle_layers(self.decoder) as self._idle:
+        """Check the layers, with a dense mask if markers fail; return whether positions are relative."""
+        with tracking_idle_layers(self.decoder) as self._idle:
             try:
                 return check_layers(self.model, self._max_depth)
             except LayersFailedError:
@@ -402,7 +402,7 @@ _Kinds = dict[str, tuple[str, int]]
 
 
 class _LayerFindings(NamedTuple):
-    """What the check showed.
+    """Result of the check on entry.
 
     Attributes:
         layers: See `SharedPrefix`.

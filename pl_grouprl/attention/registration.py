@@ -104,8 +104,8 @@ def attend_by_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """Run a layer under the implementation that ours wraps.
 
-    Layers that select tokens put them into the mask for `eager` and `sdpa`, which they know by name. To others, such as
-    ours, they hand them as `indices`.
+    Layers that select tokens write the selection into the mask for `eager` and `sdpa`, which they know by name. Other
+    implementations, such as ours, get it as `indices`.
 
     Args:
         module: The attention layer.

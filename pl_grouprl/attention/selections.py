@@ -1,4 +1,4 @@
-"""Makes layers that select tokens by score, such as an indexer, do so within the few tokens of a check."""
+"""Lets a check on a few tokens exercise layers that select tokens by score, such as an indexer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 MAX_SELECTED = 3
-"""Tokens that a layer selects, fewer than a sequence of the check has."""
+"""Tokens that a layer selects in the check, fewer than any of its sequences has."""
 
 
 class SmallSelections(TorchFunctionMode):
-    """Limits how many tokens a function that takes the attention mask selects, so that few tokens show a difference."""
+    """Limits `topk` to `MAX_SELECTED` in functions that take the attention mask; few tokens would all be selected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class SmallSelections(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def untried(self, decoder: nn.Module) -> list[str]:
-        """Names of the methods of the decoder's modules that select tokens and have not done so."""
+        """Names of the decoder's methods that select tokens and have not run yet."""
         return sorted(name for code, name in _selecting_methods(decoder).items() if code not in self._tried)
 
 
 def selects_tokens(decoder: nn.Module) -> bool:
-    """Whether a module of the decoder selects tokens by a mask that it is given, as an indexer does."""
+    """Whether a module of the decoder selects tokens by the attention mask, as an indexer does."""
     return any(code.co_name == "forward" for code in _selecting_methods(decoder))
 
 
@@ -50,5 +50,5 @@ def _selecting_methods(decoder: nn.Module) -> dict[CodeType, str]:
 
 
 def _selects(code: CodeType) -> bool:
-    """Whether a function takes the attention mask and the highest scores."""
+    """Whether a function takes the attention mask and calls `topk`."""
     return "topk" in code.co_names and "attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -59,7 +59,7 @@ class ChatFormat:
         """Refuse a template that cannot render a conversation with tools, or is not prefix-preserving.
 
         Args:
-            may_rewrite: Accept one that renders earlier messages differently once others follow.
+            may_rewrite: Accept one that changes earlier messages once others follow.
 
         Raises:
             ValueError: If the template cannot be used, or no parser knows its calls; names the remedy.
@@ -116,8 +116,8 @@ class ChatFormat:
         """Tokens of a conversation as the template renders it now, up to where the model writes its next turn.
 
         Args:
-            history_ids: What the model has read and written so far. They are kept, and only the rest is encoded, unless
-                the template now renders another text.
+            history_ids: What the model has read and written so far. These tokens are kept and only new text is encoded,
+                unless the template has changed the text of the history.
             messages: The conversation, which has continued.
             tools: Schemas of the tools that the model may call.
 

@@ -14,8 +14,8 @@ from pl_grouprl.episodes.tools import ToolCall, ToolResult
 from pl_grouprl.types import FinishReason, LiveObject, Media, Messages, Rollout
 
 
-class EpisodeRow(NamedTuple):
-    """The tokens of one row; see the attributes of `Episode`."""
+class RowTokens(NamedTuple):
+    """The tokens and messages of one row; see the attributes of `Episode`."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -47,8 +47,8 @@ class Episode:
         seconds: Time spent in its tools.
         path: See `Rollout.branch_path`.
         points: See `Rollout.branch_points`.
-        earlier_rows: Rows that ended because the chat template rewrote the history; the fields above are those of the
-            current row, and `prompt_ids` is what it has in common with the prompt.
+        earlier_rows: Rows that ended because the chat template rewrote the history. The fields above are the current
+            row's, whose `prompt_ids` is the part of the prompt that the new history still begins with.
     """
 
     prompt_index: int
@@ -69,7 +69,7 @@ class Episode:
     seconds: float = 0.0
     path: tuple[int, ...] = ()
     points: tuple[int, ...] = ()
-    earlier_rows: list[EpisodeRow] = field(default_factory=list)
+    earlier_rows: list[RowTokens] = field(default_factory=list)
     _last_prompt: list[int] = field(default_factory=list)
 
     @property
@@ -107,7 +107,7 @@ class Episode:
         return room
 
     def fork(self, count: int, width: int) -> list[Episode]:
-        """Its continuations from here on, itself among them: `count` of them, of at most `width`."""
+        """Its `count` continuations from here on, itself the first; streams are numbered as if there were `width`."""
         path, points, stream = self.path, (*self.points, len(self.token_ids)), self.stream * width
         self.stream = stream
         if count == 1:
@@ -136,7 +136,7 @@ class Episode:
         self.iterations += 1
 
     def begin_row(self, results: Sequence[ToolResult], context_ids: Sequence[int]) -> None:
-        """Append results of tools to a history that the chat template has rewritten; the next turn begins a row.
+        """Append results of tools and begin a new row, because the chat template has rewritten the history.
 
         Args:
             results: The results.
@@ -152,9 +152,9 @@ class Episode:
         self.iterations += 1
 
     @property
-    def rows(self) -> list[EpisodeRow]:
+    def rows(self) -> list[RowTokens]:
         """All rows so far, the current one last."""
-        current = EpisodeRow(self.prompt_ids, self.token_ids, self.loss_mask, self.logprobs, self.messages)
+        current = RowTokens(self.prompt_ids, self.token_ids, self.loss_mask, self.logprobs, self.messages)
         return [*self.earlier_rows, current]
 
     def count(self, results: Sequence[ToolResult]) -> None:
@@ -185,8 +185,8 @@ class Episode:
         return [replace(row, prompt=self.prompt, episode=name if earlier else None) for row in (*earlier, finished)]
 
 
-def _rollout(row: EpisodeRow, shared_prompt: int, decode: Callable[[list[int]], str]) -> Rollout:
-    """A row that the model ended."""
+def _rollout(row: RowTokens, shared_prompt: int, decode: Callable[[list[int]], str]) -> Rollout:
+    """One row as a rollout, its `finish_reason` that of a row the model ended."""
     observation_ids = row.prompt_ids[shared_prompt:]
     num_observed = len(observation_ids)
     mask = [0] * num_observed + row.loss_mask

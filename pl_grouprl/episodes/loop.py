@@ -20,7 +20,7 @@ from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.observations import add_observation, row_of
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
-from pl_grouprl.rollout.branches import RoundSampler, own_start
+from pl_grouprl.rollout.branch_loop import RoundSampler, first_own_token
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.types import Messages, Prompt, Rollout
 
@@ -32,8 +32,8 @@ class EpisodeLoop:
         chat: Renders and parses the conversations.
         runner: Runs the tools and environments.
         limits: Limits on an episode's length.
-        may_rewrite: Render the conversation anew before each turn; where the chat template changes what the model has
-            read, begin a further row of the episode.
+        may_rewrite: Re-render the conversation before each turn, and begin a new row of the episode where the chat
+            template changes what the model has read.
 
     Attributes:
         runner: As passed.
@@ -61,10 +61,10 @@ class EpisodeLoop:
             prompt_indices: Index of each in the batch of all ranks.
             max_new_tokens: Most tokens that the model writes in an episode.
             num_generations: G.
-            branching: How episodes branch at turns, which takes tools without environments; None for not at all.
+            branching: How episodes branch between turns, which needs tools and no environments; None for not at all.
 
         Returns:
-            Each prompt, cut to the part that its rollouts share, and its rollouts, with the rows of each episode.
+            The prompts, each cut to what its rollouts share, and each prompt's rollouts, one per row of an episode.
         """
         episodes: list[Episode] = []
 
@@ -125,7 +125,7 @@ class EpisodeLoop:
             what = "has images or videos" if prompt.media else "ends in a message that the model continues"
             raise ValueError(
                 f"rewritten_history is 'new_row', but {prompt.where or 'a prompt'} {what}, so the conversation cannot "
-                "be rendered anew; use a chat template that does not rewrite the history, and 'refuse'."
+                "be re-rendered; use a chat template that does not rewrite the history, and 'refuse'."
             )
         return messages
 
@@ -163,7 +163,7 @@ class EpisodeLoop:
             episode.calls = [_read_call(call) for call in calls]
 
     def _read_turn(self, episode: Episode, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A turn as a message; without tools it is plain text, as in a run without environments."""
+        """Parse a turn into a message; without tools it is plain text."""
         if not self.runner.has_tools:
             return self._chat.plain_message(token_ids)
         return self._chat.parse(token_ids, episode.history, self.runner.schemas(episode.session.kind))
@@ -203,11 +203,11 @@ class EpisodeLoop:
 
 def fork_episodes(episodes: Sequence[Episode], branching: Branching, max_new_tokens: int) -> list[Episode]:
     """Continue each open episode `width` times, within the budget."""
-    open_ones, sampled = [episode for episode in episodes if episode.is_open], Counter[int]()
+    unfinished, sampled = [episode for episode in episodes if episode.is_open], Counter[int]()
     for episode in episodes:
-        sampled[episode.prompt_index] += sum(episode.loss_mask[own_start(episode.path, episode.points) :])
-    remaining = [max_new_tokens - sum(episode.loss_mask) for episode in open_ones]
-    counts = iter(branching.continuations([episode.prompt_index for episode in open_ones], remaining, sampled))
+        sampled[episode.prompt_index] += sum(episode.loss_mask[first_own_token(episode.path, episode.points) :])
+    remaining = [max_new_tokens - sum(episode.loss_mask) for episode in unfinished]
+    counts = iter(branching.continuations([episode.prompt_index for episode in unfinished], remaining, sampled))
     return [
         one
         for episode in episodes

@@ -123,7 +123,7 @@ def check_importance_options(kind: str, low: float | None, high: float | None, p
         prefix: Prefix of the caller's names of the bounds.
 
     Raises:
-        ValueError: If the kind is unknown, `none` has a lower bound or an upper one that is not the default, another
+        ValueError: If the kind is unknown, `none` has a lower bound or an upper bound other than the default, another
             kind has no bound at all, or the bounds are negative or in the wrong order.
     """
     if kind not in IMPORTANCE_KINDS:

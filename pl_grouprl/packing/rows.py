@@ -69,15 +69,15 @@ def plan_repeated_rows(
     Args:
         groups: Prompt length and rollout lengths of each group. Groups without rollouts are skipped.
         max_tokens: Maximum number of tokens per batch, including padding. None puts all rollouts into one batch.
-        episodes: For each group, the numbers of consecutive rollouts that stay in one batch; None separates all.
+        episodes: For each group, the sizes of runs of rollouts that must stay in one batch; None if none must.
 
     Returns:
         For each batch, its groups as (group, indices of its rollouts), ascending. Every rollout occurs exactly once;
         the batch with the longest sequence comes first.
 
     Raises:
-        ValueError: If a prompt with its rollout is longer than `max_tokens`, or rollouts that stay together are with
-            padding, or `max_tokens` is less than 1.
+        ValueError: If a prompt with its rollout, or rollouts that must stay together (padding included), are longer
+            than `max_tokens`, or `max_tokens` is less than 1.
     """
     lengths = {
         (group, rollout): prompt + length
@@ -90,7 +90,7 @@ def plan_repeated_rows(
         return (_by_group([rollout for unit in units for rollout in unit]),) if units else ()
     _check_budget(max_tokens)
     batches: list[list[tuple[int, int]]] = []
-    room = 0  # rollouts that still fit into the last batch, whose width is its first one's
+    room = 0  # rollouts that still fit into the last batch, which is as wide as its first rollout
     for unit in units:
         if len(unit) > room:
             longest = max(lengths[rollout] for rollout in unit)
@@ -106,7 +106,7 @@ def plan_repeated_rows(
 def _units(
     groups: Sequence[tuple[int, Sequence[int]]], episodes: Sequence[Sequence[int]] | None
 ) -> list[list[tuple[int, int]]]:
-    """The rollouts that stay together, each as (group, rollout)."""
+    """Runs of rollouts that must stay together, each rollout as (group, rollout)."""
     units = []
     for group, (_, rollouts) in enumerate(groups):
         ends = accumulate([1] * len(rollouts) if episodes is None else episodes[group], initial=0)

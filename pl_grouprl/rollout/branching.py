@@ -12,7 +12,7 @@ from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 MAX_ROLLOUTS = 2**16
-"""Most rollouts of a group: their numbers, together with the prompt's, identify 32-bit random streams."""
+"""Most rollouts per group; random streams are numbered over all prompts and rollouts, in 32 bits."""
 
 
 @checked_arguments
@@ -20,35 +20,35 @@ MAX_ROLLOUTS = 2**16
 class Branching:
     """How the rollouts of a prompt branch into a tree.
 
-    `num_generations` counts the roots, sampled from the prompt as without branching. At a branch point, a rollout
-    continues `width` times; what came before it is sampled once. The leaves of the tree are the group's rollouts. A
-    rollout that ends before a branch point does not branch, so groups differ in size.
+    `num_generations` counts the roots, which are sampled from the prompt as without branching. At a branch point, a
+    rollout continues `width` times; the tokens before it are sampled once. The leaves of the tree are the group's
+    rollouts. A rollout that ends before a branch point does not branch, so groups differ in size.
 
     - `every_n`: a rollout branches after every `every_n` tokens, `depth` times. A group has at most
       `num_generations * width**depth` rollouts.
-    - `turn`: it branches between turns, after its tools were called, the first `depth` times. As many rollouts.
-    - `entropy`: a root that has ended branches before its `depth` most uncertain tokens. At most
+    - `turn`: a rollout branches after the tool calls of each of its first `depth` turns. The limit is the same.
+    - `entropy`: once a root has ended, it branches before its `depth` most uncertain tokens. A group has at most
       `num_generations * (1 + depth * (width - 1))` rollouts.
 
     With `every_n` and `turn`, whether a rollout branches depends only on the tokens before the branch point: each leaf
-    is a sample from the policy, and the continuations of a branch point are independent. But leaves have tokens in
-    common, and a root that reaches more branch points has more leaves, so where the reward depends on the length, the
-    mean over leaves is not that over independent rollouts.
+    is a sample from the policy, and the continuations of a branch point are independent. But leaves share tokens, and a
+    root that reaches more branch points has more leaves. So if the reward depends on the length, the mean over leaves
+    is a biased estimate of the expected reward.
 
     `entropy` follows EPTree (TreeRL, arXiv:2506.11902): a token's uncertainty is -log p of the sampled token, as the
-    sampler reports it, and a branch continues from the tokens before it. EPTree's M trees and N tokens per tree are
-    `num_generations` and `depth`, in a single iteration; no tokens are excluded by their text. The choice is biased: it
-    looks at the root's own token, so at a branch point the root took an unlikely token while its siblings are fresh
-    samples, and prefixes before unlikely tokens count several times in the group.
+    sampler reports it, and a branch continues from the tokens before it. `num_generations` is EPTree's M (trees) and
+    `depth` its N (tokens per tree); there is one iteration, and no token is excluded because of its text. The choice is
+    biased: at a branch point the root took an unlikely token, while its siblings are fresh samples, and prefixes of
+    unlikely tokens count several times in the group.
 
     Attributes:
         points: Where rollouts branch.
         width: Continuations at each branch point.
         depth: Branch points along a rollout, at most.
         every_n: Tokens from one branch point to the next; only for `every_n`.
-        budget: Most tokens sampled for a group, each counted once. A branch point opens with all of its continuations,
-            or not at all if these and all unfinished rollouts, each at its longest, could exceed the budget; the
-            rollout then continues once. Earlier roots come first, for `entropy` the most uncertain tokens. At least
+        budget: Most tokens sampled for a group; shared tokens count once. A rollout branches only if the group stays
+            within the budget even if all continuations and unfinished rollouts reach their maximum length; otherwise
+            it continues once. Earlier roots come first; with `entropy`, the most uncertain tokens. At least
             `num_generations * max_new_tokens`. None: no limit.
 
     Raises:
@@ -64,8 +64,8 @@ class Branching:
     def __post_init__(self) -> None:
         check_options(
             {
-                "Branching.width": (self.width, self.width >= 2, "at least 2 (leave branching out for none)"),
-                "Branching.depth": (self.depth, self.depth >= 1, "at least 1 (leave branching out for none)"),
+                "Branching.width": (self.width, self.width >= 2, "at least 2 (leave out branching to turn it off)"),
+                "Branching.depth": (self.depth, self.depth >= 1, "at least 1 (leave out branching to turn it off)"),
                 "Branching.every_n": (self.every_n, self.every_n is None or self.every_n >= 1, "at least 1"),
             }
         )
@@ -80,7 +80,7 @@ class Branching:
         return int(num_generations * self.width**self.depth)
 
     def check(self, num_generations: int, sampling: SamplingConfig) -> None:
-        """Refuse options that do not go together.
+        """Check the options against those of the run.
 
         Raises:
             ValueError: Names the option, its value and the remedy.
@@ -105,36 +105,35 @@ class Branching:
     def continuations(
         self, groups: Sequence[int], remaining: Sequence[int], sampled: Mapping[int, int] | None = None
     ) -> list[int]:
-        """How often each unfinished rollout continues at a branch point.
+        """Number of continuations of each unfinished rollout at a branch point.
 
         Args:
-            groups: The group of each; all unfinished rollouts of a group are listed.
+            groups: Group of each unfinished rollout; none may be left out.
             remaining: Most tokens that each may still sample.
-            sampled: Tokens sampled so far, by group; read only if there is a budget.
+            sampled: Tokens sampled so far, by group; needed only with a budget.
 
         Returns:
-            `width`, or 1 where the budget has no room.
+            `width`, or 1 if branching could exceed the budget.
         """
         reserved = Counter(dict(sampled or {}))
         for group, tokens in zip(groups, remaining, strict=True):
             reserved[group] += tokens
-        opens = self.open_points(groups, remaining, reserved)
-        return [self.width if opened else 1 for opened in opens]
+        return [self.width if fits else 1 for fits in self.fit_budget(groups, remaining, reserved)]
 
-    def open_points(self, groups: Sequence[int], remaining: Sequence[int], reserved: Mapping[int, int]) -> list[bool]:
-        """Which branch points open within the budget, the first ones first.
+    def fit_budget(self, groups: Sequence[int], remaining: Sequence[int], reserved: Mapping[int, int]) -> list[bool]:
+        """Whether each branch point fits into its group's budget; earlier ones in the list take precedence.
 
         Args:
-            groups: The group of each branch point.
-            remaining: Most tokens that a continuation of each may sample.
-            reserved: Tokens that each group has sampled, or will sample without these branches.
+            groups: Group of each branch point.
+            remaining: Most tokens that one continuation of each may sample.
+            reserved: Most tokens of each group without these branches.
         """
         if self.budget is None:
             return [True] * len(groups)
         spare = {group: self.budget - reserved[group] for group in set(groups)}
-        opens = []
+        fit = []
         for group, tokens in zip(groups, remaining, strict=True):
             cost = (self.width - 1) * tokens
-            opens.append(cost <= spare[group])
-            spare[group] -= cost * opens[-1]
-        return opens
+            fit.append(cost <= spare[group])
+            spare[group] -= cost * fit[-1]
+        return fit

@@ -3,7 +3,7 @@
 Encoding each turn's prompt from the start would make an episode of k turns cost O(k^2). Here the
 cache row of a sequence that leaves its decode batch is kept. The next call finds it by its tokens, and runs the model
 only on tokens that are not cached: the last sampled one and those after it, such as a tool's result. A prompt that ends
-inside a kept sequence, at a branch point, takes the beginning of its cache.
+inside a kept sequence, at a branch point, reuses the beginning of its cache.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class KeptCaches:
         self._sequences = {}
 
     def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
-        """Find what is kept of the beginning of each prompt, and drop the rest.
+        """Find the kept cache of each prompt's beginning, and drop all others.
 
-        A prompt that is the beginning of a kept sequence (a branch of it) takes all but its last token, if the layers
-        can remove the others. Any other takes the longest kept sequence that it extends.
+        A prompt that a kept sequence begins with (a branch of it) gets the cache of all its tokens but the last, if the
+        layers can remove what follows. Any other gets the longest kept sequence that it extends.
 
         Args:
             prompts: The prompts; those with media continue nothing.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn.functional import pad
 
-from pl_grouprl.rollout.branches import Unfinished
+from pl_grouprl.rollout.branch_loop import Unfinished
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
 from pl_grouprl.rollout.limits import length_limits
 from pl_grouprl.sync.sampler import SamplerLostError
@@ -29,7 +29,7 @@ class EngineRounds:
         seed: Identifies this call's random numbers.
         base_seed: The run's seed.
         one_prompt: Whether all rollouts of a group start from the same prompt, as they do without environments. The
-            first round then samples the same tokens as a run with one round.
+            first round then samples the same tokens as a run without rounds.
 
     Attributes:
         max_length: Longest sequence of model and engine, prompt included; None if unknown.
@@ -59,7 +59,7 @@ class EngineRounds:
         return engine.keep_caches() if declares(engine, "keeps_caches") else nullcontext()
 
     def sample(self, number: int, rollouts: Sequence[Unfinished], limits: Sequence[int]) -> list[Rollout]:
-        """Continue each rollout within its limit; in the first round, all rollouts of a prompt are there in turn."""
+        """Continue each rollout by at most its limit; in the first round, they come prompt by prompt."""
         count = self._num_generations
         if number == 0 and self._one_prompt:
             firsts = rollouts[::count]

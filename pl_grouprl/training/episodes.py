@@ -34,8 +34,8 @@ class Episodes:
         chat_template: Used in place of the tokenizer's; see `ChatFormat`.
         tool_timeout: Time limit of a call in seconds; None is no limit.
         tool_workers: Processes per rank that run tools; 0 runs them in threads.
-        rewritten_history: What to do with a chat template that renders earlier messages differently once others
-            follow: `refuse` it, or begin a `new_row` of the episode.
+        rewritten_history: What to do with a chat template that changes earlier messages once others follow: `refuse`
+            it, or begin a `new_row` of the episode.
 
     Attributes:
         runner: Runs tools and environments; None if there are none.
@@ -96,7 +96,7 @@ class Episodes:
         return self.runner is not None and self.runner.has_environments and self.runner.workers == 0
 
     def check_branching(self, branching: Branching) -> None:
-        """Refuse branch points that do not go with the tools, or lack of tools, of this run.
+        """Check that the branch points suit the tools of this run.
 
         Raises:
             ValueError: Says what to change.
@@ -115,12 +115,12 @@ class Episodes:
         if runner is not None and runner.has_environments:
             raise ValueError(
                 "branching is set together with environment_factory, but an environment cannot be copied at a branch "
-                "point; use tools without a state, or leave branching out."
+                "point; use stateless tools, or leave out branching."
             )
         if self._may_rewrite:
             raise ValueError(
-                "branching is set together with rewritten_history='new_row', but branch points are places in one row; "
-                "use a chat template that does not rewrite the history, or leave branching out."
+                "branching is set together with rewritten_history='new_row', but branch points are indices into a "
+                "single row; use a chat template that does not rewrite the history, or leave out branching."
             )
 
     @property

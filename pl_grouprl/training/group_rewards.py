@@ -33,7 +33,7 @@ class GroupRewards:
         outcomes: Outcome of each episode, shape [B], or its reward from each function, shape [B, F]; NaN if missing.
         group_ids_B: Group of each episode.
         lengths_B: Number of response tokens of each episode.
-        sampled_B: Number of those that the model wrote.
+        sampled_B: Number of those tokens that the model wrote.
         greedy: Outcome of the greedy rollout of each episode's prompt, shaped like `outcomes`; None without greedy
             rollouts.
         step_rewards_N: Reward of each step at its last token, NaN elsewhere; None if no rollout on any rank has
@@ -73,15 +73,15 @@ def gather_rewards(
         functions: Names of reward functions, one column each; empty for the outcome alone.
         greedy: One greedy rollout of each prompt, in the order of the groups.
     """
-    of_group = [group.episodes for group in groups]
-    episodes = [episode for own in of_group for episode in own]
+    per_group = [group.episodes for group in groups]
+    episodes = [episode for of_group in per_group for episode in of_group]
     baselines = [
         _columns(baseline.episodes, functions) * len(group.episodes)
         for baseline, group in zip(greedy or (), groups, strict=False)
     ]
     per_rank: list[dict[str, Any]] = gather_plain(
         {
-            "sizes": [len(own) for own in of_group],
+            "sizes": [len(of_group) for of_group in per_group],
             "lengths": [episode.num_tokens for episode in episodes],
             "sampled": [episode.num_sampled_tokens for episode in episodes],
             "rewards": _columns(episodes, functions),
@@ -177,7 +177,7 @@ def token_advantages(
     episodes = [episode for group in groups for episode in group.episodes]
     if estimator.takes_token_rewards:
         rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
-    else:  # sums over tokens would be 0 for episodes without a trained token
+    else:  # not the sums of the buffer's token_rewards, which are 0 for episodes without a trained token
         if any(gather_plain(has_token_rewards(groups), device)):
             raise ValueError(
                 unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
@@ -189,8 +189,8 @@ def token_advantages(
     return from_rows(advantages_BT, lengths_B)
 
 
-def weights_of_leaves(groups: Sequence[RolloutGroup], mask_BT: Tensor, reduce: Reduce) -> Tensor:
-    """`leaf_weights` of the episodes of groups, shape [B], float32. Collective."""
+def episode_leaf_weights(groups: Sequence[RolloutGroup], mask_BT: Tensor, reduce: Reduce) -> Tensor:
+    """`leaf_weights` of the groups' episodes, shape [B], float32. Collective."""
     return leaf_weights(_group_ids(groups), mask_BT, _branches(groups), reduce=reduce).float()
 
 
@@ -204,8 +204,8 @@ def _branches(groups: Sequence[RolloutGroup]) -> Branches:
     for episode in episodes:
         if len(episode.rows) > 1 and any(row.branch_path for row in episode.rows):
             raise ValueError(
-                f"Episode {episode.last.episode!r} has {len(episode.rows)} rows and a branch_path, but branch points "
-                "are places in one row; leave Rollout.branch_path and branch_points of such rows empty."
+                f"Episode {episode.last.episode!r} has {len(episode.rows)} rows and a branch_path, but branch_points "
+                "are indices into a single row; leave Rollout.branch_path and branch_points of such rows empty."
             )
     return Branches([one.last.branch_points for one in episodes], [one.last.branch_path for one in episodes])
 

@@ -88,8 +88,8 @@ def plan_micro_batches(
         max_tokens: Most tokens of a row, including prompts, or of a slice, without the path that it continues. None
             puts all groups into one row.
         min_saved_tokens: Fewest tokens that a shared segment must save; see `packing.build_trie`.
-        whole_episodes: Whether all rows of an episode must be in one micro-batch. A group with rows of episodes is then
-            split without branches.
+        whole_episodes: Whether all rows of an episode must be in one micro-batch. A group whose episodes have several
+            rows is then split into slices only, without branches.
 
     Raises:
         ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds `max_tokens`.
@@ -133,7 +133,7 @@ def _padded_size(group: RolloutGroup, episode: EpisodeRows) -> int:
 def _with_whole_episodes(
     split: SplitGroup, group: RolloutGroup, max_tokens: int, min_saved_tokens: int | None
 ) -> SplitGroup:
-    """If the group has an episode of several rows, split it into slices of whole episodes that continue the prompt."""
+    """If episodes of the group have several rows, split it into slices of whole episodes instead."""
     episodes = group.episodes
     if len(episodes) == len(group.rollouts):
         return split
@@ -153,9 +153,9 @@ def _check_episodes(group: RolloutGroup, sizes: Sequence[int], max_tokens: int) 
             raise ValueError(
                 f"max_tokens_per_micro_batch allows {max_tokens} tokens, but the {len(episode.rows)} rows of episode "
                 f"{episode.last.episode!r} of group {group.group_id} have {size}, and the loss needs them in one "
-                "micro-batch: its loss_agg_mode, policy_loss or importance_sampling is about whole rollouts. Raise "
-                "max_tokens_per_micro_batch, or use loss_agg_mode='token-mean' with a policy_loss and "
-                "importance_sampling of single tokens."
+                "micro-batch, because its loss_agg_mode, policy_loss or importance_sampling works on whole rollouts. "
+                "Raise max_tokens_per_micro_batch, or use loss_agg_mode='token-mean' with a per-token policy_loss and "
+                "importance_sampling."
             )
 
 

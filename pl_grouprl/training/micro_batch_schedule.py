@@ -86,8 +86,9 @@ class MicroBatchSchedule:
         self._cache = PackedRowCache() if cache is None else cache
         ranks = options.sequence_ranks
         limit = None if options.max_tokens is None else options.max_tokens * ranks
-        plan = partial(plan_micro_batches, buffer.groups, indices, options.sharing, limit, options.min_saved_tokens)
-        self._plan = raise_on_all_ranks(lambda: plan(whole_episodes=whole_episodes), options.device)
+        arguments = buffer.groups, indices, options.sharing, limit, options.min_saved_tokens
+        plan = partial(plan_micro_batches, *arguments, whole_episodes=whole_episodes)
+        self._plan = raise_on_all_ranks(plan, options.device)
         per_rank = gather_plain(self._plan.shape.to_plain(), options.device)
         # Always run at least one row: it reaches every parameter.
         self._shape = largest([Shape(1), *map(Shape.from_plain, per_rank)])

@@ -77,7 +77,7 @@ class PrefixSharing:
 
 
 def _refuse_attention_dropout(name: str, model: Any) -> None:
-    """Refuse what would otherwise end the first training step, since layers only drop in training mode."""
+    """Refuse attention dropout at setup; the layers would refuse it only in the first training step."""
     config = model.config.get_text_config(decoder=True)
     for option in ("attention_dropout", "attn_pdrop", "attn_dropout"):
         rate = getattr(config, option, None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
-from pl_grouprl.rollout.branches import BranchLoop
+from pl_grouprl.rollout.branch_loop import BranchLoop
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
 from pl_grouprl.rollout.stopping import StopStrings
@@ -166,18 +166,18 @@ class Sampler:
             base_seed=self._seed,
             one_prompt=episodes is None or not episodes.runner.has_environments,
         )
-        indices, longest, shared = self._indices(prompts), sampling.max_new_tokens, prompts
+        indices, max_new_tokens = self._indices(prompts), sampling.max_new_tokens
         with rounds.keeping_caches():
-            if episodes is not None:
-                shared, rollouts = episodes.run(rounds, prompts, indices, longest, num_generations, branching)
+            if episodes is not None:  # observations may shorten what a group's prompts share
+                prompts, rollouts = episodes.run(rounds, prompts, indices, max_new_tokens, num_generations, branching)
             else:
                 assert branching is not None
-                loop = BranchLoop(branching, longest, self._stop_strings(sampling))
+                loop = BranchLoop(branching, max_new_tokens, self._stop_strings(sampling))
                 rollouts = loop.run(rounds, prompts, indices, num_generations)
-        return self.group(shared, rollouts)
+        return self.group(prompts, rollouts)
 
     def _stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
-        """Stop strings, with a copy of the tokenizer, which threads must not share."""
+        """Stop strings, with a private copy of the tokenizer, because threads must not share it."""
         if not sampling.stop:
             return None
         if self._stop is None or self._stop.stop != sampling.stop:

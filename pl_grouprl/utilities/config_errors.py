@@ -38,7 +38,7 @@ _EXAMPLES = {
     LightningModule: "--model pl_grouprl.GRPO",
     LightningDataModule: "--data pl_grouprl.PromptDataModule",
 }
-"""What names the class of a group, by the class that stands for all."""
+"""The argument that chooses a group's class, by the group's base class."""
 
 _KEY = re.compile(r"Parser key \"([\w.]+)\"")
 _CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
@@ -84,7 +84,7 @@ def explain(message: str, options: Sequence[str] = ()) -> str | None:
 
 
 def cause_of_union(error: Exception) -> Exception:
-    """The error of the constructor that the parser called for a value of several types; other errors unchanged."""
+    """Unwrap the parser's error about a union of types into the constructor's own; return other errors unchanged."""
     cause = error
     while str(cause).startswith(_UNION) and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__
@@ -92,7 +92,7 @@ def cause_of_union(error: Exception) -> Exception:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether code of this package refused a value, as opposed to a failure of any code."""
+    """Whether this package's own code refused a value, rather than failed."""
     return isinstance(error, ValueError | OSError | ImportError) and _raised_in(error).startswith(PACKAGE + ".")
 
 

@@ -57,7 +57,7 @@ def find_last(trainer: Trainer) -> None:
     """Make a Trainer resolve `ckpt_path="last"` with `last_checkpoint`. A second call changes nothing.
 
     Lightning itself asks the checkpoint callbacks what they saved. In a new process that is nothing, so it would start
-    from scratch. A path that does not exist is refused here, before the models are loaded, rather than after that.
+    from scratch. A path that does not exist is refused here, before the models are loaded.
     """
     connector: Any = trainer._checkpoint_connector
     if "_parse_ckpt_path" in vars(connector):
@@ -78,7 +78,7 @@ def _refuse_absent(checkpoint: Any) -> None:
     if checkpoint is None or "://" in str(checkpoint) or Path(checkpoint).exists():
         return
     if Path(checkpoint).parent.is_dir():
-        finish_interrupted(Path(checkpoint).parent)  # it may have been moved aside when a save was killed
+        finish_interrupted(Path(checkpoint).parent)  # a save that was killed may have moved it aside
     if not Path(checkpoint).exists() and not Path(checkpoint).is_symlink():
         raise FileNotFoundError(
             f"ckpt_path is {str(checkpoint)!r}: {ABSENT}. Pass the path of a checkpoint, or 'last' for the newest one "

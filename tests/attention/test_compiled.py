@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.attention.compiled import _packed_attention
-from pl_grouprl.attention.mask import MaskRule, to_marker
+from pl_grouprl.attention.mask import to_marker
+from pl_grouprl.attention.mask_rule import MaskRule
 from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.packing import SharedPrefixLayout
 

@@ -15,15 +15,14 @@ from pl_grouprl.attention.backends.reference import dense_mask
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.mask import (
-    MaskRule,
     end_packed_masks,
     forest_of_marker,
     from_marker,
     mask_function,
-    read_mask_function,
     start_packed_masks,
     to_marker,
 )
+from pl_grouprl.attention.mask_rule import MaskRule, read_mask_function
 from pl_grouprl.attention.registration import register
 from pl_grouprl.packing import SharedPrefixLayout
 

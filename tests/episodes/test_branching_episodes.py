@@ -132,8 +132,8 @@ def test_episodes_without_room_for_another_turn_do_not_fork():
     [
         ({}, BRANCHING, "points is 'turn', but without tools a rollout has one turn; pass tools, or use 'every_n'"),
         ({"tools": [double]}, {"points": "entropy"}, "points is 'entropy', but with tools .* use 'turn'"),
-        ({"tools": [double], "rewritten_history": "new_row"}, BRANCHING, "branch points are places in one row"),
-        ({"environment_factory": Tally}, BRANCHING, "an environment cannot be copied at a branch point; use tools"),
+        ({"tools": [double], "rewritten_history": "new_row"}, BRANCHING, "branch points are indices into a single row"),
+        ({"environment_factory": Tally}, BRANCHING, "an environment cannot be copied at a branch point; use stateless"),
     ],
 )
 def test_refused(options, branching, words):

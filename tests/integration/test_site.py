@@ -109,7 +109,7 @@ def test_a_missing_file_is_named(tmp_path):
         (tmp_path / name).write_text("# x\n")
     for folder in ("functional", "training"):
         (tmp_path / "pl_grouprl" / folder).mkdir(parents=True)
-    for name in ("__init__.py", "types.py", "functional/__init__.py", "training/__init__.py"):
+    for name in ("__init__.py", "functional/__init__.py", "training/__init__.py"):
         (tmp_path / "pl_grouprl" / name).write_text('"""x."""\n')
     (tmp_path / "docs" / "a.md").write_text("[b](../missing.py)\n")
     with pytest.raises(FileNotFoundError, match=r"missing\.py"):

@@ -244,7 +244,7 @@ def test_what_needs_a_marker_is_refused():
     with pytest.raises(UnsupportedModelError, match="they compute with the attention mask themselves"):
         shared_prefix(model, "cascade").__enter__()
     layout = SharedPrefixLayout([4], [None])
-    with shared_prefix(model), pytest.raises(NotImplementedError, match="need all of a row, in a dense mask; use"):
+    with shared_prefix(model), pytest.raises(NotImplementedError, match="need a dense mask of the whole row; use"):
         model.model(torch.ones(1, 4, dtype=torch.long), prefix_layout=layout, prefix_states=PrefixStates(record=True))
 
 

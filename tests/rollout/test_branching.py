@@ -9,7 +9,7 @@ from helpers.continued import counted_tokens
 from helpers.rollouts import PROMPTS
 
 from pl_grouprl.rollout import Branching, HFRolloutEngine
-from pl_grouprl.rollout.branches import BranchLoop, own_start
+from pl_grouprl.rollout.branch_loop import BranchLoop, first_own_token
 from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
 from pl_grouprl.training.engine_rounds import EngineRounds
 from pl_grouprl.training.run import PlainRun
@@ -220,8 +220,8 @@ def test_stop_strings_across_a_branch_point(qwen3, letters):
 
 
 def test_own_tokens():
-    assert [own_start(path, (3, 7)) for path in [(1, 0, 0), (1, 0, 2), (1, 2, 0), (0, 1, 1)]] == [0, 7, 3, 7]
-    assert own_start((), ()) == own_start((5,), ()) == 0
+    assert [first_own_token(path, (3, 7)) for path in [(1, 0, 0), (1, 0, 2), (1, 2, 0), (0, 1, 1)]] == [0, 7, 3, 7]
+    assert first_own_token((), ()) == first_own_token((5,), ()) == 0
 
 
 def test_metrics():
@@ -241,7 +241,7 @@ def test_metrics():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"points": "turn", "width": 1}, "Branching.width is 1; it must be at least 2 .leave branching out"),
+        ({"points": "turn", "width": 1}, "Branching.width is 1; it must be at least 2 .leave out branching"),
         ({"points": "turn", "depth": 0}, "Branching.depth is 0; it must be at least 1"),
         ({"points": "every_n"}, "Branching.every_n is None with points='every_n'; pass the number of tokens"),
         ({"points": "turn", "every_n": 3}, "Branching.every_n is 3 with points='turn'; leave it out"),

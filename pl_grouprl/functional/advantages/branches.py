@@ -17,8 +17,8 @@ class Branches(NamedTuple):
 
     Attributes:
         points: `branch_points` of each rollout, B sequences: indices of the first tokens after its branch points.
-        paths: `branch_path` of each rollout, B sequences, one number more than points. A rollout without a path is a
-            continuation of the prompt that shares nothing.
+        paths: `branch_path` of each rollout, B sequences, one number more than points. A rollout with an empty path
+            continues the prompt and shares no segment.
     """
 
     points: Sequence[Sequence[int]]
@@ -34,6 +34,7 @@ class Forest(NamedTuple):
         levels: Nodes of depth 1, 2, ..., as slices.
         leaf_B: The last segment of each rollout.
         segments: The nodes of each rollout in order, B sequences.
+        points: Where the segments of each rollout end, all but the last, B sequences of token indices.
     """
 
     parent_M: Tensor
@@ -41,6 +42,12 @@ class Forest(NamedTuple):
     levels: list[slice]
     leaf_B: Tensor
     segments: list[list[int]]
+    points: Sequence[Sequence[int]]
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether any rollout has a branch point."""
+        return any(map(len, self.points))
 
     @property
     def first_B(self) -> Tensor:
@@ -52,11 +59,11 @@ class Forest(NamedTuple):
         """Put the value of each rollout at its leaf, 0 elsewhere, shape [M]."""
         return values_B.new_zeros(len(self.parent_M)).index_put((self.leaf_B,), values_B)
 
-    def per_token(self, values_M: Tensor, branches: Branches, width: int) -> Tensor:
+    def per_token(self, values_M: Tensor, width: int) -> Tensor:
         """Give each token the value of its segment, shape [B, width]."""
         deepest = max(map(len, self.segments), default=0)
         nodes = [[*row, *[0] * (deepest - len(row))] for row in self.segments]
-        ends = [[*points, *[width] * (deepest - 1 - len(points))] for points in branches.points]
+        ends = [[*points, *[width] * (deepest - 1 - len(points))] for points in self.points]
         ends_BK = torch.tensor(ends, dtype=torch.long).view(len(ends), max(deepest - 1, 0))
         place_BT = (torch.arange(width)[None, :, None] >= ends_BK[:, None, :]).sum(dim=2)
         nodes_BK = torch.tensor(nodes, dtype=torch.long).view(len(nodes), deepest)
@@ -71,8 +78,8 @@ def build_forest(index_B: Tensor, branches: Branches) -> Forest:
         branches: How they branch.
 
     Raises:
-        ValueError: If the numbers of paths, points and rollouts do not fit, points do not increase, two rollouts of a
-            group have the same path, or rollouts that share a segment disagree where it ends.
+        ValueError: If the numbers of paths, points and rollouts do not match, points do not increase, two rollouts of a
+            group have the same path, or rollouts that share a segment disagree on where it ends.
     """
     _check(branches, len(index_B))
     current: list[int] = index_B.tolist()
@@ -102,11 +109,12 @@ def build_forest(index_B: Tensor, branches: Branches) -> Forest:
         levels,
         torch.tensor(current, dtype=torch.long, device=device),
         segments,
+        branches.points,
     )
 
 
 def _end(branches: Branches, rollout: int, depth: int) -> int | None:
-    """Where a rollout's segment ends, None if it is the last."""
+    """Where a rollout's segment of this depth ends; None if it is the last."""
     points = branches.points[rollout]
     return points[depth] if depth < len(points) else None
 

@@ -79,9 +79,9 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tenso
 @register_advantage_estimator("gpg")
 @torch.no_grad()
 def gpg_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], *, f_norm: float = 1.0) -> Tensor:
-    """Centre each reward on its group's mean, times the number of rewards over that of nonzero rewards, of all groups.
+    """Centre each reward on its group's mean, and divide by the share of nonzero rewards in all groups.
 
-    A variant of GPG (arXiv:2504.02546), whose factor is over the rollouts that give a gradient. Equal to verl's `gpg`,
+    A variant of GPG (arXiv:2504.02546), which divides by the share of rollouts with a gradient. Equal to verl's `gpg`,
     except that a group of one rollout gets 0. Use it with `policy_loss: gpg`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Advantages per token against a baseline of least variance for each position of the group.
+"""Per-token advantages against the minimum-variance baseline of each position in the group.
 
 Legend: B rollouts, P prompts (groups), T length of the longest row.
 """
@@ -44,8 +44,8 @@ def optimal_token_baseline_advantages(
         group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
         mask: True for trained tokens, shape [B, T].
         score_norms: |s_t|^2 = 1 - 2 p_t + sum of p^2 over the vocabulary, shape [B, T].
-        handle_zero_tail: Use 0 as the baseline of the group's longest rollout after the end of the second longest,
-            where the mean would be its own reward and the advantage 0.
+        handle_zero_tail: Once all other rollouts of the group have ended, use 0 as the baseline of the longest one. Its
+            baseline would otherwise be its own reward-to-go, and its advantage 0.
         eps: Added to the sum of weights.
 
     Returns:
@@ -120,7 +120,7 @@ def _baseline(returns_BT: Tensor, weights_BT: Tensor, index_B: Tensor, eps: floa
 
 
 def _second_longest(counts_B: Tensor, index_B: Tensor) -> Tensor:
-    """For the only longest rollout of a group, the trained tokens of the next one; for others more than any has."""
+    """Trained tokens of the runner-up, for a group's one longest rollout; more than any rollout has, for all others."""
     zeros_P = counts_B.new_zeros(_num_groups(index_B))
     longest_B = zeros_P.scatter_reduce(0, index_B, counts_B, "amax")[index_B]
     is_longest_B = counts_B == longest_B

@@ -1,8 +1,8 @@
 """Advantages per segment of branched rollouts, without a critic.
 
 A group is a tree: from the prompt and from each branch point, several continuations are sampled independently. A
-*segment* is what lies between two branch points (or the prompt, or the end of a rollout). Rollouts are the leaves, one
-row each, so a segment is trained once for every leaf beneath it.
+*segment* runs from the prompt or a branch point to the next branch point or the end of the rollout. Rollouts are the
+leaves, one row each, so a segment is trained once for every leaf beneath it.
 
 **The gradient.** Write V(s) for the expected reward after the state s. If w continuations c of s are sampled, with ends
 s_c, then
@@ -22,9 +22,9 @@ over the prompts, if row l has the advantages
 
 which is 1 for trees of one width and depth, without early ends. Whether, where and how widely a branch splits may
 depend on all tokens sampled before, but not on later ones. Other aggregations (`token-mean`, `seq-mean-token-mean`)
-have the bias towards some lengths that they have without branches.
+keep the length bias that they have without branches.
 
-Without branches anywhere, all weights are 1 and both estimators equal `rloo`.
+If nothing branches, all weights are 1 and both estimators equal `rloo`.
 
 Legend: B rollouts, P prompts (groups), M nodes of the trees, T length of the longest row.
 """
@@ -69,18 +69,18 @@ def tree_advantages(
     V(v) - V(prompt) to V(v) - V(parent), and divides by the square root of the number of leaves in place of leaf
     weights; TreeRPO (arXiv:2506.05183) has the same recursive means, normalized among siblings.
 
-    An only child has no siblings: it gets the advantage of the segment before it, as if the two were one, and 0 if
-    there is none. Rollouts without a reward count nowhere.
+    A segment without siblings gets the advantage of the segment before it, as if the two were one, or 0 if there is
+    none. Rollouts without a reward are ignored.
 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
         mask: True for trained tokens, shape [B, T].
         branches: How the rollouts branch.
-        leave_one_out: Without it, the baseline is the mean of v and its siblings; that multiplies the gradient of each
-            segment by (w - 1) / w for w of them.
-        scale: `group` also divides by the unbiased standard deviation of the group's rewards. This weights prompts by
-            the inverse of a sampled number, a bias, as in `grpo`.
+        leave_one_out: If False, the baseline includes v, which multiplies the gradient of a segment with w - 1 siblings
+            by (w - 1) / w.
+        scale: `group` also divides by the unbiased standard deviation of the group's rewards. As in `grpo`, that is
+            biased: it weights prompts by the inverse of a sampled number.
         eps: Added to the standard deviation, in units of the reward.
         reduce: Sums over ranks; None for this rank alone.
 
@@ -98,8 +98,8 @@ def tree_advantages(
     advantages_M = values.compare(values.mean_M, baseline_M)
     trained_B = mask_BT.any(dim=1)
     share_B = _shares(forest, trained_B)[forest.leaf_B]
-    weights_B = _row_weights(share_B, groups.index_B, branches, trained_B, reduce)
-    return _rows(advantages_M, weights_B, groups, forest, branches, mask_BT, scale, eps)
+    weights_B = _row_weights(share_B, groups.index_B, forest, trained_B, reduce)
+    return _rows(advantages_M, weights_B, groups, forest, mask_BT, scale, eps)
 
 
 @register_advantage_estimator("vine", needs=("group_ids", "mask", "branches", "reduce"), per_token=True)
@@ -119,20 +119,20 @@ def vine_advantages(
         A_v = V(end of v) - V(start of v)   (arXiv:2410.01679, section 4)
 
     for the segments v of the *trunks*: from each continuation of the prompt, the rollout that takes the first trained
-    continuation at every branch point. V(end) is the mean over the continuations off the trunk, the reward at its end;
-    V(start) likewise, at the prompt over its other continuations. As in the paper, continuations off the trunk are not
-    trained: their advantages are 0, and the weights of the trunks make up for their rows in the denominator. The two
-    values are independent of each other and V(start) of the tokens of v, so the gradient is unbiased.
+    continuation at every branch point. V of a branch point is the mean over its continuations off the trunk, V of the
+    prompt the mean over its other continuations, and V of the trunk's end its reward. A continuation that branches
+    again counts with its own mean.
 
-    `tree` is the mean of `vine` over all choices of the trunks, given the sampled tree: it has the same expectation and
-    never a larger variance, but trains all sampled tokens. Where branches have continuations of their own, they enter
-    by the mean of means.
+    As in the paper, continuations off the trunk are not trained: their advantages are 0, and the weights of the trunks
+    make up for their rows in the denominator. V(end) and V(start) are independent of each other, and V(start) of the
+    tokens of v, so the gradient is unbiased. `tree` is the mean of `vine` over all choices of trunks in the sampled
+    tree: it has the same expectation and never a larger variance, and trains all sampled tokens.
 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
         mask: True for trained tokens, shape [B, T].
-        branches: How the rollouts branch. The order of continuations must not depend on what they are.
+        branches: How the rollouts branch. The order of continuations must not depend on their content.
         scale: As in `tree_advantages`.
         eps: Added to the standard deviation, in units of the reward.
         reduce: Sums over ranks; None for this rank alone.
@@ -152,15 +152,15 @@ def vine_advantages(
     for level in forest.levels[1:]:
         trunk_M[level] = trunk_M[forest.parent_M[level]] * first_M[level]
     share_B = trunk_M[forest.leaf_B] * shares_M[forest.first_B]
-    weights_B = _row_weights(share_B, groups.index_B, branches, mask_BT.any(dim=1), reduce)
-    return _rows(advantages_M, weights_B, groups, forest, branches, mask_BT, scale, eps)
+    weights_B = _row_weights(share_B, groups.index_B, forest, mask_BT.any(dim=1), reduce)
+    return _rows(advantages_M, weights_B, groups, forest, mask_BT, scale, eps)
 
 
 @torch.no_grad()
 def leaf_weights(
     group_ids: Tensor | Sequence[int], mask: Tensor, branches: Branches, *, reduce: Reduce | None = None
 ) -> Tensor:
-    """Weight rollouts so that each segment counts as if it were trained once (see the module); `tree` includes them.
+    """Weight rollouts so that each segment counts as if it were trained once (see the module); `tree` does so itself.
 
     Args:
         group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
@@ -179,7 +179,7 @@ def leaf_weights(
     groups = gather_groups(trained_B.to(torch.float64), group_ids)
     forest = build_forest(groups.index_B, branches)
     share_B = _shares(forest, trained_B)[forest.leaf_B]
-    return _row_weights(share_B, groups.index_B, branches, trained_B, reduce)
+    return _row_weights(share_B, groups.index_B, forest, trained_B, reduce)
 
 
 class _Values:
@@ -211,7 +211,7 @@ class _Values:
         self._is_equal_M = ~(high_M > low_M)[up]
 
     def off_trunk(self, first_M: Tensor) -> Tensor:
-        """Value at the end of each node without the continuation that `first_M` marks; the reward of a leaf."""
+        """Value at the end of each node, its continuation that `first_M` marks left out; the reward of a leaf."""
         end_M = self.mean_M.clone()
         for level in reversed(self._forest.levels[1:]):
             child = torch.arange(level.start, level.stop, device=end_M.device)[first_M[level]]
@@ -220,7 +220,7 @@ class _Values:
         return end_M
 
     def compare(self, value_M: Tensor, baseline_M: Tensor) -> Tensor:
-        """Subtract a baseline from values; only children get what their parents have."""
+        """Subtract a baseline from values; a node without siblings inherits its parent's advantage."""
         centred_M = (value_M - baseline_M).masked_fill(~self._is_valid_M | self._is_equal_M, 0)
         advantages_M = torch.zeros_like(centred_M)
         for level in self._forest.levels:
@@ -252,15 +252,12 @@ def _first_trained(forest: Forest, trained_M: Tensor) -> Tensor:
     return trained_M & (number_M == lowest_M[forest.parent_M])
 
 
-def _row_weights(
-    share_B: Tensor, index_B: Tensor, branches: Branches, trained_B: Tensor, reduce: Reduce | None
-) -> Tensor:
-    """Shares of each prompt's gradient, times trained rollouts per trained prompt; 1 if no rollout branches."""
-    has_branches = float(any(map(len, branches.points)))
-    counts = trained_B.sum(), index_B[trained_B].unique().numel(), has_branches
+def _row_weights(share_B: Tensor, index_B: Tensor, forest: Forest, trained_B: Tensor, reduce: Reduce | None) -> Tensor:
+    """Scale shares of a prompt's gradient to a mean of 1 over trained rollouts; all 1 if no rollout branches."""
+    counts = trained_B.sum(), index_B[trained_B].unique().numel(), forest.has_branches
     counted = torch.tensor([float(count) for count in counts], dtype=torch.float64, device=share_B.device)
-    num_rollouts, num_groups, branching = (counted if reduce is None else reduce(counted)).tolist()
-    if not branching:
+    num_rollouts, num_groups, has_branches = (counted if reduce is None else reduce(counted)).tolist()
+    if not has_branches:
         return torch.ones_like(share_B)
     return share_B * num_rollouts / max(num_groups, 1.0)
 
@@ -284,7 +281,6 @@ def _rows(
     weights_B: Tensor,
     groups: Groups,
     forest: Forest,
-    branches: Branches,
     mask_BT: Tensor,
     scale: str,
     eps: float,
@@ -292,5 +288,5 @@ def _rows(
     """Put scaled and weighted advantages at the tokens of their segments."""
     if scale == "group":
         weights_B = weights_B / (groups.std()[groups.index_B] + eps)
-    advantages_BT = forest.per_token(advantages_M, branches, mask_BT.shape[1]) * weights_B[:, None]
+    advantages_BT = forest.per_token(advantages_M, mask_BT.shape[1]) * weights_B[:, None]
     return advantages_BT.masked_fill(~mask_BT, 0).to(groups.dtype)

@@ -96,10 +96,10 @@ def dro_policy_loss(
     mask_N: Tensor,
     dro_beta: float = 1.0,
 ) -> PolicyLoss:
-    """Keep the policy near the old one by a square, not by a clip: L = -A log p + dro_beta / 2 (log r)^2.
+    """Keep the policy near the old one by a squared penalty, not by clipping: L = -A log p + dro_beta / 2 (log r)^2.
 
-    The gradient of DRO (direct reward optimization, arXiv:2405.19107) up to a factor, for each token, with the
-    advantage as its r - V and the policy before the update as its reference. Equal to verl's `dro`, which has no
+    Its gradient per token is, up to a factor, that of DRO (direct reward optimization, arXiv:2405.19107), with the
+    advantage for r - V and the policy before the update for the reference. Equal to verl's `dro`, which has no
     default for `dro_beta`. The log-ratio is not clamped.
 
     Args:

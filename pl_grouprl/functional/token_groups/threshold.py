@@ -23,9 +23,9 @@ class ThresholdController:
         group_variance_threshold: Initial tau; if adaptive, within the clips (below 1 it acts as 1). None is 1 if fixed;
             if adaptive, the clipped 1 / (1 - target_compression), which reaches the target if delta is constant.
         adaptive_threshold: Whether to adapt it; otherwise `update` does nothing.
-        threshold_lr: Change of log tau per step for a compression that is off by 1. From tau = 1, where nothing is
-            compressed, 0.01 takes at least log(4) / (0.01 * 0.75) = 185 steps to the 4 of target 0.75, which is why
-            tau does not start there.
+        threshold_lr: Change of log tau per step for a compression that is off by 1. At tau = 1 nothing is compressed;
+            from there, a rate of 0.01 and a target of 0.75 would take at least log(4) / (0.01 * 0.75) = 185 steps to
+            tau = 4, which is why tau does not start there.
         min_threshold: Lower clip; below 1 it acts as 1, since a smaller tau changes nothing.
         max_threshold: Upper clip.
         target_compression: Target fraction of tokens that are not endpoints. Ignored if tau is fixed.

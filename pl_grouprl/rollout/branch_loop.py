@@ -1,6 +1,6 @@
 """Samples branching rollouts in rounds: all unfinished rollouts are sampled up to their next branch point, then fork.
 
-What a branch continues is its prompt and its tokens so far, so with kept caches only its last token is encoded again.
+The next prompt of a branch is its prompt and its tokens so far; with kept caches, only the last token is encoded again.
 
 Legend: P prompts, G roots of each.
 """
@@ -48,7 +48,7 @@ class RoundSampler(Protocol[U]):
     """Longest sequence that it can sample, prompt included; None if unknown."""
 
     def sample(self, number: int, rollouts: Sequence[U], limits: Sequence[int]) -> list[Rollout]:
-        """Continue each rollout within its limit in round `number`; also called on ranks without rollouts."""
+        """Continue each rollout by at most its limit, in round `number`; also called on ranks without rollouts."""
         ...
 
     def raise_together(self, run: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class RoundSampler(Protocol[U]):
 
 @dataclass
 class Branch:
-    """A path from the root of a group's tree to a leaf, sampled as far as it has tokens.
+    """A rollout in progress: a path from a root of the group's tree towards a leaf.
 
     Attributes:
         prompt: Its open prompt.
@@ -99,7 +99,7 @@ class Branch:
         return [*self.prompt.token_ids, *self.token_ids]
 
     def add(self, sampled: Rollout, limit: int, max_new_tokens: int, stop: StopStrings | None) -> int:
-        """Append what was sampled within a limit; it ends unless that limit, short of `max_new_tokens`, was reached.
+        """Append what a round sampled; the branch goes on only if `limit` cut it short of `max_new_tokens`.
 
         Returns:
             The number of tokens added.
@@ -118,7 +118,7 @@ class Branch:
         return len(token_ids)
 
     def fork(self, count: int, width: int) -> list[Branch]:
-        """Its continuations from here on: `count` of them, of at most `width`."""
+        """Its `count` continuations from here on; streams are numbered as if there were `width`."""
         streams = range(self.stream * width, self.stream * width + count)
         if count == 1:
             return [replace(self, stream=streams[0])]
@@ -140,12 +140,12 @@ class Branch:
 
 
 class BranchLoop:
-    """Samples the trees of a run, for branch points at tokens (`every_n`, `entropy`).
+    """Samples rollouts that branch at tokens (`every_n`, `entropy`); `episodes` samples those that branch at turns.
 
     Args:
         branching: Where rollouts branch.
         max_new_tokens: Most tokens of a rollout.
-        stop: Strings that end a rollout; an engine would miss one that begins before a branch point.
+        stop: Strings that end a rollout; checked here because engines miss those that span a branch point.
     """
 
     def __init__(self, branching: Branching, max_new_tokens: int, stop: StopStrings | None = None) -> None:
@@ -158,7 +158,7 @@ class BranchLoop:
         prompt_indices: Sequence[int],
         num_generations: int,
     ) -> list[list[Rollout]]:
-        """Sample a tree of each prompt.
+        """Sample the tree of each prompt.
 
         Args:
             sampler: Samples the rounds.
@@ -186,48 +186,48 @@ class BranchLoop:
         self, sampler: RoundSampler[Branch], number: int, branches: list[Branch], sampled: Counter[int]
     ) -> None:
         """Sample the unfinished branches up to their next branch point, and fork them there."""
-        open_ones = [branch for branch in branches if branch.is_open]
-        limits = [self._limit(number, branch) for branch in open_ones]
-        for branch, rollout, limit in zip(open_ones, sampler.sample(number, open_ones, limits), limits, strict=True):
+        unfinished = [branch for branch in branches if branch.is_open]
+        limits = [self._limit(number, branch) for branch in unfinished]
+        for branch, rollout, limit in zip(unfinished, sampler.sample(number, unfinished, limits), limits, strict=True):
             sampled[branch.prompt_index] += branch.add(rollout, limit, self._longest, self._stop)
-        fork = self._fork_uncertain if self._options.points == "entropy" else self._fork_all
-        branches[:] = fork(number, branches, sampled)
+        if self._options.points != "entropy":
+            branches[:] = self._fork_all(branches, sampled)
+        elif number == 0:
+            branches[:] = self._fork_uncertain(branches, sampled)
 
     def _limit(self, number: int, branch: Branch) -> int:
         rest, every_n = self._longest - len(branch.token_ids), self._options.every_n
         return rest if every_n is None or number >= self._options.depth else min(rest, every_n)
 
-    def _fork_all(self, _: int, branches: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
+    def _fork_all(self, branches: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
         """Continue each unfinished branch `width` times, within the budget."""
-        open_ones = [branch for branch in branches if branch.is_open]
-        remaining = [self._longest - len(branch.token_ids) for branch in open_ones]
-        counts = iter(self._options.continuations([b.prompt_index for b in open_ones], remaining, sampled))
+        unfinished = [branch for branch in branches if branch.is_open]
+        remaining = [self._longest - len(branch.token_ids) for branch in unfinished]
+        counts = iter(self._options.continuations([b.prompt_index for b in unfinished], remaining, sampled))
         return [
             one
             for branch in branches
             for one in (branch.fork(next(counts), self._options.width) if branch.is_open else [branch])
         ]
 
-    def _fork_uncertain(self, number: int, branches: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
-        """After the first round, open branches before the most uncertain tokens of the roots."""
-        if number > 0:
-            return list(branches)
-        points = [(branch, place) for branch in branches for place in uncertain_places(branch, self._options.depth)]
+    def _fork_uncertain(self, roots: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
+        """Fork the finished roots before their most uncertain tokens, within the budget."""
+        points = [(root, place) for root in roots for place in uncertain_places(root, self._options.depth)]
         points.sort(key=lambda point: _logprob(*point))  # stable
         remaining = [self._longest - place for _, place in points]
-        opens = self._options.open_points([branch.prompt_index for branch, _ in points], remaining, sampled)
+        fit = self._options.fit_budget([root.prompt_index for root, _ in points], remaining, sampled)
         chosen: dict[int, list[int]] = {}
-        for (branch, place), opened in zip(points, opens, strict=True):
-            if opened:
-                chosen.setdefault(branch.stream, []).append(place)
+        for (root, place), fits in zip(points, fit, strict=True):
+            if fits:
+                chosen.setdefault(root.stream, []).append(place)
         found = []
-        for branch in branches:
-            found += _forks_before(branch, sorted(chosen.get(branch.stream, ())), self._options)
+        for root in roots:
+            found += _forks_before(root, sorted(chosen.get(root.stream, ())), self._options)
         return found
 
 
 def uncertain_places(branch: Branch, count: int) -> list[int]:
-    """The tokens with the greatest -log p, the first of equal ones; not the first token, as the prompt is no branch.
+    """Places of the `count` tokens with the highest -log p; of equal ones, the earlier. Never the first token.
 
     Raises:
         ValueError: If the sampler reports no log-probabilities.
@@ -240,13 +240,13 @@ def uncertain_places(branch: Branch, count: int) -> list[int]:
     return sorted(range(1, len(branch.token_ids)), key=branch.logprobs.__getitem__)[:count]
 
 
-def own_start(path: Sequence[int], points: Sequence[int]) -> int:
-    """Where the tokens begin that count for this rollout if each token of a tree counts once, for its first leaf."""
+def first_own_token(path: Sequence[int], points: Sequence[int]) -> int:
+    """Index of a rollout's first token that no earlier leaf has; from there on, leaves have no tokens in common."""
     return max((point for point, number in zip(points, path[1:], strict=True) if number > 0), default=0)
 
 
 def end_of_stop_string(stop: StopStrings, before: Sequence[int], token_ids: Sequence[int]) -> int | None:
-    """Where a stop string ends that began in the tokens before; None if there is none.
+    """Find a stop string that begins before a branch point and ends after it; None if there is none.
 
     Args:
         stop: The strings.
@@ -267,7 +267,7 @@ def _logprob(branch: Branch, place: int) -> float:
 
 
 def _forks_before(root: Branch, places: Sequence[int], options: Branching) -> list[Branch]:
-    """A finished root that branches before tokens, and the new branches; the root takes continuation 0 everywhere."""
+    """Fork a finished root before some tokens: the root, as continuation 0 everywhere, then the new branches."""
     if not places:
         return [root]
     others, found = options.width - 1, []

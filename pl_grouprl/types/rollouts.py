@@ -1,4 +1,4 @@
-"""What travels through the system: prompts, rollouts, groups of rollouts, and how to sample them."""
+"""Rollouts, the episodes that they are rows of, and their groups."""
 
 from __future__ import annotations
 
@@ -8,58 +8,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, NamedTuple
 
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import check_options
-
-Messages = list[dict[str, Any]]
-"""A conversation in chat format: dictionaries with `role` and `content`."""
-
-Media = dict[str, Any]
-"""Images and videos of one prompt as the model reads them: CPU tensors, by the names of its keyword arguments.
-
-Names that end in `token_type_ids` (`mm_token_type_ids`, `token_type_ids`) have one entry per token of the prompt, shape
-[prompt tokens]; all others (`pixel_values`, `image_grid_thw`, ...) have their images, videos or patches along the first
-axis.
-"""
-
-
-def is_per_token(name: str) -> bool:
-    """Whether the media of this name have one entry per token of the prompt, not per image, video or patch."""
-    return name.endswith("token_type_ids")
-
+from pl_grouprl.types.prompts import Media, Messages
 
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended by itself (end token, stop token or stop string). `length`: cut at the limit."""
-
-
-@dataclass
-class Prompt:
-    """One prompt, ready for the sampler.
-
-    Attributes:
-        token_ids: The prompt as the model reads it, chat template applied.
-        prompt: What the data set held: a string, or a list of messages.
-        columns: Every other column of the row; reward functions receive them.
-        data_source: Name under which validation metrics are reported.
-        media: What a processor made of the prompt's images and videos besides the tokens; see `Media`. Empty for text.
-        where: The file and line, or the row, that it was read from, for error messages; empty if unknown.
-    """
-
-    token_ids: list[int]
-    prompt: str | Messages = ""
-    columns: dict[str, Any] = field(default_factory=dict)
-    data_source: str = "default"
-    media: Media = field(default_factory=dict)
-    where: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens as the model reads them; a lower bound while images or videos are not processed yet."""
-        return len(self.token_ids)
-
-    def open(self) -> Prompt:
-        """The prompt as the model reads it: itself, unless its images and videos have still to be processed."""
-        return self
 
 
 class LiveObject:
@@ -118,8 +70,8 @@ class Rollout:
             than `branch_points`. Rollouts whose first k + 1 numbers are equal share a segment: the tokens from
             branch point k - 1 (the prompt if k = 0) to branch point k (the end if there is none). Empty without
             branching.
-        episode: Rollouts of a group with the same value are rows of one episode, see `EpisodeRows`; None is an episode
-            of one row.
+        episode: Rollouts of a group with the same value are rows of one episode, see `EpisodeRows`. With None, the
+            rollout is a whole episode.
     """
 
     token_ids: list[int]
@@ -199,16 +151,15 @@ class Rollout:
 
 
 class EpisodeRows(NamedTuple):
-    """One sampled episode: a rollout, or several rows where the history that the model reads was rewritten in between.
+    """One sampled episode: a single rollout, or several rows if its history was rewritten along the way.
 
-    A chat template that strips the thinking of earlier turns, a summary, or a sub-agent gives the model another context
-    in the middle of an episode. What it writes from there on is a further row, which begins with the new context,
-    `loss_mask` 0. Statistics and losses treat the tokens of all rows, one row after another, as one sequence: the
-    rewriting is a step of the environment, like the result of a tool.
+    A chat template that strips the thinking of earlier turns, a summary, or a sub-agent changes the model's context in
+    the middle of an episode. What the model writes from there on is a new row, which begins with the new context
+    (`loss_mask` 0). Statistics and losses treat the rows, one after another, as one sequence of tokens: a rewritten
+    history is a step of the environment, like the result of a tool.
 
-    All rows have the episode's reward; each may have rewards of its own tokens. Why the episode ended, its text,
-    messages, tool calls, environment and the number of observation tokens that reward functions skip are those of the
-    last row.
+    All rows have the episode's reward; each may have token rewards. The last row has the episode's finish reason, text,
+    messages, tool calls and environment, and the number of observation tokens that reward functions skip.
 
     Attributes:
         rows: The rows, in the order in which they were sampled.
@@ -311,41 +262,3 @@ class RolloutGroup:
         numbered = enumerate(self.rollouts)
         by_name = groupby(numbered, lambda pair: (None, pair[0]) if pair[1].episode is None else (pair[1].episode, -1))
         return [EpisodeRows(tuple(rollout for _, rollout in rows)) for _, rows in by_name]
-
-
-@checked_arguments
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How completions are sampled.
-
-    Attributes:
-        max_new_tokens: Longest completion in tokens; longer ones end with finish reason `length`.
-        temperature: Divides the logits; 0 means greedy decoding.
-        top_p: Keeps the smallest set of tokens whose probability reaches this; 1 keeps all.
-        top_k: Keeps the k most likely tokens; 0 keeps all.
-        min_p: Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
-        stop: Strings that end a completion. The tokens that complete the string are kept.
-        stop_token_ids: Tokens that end a completion, besides the model's own end tokens. Kept in the completion.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise ValueError(
-                f"SamplingConfig.stop is the string {self.stop!r}; pass a list of strings, [{self.stop!r}]."
-            )
-        checks = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "a whole number, at least 1"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or larger"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "0 (off) or larger"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-        }
-        check_options({f"SamplingConfig.{name}": (getattr(self, name), *check) for name, check in checks.items()})
