@@ -29,6 +29,7 @@ COMMANDS = {
     "packing": "how full the rows of a token budget are, by counting",
     "balance": "time of two ranks against the estimated cost of their groups",
     "credit": "bias and variance of gradients from branched rollouts, on a table of logits",
+    "branching": "training and its gradients with branched episodes, against independent ones",
     "all": "all of them, unattended, in a few minutes",
 }
 """Names and descriptions."""

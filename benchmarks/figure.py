@@ -139,6 +139,23 @@ def _legend(sizes: Sequence[int]) -> list[Any]:
     return [*groups, repeated, Line2D([], [], color="black", linestyle="-", label="shared")]
 
 
+def draw_branching(runs: Sequence[dict[str, Any]], conditions: str, output: Path | None) -> None:
+    """Validation of each run against the tokens that it sampled; one colour per arm."""
+    if not runs or (figure := _new(output, (7, 4))) is None:
+        return
+    axis, arms = figure.subplots(), list(dict.fromkeys(run["arm"] for run in runs))
+    for run in runs:
+        curve, colour = run["curve"], COLOURS[arms.index(run["arm"]) % len(COLOURS)]
+        label = run["arm"] if run is next(own for own in runs if own["arm"] == run["arm"]) else None
+        axis.plot(
+            [at["tokens"] / 1000 for at in curve], [at["reward"] for at in curve], color=colour, alpha=0.8, label=label
+        )
+    axis.set_xlabel("sampled tokens, thousands (those before a branch point once)", fontsize=8)
+    axis.set_ylabel("validation accuracy; a line per seed", fontsize=8)
+    axis.legend(fontsize=8)
+    _save(figure, conditions, output)
+
+
 def _new(output: Path | None, size: tuple[float, float]) -> Figure | None:
     """An empty figure; None if none is requested or matplotlib is missing."""
     if output is None:

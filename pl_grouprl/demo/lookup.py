@@ -30,12 +30,27 @@ _USER, _ROOM, _TELEPHONE, _NO_ENTRY, _UNKNOWN = "telephone of ", "room ", "telep
 PEOPLE = 300
 """People in a directory, which has twice as many entries."""
 
+SHARED_DIRECTORY = 0
+"""The directory that `look_up` reads."""
+
 _NAMES = ["".join(letters) for letters in itertools.product("bdfgklmnprstvz", "aeiou", "bdfgklmnprstvz")]
 _ROOMS = ["".join(digits) for digits in itertools.permutations(string.digits, 3)]
 _SPLITS = ("train", "val", "test", "demonstrations")
 MISTAKES = ("stops early", "repeats the name", "cuts the room", "gives up")
 """Mistakes in demonstrations, in order: answers with the room; looks the name up twice and answers with the room; looks
 up only the first digits of the room, which finds nothing; calls no tool."""
+
+
+def look_up(key: str) -> str:
+    """Look up an entry of the directory.
+
+    Args:
+        key: A person's name, or the number of a room.
+
+    Returns:
+        The person's room, or the room's telephone.
+    """
+    return entries(SHARED_DIRECTORY).get(key, _NO_ENTRY)
 
 
 class Directory:
@@ -67,12 +82,16 @@ class TwoStepLookup:
     Each row has its own directory, a number in the column `directory`, which the environment `Directory` opens. The
     same arguments give the same data. No directory occurs in two splits, or in a split and the demonstrations.
 
+    With `shared_directory`, all rows ask about one directory instead, which the function `look_up` reads without an
+    environment, so that episodes can branch. No person occurs in two splits then.
+
     Args:
         train_size: Rows of split `train`.
         val_size: Rows of split `val`.
         test_size: Rows of split `test`.
         mistake_share: Average fraction of demonstrations with one of `MISTAKES`, each equally often.
         seed: Determines all data.
+        shared_directory: Whether all rows ask about the directory of `look_up`. Demonstrations are the same either way.
     """
 
     def __init__(
@@ -82,12 +101,14 @@ class TwoStepLookup:
         test_size: int = 256,
         mistake_share: float = 0.7,
         seed: int = 0,
+        shared_directory: bool = False,
     ) -> None:
         if not 0 <= mistake_share <= 1:
             raise ValueError(f"TwoStepLookup.mistake_share is {mistake_share}; it must be in [0, 1].")
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         self.mistake_share = mistake_share
         self.seed = seed
+        self._shared_directory = shared_directory  # private: demonstrations, and policies made from them, do not change
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         """Return the rows of a split, with the columns `prompt`, `answer`, `directory` and `data_source`.
@@ -98,7 +119,8 @@ class TwoStepLookup:
         if split not in self.sizes:
             raise ValueError(f"TwoStepLookup has no split {split!r}; it has {sorted(self.sizes)}.")
         rng = np.random.default_rng((self.seed, _SPLITS.index(split)))
-        return [self._row(rng, split) for _ in range(self.sizes[split])]
+        make = self._shared_row if self._shared_directory else self._row
+        return [make(rng, split) for _ in range(self.sizes[split])]
 
     def demonstrations(self, count: int, seed: int = 0) -> list[tuple[list[int], list[int], list[int]]]:
         """Return episodes to imitate, some of them with a mistake.
@@ -125,8 +147,14 @@ class TwoStepLookup:
 
     def _row(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         number = int(rng.integers(2**40)) * len(_SPLITS) + _SPLITS.index(split)
+        return self._question(number, str(rng.choice(_people(number))))
+
+    def _shared_row(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
+        people = _people(SHARED_DIRECTORY)[_SPLITS.index(split) :: len(_SPLITS)]
+        return self._question(SHARED_DIRECTORY, str(rng.choice(people)))
+
+    def _question(self, number: int, name: str) -> dict[str, Any]:
         directory = entries(number)
-        name = str(rng.choice([key for key in directory if key.isalpha()]))
         return {
             "prompt": [{"role": "user", "content": _USER + name}],
             "answer": directory[directory[name].removeprefix(_ROOM)].removeprefix(_TELEPHONE),
@@ -161,6 +189,10 @@ def entries(number: int) -> dict[str, str]:
     return {name: _ROOM + room for name, room in zip(names, rooms, strict=True)} | {
         room: f"{_TELEPHONE}{telephone:04d}" for room, telephone in zip(rooms, telephones, strict=True)
     }
+
+
+def _people(number: int) -> list[str]:
+    return [key for key in entries(number) if key.isalpha()]
 
 
 def lookup_tokenizer() -> Any:

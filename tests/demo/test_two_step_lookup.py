@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.demo import Directory, TwoStepLookup
+from pl_grouprl.demo import Directory, TwoStepLookup, WarmStartedPolicy, look_up
 from pl_grouprl.demo.lookup import END_TOKEN, PEOPLE, entries
 
 LOOK_UP = get_json_schema(Directory().look_up)
@@ -69,6 +69,28 @@ def test_splits_and_demonstrations_have_directories_of_their_own():
     numbers = [{row["directory"] for row in task.rows(split)} for split in ("train", "val", "test")]
     assert len(set.union(*numbers)) == 900
     assert [{number % 4 for number in split} for split in numbers] == [{0}, {1}, {2}]  # 3: demonstrations
+
+
+def test_one_directory_for_all_rows_is_what_the_function_reads():
+    task = TwoStepLookup(train_size=600, val_size=300, test_size=300, shared_directory=True)
+    people = []
+    for split in ("train", "val", "test"):
+        rows = task.rows(split)
+        people.append({row["prompt"][0]["content"].removeprefix("telephone of ") for row in rows})
+        for row in rows[:20]:
+            room = look_up(row["prompt"][0]["content"].removeprefix("telephone of ")).removeprefix("room ")
+            assert look_up(room) == f"telephone {row['answer']}"
+    assert all(len(own) > 50 for own in people)
+    assert sum(map(len, people)) == len(set.union(*people)) <= PEOPLE  # nobody in two splits
+    assert look_up("nobody") == "no entry"
+    assert get_json_schema(look_up) == LOOK_UP  # the base policy reads the same prompts
+
+
+def test_the_directory_of_the_rows_does_not_change_demonstrations():
+    shared, own = TwoStepLookup(shared_directory=True), TwoStepLookup()
+    assert shared.demonstrations(20) == own.demonstrations(20)
+    sources = [WarmStartedPolicy(task, {"model_type": "qwen3"}).folder for task in (shared, own)]
+    assert sources[0] == sources[1]
 
 
 def test_demonstrations_are_wrong_as_often_as_asked_and_of_each_kind():

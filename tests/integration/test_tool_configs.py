@@ -8,6 +8,7 @@ import pytest
 import yaml
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.scripted_engine import ScriptedEngine
+from helpers.small_lookup import SMALL_LOOKUP
 
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.cli import main
@@ -15,24 +16,6 @@ from pl_grouprl.demo.warm_start import build_model
 from pl_grouprl.rollout import HFRolloutEngine
 
 LOGGER = "[{{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {folder}, name: run}}}}]"
-SMALL_LOOKUP = """
-model:
-  init_args:
-    policy:
-      init_args:
-        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8, max_position_embeddings: 256}}
-        steps: 60
-        batch_size: 8
-        learning_rate: 1.0e-2
-        cache_dir: {folder}/cache
-        progress_bar: false
-    num_generations: 4
-    val_num_generations: 1
-data:
-  init_args: {{batch_size: 4, val_batch_size: 8, val: {{init_args: {{val_size: 8}}}}}}
-trainer: {{max_steps: 3, val_check_interval: 3, enable_progress_bar: false}}
-"""
 SMALL_QWEN = """
 model:
   init_args:
@@ -70,6 +53,14 @@ def test_the_lookup_run_in_the_small(tmp_path):
     assert metrics["val/rewards/exact_match/mean"].keys() == {1, 3}
     assert max(metrics["tools/call_frequency"].values()) > 0  # even so short a warm start teaches the format
     assert all(ratio > 1 for name in ("prefix", "episode") for ratio in metrics[f"{name}/token_ratio"].values())
+
+
+def test_the_branching_run_in_the_small(tmp_path):
+    metrics = fit(tmp_path, "grpo_tree.yaml", SMALL_LOOKUP)
+    assert len(metrics["reward"]) == 3
+    assert metrics["val/rewards/exact_match/mean"].keys() == {1, 3}
+    assert all(4 <= leaves <= 16 for leaves in metrics["branching/leaves"].values())  # 4 roots continue 4 times at most
+    assert max(metrics["branching/token_ratio"].values()) > 1
 
 
 def save_tiny_qwen(folder):
@@ -130,6 +121,20 @@ def test_the_configurations_of_both_runs_agree_with_their_relatives():
     )
     same = ("policy", "rewards", "num_generations", "num_mini_batches", "loss_type", "beta", "optimizer")
     assert {name: tools[name] for name in same} == {name: plain[name] for name in same}
+
+
+def test_the_branching_run_differs_from_the_lookup_run_only_where_it_says_so():
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    tree, tools = (yaml.safe_load((configs / f"grpo_{name}.yaml").read_text()) for name in ("tree", "tools"))
+    for name in ("branching", "advantage_estimator", "advantage_options", "loss_agg_mode", "num_generations", "tools"):
+        del tree["model"]["init_args"][name]
+    for name in ("environment_factory", "num_generations"):
+        del tools["model"]["init_args"][name]
+    for split in ("train", "val", "test"):
+        tree["data"]["init_args"][split].pop("init_args", None)  # the shared directory
+    for logger in (*tree["trainer"]["logger"], *tools["trainer"]["logger"]):
+        del logger["init_args"]["name"]
+    assert tree == tools
 
 
 @pytest.mark.slow
