@@ -21,7 +21,7 @@ from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
-from pl_grouprl.types import EpisodeRows, RolloutGroup
+from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
 
 
@@ -200,6 +200,8 @@ def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
 
 
 def _branches(groups: Sequence[RolloutGroup]) -> Branches:
+    for group in groups:
+        _check_shared_segments(group.rollouts)
     episodes = [episode for group in groups for episode in group.episodes]
     for episode in episodes:
         if len(episode.rows) > 1 and any(row.branch_path for row in episode.rows):
@@ -208,6 +210,21 @@ def _branches(groups: Sequence[RolloutGroup]) -> Branches:
                 "are indices into a single row; leave Rollout.branch_path and branch_points of such rows empty."
             )
     return Branches([one.last.branch_points for one in episodes], [one.last.branch_path for one in episodes])
+
+
+def _check_shared_segments(rollouts: Sequence[Rollout]) -> None:
+    """Refuse rollouts whose `branch_path` says that they share a segment, but whose tokens differ there."""
+    segments: dict[tuple[int, ...], list[int]] = {}
+    for rollout in rollouts:
+        start = 0
+        for place, end in enumerate((*rollout.branch_points, len(rollout.token_ids))):
+            path, tokens = rollout.branch_path[: place + 1], rollout.token_ids[start:end]
+            if path and segments.setdefault(path, tokens) != tokens:
+                raise ValueError(
+                    f"Two rollouts of a group share the first numbers of branch_path, {path}, but not the tokens from "
+                    f"{start} to {end}; give rollouts that differ there different numbers."
+                )
+            start = end
 
 
 def unusable_token_rewards(reason: str, remedy: str) -> str:

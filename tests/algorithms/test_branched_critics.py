@@ -8,6 +8,8 @@ from pl_grouprl.algorithms import PPO, GroupPPO
 from pl_grouprl.functional.advantages import Branches, leaf_weights
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.models import PolicyCopyCritic
+from pl_grouprl.training.group_rewards import episode_leaf_weights
+from pl_grouprl.types import Rollout, RolloutGroup
 
 
 def reward(completions, **columns):
@@ -49,3 +51,11 @@ def test_shared_tokens(buffer_of):
             first, second, *_ = buffer.tokens[name][number].split(lengths)
             shared = 2 if min(lengths[:2]) > 2 else 1  # a continuation of no tokens ends with its reward
             torch.testing.assert_close(first[:shared], second[:shared], rtol=1e-4, atol=1e-5)
+
+
+def test_paths_that_share_no_tokens_are_refused():
+    rollouts = [Rollout([4, number, 5], branch_points=(2,), branch_path=(0, number)) for number in (0, 1)]
+    with pytest.raises(
+        ValueError, match=r"share the first numbers of branch_path, \(0,\), but not the tokens from 0 to 2"
+    ):
+        episode_leaf_weights([RolloutGroup([1], rollouts)], torch.ones(2, 3, dtype=torch.bool), reduce=None)
