@@ -40,7 +40,7 @@ REFUSED = {
 """What a look at the model shows."""
 
 REFUSED_AT_ENTRY = {
-    "doge": ("DogeForCausalLM", "(prepare_dynamic_mask selects tokens in long rows only|it mixes tokens, or selects them)"),
+    "doge": ("DogeForCausalLM", "(selects tokens in long rows only|it mixes tokens, or selects them)"),
     "bert": ("BertLMHeadModel", "composes its attention mask with bidirectional_mask_function"),
 }
 """What running a few tokens shows."""
