@@ -29,7 +29,7 @@ def comb(depth: int, length: int) -> SharedPrefixLayout:
 
 
 def conversation(turns: int, rollouts: int, prompt: int, answer: int, reply: int) -> SharedPrefixLayout:
-    """A conversation with several rollouts of each turn, of which the last goes on.
+    """A conversation in which every turn is sampled several times, and the last sample is continued.
 
     Args:
         turns: Turns of the model.

@@ -51,7 +51,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
 
     Raises:
         UnsupportedModelError: If the results differ, or the model cannot run a packed row; a `LayersFailedError` if it
-            raised an error of its own.
+            raised an error.
     """
     decoder = find_decoder(model)
     layout = _FORESTS[max_depth]

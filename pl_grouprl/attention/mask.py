@@ -36,7 +36,7 @@ _HEADER = 4
 
 @dataclass(frozen=True)
 class MarkedLayer:
-    """What a marker stands for: the call, and how its layer attends."""
+    """The call that a marker belongs to, and how its layer attends."""
 
     call: LayoutCall
     rule: MaskRule
@@ -89,7 +89,7 @@ def mark(rule: MaskRule, call: LayoutCall) -> Tensor:
 
 
 def marked_layer(mask: Any) -> MarkedLayer | None:
-    """What a layer's mask stands for, or None if it is not a marker of ours."""
+    """The call and the rule of a layer's marker; None if its mask is an ordinary one."""
     return _MARKED.get(int(mask[0, 0, 3, 0])) if is_marker(mask) else None
 
 

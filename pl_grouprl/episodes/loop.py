@@ -20,7 +20,7 @@ from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.observations import add_observation, row_of
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
-from pl_grouprl.rollout.branch_loop import RoundSampler, first_own_token
+from pl_grouprl.rollout.branch_loop import RoundSampler, first_own_token, fork_unfinished
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.types import Messages, Prompt, Rollout
 
@@ -203,16 +203,10 @@ class EpisodeLoop:
 
 def fork_episodes(episodes: Sequence[Episode], branching: Branching, max_new_tokens: int) -> list[Episode]:
     """Continue each open episode `width` times, within the budget."""
-    unfinished, sampled = [episode for episode in episodes if episode.is_open], Counter[int]()
+    sampled = Counter[int]()
     for episode in episodes:
         sampled[episode.prompt_index] += sum(episode.loss_mask[first_own_token(episode.path, episode.points) :])
-    remaining = [max_new_tokens - sum(episode.loss_mask) for episode in unfinished]
-    counts = iter(branching.continuations([episode.prompt_index for episode in unfinished], remaining, sampled))
-    return [
-        one
-        for episode in episodes
-        for one in (episode.fork(next(counts), branching.width) if episode.is_open else [episode])
-    ]
+    return fork_unfinished(episodes, branching, sampled, lambda episode: max_new_tokens - sum(episode.loss_mask))
 
 
 def _check_lengths(episodes: Sequence[Episode], max_length: int | None) -> None:

@@ -8,10 +8,10 @@ Legend: P prompts, G roots of each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.stopping import StopStrings
@@ -39,6 +39,21 @@ class Unfinished(Protocol):
 
 
 U = TypeVar("U", bound=Unfinished, contravariant=True)
+
+
+class Forking(Unfinished, Protocol):
+    """An unfinished rollout that can branch."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is unfinished."""
+
+    def fork(self, count: int, width: int) -> list[Any]:
+        """Its `count` continuations from here on, of at most `width`."""
+        ...
+
+
+F = TypeVar("F", bound=Forking)
 
 
 class RoundSampler(Protocol[U]):
@@ -99,7 +114,7 @@ class Branch:
         return [*self.prompt.token_ids, *self.token_ids]
 
     def add(self, sampled: Rollout, limit: int, max_new_tokens: int, stop: StopStrings | None) -> int:
-        """Append what a round sampled; the branch goes on only if `limit` cut it short of `max_new_tokens`.
+        """Append what a round sampled; it stays unfinished only if `limit` cut it short of `max_new_tokens`.
 
         Returns:
             The number of tokens added.
@@ -199,24 +214,15 @@ class BranchLoop:
         for branch, rollout, limit in zip(unfinished, sampler.sample(number, unfinished, limits), limits, strict=True):
             sampled[branch.prompt_index] += branch.add(rollout, limit, self._longest, self._stop)
         if self._options.points != "entropy":
-            branches[:] = self._fork_all(branches, sampled)
+            branches[:] = fork_unfinished(
+                branches, self._options, sampled, lambda branch: self._longest - len(branch.token_ids)
+            )
         elif number == 0:
             branches[:] = self._fork_uncertain(branches, sampled)
 
     def _limit(self, number: int, branch: Branch) -> int:
         rest, every_n = self._longest - len(branch.token_ids), self._options.every_n
         return rest if every_n is None or number >= self._options.depth else min(rest, every_n)
-
-    def _fork_all(self, branches: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
-        """Continue each unfinished branch `width` times, within the budget."""
-        unfinished = [branch for branch in branches if branch.is_open]
-        remaining = [self._longest - len(branch.token_ids) for branch in unfinished]
-        counts = iter(self._options.continuations([b.prompt_index for b in unfinished], remaining, sampled))
-        return [
-            one
-            for branch in branches
-            for one in (branch.fork(next(counts), self._options.width) if branch.is_open else [branch])
-        ]
 
     def _fork_uncertain(self, roots: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
         """Fork the finished roots before their most uncertain tokens, within the budget."""
@@ -232,6 +238,27 @@ class BranchLoop:
         for root in roots:
             found += _forks_before(root, sorted(chosen.get(root.stream, ())), self._options)
         return found
+
+
+def fork_unfinished(
+    rollouts: Sequence[F], branching: Branching, sampled: Mapping[int, int], remaining: Callable[[F], int]
+) -> list[F]:
+    """Continue each unfinished rollout `width` times, within the budget.
+
+    Args:
+        rollouts: All rollouts of some groups.
+        branching: Width and budget.
+        sampled: Tokens sampled so far, by group.
+        remaining: Returns the most tokens that an unfinished rollout may still sample.
+    """
+    unfinished = [rollout for rollout in rollouts if rollout.is_open]
+    groups = [rollout.prompt_index for rollout in unfinished]
+    counts = iter(branching.continuations(groups, list(map(remaining, unfinished)), sampled))
+    return [
+        one
+        for rollout in rollouts
+        for one in (rollout.fork(next(counts), branching.width) if rollout.is_open else [rollout])
+    ]
 
 
 def uncertain_places(branch: Branch, count: int) -> list[int]:

@@ -37,14 +37,12 @@ CHAIN = {"cpu": 128, "cuda": 0}
 """Most keys of a chain of several pieces; 0 makes no chains.
 
 Each piece gets a copy of the keys of the pieces above it in its chain; in return, there are fewer calls and partial
-outputs to merge. Measured on CPU (4 query heads and 2 key heads of 64, forward and backward, attention alone): a binary
-tree of depth 8 takes 444 milliseconds with segments of 32 tokens, and 333 with chains; with limits of 96 to 192 keys
-it takes the same within 5 %. On CUDA chains are not measured, so there are none.
+outputs to merge. `python -m benchmarks forests` shows what they gain (docs/performance.md#forests). On CUDA chains are
+not measured, so there are none.
 """
 
 MOST_COPIES = 2
-"""Most keys that a chain copies for a piece, per token of the piece. A tree of depth 5 with 4 children each and
-segments of 16 tokens takes 335 milliseconds with 4, 293 with 2, and 378 without chains."""
+"""Most keys that a chain copies for a piece, per token of the piece."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Chain:
 
     Attributes:
         keys: Tokens of these ancestors and of the piece, in order.
-        parent: The piece above the first of them, with a chain of its own; None for a root.
+        parent: The piece directly above the first of these tokens, where another chain ends; None for a root.
         depth: Number of chains above.
     """
 

@@ -26,7 +26,7 @@ class Branches(NamedTuple):
 
 
 class Forest(NamedTuple):
-    """All trees of a call. A node stands for the state at the end of its segment; the first P are the prompts.
+    """All trees of a call. A node is the state at the end of its segment; the first P are the prompts.
 
     Attributes:
         parent_M: The node that each segment continues; a prompt is its own parent.
