@@ -34,6 +34,8 @@ class RolloutEngine(Protocol):
     - `keeps_caches = True`: it has a method `keep_caches()`, a context manager. In it, a prompt that continues a
       rollout of the previous call is encoded from where that rollout ended (the turns of an episode), or from the last
       whole block of the cache before that.
+    - `updates_in_flight = True`: `update_weights` may be called while other threads are in `generate`; their sequences
+      go on with the new weights or start again, and `Rollout.weight_versions` says which token has which.
     - `max_model_len`, an int: maximum length of prompt plus completion.
     """
 
@@ -90,7 +92,12 @@ class SyncedRolloutEngine(RolloutEngine, SyncedSampler, Protocol):
 
 
 Capability = Literal[
-    "reserves_max_new_tokens", "takes_prompt_indices", "samples_from_copies", "takes_limits", "keeps_caches"
+    "reserves_max_new_tokens",
+    "takes_prompt_indices",
+    "samples_from_copies",
+    "takes_limits",
+    "keeps_caches",
+    "updates_in_flight",
 ]
 
 

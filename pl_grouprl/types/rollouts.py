@@ -72,6 +72,8 @@ class Rollout:
             branching.
         episode: Rollouts of a group with the same value are rows of one episode, see `EpisodeRows`. With None, the
             rollout is a whole episode.
+        weight_versions: Version of the weights that each token was sampled from, as given to the engine's
+            `update_weights`; None if all come from the weights that the engine had when sampling started.
     """
 
     token_ids: list[int]
@@ -92,9 +94,10 @@ class Rollout:
     branch_points: tuple[int, ...] = ()
     branch_path: tuple[int, ...] = ()
     episode: int | str | None = None
+    weight_versions: list[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "loss_mask", "token_rewards"):
+        for name in ("logprobs", "loss_mask", "token_rewards", "weight_versions"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(
