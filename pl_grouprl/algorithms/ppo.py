@@ -269,7 +269,7 @@ class PPO(RLModule):
         if self.whiten_advantages:
             whitened_BT = mask_BT if estimate.advantage_mask is None else estimate.advantage_mask
             advantages_BT = masked_whiten(advantages_BT, whitened_BT, reduce=reduce)
-        weights_B = episode_leaf_weights(buffer.groups, mask_BT, reduce)
+        weights_B = episode_leaf_weights(buffer.groups, mask_BT, self.device)
         buffer.put("advantages", from_rows(advantages_BT * weights_B[:, None], lengths_B))
         explained = explained_variance(
             values_N,

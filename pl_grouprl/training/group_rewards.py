@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.advantages import AdvantageEstimator, Branches, leaf_weights
-from pl_grouprl.functional.masked import Reduce
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
-from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
+from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks, reduce_over_ranks
 
 
 @dataclass(frozen=True)
@@ -168,11 +167,12 @@ def token_advantages(
         Advantages, shape [N].
 
     Raises:
-        ValueError: If the estimator takes one reward per rollout, and a rollout on any rank has rewards per token.
+        ValueError: If the estimator takes one reward per rollout, and a rollout on any rank has rewards per token, or
+            if the paths of this rank's branches contradict their tokens (on other ranks: RuntimeError).
     """
     lengths_B = buffer.episode_lengths
     mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
-    ids_B, branches = _group_ids(groups), _branches(groups)
+    ids_B, branches = _group_ids(groups), _branches(groups, device)
     reduce = partial(reduce_over_ranks, device=device)
     episodes = [episode for group in groups for episode in group.episodes]
     if estimator.takes_token_rewards:
@@ -189,9 +189,10 @@ def token_advantages(
     return from_rows(advantages_BT, lengths_B)
 
 
-def episode_leaf_weights(groups: Sequence[RolloutGroup], mask_BT: Tensor, reduce: Reduce) -> Tensor:
-    """`leaf_weights` of the groups' episodes, shape [B], float32. Collective."""
-    return leaf_weights(_group_ids(groups), mask_BT, _branches(groups), reduce=reduce).float()
+def episode_leaf_weights(groups: Sequence[RolloutGroup], mask_BT: Tensor, device: torch.device) -> Tensor:
+    """`leaf_weights` of the groups' episodes, shape [B], float32. Collective, on the given device."""
+    reduce = partial(reduce_over_ranks, device=device)
+    return leaf_weights(_group_ids(groups), mask_BT, _branches(groups, device), reduce=reduce).float()
 
 
 def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
@@ -199,17 +200,22 @@ def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
     return torch.arange(len(sizes)).repeat_interleave(sizes)
 
 
-def _branches(groups: Sequence[RolloutGroup]) -> Branches:
+def _branches(groups: Sequence[RolloutGroup], device: torch.device) -> Branches:
+    """Where the groups' episodes branch. Collective: paths that cannot be are refused on all ranks."""
+    raise_on_all_ranks(partial(_check_branches, groups), device)
+    last_rows = [episode.last for group in groups for episode in group.episodes]
+    return Branches([row.branch_points for row in last_rows], [row.branch_path for row in last_rows])
+
+
+def _check_branches(groups: Sequence[RolloutGroup]) -> None:
     for group in groups:
         _check_shared_segments(group.rollouts)
-    episodes = [episode for group in groups for episode in group.episodes]
-    for episode in episodes:
+    for episode in (episode for group in groups for episode in group.episodes):
         if len(episode.rows) > 1 and any(row.branch_path for row in episode.rows):
             raise ValueError(
                 f"Episode {episode.last.episode!r} has {len(episode.rows)} rows and a branch_path, but branch_points "
                 "are indices into a single row; leave Rollout.branch_path and branch_points of such rows empty."
             )
-    return Branches([one.last.branch_points for one in episodes], [one.last.branch_path for one in episodes])
 
 
 def _check_shared_segments(rollouts: Sequence[Rollout]) -> None:

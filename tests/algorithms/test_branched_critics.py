@@ -58,4 +58,6 @@ def test_paths_that_share_no_tokens_are_refused():
     with pytest.raises(
         ValueError, match=r"share the first numbers of branch_path, \(0,\), but not the tokens from 0 to 2"
     ):
-        episode_leaf_weights([RolloutGroup([1], rollouts)], torch.ones(2, 3, dtype=torch.bool), reduce=None)
+        episode_leaf_weights(
+            [RolloutGroup([1], rollouts)], torch.ones(2, 3, dtype=torch.bool), device=torch.device("cpu")
+        )
