@@ -6,7 +6,7 @@ Legend: B rollouts, N response tokens of all rollouts, concatenated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class RowOptions:
         sequence_ranks: Number of those ranks.
         share_across_groups: Whether prompts share their beginning; see `packing.pack`.
         min_saved_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+        whole_episodes: Whether all rows of an episode must be in one micro-batch. Not compared, because
+            the layout of a row does not depend on it.
     """
 
     sharing: Sharing
@@ -40,6 +42,12 @@ class RowOptions:
     sequence_ranks: int = 1
     share_across_groups: bool = False
     min_saved_tokens: int | None = MIN_SAVED_TOKENS
+    whole_episodes: bool = field(default=False, compare=False)
+
+    @property
+    def tokens_per_row(self) -> int | None:
+        """Most tokens of a row, on all ranks that split it; None is no limit."""
+        return None if self.max_tokens is None else self.max_tokens * self.sequence_ranks
 
 
 @dataclass(frozen=True)
