@@ -1,6 +1,6 @@
 """One forward and backward of an update: rollouts laid out for the decoder, with their per-token quantities.
 
-Legend: B rollouts, N response tokens of all rollouts, concatenated.
+Legend: B rollouts, E episodes, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class MicroBatch:
         index_N, num_rollouts = self.scoring.rollout_index_N, self.scoring.num_rollouts
         sizes = torch.tensor([len(episode.rows) for group in self.groups for episode in group.episodes])
         if len(sizes) < num_rollouts:
-            index_B = torch.arange(len(sizes)).repeat_interleave(sizes)
-            index_N, num_rollouts = index_B.to(index_N.device)[index_N], len(sizes)
+            index_E = torch.arange(len(sizes)).repeat_interleave(sizes)
+            index_N, num_rollouts = index_E.to(index_N.device)[index_N], len(sizes)
         return {"rollout_index_N": index_N, "num_rollouts": num_rollouts}
 
     def repack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:

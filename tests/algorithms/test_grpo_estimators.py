@@ -292,7 +292,7 @@ def test_compute_advantages_by_itself(step):
 def test_branched_rollouts(step, name):
     buffer = step(BranchingEngine(Engine()), advantage_estimator=name, loss_agg_mode="seq-mean-token-sum").last_rollouts
     rollouts = rollouts_of(buffer)
-    branches = functions.Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
+    branches = functions.BranchPaths([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
     mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
     estimator = functions.make_advantage_estimator(name)
     expected_BT = estimator(rewards_of(buffer), group_ids_of(buffer), mask=mask_BT, branches=branches)

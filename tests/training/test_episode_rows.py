@@ -71,7 +71,7 @@ def test_rewards_and_masks_are_those_of_one_sequence(seed):
     whole, cut = gather_rewards(groups, run), gather_rewards(rows, run)
     for name in ("outcomes", "step_rewards_N"):
         torch.testing.assert_close(getattr(cut, name), getattr(whole, name), equal_nan=True, rtol=0, atol=1e-6)
-    for name in ("group_ids_B", "lengths_B", "sampled_B"):
+    for name in ("group_ids_E", "lengths_E", "sampled_E"):
         assert torch.equal(getattr(cut, name), getattr(whole, name))
     assert len(cut.of_own_rollouts(cut.outcomes)) == sum(len(group.rollouts) for group in rows)
     buffers = [RolloutBuffer(own, mask_truncated=True) for own in (groups, rows)]
