@@ -1,13 +1,13 @@
 """Branched episodes with `tree` against independent ones with `grpo`, at about as many sampled tokens per step.
 
-    python -m benchmarks branching --output runs/branching                 # 3 seeds of each
+    python -m benchmarks branching --output runs/branching                 # 3 seeds of each; continues if killed
     python -m benchmarks branching --output runs/branching --seeds 0       # one seed; a later call adds the others
 
 `gradients`: optimizer steps with a learning rate of 0, so that all of them see the base policy. *Noise* is the trace of
 the covariance of their gradients over the squared norm of the mean, both estimated without bias; like all that follows
 from new prompts and rollouts, it falls in proportion to the tokens of a step. `training`: validation against sampled
 tokens. Each run is `python cli.py fit --config grpo_tree.yaml` with the options of `ARMS`. Its result is a file in the
-folder OUTPUT, and is read if it exists; OUTPUT.json and OUTPUT.png have all of them.
+folder OUTPUT, and is read if it exists; OUTPUT.json and OUTPUT.png have all of them, each run with its own conditions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.figure import draw_branching
+from benchmarks.measure import Conditions
 from benchmarks.options import add_common, begin_on, positive, write_json
 from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.cli import RLCLI
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if options.output is None:
         parser.error("--output is missing; pass a path such as runs/branching.")
+    if options.clock != "wall":
+        parser.error(f"--clock is {options.clock}, but a run measures its steps in wall time; leave it out.")
     conditions = begin_on("cpu", options)
     runs = [run_or_read(*chosen, options) for chosen in itertools.product(options.parts, options.seeds, options.arms)]
     rows = [own for part in options.parts for own in TABLES[part]([run for run in runs if run["part"] == part])]
@@ -78,7 +82,9 @@ def run_or_read(part: str, seed: int, arm: str, options: argparse.Namespace) -> 
         if run["told"] != told:
             raise SystemExit(f"{file} is from a run with other options; remove it.")
         return run
-    run = {"part": part, "arm": arm, "seed": seed, "told": told, **PARTS[part](arm, seed, options)}
+    conditions = asdict(Conditions.here("cpu", options.clock))
+    run = {"part": part, "arm": arm, "seed": seed, "told": told, "conditions": conditions}
+    run |= PARTS[part](arm, seed, options)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(run) + "\n", encoding="utf-8")
     return run
@@ -95,11 +101,17 @@ def measure_training(arm: str, seed: int, options: argparse.Namespace) -> dict[s
 
 
 def measure_gradients(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Noise of the gradients of a fixed policy, and sampled tokens per step."""
+    """Noise of the gradients of a fixed policy, and sampled tokens per step.
+
+    Raises:
+        SystemExit: If all gradients are 0.
+    """
     still = {"model": {"init_args": {"optimizer": {"learning_rate": 0.0}}}}
     recorder = Recorder(keep_gradients=True)
     fit(arm, seed, {"trainer": {"max_steps": options.gradients, "limit_val_batches": 0}, **still}, recorder, options)
     gradients_KD = torch.stack(recorder.gradients).double()
+    if not gradients_KD.any():
+        raise SystemExit("all gradients are 0, because the rewards of each group are equal; take another --config.")
     noise, error = noise_with_error(gradients_KD @ gradients_KD.T)
     return {"tokens": statistics.fmean(recorder.sampled), "noise": noise, "error": error}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.options import positive, write_json
-from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS, Branches
+from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS, BranchPaths
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.types import Rollout
 
@@ -157,7 +157,7 @@ def estimates(policy: TabularPolicy, groups: Sequence[Sequence[Rollout]], estima
     ids_B = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups]))
     rewards_B = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
     mask_BT = to_rows(torch.ones(int(lengths_B.sum()), dtype=torch.bool), lengths_B)
-    branches = Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
+    branches = BranchPaths([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
     entry = ADVANTAGE_ESTIMATORS[estimator].with_options(options)
     advantages = entry(rewards_B, ids_B, lengths=lengths_B, mask=mask_BT, branches=branches)
     advantages_BT = advantages if advantages.dim() == 2 else advantages[:, None].expand(mask_BT.shape)

@@ -1,6 +1,7 @@
 """A module imports only from the layers above its own; see CONTRIBUTING.md."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pl_grouprl
@@ -69,6 +70,19 @@ def test_imports_point_to_layers_above():
             if other != own and LAYER_OF[other] >= LAYER_OF[own]:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {other}")
     assert wrong == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Neither for types nor inside functions; packages, which only re-export, are left out."""
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    graph = {}
+    for name, path in files.items():
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        found = {
+            full for node in imports for alias in node.names for full in (node.module, f"{node.module}.{alias.name}")
+        }
+        graph[name] = found & files.keys()
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_importing_the_package_loads_nothing_heavy():

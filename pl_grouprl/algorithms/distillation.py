@@ -1,6 +1,6 @@
 """On-policy distillation: a student samples, a teacher scores every token.
 
-Legend: N response tokens of all rollouts, concatenated.
+Legend: E episodes, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class Distillation(GRPO):
         """The teacher's advantages, shape [N]; adds its metrics to the buffer."""
         old_N, teacher_N, mask_N = (buffer.joined(name) for name in ("old_logprobs", "teacher_logprobs", "loss_mask"))
         buffer.metrics |= self._teacher_metrics(old_N, teacher_N, mask_N)
-        lengths_B = buffer.episode_lengths
-        rows = (to_rows(values_N, lengths_B) for values_N in (old_N, teacher_N, mask_N))
-        return from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_B)
+        lengths_E = buffer.episode_lengths
+        rows = (to_rows(values_N, lengths_E) for values_N in (old_N, teacher_N, mask_N))
+        return from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_E)
 
     def _teacher_metrics(self, old_N: Tensor, teacher_N: Tensor, mask_N: Tensor) -> dict[str, float]:
         """Means over the trained tokens of all ranks. Collective."""

@@ -1,6 +1,7 @@
 """GROUP PPO: PPO with responses split into token groups, each with one advantage.
 
-Legend: B rollouts, T length of the longest one, N response tokens of all rollouts, concatenated, S sketch size.
+Legend: B rollouts, E episodes (the rows of one counted once), T length of the longest row, N response tokens of all
+rollouts, concatenated, S sketch size.
 """
 
 from __future__ import annotations
@@ -153,11 +154,11 @@ class GroupPPO(PPO):
     def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
         """Split each response into token groups, and estimate one advantage for each."""
         assert scores is not None
-        signal_BT, norms = self._signal(rows), self._score_norms(buffer, scores)
-        total, count = reduce_over_ranks(signal_sums(signal_BT, norms, rows.mask), self.device).tolist()
+        signal_ET, norms = self._signal(rows), self._score_norms(buffer, scores)
+        total, count = reduce_over_ranks(signal_sums(signal_ET, norms, rows.mask), self.device).tolist()
         threshold = self.threshold_controller.threshold
         groups = find_token_groups(
-            signal_BT,
+            signal_ET,
             norms,
             rows.mask,
             threshold=threshold,
@@ -184,16 +185,16 @@ class GroupPPO(PPO):
         value_mask = groups.starts if self.critic_positions == "starts" else rows.mask
         return Estimate(advantages, returns, value_mask, groups.ends if self.advantage_mode == "endpoint" else None)
 
-    def _forced_ends(self, mask_BT: Tensor, buffer: RolloutBuffer) -> Tensor | None:
+    def _forced_ends(self, mask_ET: Tensor, buffer: RolloutBuffer) -> Tensor | None:
         """Where a group must end: at turn ends if asked for, and at the end of each row of an episode."""
-        ends_BT = _turn_ends(mask_BT) if self.boundary_at_turn_ends else None
+        ends_ET = _turn_ends(mask_ET) if self.boundary_at_turn_ends else None
         lengths, of_rows = buffer.episode_lengths, buffer.rollout_lengths
         if len(lengths) == len(of_rows):
-            return ends_BT
-        mask_RT = to_rows(buffer.joined("loss_mask"), of_rows)
-        is_last_RT = mask_RT & (mask_RT.flip(1).cumsum(1).flip(1) == 1)
-        row_ends_BT = to_rows(from_rows(is_last_RT, of_rows), lengths)
-        return row_ends_BT if ends_BT is None else ends_BT | row_ends_BT
+            return ends_ET
+        mask_BT = to_rows(buffer.joined("loss_mask"), of_rows)
+        is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
+        row_ends_ET = to_rows(from_rows(is_last_BT, of_rows), lengths)
+        return row_ends_ET if ends_ET is None else ends_ET | row_ends_ET
 
     def _signal(self, rows: CriticRows) -> Tensor:
         bootstrap = rows.bootstrap_value
@@ -204,21 +205,21 @@ class GroupPPO(PPO):
         )[0]
 
     def _score_norms(self, buffer: RolloutBuffer, scores: TokenScores) -> Tensor:
-        """Squared norm [B, T] or sketch [B, T, S] of each token's score, on the CPU."""
-        lengths_B = buffer.episode_lengths
+        """Squared norm [E, T] or sketch [E, T, S] of each token's score, on the CPU."""
+        lengths_E = buffer.episode_lengths
         if self.score_norm == "logit":
             assert scores.score_norm_N is not None
-            return to_rows(scores.score_norm_N.cpu(), lengths_B)
+            return to_rows(scores.score_norm_N.cpu(), lengths_E)
         if self.score_norm == "sketch":
             assert scores.sketch_NS is not None
-            return to_rows(scores.sketch_NS.cpu(), lengths_B)
+            return to_rows(scores.sketch_NS.cpu(), lengths_E)
         if "rollout_logprobs" not in buffer.tokens:
             raise ValueError(
                 f"score_norm is 'log_ratio', but {type(self.engine).__name__} reports no log-probabilities; use "
                 "'logit' or 'sketch'."
             )
-        policy, sampler = (to_rows(buffer.joined(name), lengths_B) for name in ("old_logprobs", "rollout_logprobs"))
-        mask = to_rows(buffer.joined("loss_mask"), lengths_B)
+        policy, sampler = (to_rows(buffer.joined(name), lengths_E) for name in ("old_logprobs", "rollout_logprobs"))
+        mask = to_rows(buffer.joined("loss_mask"), lengths_E)
         # A rounding difference is no change of the policy.
         policy = torch.where((policy - sampler).abs() < _ROUNDING, sampler, policy)
         differs = (policy != sampler) & mask
@@ -251,9 +252,9 @@ class GroupPPO(PPO):
 
     @staticmethod
     def _rebuild_groups(buffer: RolloutBuffer) -> TokenGroups:
-        lengths_B = buffer.episode_lengths
+        lengths_E = buffer.episode_lengths
         names = ("group_starts", "group_causes", "loss_mask")
-        starts, causes, mask = (to_rows(buffer.joined(name), lengths_B) for name in names)
+        starts, causes, mask = (to_rows(buffer.joined(name), lengths_E) for name in names)
         index = (starts.cumsum(dim=1) - 1).masked_fill(~mask, -1)
         return TokenGroups(starts, causes > 0, index, causes)
 
@@ -276,7 +277,7 @@ class GroupPPO(PPO):
         return super().saved_state() | {"threshold_controller": self.threshold_controller}
 
 
-def _turn_ends(mask_BT: Tensor) -> Tensor:
-    """The last trained token before each gap of the mask, bool, shape [B, T]."""
-    after_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
-    return mask_BT & ~after_BT
+def _turn_ends(mask_ET: Tensor) -> Tensor:
+    """The last trained token before each gap of the mask, bool, shape [E, T]."""
+    after_ET = torch.nn.functional.pad(mask_ET[:, 1:], (0, 1))
+    return mask_ET & ~after_ET

@@ -1,6 +1,6 @@
 """GRPO and its relatives: critic-free policy gradients whose baseline is the group of rollouts of a prompt.
 
-Legend: B rollouts, N response tokens of all rollouts, concatenated.
+Legend: B rollouts, E episodes (the rows of one counted once), N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -160,19 +160,19 @@ class GRPO(RLModule):
         rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
         if rewards.step_rewards_N is not None and (reason := _why_no_token_rewards(self)):
             raise ValueError(reason)
-        extras: dict[str, Any] = {"lengths": rewards.sampled_B, "greedy_rewards": rewards.greedy}
+        extras: dict[str, Any] = {"lengths": rewards.sampled_E, "greedy_rewards": rewards.greedy}
         if by_function:
             extras |= {"estimator": estimator, "aggregation": self.multi_objective_aggregation}
             weights = [function.weight for function in functions]
-            advantages_B = multi_reward_advantages(rewards.outcomes, weights, rewards.group_ids_B, **extras)
+            advantages_E = multi_reward_advantages(rewards.outcomes, weights, rewards.group_ids_E, **extras)
         else:
-            advantages_B = estimator(rewards.outcomes, rewards.group_ids_B, **extras)
+            advantages_E = estimator(rewards.outcomes, rewards.group_ids_E, **extras)
         if rewards.step_rewards_N is None or not has_token_rewards(groups):
-            return rewards.of_own_rollouts(advantages_B)
+            return rewards.of_own_rollouts(advantages_E)
         process_N = process_supervision_advantages(
-            rewards.step_rewards_N, rewards.lengths_B, rewards.group_ids_B, estimator=estimator
+            rewards.step_rewards_N, rewards.lengths_E, rewards.group_ids_E, estimator=estimator
         )
-        return (process_N + advantages_B.repeat_interleave(rewards.lengths_B))[rewards.own_N]
+        return (process_N + advantages_E.repeat_interleave(rewards.lengths_E))[rewards.own_N]
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides the advantages."""

@@ -380,6 +380,7 @@ class RLModule(pl.LightningModule, ABC):
             sequence_parallel_size,
             share_across_groups=share_across_groups,
             min_saved_tokens=get_backend(attention_backend, "attention_backend").min_saved_tokens,
+            whole_episodes=partial(_needs_whole_episodes, self),
         )
         self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:
@@ -410,7 +411,6 @@ class RLModule(pl.LightningModule, ABC):
             by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
-            whole_episodes=partial(_needs_whole_episodes, self),
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._reward_metrics: dict[str, float] = {}  # of the validation batch

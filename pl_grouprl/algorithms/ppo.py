@@ -1,7 +1,7 @@
 """PPO with a critic that reads the same packed shared-prefix rows as the policy.
 
-Legend: B rollouts, T length of the longest one, N response tokens of all rollouts, concatenated, K those of them
-where the critic is trained.
+Legend: B rollouts, E episodes (the rows of one counted once), T length of the longest row, N response tokens of all
+rollouts, concatenated, K those of them where the critic is trained.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class CriticRows(NamedTuple):
     """Inputs of advantage estimation, one row per rollout. The rows of an episode are joined into one.
 
     Attributes:
-        rewards: Reward of each token, with the KL penalty if it is part of the reward, shape [B, T].
-        values: V_t, the critic's value before token t is sampled, shape [B, T].
-        mask: Trained tokens, bool, shape [B, T].
-        bootstrap_value: Value after the last token, shape [B]; 0 if the response ended by itself.
-        lam: lambda of the advantages, one number, or one per rollout, shape [B].
+        rewards: Reward of each token, with the KL penalty if it is part of the reward, shape [E, T].
+        values: V_t, the critic's value before token t is sampled, shape [E, T].
+        mask: Trained tokens, bool, shape [E, T].
+        bootstrap_value: Value after the last token, shape [E]; 0 if the response ended by itself.
+        lam: lambda of the advantages, one number, or one per episode, shape [E].
     """
 
     rewards: Tensor
@@ -59,7 +59,7 @@ class CriticRows(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Advantages and what the critic learns, each of shape [B, T] or [N].
+    """Advantages and what the critic learns, each of shape [E, T] or [N].
 
     Attributes:
         advantages: Not yet whitened.
@@ -168,7 +168,7 @@ class PPO(RLModule):
         self.critic_warmup_steps = critic_warmup_steps
         self.bootstrap_truncated = bootstrap_truncated
         self.critic: Critic | None = None
-        self._bootstrap_B: Tensor | None = None  # between scoring and targets
+        self._bootstrap_E: Tensor | None = None  # between scoring and targets
 
     # Models and optimizer.
 
@@ -247,30 +247,30 @@ class PPO(RLModule):
         """Add the critic's values."""
         scores = super().score_rollouts_before_update(buffer)
         with self.timer.part("values"):
-            values_N, self._bootstrap_B = self.value_rollouts(buffer)
+            values_N, self._bootstrap_E = self.value_rollouts(buffer)
         buffer.put("values", values_N)
         return scores
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Put advantages, returns, and where the critic is trained into the buffer."""
-        lengths_B = buffer.episode_lengths
-        values_N, bootstrap_B = buffer.joined("values"), self._bootstrap_B
-        assert bootstrap_B is not None
-        self._bootstrap_B = None
-        mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
-        lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_BT.sum(1), self.lam_alpha)
-        rewards_BT = to_rows(buffer.joined("token_rewards"), lengths_B)
-        rows = CriticRows(rewards_BT, to_rows(values_N, lengths_B), mask_BT, bootstrap_B, lam)
-        estimate = self._checked(self.estimate(rows, buffer, scores), mask_BT.shape, lengths_B)
+        lengths_E = buffer.episode_lengths
+        values_N, bootstrap_E = buffer.joined("values"), self._bootstrap_E
+        assert bootstrap_E is not None
+        self._bootstrap_E = None
+        mask_ET = to_rows(buffer.joined("loss_mask"), lengths_E)
+        lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_ET.sum(1), self.lam_alpha)
+        rewards_ET = to_rows(buffer.joined("token_rewards"), lengths_E)
+        rows = CriticRows(rewards_ET, to_rows(values_N, lengths_E), mask_ET, bootstrap_E, lam)
+        estimate = self._checked(self.estimate(rows, buffer, scores), mask_ET.shape, lengths_E)
         reduce = partial(reduce_over_ranks, device=self.device)
-        buffer.put("returns", from_rows(estimate.returns, lengths_B))
-        buffer.put("value_mask", from_rows(estimate.value_mask, lengths_B))
-        advantages_BT = estimate.advantages
+        buffer.put("returns", from_rows(estimate.returns, lengths_E))
+        buffer.put("value_mask", from_rows(estimate.value_mask, lengths_E))
+        advantages_ET = estimate.advantages
         if self.whiten_advantages:
-            whitened_BT = mask_BT if estimate.advantage_mask is None else estimate.advantage_mask
-            advantages_BT = masked_whiten(advantages_BT, whitened_BT, reduce=reduce)
-        weights_B = episode_leaf_weights(buffer.groups, mask_BT, reduce)
-        buffer.put("advantages", from_rows(advantages_BT * weights_B[:, None], lengths_B))
+            whitened_ET = mask_ET if estimate.advantage_mask is None else estimate.advantage_mask
+            advantages_ET = masked_whiten(advantages_ET, whitened_ET, reduce=reduce)
+        weights_E = episode_leaf_weights(buffer.groups, mask_ET, self.device)
+        buffer.put("advantages", from_rows(advantages_ET * weights_E[:, None], lengths_E))
         explained = explained_variance(
             values_N,
             buffer.joined("returns"),
@@ -279,28 +279,28 @@ class PPO(RLModule):
         )
         buffer.metrics["value/explained_variance"] = float(explained)
 
-    def _checked(self, estimate: Any, shape: Sequence[int], lengths_B: Tensor) -> Estimate:
+    def _checked(self, estimate: Any, shape: Sequence[int], lengths_E: Tensor) -> Estimate:
         """Check what a subclass's `estimate` returned, and bring it into rows."""
         where = f"{type(self).__name__}.estimate"
         if not isinstance(estimate, Estimate):
             raise TypeError(f"{where} returned a {type(estimate).__name__}; expected an Estimate.")
         shapes = (
             (shape, "[rollouts, tokens of the longest]"),
-            ((int(lengths_B.sum()),), "one number per response token"),
+            ((int(lengths_E.sum()),), "one number per response token"),
         )
 
         def rows(name: str, *, boolean: bool = False) -> Tensor:
             value = checked_tensor(getattr(estimate, name), f"{where}: {name}", *shapes, boolean=boolean)
-            return value if value.dim() == 2 else to_rows(value, lengths_B)
+            return value if value.dim() == 2 else to_rows(value, lengths_E)
 
-        mask_BT = None if estimate.advantage_mask is None else rows("advantage_mask", boolean=True)
-        return Estimate(rows("advantages"), rows("returns"), rows("value_mask", boolean=True), mask_BT)
+        mask_ET = None if estimate.advantage_mask is None else rows("advantage_mask", boolean=True)
+        return Estimate(rows("advantages"), rows("returns"), rows("value_mask", boolean=True), mask_ET)
 
     def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
         """Value of each state of the rollouts, without gradient, on the CPU.
 
         Returns:
-            V before each token, shape [N], and V after the last token of truncated episodes, shape [B]; 0 for the
+            V before each token, shape [N], and V after the last token of truncated episodes, shape [E]; 0 for the
             others, and without `bootstrap_truncated`.
         """
         critic = self._critic
@@ -314,8 +314,8 @@ class PPO(RLModule):
         episodes = [episode for group in buffer.groups for episode in group.episodes]
         last_rows = torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long).cumsum(0) - 1
         truncated = [episode.last.finish_reason == "length" for episode in episodes]
-        bootstrapped_B = torch.tensor(truncated) & self.bootstrap_truncated
-        return values_N, last_B[last_rows].masked_fill(~bootstrapped_B, 0)
+        bootstrapped_E = torch.tensor(truncated) & self.bootstrap_truncated
+        return values_N, last_B[last_rows].masked_fill(~bootstrapped_E, 0)
 
     def rollout_options(self) -> dict[str, Any]:
         """Add what decides advantages and targets."""

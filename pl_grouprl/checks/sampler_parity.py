@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pl_grouprl.types import RolloutGroup, SamplingConfig
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.tolerances import compare
 
 _ROLLOUTS = 8
@@ -58,10 +58,15 @@ def mean_difference(expected: Sequence[Tensor], group: RolloutGroup, sampling: S
 
 
 def _longest(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
-    """The group with the longest sequence, with a few of its rollouts; None if there is nothing to compare."""
-    candidates = [
-        RolloutGroup(group.prompt_ids, scored[:_ROLLOUTS], media=group.media)
-        for group in groups
-        if (scored := [r for r in group.rollouts if r.num_sampled_tokens and r.logprobs is not None])
-    ]
-    return max(candidates, key=lambda group: len(group.prompt_ids) + len(group.rollouts[0].token_ids), default=None)
+    """The group with the longest sequence, with its longest rollouts; None if there is nothing to compare."""
+    candidates = []
+    for group in groups:
+        scored = [r for r in group.rollouts if r.num_sampled_tokens and r.logprobs is not None]
+        longest = sorted(scored, key=_num_tokens, reverse=True)[:_ROLLOUTS]
+        if longest:
+            candidates.append(RolloutGroup(group.prompt_ids, longest, media=group.media))
+    return max(candidates, key=lambda group: len(group.prompt_ids) + _num_tokens(group.rollouts[0]), default=None)
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    return len(rollout.token_ids)

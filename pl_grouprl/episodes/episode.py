@@ -30,7 +30,7 @@ class Episode:
 
     Attributes:
         prompt_index: Index of its prompt in the batch of all ranks.
-        stream: Identifies its random numbers; see `Unfinished`.
+        stream: Identifies its random numbers; see `PartialRollout`.
         session: Its tools and environment.
         prompt_ids: The prompt as this rollout reads it, with the environment's observation.
         prompt: The prompt as messages; None if it is the dataset's, without an observation.

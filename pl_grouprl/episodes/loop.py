@@ -69,7 +69,9 @@ class EpisodeLoop:
         episodes: list[Episode] = []
 
         def begin() -> None:
-            episodes.extend(self._begin(prompts, prompt_indices, num_generations))
+            episodes.extend(self._begin(prompts, prompt_indices, num_generations))  # from here on they are released
+            for number, episode in enumerate(episodes):
+                self._read_prompt(prompts[number // num_generations], episode)
             if branching is not None:
                 for episode in episodes:
                     episode.path = (episode.stream % num_generations,)
@@ -89,7 +91,7 @@ class EpisodeLoop:
         rows = [row_of(prompt) for prompt in prompts for _ in range(num_generations)]
         sessions = iter(self.runner.begin(rows))
         return [
-            self._read_prompt(prompt, Episode(index, stream, next(sessions), prompt.token_ids, media=prompt.media))
+            Episode(index, stream, next(sessions), prompt.token_ids, media=prompt.media)
             for prompt, index in zip(prompts, prompt_indices, strict=True)
             for stream in range(index * num_generations, (index + 1) * num_generations)
         ]
@@ -106,7 +108,7 @@ class EpisodeLoop:
             sampler.raise_together(partial(self._advance, sampler, turn, episodes, max_new_tokens, branching))
             turn += 1
 
-    def _read_prompt(self, prompt: Prompt, episode: Episode) -> Episode:
+    def _read_prompt(self, prompt: Prompt, episode: Episode) -> None:
         """Encode the prompt of an episode, if its session or the chat format changes it."""
         observation, messages = episode.session.observation, prompt.prompt
         if observation is not None:
@@ -116,7 +118,6 @@ class EpisodeLoop:
             episode.prompt_ids = self._chat.encode_prompt(messages, self.runner.schemas(episode.session.kind))
         if self._may_rewrite:
             episode.opening = self._check_rewritable(prompt, messages)
-        return episode
 
     @staticmethod
     def _check_rewritable(prompt: Prompt, messages: str | Messages) -> Messages:

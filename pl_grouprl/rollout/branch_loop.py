@@ -18,8 +18,8 @@ from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.types import FinishReason, Media, Prompt, Rollout
 
 
-class Unfinished(Protocol):
-    """A rollout that is sampled in several rounds."""
+class PartialRollout(Protocol):
+    """A rollout in progress, sampled in several rounds: an `Episode` or a `BranchingCompletion`."""
 
     @property
     def prompt_index(self) -> int:
@@ -38,11 +38,11 @@ class Unfinished(Protocol):
         ...
 
 
-U = TypeVar("U", bound=Unfinished, contravariant=True)
+U = TypeVar("U", bound=PartialRollout, contravariant=True)
 
 
-class Forking(Unfinished, Protocol):
-    """An unfinished rollout that can branch."""
+class ForkableRollout(PartialRollout, Protocol):
+    """A rollout in progress that can branch."""
 
     @property
     def is_open(self) -> bool:
@@ -53,7 +53,7 @@ class Forking(Unfinished, Protocol):
         ...
 
 
-F = TypeVar("F", bound=Forking)
+F = TypeVar("F", bound=ForkableRollout)
 
 
 class RoundSampler(Protocol[U]):
@@ -76,13 +76,13 @@ class RoundSampler(Protocol[U]):
 
 
 @dataclass
-class Branch:
-    """A rollout in progress: a path from a root of the group's tree towards a leaf.
+class BranchingCompletion:
+    """A completion in progress: a path from a root of the group's tree towards a leaf.
 
     Attributes:
         prompt: Its open prompt.
-        prompt_index: See `Unfinished`.
-        stream: See `Unfinished`.
+        prompt_index: See `PartialRollout`.
+        stream: See `PartialRollout`.
         path: See `Rollout.branch_path`.
         points: See `Rollout.branch_points`.
         token_ids: Tokens so far.
@@ -140,7 +140,7 @@ class Branch:
         self.finish_reason = None if at_branch_point and reason == "length" else reason
         return len(token_ids)
 
-    def fork(self, count: int, width: int) -> list[Branch]:
+    def fork(self, count: int, width: int) -> list[BranchingCompletion]:
         """Its `count` continuations from here on; streams are numbered as if there were `width`."""
         streams = range(self.stream * width, self.stream * width + count)
         if count == 1:
@@ -176,7 +176,7 @@ class BranchLoop:
 
     def run(
         self,
-        sampler: RoundSampler[Branch],
+        sampler: RoundSampler[BranchingCompletion],
         prompts: Sequence[Prompt],
         prompt_indices: Sequence[int],
         num_generations: int,
@@ -193,7 +193,7 @@ class BranchLoop:
             The leaves of each prompt's tree, in the order of their paths.
         """
         branches = [
-            Branch(prompt, index, index * num_generations + number, (number,))
+            BranchingCompletion(prompt, index, index * num_generations + number, (number,))
             for prompt, index in zip(prompts, prompt_indices, strict=True)
             for number in range(num_generations)
         ]
@@ -206,7 +206,11 @@ class BranchLoop:
         return [[b.rollout() for b in sorted(own, key=lambda b: b.path)] for own in leaves.values()]
 
     def _advance(
-        self, sampler: RoundSampler[Branch], number: int, branches: list[Branch], sampled: Counter[int]
+        self,
+        sampler: RoundSampler[BranchingCompletion],
+        number: int,
+        branches: list[BranchingCompletion],
+        sampled: Counter[int],
     ) -> None:
         """Sample the unfinished branches up to their next branch point, and fork them there."""
         unfinished = [branch for branch in branches if branch.is_open]
@@ -220,11 +224,11 @@ class BranchLoop:
         elif number == 0:
             branches[:] = self._fork_uncertain(branches, sampled)
 
-    def _limit(self, number: int, branch: Branch) -> int:
+    def _limit(self, number: int, branch: BranchingCompletion) -> int:
         rest, every_n = self._longest - len(branch.token_ids), self._options.every_n
         return rest if every_n is None or number >= self._options.depth else min(rest, every_n)
 
-    def _fork_uncertain(self, roots: Sequence[Branch], sampled: Counter[int]) -> list[Branch]:
+    def _fork_uncertain(self, roots: Sequence[BranchingCompletion], sampled: Counter[int]) -> list[BranchingCompletion]:
         """Fork the finished roots before their most uncertain tokens, within the budget."""
         points = [(root, place) for root in roots for place in uncertain_places(root, self._options.depth)]
         points.sort(key=lambda point: _logprob(*point))  # stable
@@ -261,7 +265,7 @@ def fork_unfinished(
     ]
 
 
-def uncertain_places(branch: Branch, count: int) -> list[int]:
+def uncertain_places(branch: BranchingCompletion, count: int) -> list[int]:
     """Places of the `count` tokens with the highest -log p; of equal ones, the earlier. Never the first token.
 
     Raises:
@@ -296,12 +300,12 @@ def end_of_stop_string(stop: StopStrings, before: Sequence[int], token_ids: Sequ
     return next((end for end, found in zip(ends, stop.found(tails), strict=True) if found), None)
 
 
-def _logprob(branch: Branch, place: int) -> float:
+def _logprob(branch: BranchingCompletion, place: int) -> float:
     assert branch.logprobs is not None
     return branch.logprobs[place]
 
 
-def _forks_before(root: Branch, places: Sequence[int], options: Branching) -> list[Branch]:
+def _forks_before(root: BranchingCompletion, places: Sequence[int], options: Branching) -> list[BranchingCompletion]:
     """Fork a finished root before some tokens: the root, as continuation 0 everywhere, then the new branches."""
     if not places:
         return [root]

@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class DeepSpeedSupport(StrategySupport):
                 )
         # The module clips by part, and logs the norm.
         strategy.config["gradient_clipping"] = 0.0
-        warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
+        strategy.init_deepspeed = partial(_without_clipping_warning, strategy)
         # Use PyTorch's optimizer even if offloaded, so steps are the same under all strategies.
         strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
         # DeepSpeed only prints speed from it; to infer it, Lightning would build the train loader, even for validation.
@@ -231,6 +232,13 @@ class DeepSpeedSupport(StrategySupport):
         elif optimizer.cpu_offload:
             for accumulated in optimizer.accumulated_grads_in_cpu.values():
                 accumulated.zero_()
+
+
+def _without_clipping_warning(strategy: Any) -> None:
+    """`init_deepspeed` of a strategy, without the warning that modules which clip by themselves do not clip."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
+        type(strategy).init_deepspeed(strategy)
 
 
 class _GroupSteps:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn.functional import pad
 
-from pl_grouprl.rollout.branch_loop import Unfinished
+from pl_grouprl.rollout.branch_loop import PartialRollout
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
 from pl_grouprl.rollout.limits import length_limits
 from pl_grouprl.sync.sampler import SamplerLostError
@@ -58,7 +58,7 @@ class EngineRounds:
         engine: Any = self._engine
         return engine.keep_caches() if declares(engine, "keeps_caches") else nullcontext()
 
-    def sample(self, number: int, rollouts: Sequence[Unfinished], limits: Sequence[int]) -> list[Rollout]:
+    def sample(self, number: int, rollouts: Sequence[PartialRollout], limits: Sequence[int]) -> list[Rollout]:
         """Continue each rollout by at most its limit; in the first round, they come prompt by prompt."""
         count = self._num_generations
         if number == 0 and self._one_prompt:
@@ -73,7 +73,7 @@ class EngineRounds:
         return [_truncate(rollout, limit) for rollout, limit in zip(sampled, limits, strict=True)]
 
     def _generate(
-        self, number: int, rollouts: Sequence[Unfinished], indices: list[int], limits: Sequence[int], count: int
+        self, number: int, rollouts: Sequence[PartialRollout], indices: list[int], limits: Sequence[int], count: int
     ) -> list[list[Rollout]]:
         if not rollouts and not self._is_collective:
             return []

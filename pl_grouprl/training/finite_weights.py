@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -10,14 +10,14 @@ from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.finite import nonfinite_parameters
 from pl_grouprl.utilities.text import first_names
 
-if TYPE_CHECKING:
-    from pl_grouprl.algorithms.module import RLModule
 
-
-def check_weights(module: RLModule) -> None:
+def check_weights(module: Any) -> None:
     """Check every trained weight after an optimizer step. Collective; all ranks fail together.
 
     Norms are cheap but may overflow, so individual weights are inspected only if a norm is not finite.
+
+    Args:
+        module: An `RLModule`.
 
     Raises:
         RuntimeError: Names the parameters and the options that may be the cause.
@@ -37,7 +37,7 @@ def check_weights(module: RLModule) -> None:
         )
 
 
-def _cause(module: RLModule, broken: list[str]) -> str:
+def _cause(module: Any, broken: list[str]) -> str:
     if module.optimization.nonfinite_steps:
         return "The step was skipped, so they were there before it: check the model or checkpoint the run started from."
     parts = module.optimized_parts()

@@ -1,6 +1,6 @@
 """Rewards of groups as tensors, the input of advantage estimators.
 
-Legend: B episodes (rollouts; the rows of one episode count once), F reward functions, N response tokens of all
+Legend: E episodes (rollouts, the rows of one episode counted once), F reward functions, N response tokens of all
 rollouts, concatenated, T length of the longest episode.
 """
 
@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages import AdvantageEstimator, Branches, leaf_weights
-from pl_grouprl.functional.masked import Reduce
+from pl_grouprl.functional.advantages import AdvantageEstimator, BranchPaths, leaf_weights
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
-from pl_grouprl.utilities.distributed import gather_plain, reduce_over_ranks
+from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks, reduce_over_ranks
 
 
 @dataclass(frozen=True)
@@ -30,32 +29,32 @@ class GroupRewards:
     """Rewards of the episodes of all ranks, in rank order. The rows of an episode are one observation.
 
     Attributes:
-        outcomes: Outcome of each episode, shape [B], or its reward from each function, shape [B, F]; NaN if missing.
-        group_ids_B: Group of each episode.
-        lengths_B: Number of response tokens of each episode.
-        sampled_B: Number of those tokens that the model wrote.
+        outcomes: Outcome of each episode, shape [E], or its reward from each function, shape [E, F]; NaN if missing.
+        group_ids_E: Group of each episode.
+        lengths_E: Number of response tokens of each episode.
+        sampled_E: Number of those tokens that the model wrote.
         greedy: Outcome of the greedy rollout of each episode's prompt, shaped like `outcomes`; None without greedy
             rollouts.
         step_rewards_N: Reward of each step at its last token, NaN elsewhere; None if no rollout on any rank has
             `token_rewards`.
-        own_B: This rank's episodes.
+        own_E: This rank's episodes.
         own_N: This rank's tokens.
-        rows_B: Number of rollouts of each of this rank's episodes.
+        rows_E: Number of rollouts of each of this rank's episodes.
     """
 
     outcomes: Tensor
-    group_ids_B: Tensor
-    lengths_B: Tensor
-    sampled_B: Tensor
+    group_ids_E: Tensor
+    lengths_E: Tensor
+    sampled_E: Tensor
     greedy: Tensor | None
     step_rewards_N: Tensor | None
-    own_B: slice
+    own_E: slice
     own_N: slice
-    rows_B: Tensor
+    rows_E: Tensor
 
-    def of_own_rollouts(self, values_B: Tensor) -> Tensor:
+    def of_own_rollouts(self, values_E: Tensor) -> Tensor:
         """Repeat the values of this rank's episodes, one per rollout."""
-        return values_B[self.own_B].repeat_interleave(self.rows_B)
+        return values_E[self.own_E].repeat_interleave(self.rows_E)
 
 
 def gather_rewards(
@@ -94,18 +93,18 @@ def gather_rewards(
     joined = {name: [item for rank in per_rank for item in rank[name]] for name in per_rank[0]}
     sizes, shape = torch.tensor(joined["sizes"]), (-1, len(functions)) if functions else (-1,)
     ends = [(len(rank["lengths"]), sum(rank["lengths"])) for rank in per_rank]
-    first_B, first_N = (sum(counts) for counts in zip((0, 0), *ends[: run.global_rank], strict=True))
-    count_B, count_N = ends[run.global_rank]
+    first_E, first_N = (sum(counts) for counts in zip((0, 0), *ends[: run.global_rank], strict=True))
+    count_E, count_N = ends[run.global_rank]
     return GroupRewards(
         outcomes=torch.tensor(joined["rewards"], dtype=torch.float32).view(shape),
-        group_ids_B=torch.arange(len(sizes)).repeat_interleave(sizes),
-        lengths_B=torch.tensor(joined["lengths"], dtype=torch.long),
-        sampled_B=torch.tensor(joined["sampled"], dtype=torch.long),
+        group_ids_E=torch.arange(len(sizes)).repeat_interleave(sizes),
+        lengths_E=torch.tensor(joined["lengths"], dtype=torch.long),
+        sampled_E=torch.tensor(joined["sampled"], dtype=torch.long),
         greedy=None if greedy is None else torch.tensor(joined["greedy"], dtype=torch.float32).view(shape),
         step_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["per_token"]) else None,
-        own_B=slice(first_B, first_B + count_B),
+        own_E=slice(first_E, first_E + count_E),
         own_N=slice(first_N, first_N + count_N),
-        rows_B=torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long),
+        rows_E=torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long),
     )
 
 
@@ -168,30 +167,32 @@ def token_advantages(
         Advantages, shape [N].
 
     Raises:
-        ValueError: If the estimator takes one reward per rollout, and a rollout on any rank has rewards per token.
+        ValueError: If the estimator takes one reward per rollout, and a rollout on any rank has rewards per token, or
+            if the paths of this rank's branches contradict their tokens (on other ranks: RuntimeError).
     """
-    lengths_B = buffer.episode_lengths
-    mask_BT = to_rows(buffer.joined("loss_mask"), lengths_B)
-    ids_B, branches = _group_ids(groups), _branches(groups)
+    lengths_E = buffer.episode_lengths
+    mask_ET = to_rows(buffer.joined("loss_mask"), lengths_E)
+    ids_E, branches = _group_ids(groups), _branches(groups, device)
     reduce = partial(reduce_over_ranks, device=device)
     episodes = [episode for group in groups for episode in group.episodes]
     if estimator.takes_token_rewards:
-        rewards = to_rows(buffer.joined("token_rewards"), lengths_B)
+        rewards = to_rows(buffer.joined("token_rewards"), lengths_E)
     else:  # not the sums of the buffer's token_rewards, which are 0 for episodes without a trained token
         if any(gather_plain(has_token_rewards(groups), device)):
             raise ValueError(
                 unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
             )
         rewards = torch.tensor([number_or_nan(episode.reward) for episode in episodes]).float()
-    score_norms = None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_B)
+    score_norms = None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_E)
     data: dict[str, Any] = {"branches": branches, "score_norms": score_norms, "reduce": reduce}
-    advantages_BT = estimator(rewards, ids_B, mask=mask_BT, **data)
-    return from_rows(advantages_BT, lengths_B)
+    advantages_ET = estimator(rewards, ids_E, mask=mask_ET, **data)
+    return from_rows(advantages_ET, lengths_E)
 
 
-def episode_leaf_weights(groups: Sequence[RolloutGroup], mask_BT: Tensor, reduce: Reduce) -> Tensor:
-    """`leaf_weights` of the groups' episodes, shape [B], float32. Collective."""
-    return leaf_weights(_group_ids(groups), mask_BT, _branches(groups), reduce=reduce).float()
+def episode_leaf_weights(groups: Sequence[RolloutGroup], mask_ET: Tensor, device: torch.device) -> Tensor:
+    """`leaf_weights` of the groups' episodes, shape [E], float32. Collective, on the given device."""
+    reduce = partial(reduce_over_ranks, device=device)
+    return leaf_weights(_group_ids(groups), mask_ET, _branches(groups, device), reduce=reduce).float()
 
 
 def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
@@ -199,17 +200,22 @@ def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
     return torch.arange(len(sizes)).repeat_interleave(sizes)
 
 
-def _branches(groups: Sequence[RolloutGroup]) -> Branches:
+def _branches(groups: Sequence[RolloutGroup], device: torch.device) -> BranchPaths:
+    """Where the groups' episodes branch. Collective: paths that cannot be are refused on all ranks."""
+    raise_on_all_ranks(partial(_check_branches, groups), device)
+    last_rows = [episode.last for group in groups for episode in group.episodes]
+    return BranchPaths([row.branch_points for row in last_rows], [row.branch_path for row in last_rows])
+
+
+def _check_branches(groups: Sequence[RolloutGroup]) -> None:
     for group in groups:
         _check_shared_segments(group.rollouts)
-    episodes = [episode for group in groups for episode in group.episodes]
-    for episode in episodes:
+    for episode in (episode for group in groups for episode in group.episodes):
         if len(episode.rows) > 1 and any(row.branch_path for row in episode.rows):
             raise ValueError(
                 f"Episode {episode.last.episode!r} has {len(episode.rows)} rows and a branch_path, but branch_points "
                 "are indices into a single row; leave Rollout.branch_path and branch_points of such rows empty."
             )
-    return Branches([one.last.branch_points for one in episodes], [one.last.branch_path for one in episodes])
 
 
 def _check_shared_segments(rollouts: Sequence[Rollout]) -> None:

@@ -1,12 +1,12 @@
 """One forward and backward of an update: rollouts laid out for the decoder, with their per-token quantities.
 
-Legend: B rollouts, N response tokens of all rollouts, concatenated.
+Legend: B rollouts, E episodes, N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class RowOptions:
         sequence_ranks: Number of those ranks.
         share_across_groups: Whether prompts share their beginning; see `packing.pack`.
         min_saved_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+        whole_episodes: Whether all rows of an episode must be in one micro-batch. Not compared, because
+            the layout of a row does not depend on it.
     """
 
     sharing: Sharing
@@ -40,6 +42,12 @@ class RowOptions:
     sequence_ranks: int = 1
     share_across_groups: bool = False
     min_saved_tokens: int | None = MIN_SAVED_TOKENS
+    whole_episodes: bool = field(default=False, compare=False)
+
+    @property
+    def tokens_per_row(self) -> int | None:
+        """Most tokens of a row, on all ranks that split it; None is no limit."""
+        return None if self.max_tokens is None else self.max_tokens * self.sequence_ranks
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,8 @@ class MicroBatch:
         index_N, num_rollouts = self.scoring.rollout_index_N, self.scoring.num_rollouts
         sizes = torch.tensor([len(episode.rows) for group in self.groups for episode in group.episodes])
         if len(sizes) < num_rollouts:
-            index_B = torch.arange(len(sizes)).repeat_interleave(sizes)
-            index_N, num_rollouts = index_B.to(index_N.device)[index_N], len(sizes)
+            index_E = torch.arange(len(sizes)).repeat_interleave(sizes)
+            index_N, num_rollouts = index_E.to(index_N.device)[index_N], len(sizes)
         return {"rollout_index_N": index_N, "num_rollouts": num_rollouts}
 
     def repack(self, groups: Sequence[RolloutGroup]) -> ScoringBatch:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from pl_grouprl.packing import Branch, Sharing, SplitGroup, Trie, build_trie, plan_repeated_rows, plan_rows
+from pl_grouprl.packing import Branch, SplitGroup, Trie, build_trie, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.bins import pack_sizes
-from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
+from pl_grouprl.training.micro_batch import RowOptions
 from pl_grouprl.types import EpisodeRows, RolloutGroup
 
 Part = tuple[int, tuple[int, ...]]
@@ -70,41 +70,31 @@ def _shapes(splits: Iterable[SplitGroup | Branch]) -> tuple[Shape, ...]:
     return tuple(Shape(len(split.slices), _shapes(split.branches)) for split in splits)
 
 
-def plan_micro_batches(
-    groups: Sequence[RolloutGroup],
-    indices: Sequence[int],
-    sharing: Sharing,
-    max_tokens: int | None,
-    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
-    *,
-    whole_episodes: bool = False,
-) -> MicroBatchPlan:
-    """Cut some groups into micro-batches of at most `max_tokens` tokens.
+def plan_micro_batches(groups: Sequence[RolloutGroup], indices: Sequence[int], options: RowOptions) -> MicroBatchPlan:
+    """Cut some groups into micro-batches.
 
     Args:
         groups: All groups of this rank.
         indices: Which of them to plan.
-        sharing: How rows are packed.
-        max_tokens: Most tokens of a row, including prompts, or of a slice, without the path that it continues. None
-            puts all groups into one row.
-        min_saved_tokens: Fewest tokens that a shared segment must save; see `packing.build_trie`.
-        whole_episodes: Whether all rows of an episode must be in one micro-batch. A group whose episodes have several
-            rows is then split into slices only, without branches.
+        options: How they are laid out. The token budget counts prompts in rows; in slices it does not count the path
+            that they continue. With `whole_episodes`, a group whose episodes have several rows is split into slices
+            only, without branches.
 
     Raises:
-        ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds `max_tokens`.
+        ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds the budget.
     """
+    max_tokens, least = options.tokens_per_row, options.min_saved_tokens
     if not indices:
         return MicroBatchPlan(())
     everything = tuple((i, tuple(range(len(groups[i].rollouts)))) for i in indices)
     if max_tokens is None:
         return MicroBatchPlan((everything,))
-    if sharing == "repeated":
-        return MicroBatchPlan(_repeated_rows(groups, indices, max_tokens, whole_episodes))
-    plan = plan_rows([_prompt_and_trie(groups[i], min_saved_tokens) for i in indices], max_tokens)
+    if options.sharing == "repeated":
+        return MicroBatchPlan(_repeated_rows(groups, indices, max_tokens, options.whole_episodes))
+    plan = plan_rows([_prompt_and_trie(groups[i], least) for i in indices], max_tokens)
     splits = [replace(split, group=indices[split.group]) for split in plan.splits]
-    if whole_episodes:
-        splits = [_with_whole_episodes(split, groups[split.group], max_tokens, min_saved_tokens) for split in splits]
+    if options.whole_episodes:
+        splits = [_with_whole_episodes(split, groups[split.group], max_tokens, least) for split in splits]
     # Largest first on every rank, so that few dummies fill the differences.
     return MicroBatchPlan(
         tuple(tuple(everything[group] for group in row) for row in plan.rows),

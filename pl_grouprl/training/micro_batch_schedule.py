@@ -66,7 +66,6 @@ class MicroBatchSchedule:
         indices: Which of its groups to use.
         options: How they are laid out.
         cache: Keeps the last packed row.
-        whole_episodes: Whether all rows of an episode must be in one micro-batch.
 
     Raises:
         ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds the token budget. Other
@@ -79,16 +78,10 @@ class MicroBatchSchedule:
         indices: Sequence[int],
         options: RowOptions,
         cache: PackedRowCache | None = None,
-        *,
-        whole_episodes: bool = False,
     ) -> None:
         self._buffer, self._options = buffer, options
         self._cache = PackedRowCache() if cache is None else cache
-        ranks = options.sequence_ranks
-        limit = None if options.max_tokens is None else options.max_tokens * ranks
-        arguments = buffer.groups, indices, options.sharing, limit, options.min_saved_tokens
-        plan = partial(plan_micro_batches, *arguments, whole_episodes=whole_episodes)
-        self._plan = raise_on_all_ranks(plan, options.device)
+        self._plan = raise_on_all_ranks(partial(plan_micro_batches, buffer.groups, indices, options), options.device)
         per_rank = gather_plain(self._plan.shape.to_plain(), options.device)
         # Always run at least one row: it reaches every parameter.
         self._shape = largest([Shape(1), *map(Shape.from_plain, per_rank)])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -35,6 +36,7 @@ class MicroBatcher:
         sequence_parallel_size: Ranks that share the tokens of each row in updates.
         share_across_groups: Encode the common beginning of prompts once.
         min_saved_tokens: As in `packing.pack`; None if the attention backend runs prompts with rollouts alone.
+        whole_episodes: Returns whether updates need all rows of an episode in one micro-batch.
 
     Raises:
         ValueError: If a number is less than 1, options exclude each other, or padded rows would have to be divided.
@@ -49,6 +51,7 @@ class MicroBatcher:
         *,
         share_across_groups: bool = False,
         min_saved_tokens: int | None = MIN_SAVED_TOKENS,
+        whole_episodes: Callable[[], bool] = lambda: True,
     ) -> None:
         counts = {
             "sequence_parallel_size": sequence_parallel_size,
@@ -65,7 +68,7 @@ class MicroBatcher:
                 "depth; use attention_backend='auto', 'cascade' or 'flex'."
             )
         self.share_across_groups = share_across_groups
-        self._min_saved_tokens = min_saved_tokens
+        self._min_saved_tokens, self._whole_episodes = min_saved_tokens, whole_episodes
         self.cache = PackedRowCache()
         self._sequence_group: Any = None
 
@@ -125,18 +128,16 @@ class MicroBatcher:
             mesh = sequence_mesh(self.sequence_parallel_size, self._run.device.type)
             self._sequence_group = mesh.get_group("sequence")
 
-    def for_update(
-        self, buffer: RolloutBuffer, members: Sequence[int], *, whole_episodes: bool = True
-    ) -> MicroBatchSchedule:
+    def for_update(self, buffer: RolloutBuffer, members: Sequence[int]) -> MicroBatchSchedule:
         """Micro-batches of some groups of a buffer.
 
         Args:
             buffer: The rollouts.
             members: Indices of the groups.
-            whole_episodes: Whether all rows of an episode must be in one micro-batch.
         """
         options = self._options(self.max_tokens, self._sequence_group, self.sequence_parallel_size)
-        return MicroBatchSchedule(buffer, members, options, self.cache, whole_episodes=whole_episodes)
+        options = replace(options, whole_episodes=self._whole_episodes())
+        return MicroBatchSchedule(buffer, members, options, self.cache)
 
     def for_scoring(self, buffer: RolloutBuffer) -> MicroBatchSchedule:
         """Micro-batches of all groups of a buffer.

@@ -34,7 +34,6 @@ class Updater:
         compute_loss: Loss sums of a micro-batch.
         loss_denominators: Their denominators, from per-token quantities alone; see `RLModule`.
         owner: Class that has these methods, for errors.
-        whole_episodes: Returns whether all rows of an episode must be in one micro-batch.
     """
 
     def __init__(
@@ -45,13 +44,11 @@ class Updater:
         compute_loss: ComputeLoss,
         loss_denominators: Denominators,
         owner: str,
-        whole_episodes: Callable[[], bool] = lambda: True,
     ) -> None:
         self._run = run
         self._micro_batcher = micro_batcher
         self._optimization = optimization
         self._compute_loss, self._loss_denominators, self._owner = compute_loss, loss_denominators, owner
-        self._whole_episodes = whole_episodes
 
     def update(
         self, buffer: RolloutBuffer, members: Sequence[int], accumulation: Accumulation
@@ -66,7 +63,7 @@ class Updater:
         Returns:
             The loss of the last micro-batch, to be differentiated by the caller, and the metrics of the update.
         """
-        schedule = self._micro_batcher.for_update(buffer, members, whole_episodes=self._whole_episodes())
+        schedule = self._micro_batcher.for_update(buffer, members)
         if schedule.number > 1:
             self._optimization.add_denominators(self._denominators(buffer, members), self._run.device)
         sums = LossAccumulator()

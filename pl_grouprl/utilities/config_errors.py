@@ -10,12 +10,14 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pydoc import locate
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+from pl_grouprl.utilities.annotations import field_names
 from pl_grouprl.utilities.arguments import config_class, suggestion
 from pl_grouprl.utilities.option_notes import note_on_option, note_on_value
 from pl_grouprl.utilities.option_paths import foreign_path
@@ -51,6 +53,7 @@ _FUNCTION_NOT_IMPORTED = re.compile(r"callable class: (No module named '[\w.]+')
 _NO_SUBCLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
 _NO_GROUP = re.compile(r"Unable to load config \"(.*)\"$")
 _EXPECTED = re.compile(r"- (?:Expected an?|Not a valid subclass of) (.+)$")
+_SUBTYPE = re.compile(r"<class '([\w.]+)'>")
 _GIVEN = re.compile(r"^\s+Given value: ")
 _VALUE = re.compile(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: Namespace\(.*)?$")
 _NO_SOURCE = re.compile(r"- Does not implement protocol (\w+)$")
@@ -129,13 +132,22 @@ def _explain_union(lines: Sequence[str]) -> str | None:
         return None
     names = [name for match in tried if match for name in _type_names(match[1])]
     value = lines[deepest].split(":", 1)[1].strip()
-    return f"{'.'.join(reversed(keys))}: {_not_one_of(value, names, keys[0])}"
+    config = _config_among(lines[:deepest], _indent(lines[deepest]))
+    sentence = _not_one_of(value, names, keys[0]) if config is None else _not_a_config(value, config)
+    return f"{'.'.join(reversed(keys))}: {sentence}"
 
 
 def _tried(lines: Sequence[str], indent: int) -> list[str]:
     """The last list of errors at this indentation, one per type."""
     start = max(number for number, line in enumerate(lines) if line == f"{' ' * indent}Errors:")
     return [line for line in lines[start:] if line.startswith(f"{' ' * indent}  - ")]
+
+
+def _config_among(lines: Sequence[str], indent: int) -> type | None:
+    """The dataclass among the types of the last union at this indentation, if there is one."""
+    types = [line for line in lines if line.startswith(f"{' ' * indent}Subtypes: ")]
+    classes = [locate(name) for name in _SUBTYPE.findall(types[-1])]
+    return next((cls for cls in classes if isinstance(cls, type) and is_dataclass(cls)), None)
 
 
 def _ancestors(lines: Sequence[str], place: int) -> Iterable[str]:
@@ -225,6 +237,14 @@ def _about_value(expected: str, value: str, key: str | None) -> str:
 def _not_one_of(value: str, names: Sequence[str], key: str | None) -> str:
     note = note_on_value(key or "", value)
     return f"{value!r} is not one of {', '.join(names)}{f'.{note}' if note else _nearest(value, names, default='.')}"
+
+
+def _not_a_config(value: str, config: type) -> str:
+    """Say that a value is no mapping, and how it is written if it is a choice of one of the options."""
+    hints = get_type_hints(config)
+    options = [name for name in field_names(config) if value in get_args(hints[name])]
+    remedy = f"; write {{{options[0]}: {value}}}" if options else ""
+    return f"{value!r} is not a mapping of the options of {config.__name__} ({', '.join(field_names(config))}){remedy}"
 
 
 def _type_names(expected: str) -> list[str]:

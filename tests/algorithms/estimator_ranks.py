@@ -16,6 +16,7 @@ from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.rewards import Weighted
+from pl_grouprl.utilities.distributed import num_ranks, own_rank
 
 
 class PlainEngine(ScriptedEngine):
@@ -35,6 +36,18 @@ def two_or_three(prompt):
 
 
 BRANCHED = {"engine": BranchingEngine(PlainEngine(), two_or_three)}
+
+
+class ContradictoryEngine(BranchingEngine):
+    """On the last rank alone, two rollouts differ in tokens that they share according to their paths."""
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        """Sample, and change one of the shared tokens."""
+        groups = super().generate(prompts, sampling, num_generations=num_generations, seed=seed)
+        if own_rank() == num_ranks() - 1:
+            for _, second, *_ in groups:
+                second.token_ids[0] = 4
+        return groups
 
 
 def some(completions, **columns):
@@ -87,6 +100,7 @@ CASES = {
 REFUSED = {
     "of_rollouts": {"rewards": [letters_where_few, some], "advantage_estimator": "rloo"},
     "of_tokens": {"rewards": [letters_where_few, some], "advantage_estimator": "reinforce_plus_plus_baseline"},
+    "of_branches": {"engine": ContradictoryEngine(PlainEngine()), "advantage_estimator": "tree"},
 }
 
 
@@ -116,7 +130,7 @@ def main(devices: int, folder: Path, cases: list[str]) -> None:
         if case in REFUSED:
             try:
                 run(devices, folder, REFUSED[case])
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:
                 results[case] = str(error)
             continue
         module, trainer = run(devices, folder, CASES[case])

@@ -5,7 +5,7 @@ import torch
 from helpers.branching_engine import BranchingEngine
 
 from pl_grouprl.algorithms import PPO, GroupPPO
-from pl_grouprl.functional.advantages import Branches, leaf_weights
+from pl_grouprl.functional.advantages import BranchPaths, leaf_weights
 from pl_grouprl.functional.rows import to_rows
 from pl_grouprl.models import PolicyCopyCritic
 from pl_grouprl.training.group_rewards import episode_leaf_weights
@@ -32,7 +32,7 @@ def buffer_of(make_module, make_data, make_trainer, scripted_engine):
 def test_advantages_are_weighted(buffer_of, cls):
     plain, branched = (buffer_of(cls, tells) for tells in (False, True))
     rollouts = [rollout for group in branched.groups for rollout in group.rollouts]
-    branches = Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
+    branches = BranchPaths([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
     mask_BT = to_rows(branched.joined("loss_mask"), branched.rollout_lengths)
     weights_B = leaf_weights(torch.arange(len(rollouts)) // 4, mask_BT, branches).float()
     assert len(set(weights_B.tolist())) > 2  # some rollouts are empty
@@ -58,4 +58,6 @@ def test_paths_that_share_no_tokens_are_refused():
     with pytest.raises(
         ValueError, match=r"share the first numbers of branch_path, \(0,\), but not the tokens from 0 to 2"
     ):
-        episode_leaf_weights([RolloutGroup([1], rollouts)], torch.ones(2, 3, dtype=torch.bool), reduce=None)
+        episode_leaf_weights(
+            [RolloutGroup([1], rollouts)], torch.ones(2, 3, dtype=torch.bool), device=torch.device("cpu")
+        )

@@ -292,7 +292,7 @@ def test_compute_advantages_by_itself(step):
 def test_branched_rollouts(step, name):
     buffer = step(BranchingEngine(Engine()), advantage_estimator=name, loss_agg_mode="seq-mean-token-sum").last_rollouts
     rollouts = rollouts_of(buffer)
-    branches = functions.Branches([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
+    branches = functions.BranchPaths([r.branch_points for r in rollouts], [r.branch_path for r in rollouts])
     mask_BT = to_rows(buffer.joined("loss_mask"), buffer.rollout_lengths)
     estimator = functions.make_advantage_estimator(name)
     expected_BT = estimator(rewards_of(buffer), group_ids_of(buffer), mask=mask_BT, branches=branches)
@@ -335,10 +335,14 @@ WITH_ADVANTAGES = (
     *("optimal_token_baseline", "batch", "normalize_then_sum", "kl", "token_kl"),
 )
 WITH_METRICS = ("token_truncate", "sequence_mask", "kl", "token_kl", "adaptive", "tree")
-REFUSED = ("of_rollouts", "of_tokens")
+REFUSED = {
+    "of_rollouts": "a reward function returned a reward per token",
+    "of_tokens": "a reward function returned a reward per token",
+    "of_branches": "share the first numbers of branch_path, (0,), but not the tokens from 0 to 2",
+}
 QUICK = {
     *("grpo", "remax", *TOKEN_LEVEL, "process", "tree", "vine", "optimal_token_baseline", "batch"),
-    *("normalize_then_sum", "token_kl", "sequence_mask", "adaptive", "of_rollouts"),
+    *("normalize_then_sum", "token_kl", "sequence_mask", "adaptive", "of_rollouts", "of_branches"),
 }
 
 
@@ -378,10 +382,10 @@ def test_two_ranks_have_the_advantages_of_one(ranks, case):
 
 
 @pytest.mark.parametrize("case", sweep(REFUSED, QUICK.intersection(REFUSED)))
-def test_all_ranks_refuse_rewards_of_tokens(ranks, case):
+def test_all_ranks_refuse_what_one_rank_has(ranks, case):
     messages = [own for results in ranks(case) for own in results]
     assert len(messages) == 3
-    assert all("a reward function returned a reward per token" in message for message in messages)
+    assert all(REFUSED[case] in message for message in messages)
 
 
 @pytest.mark.parametrize("case", sweep(WITH_METRICS, QUICK.intersection(WITH_METRICS)))

@@ -35,6 +35,19 @@ def test_the_group_with_the_longest_sequence_is_scored():
     assert sampler_difference(score, [RolloutGroup([1], [Rollout([2])])], SamplingConfig()) is None
 
 
+def test_the_longest_rollouts_of_the_group_are_scored():
+    rollouts = [Rollout([number] * length, [0.0] * length) for number, length in enumerate([1, 2, 9, 3, 4, 5, 6, 7, 8])]
+    lengths = []
+
+    def score(group):
+        lengths.extend(len(rollout.token_ids) for rollout in group.rollouts)
+        return [torch.zeros(len(rollout.token_ids)) for rollout in group.rollouts]
+
+    middle = RolloutGroup([1], [Rollout([1] * 5, [0.0] * 5)])
+    assert sampler_difference(score, [middle, RolloutGroup([1], rollouts)], SamplingConfig()) == 0
+    assert lengths == [9, 8, 7, 6, 5, 4, 3, 2]
+
+
 @pytest.mark.parametrize(("option", "says_something"), [({"top_k": 4}, False), ({"min_p": 0.1}, False), ({}, True)])
 def test_sampling_options_under_which_tokens_cannot_be_compared(option, says_something):
     assert can_compare(SamplingConfig(**option)) is says_something

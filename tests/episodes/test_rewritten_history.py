@@ -17,7 +17,20 @@ FORGETFUL = THINKING.replace(
     "{%- set thought = message.reasoning_content -%}",
     "{%- set thought = message.reasoning_content if message == messages[-1] else '' -%}",
 )
-"""Renders the thinking of a turn only while nothing follows."""
+"""Renders the thinking of a turn only while nothing follows: harsher than Qwen3's own rule, below."""
+
+BLOCK = r"{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + written.lstrip('\n') -}}"
+SHOWN = "place > question.place and (thought or place == messages | length - 1)"
+QUESTION = (
+    "{%- set question = namespace(place=messages | length) -%}{%- for message in messages -%}"
+    "{%- if message.role == 'user' -%}{%- set question.place = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+)
+QWEN3 = QUESTION + (
+    THINKING.replace("macro model_text(message)", "macro model_text(message, place)")
+    .replace("model_text(message) +", "model_text(message, loop.index0 + (1 if opening else 0)) +")
+    .replace(BLOCK, f"{{%- if {SHOWN} -%}}{BLOCK}{{%- else -%}}{{{{- written -}}}}{{%- endif -%}}")
+)
+"""Qwen3's own rule: thinking before the last question is dropped, and empty thinking of all turns but the last."""
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 4}}\n</tool_call>'
 THOUGHT, NOTHING = "<think>\nFour.\n</think>\n\n", "<think>\n\n</think>\n\n"
@@ -105,6 +118,29 @@ def test_the_rewritten_history_begins_a_row(policy, tokenizer):
     # What each row was sampled from is what it is trained on.
     contexts = [group.prompt_ids + row.token_ids[: mask_of(row).index(1)] for row in rows]
     assert contexts == [engine.turns[0][0], *engine.turns[0][1:]]
+
+
+def test_qwen3_s_own_template_drops_only_empty_thinking_between_tools(policy, tokenizer):
+    """What was thought since the question stays."""
+    engine = restarting()
+    group = sample(policy, tokenizer, QWEN3, engine=engine)
+    assert [len(episode.rows) for episode in group.episodes] == [1, 2, 1]
+    first, second = (tokenizer.decode(row.token_ids) for row in group.episodes[1].rows)
+    assert first == f"{NOTHING}{CALL}<|im_end|>"
+    assert second.startswith(f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n8")
+    assert second.endswith(f"<|im_start|>assistant\n{NOTHING}It is 8.<|im_end|>")
+
+
+def test_a_block_that_the_prompt_opens_is_dropped_later(policy, tokenizer):
+    """With `enable_thinking` off, Qwen3's own template ends prompts in an empty block."""
+    engine = Restarting(lambda prompt_ids, index, turn: (CALL, CALL, "It is 8.")[turn])
+    options = {"tools": [double], "chat_template": QWEN3, "rewritten_history": "new_row"}
+    with open_episodes(policy, tokenizer, engine, template_kwargs={"enable_thinking": False}, **options) as run:
+        (group,) = run(ROWS, SamplingConfig(max_new_tokens=1000), 1)
+    contexts = [group.prompt_ids + row.token_ids[: row.loss_mask.index(1)] for row in group.rollouts]
+    assert contexts == engine.turns[0]
+    assert [tokenizer.decode(ids).count(NOTHING) for ids in contexts] == [1, 1, 1]
+    assert all(tokenizer.decode(ids).endswith(f"<|im_start|>assistant\n{NOTHING}") for ids in contexts)
 
 
 def test_the_last_row_is_the_episode(policy, tokenizer):

@@ -5,7 +5,7 @@ import torch
 
 from pl_grouprl.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
-    Branches,
+    BranchPaths,
     gpg_advantages,
     grpo_passk_advantages,
     make_advantage_estimator,
@@ -93,7 +93,7 @@ def test_an_estimator_of_ones_own_can_need_branches(monkeypatch):
         starts_B = torch.tensor([points[-1] if points else 0 for points in branches.points])
         return share * rewards[:, None] * (mask & (torch.arange(mask.shape[1]) >= starts_B[:, None]))
 
-    branches = Branches([(2,), (2,), (), ()], [(0, 0), (0, 1), (1,), (0,)])
+    branches = BranchPaths([(2,), (2,), (), ()], [(0, 0), (0, 1), (1,), (0,)])
     found = make_advantage_estimator("last_segment", share=0.5)(
         REWARDS, GROUP_IDS, mask=torch.ones(4, 3, dtype=torch.bool), branches=branches
     )

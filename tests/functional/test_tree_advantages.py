@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.credit import TabularPolicy, all_groups, estimates, main, regular
 from pl_grouprl.functional.advantages import (
-    Branches,
+    BranchPaths,
     generalized_advantages,
     leaf_weights,
     make_advantage_estimator,
@@ -20,7 +20,7 @@ from pl_grouprl.functional.advantages import (
 NAN = float("nan")
 ALL = torch.ones(4, 3, dtype=torch.bool)
 ONE_GROUP = torch.zeros(4, dtype=torch.long)
-BRANCHES = Branches([(1,), (1,), (), (2,)], [(0, 0), (0, 1), (1,), (2, 0)])
+BRANCHES = BranchPaths([(1,), (1,), (), (2,)], [(0, 0), (0, 1), (1,), (2, 0)])
 """Three continuations of the prompt: one that splits in two after a token, one that ends early, one with one child."""
 REWARDS = torch.tensor([1.0, 0.0, 2.0, 5.0])
 # Values 0.5, 2 and 5 at depth 1. Weights: 1/6, 1/6, 1/3, 1/3 of the prompt, times 4 leaves.
@@ -51,11 +51,11 @@ def test_leaf_weights_by_hand():
     torch.testing.assert_close(leaf_weights(ONE_GROUP, ALL, BRANCHES), WEIGHTS.double())
     # A second prompt with two rollouts: 6 rollouts of 2 prompts, so 3 for each prompt.
     ids, mask = torch.tensor([7, 7, 7, 7, -1, -1]), torch.ones(6, 3, dtype=torch.bool)
-    both = Branches([*BRANCHES.points, (), ()], [*BRANCHES.paths, (), ()])
+    both = BranchPaths([*BRANCHES.points, (), ()], [*BRANCHES.paths, (), ()])
     expected = torch.tensor([3 / 6, 3 / 6, 3 / 3, 3 / 3, 3 / 2, 3 / 2], dtype=torch.float64)
     torch.testing.assert_close(leaf_weights(ids, mask, both), expected)
     order = [4, 2, 0, 5, 3, 1]
-    shuffled = Branches(*([rows[i] for i in order] for rows in both))
+    shuffled = BranchPaths(*([rows[i] for i in order] for rows in both))
     torch.testing.assert_close(leaf_weights(ids[order], mask, shuffled), expected[order])
 
 
@@ -71,7 +71,7 @@ def test_rollouts_without_a_reward_count_nowhere():
 @pytest.mark.parametrize("estimator", [tree_advantages, vine_advantages])
 def test_equal_rewards_give_exactly_zero(estimator):
     paths = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    branches = Branches([(1,)] * 5, paths)
+    branches = BranchPaths([(1,)] * 5, paths)
     ids, mask = torch.zeros(5, dtype=torch.long), torch.ones(5, 2, dtype=torch.bool)
     assert not estimator(torch.full((5,), 0.7), ids, mask, branches).any()
     found = estimator(torch.tensor([0.7, 0.7, 0.7, 0.1, 0.1]), ids, mask, branches)
@@ -85,7 +85,7 @@ def test_without_branches_it_is_rloo(estimator, paths):
     rewards = torch.tensor([1.0, 0.5, 3.0, 0.0, 2.0, 4.0, NAN])
     ids = torch.tensor([5, 5, 5, 2, 2, 9, 9])
     mask = torch.ones(7, 2, dtype=torch.bool) & ~rewards.isnan()[:, None]
-    found = estimator(rewards, ids, mask, Branches([()] * 7, paths))
+    found = estimator(rewards, ids, mask, BranchPaths([()] * 7, paths))
     torch.testing.assert_close(found, rloo_advantages(rewards, ids)[:, None].expand(7, 2))
 
 
@@ -99,12 +99,12 @@ def test_zero_outside_the_mask():
 def test_prompts_on_two_ranks_weigh_the_same_as_on_one():
     ids, mask = torch.tensor([0, 0, 0, 0, 1, 1]), torch.ones(6, 3, dtype=torch.bool)
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0, 1.0, 4.0])
-    both = Branches([*BRANCHES.points, (), ()], [*BRANCHES.paths, (), ()])
+    both = BranchPaths([*BRANCHES.points, (), ()], [*BRANCHES.paths, (), ()])
     parts = [slice(0, 4), slice(4, 6)]
     seen = []
 
     def on_rank(part, reduce):
-        own = Branches(both.points[part], both.paths[part])
+        own = BranchPaths(both.points[part], both.paths[part])
         return tree_advantages(rewards[part], ids[part], mask[part], own, reduce=reduce)
 
     for part in parts:
@@ -127,7 +127,7 @@ def test_prompts_on_two_ranks_weigh_the_same_as_on_one():
 )
 def test_contradictions_are_refused(points, paths, message):
     with pytest.raises(ValueError, match=message):
-        tree_advantages(REWARDS[:2], ONE_GROUP[:2], ALL[:2], Branches(points, paths))
+        tree_advantages(REWARDS[:2], ONE_GROUP[:2], ALL[:2], BranchPaths(points, paths))
 
 
 def test_options_out_of_range():
@@ -197,8 +197,8 @@ def test_tree_is_the_mean_of_vine_over_all_trunks():
         for first in itertools.permutations(range(2))
         for second in itertools.permutations(range(3))
     ]
-    vines = torch.stack([vine_advantages(rewards, ids, mask, Branches(points, order)) for order in orders]).mean(0)
-    trees = tree_advantages(rewards, ids, mask, Branches(points, paths))
+    vines = torch.stack([vine_advantages(rewards, ids, mask, BranchPaths(points, order)) for order in orders]).mean(0)
+    trees = tree_advantages(rewards, ids, mask, BranchPaths(points, paths))
     torch.testing.assert_close(vines[:, 1], trees[:, 1])
     for rows in (slice(0, 2), slice(2, 5)):  # a shared segment's rows add up
         torch.testing.assert_close(vines[rows, 0].sum(), trees[rows, 0].sum())

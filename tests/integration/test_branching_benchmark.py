@@ -44,8 +44,9 @@ def test_a_curve_s_mean_over_tokens(branching):
 @pytest.mark.slow
 def test_the_command_in_the_small(branching, tmp_path):
     (tmp_path / "small.yaml").write_text(SMALL_LOOKUP.format(folder=tmp_path))
+    (tmp_path / "entropy.yaml").write_text("model: {init_args: {entropy_coef: 0.01}}")  # a gradient without a reward
     told = ["--seeds", "0", "--steps", "2", "--every", "1", "--gradients", "3", "--output", str(tmp_path / "out")]
-    told += ["--config", str(tmp_path / "small.yaml")]
+    told += ["--config", str(tmp_path / "small.yaml"), str(tmp_path / "entropy.yaml")]
     content = branching.main(told)
     assert [(row["part"], row["arm"]) for row in content["rows"]] == [
         ("gradients", "tree"), ("gradients", "grpo"), ("training", "tree"), ("training", "grpo"),
@@ -58,5 +59,6 @@ def test_the_command_in_the_small(branching, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == content["rows"]
     assert (tmp_path / "out.png").is_file()
     assert branching.main(told)["runs"] == content["runs"]  # read, not run again
+    assert all(run["conditions"]["started"] for run in content["runs"])
     with pytest.raises(SystemExit, match="from a run with other options"):
         branching.main([*told, "--gradients", "4"])

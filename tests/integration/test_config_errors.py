@@ -57,6 +57,12 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
         ),
         ("model: {init_args: {num-generations: 4}}", "model: GRPO takes no 'num-generations'; did you mean 'num_gen"),
         ("model: {init_args: {sampling: hot}}", "model.sampling: 'hot' is neither a mapping of options"),
+        (
+            "model: {init_args: {branching: entropy}}",
+            "model.branching: 'entropy' is not a mapping of the options of Branching (points, width, depth, every_n, "
+            "budget); write {{points: entropy}}",
+        ),
+        ("model: {init_args: {branching: 3}}", "model.branching: '3' is not a mapping of the options of Branching (p"),
         ("model: {class_path: nowhere.GRPO}", "model: nowhere.GRPO cannot be imported: No module named 'nowhere'"),
         (
             "model: {init_args: {rewards: [{class_path: nowhere.Own}]}}",

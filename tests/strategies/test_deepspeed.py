@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 import torch
 from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
+from lightning.pytorch import LightningModule
 
 from pl_grouprl.strategies import support_of
 
@@ -125,6 +127,23 @@ def test_float16_is_refused():
     support, _ = support_with(precision="16-mixed")
     with pytest.raises(ValueError, match=r"precision is .16-mixed..*bf16-mixed"):
         support.check(None)
+
+
+def test_a_warning_about_clipping_is_silenced_while_deepspeed_starts(recwarn):
+    class Clips(LightningModule):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            pass
+
+    support, strategy = support_with()
+    strategy.model = strategy._lightning_module = Clips()
+    strategy.model._trainer = SimpleNamespace(training=False, gradient_clip_algorithm=None)
+    strategy._initialize_deepspeed_inference = lambda module: None  # the engine
+    strategy.init_deepspeed()
+    filters = list(warnings.filters)
+    support.check(None)
+    assert warnings.filters == filters
+    strategy.init_deepspeed()
+    assert len([w for w in recwarn if "DeepSpeed handles gradient clipping" in str(w.message)]) == 1  # the first
 
 
 def test_only_stage_three_shards_weights():

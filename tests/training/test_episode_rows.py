@@ -71,7 +71,7 @@ def test_rewards_and_masks_are_those_of_one_sequence(seed):
     whole, cut = gather_rewards(groups, run), gather_rewards(rows, run)
     for name in ("outcomes", "step_rewards_N"):
         torch.testing.assert_close(getattr(cut, name), getattr(whole, name), equal_nan=True, rtol=0, atol=1e-6)
-    for name in ("group_ids_B", "lengths_B", "sampled_B"):
+    for name in ("group_ids_E", "lengths_E", "sampled_E"):
         assert torch.equal(getattr(cut, name), getattr(whole, name))
     assert len(cut.of_own_rollouts(cut.outcomes)) == sum(len(group.rollouts) for group in rows)
     buffers = [RolloutBuffer(own, mask_truncated=True) for own in (groups, rows)]
@@ -218,7 +218,7 @@ def test_micro_batches_keep_episodes_whole(sharing, budget):
             for place, episode in enumerate(group.episodes):
                 names |= {rollouts.pop(0): (number, place) for _ in episode.rows}
         try:
-            plan = plan_micro_batches(groups, range(4), sharing, budget, whole_episodes=True)
+            plan = plan_micro_batches(groups, range(4), RowOptions(sharing, budget, CPU, whole_episodes=True))
         except ValueError as error:
             assert (sharing, "max_tokens_per_micro_batch allows" in str(error)) == ("repeated", True)  # noqa: PT017
             continue
@@ -227,7 +227,7 @@ def test_micro_batches_keep_episodes_whole(sharing, budget):
         owners = [{names[rollout] for rollout in part} for part in parts]
         assert sum(map(len, owners)) == len(set(names.values())), seed
         num_cut += len(parts) > 1
-        whole = plan_micro_batches(groups, range(4), sharing, None, whole_episodes=True)
+        whole = plan_micro_batches(groups, range(4), RowOptions(sharing, None, CPU, whole_episodes=True))
         assert len(parts_of(whole)) == 1
     assert num_cut >= 10
 
@@ -238,8 +238,8 @@ def test_an_episode_larger_than_the_budget_is_refused_where_the_loss_needs_it_wh
     group = RolloutGroup([1], [*rows, Rollout([30])], 5)
     with pytest.raises(ValueError, match=r"allows 16 tokens, but the 3 rows of episode 'long' of group 5 have 2[47], .*"
                        "use loss_agg_mode='token-mean'"):  # fmt: skip
-        plan_micro_batches([group], [0], sharing, 16, whole_episodes=True)
-    plan = plan_micro_batches([group], [0], sharing, 16, whole_episodes=False)
+        plan_micro_batches([group], [0], RowOptions(sharing, 16, CPU, whole_episodes=True))
+    plan = plan_micro_batches([group], [0], RowOptions(sharing, 16, CPU))
     assert sorted(rollout for part in parts_of(plan) for rollout in part) == [(0, place) for place in range(4)]
 
 

@@ -52,12 +52,12 @@ def gather(monkeypatch):
 def test_each_rank_has_the_rewards_of_all_and_knows_its_own(gather):
     for rank, rewards in enumerate(gather()):
         torch.testing.assert_close(rewards.outcomes, torch.tensor([2.0, NAN, 0.5, 0.0, 1.0]), equal_nan=True)
-        assert rewards.group_ids_B.tolist() == [0, 0, 1, 2, 2]
-        assert rewards.lengths_B.tolist() == [2, 1, 3, 0, 1]
+        assert rewards.group_ids_E.tolist() == [0, 0, 1, 2, 2]
+        assert rewards.lengths_E.tolist() == [2, 1, 3, 0, 1]
         expected = torch.tensor([NAN, NAN, NAN, 1.0, NAN, 2.0, NAN])
         torch.testing.assert_close(rewards.step_rewards_N, expected, equal_nan=True)
         assert rewards.greedy is None
-        assert torch.arange(5)[rewards.own_B].tolist() == [[0, 1], [2, 3, 4]][rank]
+        assert torch.arange(5)[rewards.own_E].tolist() == [[0, 1], [2, 3, 4]][rank]
         assert torch.arange(7)[rewards.own_N].tolist() == [[0, 1, 2], [3, 4, 5, 6]][rank]
 
 
@@ -86,9 +86,9 @@ def test_penalties_are_subtracted_once():
 def test_estimators_get_the_number_of_tokens_that_the_model_wrote():
     groups = [make_group(make_episode(reward=1.0), Rollout([1, 2], reward=0.0))]
     rewards = gather_rewards(groups, PlainRun(torch.nn.Linear(1, 1)))
-    assert (rewards.lengths_B.tolist(), rewards.sampled_B.tolist()) == ([6, 2], [4, 2])
+    assert (rewards.lengths_E.tolist(), rewards.sampled_E.tolist()) == ([6, 2], [4, 2])
     # The baseline of OPO is (4 * 1 + 2 * 0) / 6.
-    advantages = opo_advantages(rewards.outcomes, rewards.group_ids_B, rewards.sampled_B)
+    advantages = opo_advantages(rewards.outcomes, rewards.group_ids_E, rewards.sampled_E)
     assert advantages.tolist() == pytest.approx([1 / 3, -2 / 3])
 
 

@@ -99,7 +99,7 @@ def test_the_trees_are_deep_enough_to_tell():
 
 def plan(seed):
     groups = branched_groups(seed, 3, most=14)
-    return plan_micro_batches(groups, range(len(groups)), "shared", 8, 1)
+    return plan_micro_batches(groups, range(len(groups)), RowOptions("shared", 8, CPU, min_saved_tokens=1))
 
 
 def depth_of(shape):

@@ -1,7 +1,7 @@
 """Advantages per rollout and per token, one idea per file."""
 
 from pl_grouprl.functional.advantages.baselines import opo_advantages, remax_advantages
-from pl_grouprl.functional.advantages.branches import Branches
+from pl_grouprl.functional.advantages.branches import BranchPaths
 from pl_grouprl.functional.advantages.distillation import distillation_advantages
 from pl_grouprl.functional.advantages.gae import (
     discounted_returns,
@@ -45,7 +45,7 @@ __all__ = [
     "REWARD_AGGREGATIONS",
     "REWARD_SCALES",
     "AdvantageEstimator",
-    "Branches",
+    "BranchPaths",
     "combine_rewards",
     "discounted_returns",
     "distillation_advantages",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Branches(NamedTuple):
+class BranchPaths(NamedTuple):
     """How the rollouts of groups branch; `pl_grouprl.types.Rollout` defines both.
 
     Attributes:
@@ -70,7 +70,7 @@ class Forest(NamedTuple):
         return values_M[nodes_BK.gather(1, place_BT).to(values_M.device)]
 
 
-def build_forest(index_B: Tensor, branches: Branches) -> Forest:
+def build_forest(index_B: Tensor, branches: BranchPaths) -> Forest:
     """Build the trees of all groups.
 
     Args:
@@ -113,13 +113,13 @@ def build_forest(index_B: Tensor, branches: Branches) -> Forest:
     )
 
 
-def _end(branches: Branches, rollout: int, depth: int) -> int | None:
+def _end(branches: BranchPaths, rollout: int, depth: int) -> int | None:
     """Where a rollout's segment of this depth ends; None if it is the last."""
     points = branches.points[rollout]
     return points[depth] if depth < len(points) else None
 
 
-def _check_end(known: tuple[int, int | None], branches: Branches, rollout: int, depth: int) -> None:
+def _check_end(known: tuple[int, int | None], branches: BranchPaths, rollout: int, depth: int) -> None:
     first, end = known
     own = _end(branches, rollout, depth)
     if first != rollout and (own != end or own is None):
@@ -131,7 +131,7 @@ def _check_end(known: tuple[int, int | None], branches: Branches, rollout: int, 
         )
 
 
-def _check(branches: Branches, num_rollouts: int) -> None:
+def _check(branches: BranchPaths, num_rollouts: int) -> None:
     for name, rows in zip(branches._fields, branches, strict=True):
         if len(rows) != num_rollouts:
             raise ValueError(f"branches.{name} has {len(rows)} rows for {num_rollouts} rollouts; pass one per rollout.")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages.branches import Branches
+from pl_grouprl.functional.advantages.branches import BranchPaths
 from pl_grouprl.functional.masked import Reduce
 from pl_grouprl.functional.registry import F, RegisteredFunction, build, registering
 from pl_grouprl.utilities.annotations import describe_value
@@ -73,7 +73,7 @@ class AdvantageEstimator(RegisteredFunction):
         lengths: Tensor | None = None,
         greedy_rewards: Tensor | None = None,
         mask: Tensor | None = None,
-        branches: Branches | None = None,
+        branches: BranchPaths | None = None,
         score_norms: Tensor | None = None,
         reduce: Reduce | None = None,
     ) -> Tensor:
@@ -112,7 +112,7 @@ class AdvantageEstimator(RegisteredFunction):
             lengths=ids_B + 1,
             greedy_rewards=zeros_B,
             mask=zeros_BT == 0,
-            branches=Branches([(), ()], [(), ()]),
+            branches=BranchPaths([(), ()], [(), ()]),
             score_norms=zeros_BT,
         )
         expected = (zeros_BT if self.per_token else zeros_B).shape
@@ -147,8 +147,8 @@ def register_advantage_estimator(
         needs: Names of the data that the function takes besides rewards: `group_ids`, the prompt of each rollout, shape
             [B]; `lengths`, generated tokens, shape [B]; `greedy_rewards`, the reward of the prompt's greedy rollout,
             shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape [B, T]; `branches`, how they
-            branch, a `Branches`; `score_norms`, the squared norm of the gradient of each token's log-probability by the
-            logits, shape [B, T]; `reduce`, which sums over ranks, or None on one rank. Per-token estimators get the
+            branch, a `BranchPaths`; `score_norms`, the squared norm of the gradient of each token's log-probability by
+            the logits, shape [B, T]; `reduce`, which sums over ranks, or None on one rank. Per-token estimators get the
             rollouts of their rank, per-rollout estimators those of all ranks.
         per_token: The function returns advantages [B, T], not [B].
         takes_token_rewards: With `per_token`: rewards are per token, [B, T], not per rollout, [B].

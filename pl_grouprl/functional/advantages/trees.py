@@ -36,7 +36,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages.branches import Branches, Forest, build_forest
+from pl_grouprl.functional.advantages.branches import BranchPaths, Forest, build_forest
 from pl_grouprl.functional.advantages.groups import Groups, gather_groups
 from pl_grouprl.functional.advantages.registry import register_advantage_estimator
 from pl_grouprl.functional.masked import Reduce, bool_mask
@@ -51,7 +51,7 @@ def tree_advantages(
     rewards: Tensor,
     group_ids: Tensor | Sequence[int],
     mask: Tensor,
-    branches: Branches,
+    branches: BranchPaths,
     *,
     leave_one_out: bool = True,
     scale: str = "none",
@@ -108,7 +108,7 @@ def vine_advantages(
     rewards: Tensor,
     group_ids: Tensor | Sequence[int],
     mask: Tensor,
-    branches: Branches,
+    branches: BranchPaths,
     *,
     scale: str = "none",
     eps: float = 1e-6,
@@ -158,7 +158,7 @@ def vine_advantages(
 
 @torch.no_grad()
 def leaf_weights(
-    group_ids: Tensor | Sequence[int], mask: Tensor, branches: Branches, *, reduce: Reduce | None = None
+    group_ids: Tensor | Sequence[int], mask: Tensor, branches: BranchPaths, *, reduce: Reduce | None = None
 ) -> Tensor:
     """Weight rollouts so that each segment counts as if it were trained once (see the module); `tree` does so itself.
 
@@ -263,7 +263,7 @@ def _row_weights(share_B: Tensor, index_B: Tensor, forest: Forest, trained_B: Te
 
 
 def _prepare(
-    rewards: Tensor, group_ids: Tensor | Sequence[int], mask: Tensor, branches: Branches, scale: str, eps: float
+    rewards: Tensor, group_ids: Tensor | Sequence[int], mask: Tensor, branches: BranchPaths, scale: str, eps: float
 ) -> tuple[Groups, Forest, Tensor]:
     """Check the arguments; return rewards by group, the trees and the mask as bool."""
     check_options({"scale": (scale, scale in TREE_SCALES, f"one of {', '.join(TREE_SCALES)}")})

@@ -13,18 +13,16 @@ import torch
 
 from pl_grouprl.media.inputs import media_key, placeholder_ids
 from pl_grouprl.models.adapter_layers import base_of
+from pl_grouprl.rollout.vllm.image_items import IMAGES, image_items
 from pl_grouprl.types import Media, is_per_token
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import MultiModalInput, TokensInput
-    from vllm.multimodal.inputs import MultiModalKwargsItems
 
 _WITH_IMAGES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 _TEXT_ALONE = {"gemma3": "Gemma3ForConditionalGeneration"}
 _ARCHITECTURES = {**_WITH_IMAGES, **_TEXT_ALONE}
 """Families that vLLM can start with, and the names of our variants of vLLM's models."""
-
-_IMAGES = ("pixel_values", "image_grid_thw")
 
 _ELSEWHERE = "sample with HFRolloutEngine"
 
@@ -96,7 +94,7 @@ def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModal
     lengths = [int(grid.prod()) // merge**2 for grid in grids_I3]
     starts = _image_starts(tokens, lengths, config.image_token_id)
     _check_types(tokens, media, config.image_token_id)
-    hashes = [media_key({name: item[name].data for name in _IMAGES}).hex() for item in items["image"]]
+    hashes = [media_key({name: item[name].data for name in IMAGES}).hex() for item in items["image"]]
     ranges = [PlaceholderRange(start, length) for start, length in zip(starts, lengths, strict=True)]
     return mm_input(tokens, items, {"image": hashes}, {"image": ranges})
 
@@ -107,13 +105,13 @@ def _check_names(config: Any, media: Media) -> None:
             f"images for vLLM are not supported with models of the family {config.model_type}, only with "
             f"{', '.join(_WITH_IMAGES)}; {_ELSEWHERE}."
         )
-    others = sorted(name for name in media if name not in _IMAGES and not is_per_token(name))
+    others = sorted(name for name in media if name not in IMAGES and not is_per_token(name))
     if others:
         raise ValueError(
             f"media has {others}, which are not supported: after a video vLLM counts positions differently from "
             f"transformers; leave videos out, or {_ELSEWHERE}."
         )
-    missing = [name for name in _IMAGES if name not in media]
+    missing = [name for name in IMAGES if name not in media]
     if missing:
         raise ValueError(f"media has no {' and no '.join(missing)}; pass all that the model's processor returns.")
 
@@ -145,29 +143,3 @@ def _check_types(tokens: list[int], media: Media, placeholder: int) -> None:
                 f"media[{name!r}] is not 1 at the placeholders of images and 0 elsewhere; pass what the model's "
                 "processor returns."
             )
-
-
-def image_items(media: Media) -> MultiModalKwargsItems:
-    """Split a processor's output for a prompt's images into one item per image.
-
-    Args:
-        media: `pixel_values`, the patches of all images, concatenated, and `image_grid_thw`, shape [images, 3].
-
-    Raises:
-        ValueError: If the patches do not match the grids, or an image has several frames.
-    """
-    from transformers import BatchFeature
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
-
-    patches, grids_I3 = media["pixel_values"], media["image_grid_thw"]
-    sizes_I = grids_I3.prod(-1)
-    if int(sizes_I.sum()) != len(patches) or (grids_I3[:, 0] != 1).any():
-        raise ValueError(
-            f"media['image_grid_thw'] is {grids_I3.tolist()} for {len(patches)} patches in media['pixel_values']; pass "
-            "one row [1, height, width] for each image, whose products add up to the patches."
-        )
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes_I),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    return MultiModalKwargsItems.from_hf_inputs(BatchFeature({name: media[name] for name in _IMAGES}), fields)

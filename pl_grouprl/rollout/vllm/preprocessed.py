@@ -15,7 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-from pl_grouprl.rollout.vllm.media import image_items
+from pl_grouprl.rollout.vllm.image_items import image_items
 
 _LARGEST_IMAGE = 16384
 """Tokens of the largest image from Qwen's processors by default."""

@@ -22,7 +22,8 @@ pytest.importorskip("vllm")
 from helpers.vllm_vision import fresh_logprobs, import_vllm_models, tiny_model  # noqa: E402
 
 from pl_grouprl.rollout.stopping import StopStrings  # noqa: E402
-from pl_grouprl.rollout.vllm.media import engine_prompt, image_items, media_engine_args  # noqa: E402
+from pl_grouprl.rollout.vllm.image_items import image_items  # noqa: E402
+from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args  # noqa: E402
 from pl_grouprl.rollout.vllm.requests import Completion, sampling_params  # noqa: E402
 
 SAMPLING = SamplingConfig(max_new_tokens=10)
