@@ -81,10 +81,13 @@ class PrefixPass:
 
     def count_once(self) -> int:
         """Number of the path's tokens that no earlier call has counted, here or above, for sums over slices."""
-        above = 0 if self._above is None else self._above.count_once()
-        own = 0 if self._counted else self.num_tokens - (0 if self._above is None else self._above.num_tokens)
-        self._counted = True
-        return above + own
+        counted, at = self.num_tokens, self
+        while not at._counted:  # once a pass is counted, all above it are
+            at._counted = True
+            if at._above is None:
+                return counted
+            at = at._above
+        return counted - at.num_tokens
 
     def states(self, model: PreTrainedModel) -> Prefix:
         """Return the states of the path in a model. The first call runs it, with gradient if enabled.
@@ -100,10 +103,16 @@ class PrefixPass:
         """
         switched_off = any(layer.disable_adapters for layer in adapter_layers(model))
         key = (find_backbone(model), torch.is_grad_enabled(), switched_off)
-        if key not in self._done:
-            above = None if self._above is None else self._above.states(model)
-            self._done[key] = Prefix(model, self.batch, above)
-        return self._done[key]
+        missing: list[PrefixPass] = []
+        at: PrefixPass | None = self
+        while at is not None and key not in at._done:
+            missing.append(at)
+            at = at._above
+        found = None if at is None else at._done[key]
+        for one in reversed(missing):
+            found = one._done[key] = Prefix(model, one.batch, found)
+        assert found is not None
+        return found
 
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         """Run a slice; return the states of the prompt's last token, the path and the slice, shape [1 + K + S, D]."""
