@@ -13,6 +13,9 @@ _MIN_BRANCH_TOKENS = 2
 Slices = tuple[tuple[int, ...], ...]
 """Indices of the rollouts in each slice."""
 
+SplitShape = tuple[tuple[int, int], ...]
+"""Depth and number of slices of a prompt, which has depth 0, and of each of its branches, depth-first."""
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -48,8 +51,8 @@ class SplitGroup:
     branches: tuple[Branch, ...] = ()
 
     @property
-    def shape(self) -> tuple[tuple[int, int], ...]:
-        """Depth and number of slices of the prompt, which has depth 0, and of each branch."""
+    def shape(self) -> SplitShape:
+        """Its passes, without their contents."""
         return (0, len(self.slices)), *((branch.depth, len(branch.slices)) for branch in self.branches)
 
 

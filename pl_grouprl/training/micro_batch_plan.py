@@ -11,16 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from pl_grouprl.packing import Sharing, SplitGroup, Trie, build_trie, plan_repeated_rows, plan_rows
+from pl_grouprl.packing import Sharing, SplitGroup, SplitShape, Trie, build_trie, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.bins import pack_sizes
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.types import EpisodeRows, RolloutGroup
 
 Part = tuple[int, tuple[int, ...]]
 """Index of a group, and the indices of its selected rollouts."""
-
-SplitShape = tuple[tuple[int, int], ...]
-"""Depth and number of slices of a prompt and its branches, depth-first; see `SplitGroup.shape`."""
 
 
 @dataclass(frozen=True)

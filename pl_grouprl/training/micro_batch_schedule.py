@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 
 from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.packing import ScoringBatch, SplitGroup
+from pl_grouprl.packing import ScoringBatch, SplitGroup, SplitShape
 from pl_grouprl.packing.transfer import move_together
 from pl_grouprl.training.micro_batch import MicroBatch, RowOptions, dummy_group, dummy_tokens, lay_out
-from pl_grouprl.training.micro_batch_plan import Shape, SplitShape, largest, plan_micro_batches
+from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batches
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.split_passes import (
     Pass,

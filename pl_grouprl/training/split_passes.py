@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pl_grouprl.packing import Branch, SplitGroup
+from pl_grouprl.packing import Branch, SplitGroup, SplitShape
 from pl_grouprl.training.distribution import from_state, to_state
-from pl_grouprl.training.micro_batch_plan import SplitShape
 from pl_grouprl.types import RolloutGroup
 
 Selection = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
@@ -50,8 +49,9 @@ def passes_of(
         dummy: A selection of one rollout of one token.
     """
     prompt = replace(group if split else dummy[0][0], rollouts=[])
-    own = [] if split is None else [(0, split), *((branch.depth, branch) for branch in split.branches)]
-    own.reverse()
+    own: list[tuple[int, SplitGroup | Branch]] = []
+    if split is not None:
+        own = [*((branch.depth, branch) for branch in reversed(split.branches)), (0, split)]
     passes = []
     for depth, count in shape:
         # The shape has room for the whole tree, so its passes are those that are as deep as the next of the tree.

@@ -92,7 +92,7 @@ def test_other_layers(family):
 
 
 def test_the_trees_are_deep_enough_to_tell():
-    depths = [depth_of(plan(seed).shape) for seed in range(12)]
+    depths = [depth_of(plan(seed)) for seed in range(12)]
     assert max(depths) >= 3
     assert depths.count(1) < 6
 
@@ -102,15 +102,15 @@ def plan(seed):
     return plan_micro_batches(groups, range(len(groups)), "shared", 8, 1)
 
 
-def depth_of(shape):
-    return max((1 + depth_of(split) for split in shape.splits), default=0)
+def depth_of(plan):
+    return max((1 + depth for split in plan.splits for depth, _ in split.shape), default=0)
 
 
 def test_ranks_agree_on_the_largest_shape():
-    one = Shape(2, (Shape(3), Shape(1, (Shape(2), Shape(1)))))
-    other = Shape(0, (Shape(1, (Shape(4),)),))
+    one = Shape(2, (((0, 3),), ((0, 1), (1, 2), (1, 1))))
+    other = Shape(0, (((0, 1), (1, 4)),))
     both = largest([one, other])
-    assert both == Shape(2, (Shape(3, (Shape(4),)), Shape(1, (Shape(2), Shape(1)))))
+    assert both == Shape(2, (((0, 3), (1, 4)), ((0, 1), (1, 2), (1, 1))))
     # Rows and slices: 2 + (3 + 4) + (1 + 2 + 1), and each prompt and branch by itself: 2 + 1 + 2.
     assert both.number == 2 + 7 + 4 + 5
     assert Shape.from_plain(both.to_plain()) == both
@@ -119,7 +119,8 @@ def test_ranks_agree_on_the_largest_shape():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rank_fills_up_with_dummies_that_change_nothing(seed, monkeypatch):
     model, groups = tiny_model("gpt2", dtype=torch.float64), branched_groups(seed, 3, most=14)
-    others = Shape(3, (Shape(5, (Shape(2, (Shape(3),)), Shape(2))), Shape(2), Shape(3), Shape(1, (Shape(1),))))
+    trees = ((0, 5), (1, 2), (2, 3), (1, 2)), ((0, 2),), ((0, 3),), ((0, 1), (1, 1))
+    others = Shape(3, trees)
     monkeypatch.setattr(
         "pl_grouprl.training.micro_batch_schedule.gather_plain", lambda own, *_: [own, others.to_plain()]
     )
