@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 
-from pl_grouprl.packing import SharedPrefixLayout
+import torch
+
+from benchmarks.cases import Case
+from pl_grouprl.packing import SharedPrefixLayout, pack
+from pl_grouprl.rollout import Branching
+from pl_grouprl.training.run import PlainRun
+from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.types import Prompt, SamplingConfig
 
 
 def tree(depth: int, width: int, length: int) -> SharedPrefixLayout:
@@ -49,17 +55,34 @@ def conversation(turns: int, rollouts: int, prompt: int, answer: int, reply: int
     return SharedPrefixLayout(lengths, parents)
 
 
-def branched(prompt: int, rollout: int, width: int, depth: int, seed: int = 0) -> SharedPrefixLayout:
-    """Rollouts of equal length that branch `depth` times into `width` at random tokens of what is left of them."""
-    rng = random.Random(seed)
-    lengths, parents = [prompt], [None]  # type: list[int], list[int | None]
-    pending = [(0, rollout, depth)] * width  # parent, tokens left, branch points left
-    while pending:
-        parent, left, below = pending.pop()
-        parents.append(parent)
-        lengths.append(rng.randint(1, left - below) if below else left)
-        pending += [(len(lengths) - 1, left - lengths[-1], below - 1)] * (width if below else 0)
-    return SharedPrefixLayout(lengths, parents)
+def branched(
+    branching: Branching, *, prompt: int = 256, roots: int = 4, longest: int = 512, vocabulary: int = 2048
+) -> SharedPrefixLayout:
+    """Rollouts that an engine sampled with `branching`, packed as in training.
+
+    The model is small, with random weights, so that a rollout ends after each token with a probability of about
+    1 / `vocabulary`. The seed is fixed.
+
+    Args:
+        branching: Where rollouts branch.
+        prompt: Tokens of the prompt.
+        roots: Rollouts that start from it (`num_generations`).
+        longest: Most tokens of a rollout.
+        vocabulary: Tokens that the model predicts.
+    """
+    model = Case(
+        "sampler", prompt, longest, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate=48,
+        vocabulary=vocabulary,
+    ).make_model()  # fmt: skip
+    token_ids = torch.randint(1, vocabulary, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampling = SamplingConfig(max_new_tokens=longest, stop_token_ids=(0,))
+    branching.check(roots, sampling)
+    sampler = Sampler(PlainRun(model))
+    return pack(sampler.generate([Prompt(token_ids)], sampling, roots, seed=("forests",), branching=branching)).layout
+
+
+def _every(every_n: int, width: int, depth: int, **sizes: int) -> Callable[[], SharedPrefixLayout]:
+    return partial(branched, Branching("every_n", width, depth, every_n), **sizes)
 
 
 SHAPES: dict[str, Callable[[], SharedPrefixLayout]] = {
@@ -71,7 +94,9 @@ SHAPES: dict[str, Callable[[], SharedPrefixLayout]] = {
     "comb-16-32": partial(comb, 16, 32),
     "comb-16-256": partial(comb, 16, 256),
     "conversation": partial(conversation, turns=8, rollouts=8, prompt=256, answer=64, reply=32),
-    "branched": partial(branched, prompt=256, rollout=512, width=4, depth=1),
+    "branched-128-4-1": _every(128, width=4, depth=1),
+    "branched-64-2-3": _every(64, width=2, depth=3),
+    "branched-32-2-5": _every(32, width=2, depth=5, roots=2, longest=256),
 }
-"""Names with depth and tokens of a segment; all trees and combs have width 2. A full tree of depth 16 would have
-131,071 segments, so depth 16 is a comb."""
+"""Trees and combs by depth and tokens of a segment, all of width 2; branched rollouts by every_n, width and depth.
+A full tree of depth 16 would have 131,071 segments, so depth 16 is a comb."""

@@ -90,12 +90,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = make_parser(__doc__, minutes=20.0)
     parser.add_argument(
-        "--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, metavar="NAME", help=", ".join(SHAPES)
+        "--shapes",
+        nargs="+",
+        type=_shapes,
+        default=[list(SHAPES)],
+        metavar="NAME",
+        help=", ".join(SHAPES) + "; the first word of a name for all that begin with it",
     )
     parser.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
     add_memory(parser)
     add_shape(parser, MODELS["cpu"], without=LAYOUT_SIZES)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.shapes = [name for names in options.shapes for name in names]
+    return options
+
+
+def _shapes(name: str) -> list[str]:
+    """The shapes of that name, or whose names begin with that word."""
+    found = [shape for shape in SHAPES if name in (shape, shape.partition("-")[0])]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SHAPES)}, nor the first word of one")
+    return found
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -116,20 +131,22 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     }
     for measured in options.passes:
         rows = [Row(measured, method, _refusal(method, measured, case, layout)) for method in METHODS]
-        _fill_in(rows, name, case, decoder, options)
+        _fill_in(rows, layout, case, decoder, options)
         _relate(rows, result["ideal_ratio"], layout.token_ratio)
         result["rows"] += rows
     return result
 
 
-def _fill_in(rows: list[Row], name: str, case: Case, decoder: Any, options: argparse.Namespace) -> None:
+def _fill_in(
+    rows: list[Row], layout: SharedPrefixLayout, case: Case, decoder: Any, options: argparse.Namespace
+) -> None:
     """Measure time and memory of the rows that can run."""
     runs: dict[str, Callable[[], None]] = {}
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
     for row in rows:
         if row.note is not None:
             continue
-        run = _prepared(decoder, SHAPES[name](), row.method, row.measured)
+        run = _prepared(decoder, _without_plans(layout), row.method, row.measured)
         context = partial(shared_prefix, decoder, _backend(row.method))
         try:
             with context():
@@ -137,9 +154,8 @@ def _fill_in(rows: list[Row], name: str, case: Case, decoder: Any, options: argp
                 if case.device == "cuda":
                     row.peak_mib = cuda_peak_mib(run)
             if case.device == "cpu" and options.memory:
-                row.peak_mib = in_fresh_process(
-                    _peak_of_fresh_process, case, name, row.method, row.measured, torch.get_num_threads()
-                )
+                arguments = case, _without_plans(layout), row.method, row.measured, torch.get_num_threads()
+                row.peak_mib = in_fresh_process(_peak_of_fresh_process, *arguments)
         except RuntimeError as error:  # out of memory, or no such kernel here; continue with the other methods
             row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             continue
@@ -165,6 +181,11 @@ def _relate(rows: list[Row], ideal_ratio: float, token_ratio: float) -> None:
 def make_decoder(case: Case, layout: SharedPrefixLayout) -> Any:
     """The decoder of a case, with enough positions for a layout."""
     return find_decoder(replace(case, prefix=max(layout.repeated_lengths), rollout=1).make_model())
+
+
+def _without_plans(layout: SharedPrefixLayout) -> SharedPrefixLayout:
+    """A copy without what earlier passes derived from it."""
+    return SharedPrefixLayout([segment.length for segment in layout.segments], [s.parent for s in layout.segments])
 
 
 def _backend(method: str) -> str:
@@ -199,9 +220,8 @@ def _train(decoder: Any, row: Tensor, layout: SharedPrefixLayout) -> None:
     decoder.zero_grad(set_to_none=True)
 
 
-def _peak_of_fresh_process(case: Case, name: str, method: str, measured: str, threads: int) -> float:
+def _peak_of_fresh_process(case: Case, layout: SharedPrefixLayout, method: str, measured: str, threads: int) -> float:
     torch.set_num_threads(threads)
-    layout = SHAPES[name]()
     decoder = make_decoder(case, layout)
     with shared_prefix(decoder, _backend(method)):
         _prepared(decoder, SharedPrefixLayout.from_groups([(64, [16, 16])]), method, measured)()  # loading

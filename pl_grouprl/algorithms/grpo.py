@@ -117,6 +117,11 @@ class GRPO(RLModule):
         """Also if the estimator needs the norm of each token's score."""
         return super().needs_old_scores or self.advantage_estimator.needs_score_norms
 
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether the estimator says so."""
+        return self.advantage_estimator.skips_rollouts
+
     def old_score_options(self) -> dict[str, Any]:
         """Request the score norm if the estimator needs it."""
         return super().old_score_options() | drop_none(score_norm=self.advantage_estimator.needs_score_norms or None)

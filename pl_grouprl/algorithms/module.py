@@ -53,6 +53,7 @@ from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.episodes import Episodes, RewrittenHistory
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
+from pl_grouprl.training.idle_rollouts import trained_and_idle
 from pl_grouprl.training.kl_penalty import KLPenalty
 from pl_grouprl.training.loading import module_from_checkpoint
 from pl_grouprl.training.loss_sums import LossSums
@@ -411,6 +412,7 @@ class RLModule(pl.LightningModule, ABC):
             by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
+            divide=partial(_trained_and_idle, self),
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._reward_metrics: dict[str, float] = {}  # of the validation batch
@@ -458,6 +460,11 @@ class RLModule(pl.LightningModule, ABC):
             By the name of each part in `LossSums.losses`, the sum of the denominators that `compute_loss` returns.
         """
         return self.objective.denominators(tokens, rollouts)
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether rollouts whose advantages are all 0 are not meant to be trained."""
+        return False
 
     @property
     def needs_old_scores(self) -> bool:
@@ -916,7 +923,18 @@ class RLModule(pl.LightningModule, ABC):
             find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook
 
 
+def _has_custom_loss(module: RLModule) -> bool:
+    return not module.compute_loss.__module__.startswith("pl_grouprl.")
+
+
 def _needs_whole_episodes(module: RLModule) -> bool:
     """Whether the loss may depend on whole rollouts; assumed of losses that are not ours."""
-    is_custom = not module.compute_loss.__module__.startswith("pl_grouprl.")
-    return is_custom or module.objective.compares_tokens_of_rollouts
+    return _has_custom_loss(module) or module.objective.compares_tokens_of_rollouts
+
+
+def _trained_and_idle(module: RLModule, buffer: RolloutBuffer) -> tuple[RolloutBuffer, RolloutBuffer] | None:
+    """Divide a buffer, if the loss is ours and does not balance the routers over all tokens."""
+    if _has_custom_loss(module) or module.objective.router_aux_loss_coef > 0:
+        return None
+    by_advantages = module.skips_zero_advantages and module.objective.is_zero_without_advantages
+    return trained_and_idle(buffer, by_advantages=by_advantages)

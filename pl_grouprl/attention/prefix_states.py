@@ -16,13 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention.recorded import Given, Leaf, Name, States
 from pl_grouprl.packing import SharedPrefixLayout
-
-Name = tuple[str | int, ...]
-"""A tensor's role in its layer: `("key",)`, `("recurrent", 0)` and so on."""
-
-States = dict[tuple[nn.Module, Name], Tensor]
-"""The tensors of one call, by layer and name."""
 
 
 class PrefixStates:
@@ -39,7 +34,7 @@ class PrefixStates:
 
     def __init__(self, path: Sequence[States] = (), *, record: bool, recomputes: bool = False) -> None:
         self._path, self.records, self._recomputes = tuple(path), record, recomputes
-        self._tensors: States = {}
+        self._leaves: States = {}
         self._with_gradient = torch.is_grad_enabled()
 
     def keep(self, layer: nn.Module, name: Name, tensor: Tensor) -> None:
@@ -56,11 +51,11 @@ class PrefixStates:
                 f"{kind} runs without gradient on what a split group shares, as activation checkpointing with "
                 "use_reentrant=True does. Use use_reentrant=False, or a larger token budget."
             )
-        if (layer, name) in self._tensors:
+        if name in self._leaves.setdefault(layer, {}):
             raise NotImplementedError(
                 f"{kind} runs several times per forward, so the group cannot be split; use a larger token budget."
             )
-        self._tensors[layer, name] = tensor
+        self._leaves[layer][name] = Leaf(tensor)
 
     def close(self) -> None:
         """Stop recording: the call is over."""
@@ -72,26 +67,18 @@ class PrefixStates:
         Activation checkpointing keeps this object, as an argument of layers, so tensors left in it would keep their own
         graph alive forever.
         """
-        tensors, self._tensors = self._tensors, {}
-        return tensors
+        leaves, self._leaves = self._leaves, {}
+        return leaves
 
-    def of(self, layer: nn.Module) -> dict[Name, list[Tensor]]:
-        """The tensors of a layer by name: first the prompt's, then each branch's.
+    def last(self, layer: nn.Module) -> dict[Name, Tensor]:
+        """The latest tensors of a layer by name: those of the lowest branch that has them, or of the prompt.
 
         Raises:
             RuntimeError: If there are none.
         """
-        found: dict[Name, list[Tensor]] = {}
-        for states in self._path:
-            for (owner, name), tensor in states.items():
-                if owner is layer:
-                    found.setdefault(name, []).append(tensor)
-        if not found:
-            raise RuntimeError(
-                f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call "
-                "on the prompt."
-            )
-        return found
+        last = {name: states for states in self._path for name in states.get(layer, ())}
+        _check_found(layer, last)
+        return {name: Given((states,), layer, name).join() for name, states in last.items()}
 
     def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> JoinedStates:
         """Prepend the keys and values of the given tokens; record those of the tokens that run, if recording.
@@ -101,14 +88,26 @@ class PrefixStates:
             layout: The forest of the row.
             key: Keys of the tokens that run, shape [1, K, S, D].
             value: Values, likewise.
+
+        Raises:
+            RuntimeError: If there are none of the given tokens.
         """
         if self.records:
             length = layout.segments[1 if layout.given else 0].length  # without the padding of a sequence group
             self.keep(layer, ("key",), key[:, :, :length])
             self.keep(layer, ("value",), value[:, :, :length])
-        given = self.of(layer) if layout.given else {}
-        keys, values = [*given.get(("key",), ()), key], [*given.get(("value",), ()), value]
-        return JoinedStates(keys, values, by_parts=not self._recomputes)
+        path = self._path if layout.given else ()
+        if layout.given:
+            _check_found(layer, any(layer in states for states in path))
+        return JoinedStates(path, layer, key, value, by_parts=not self._recomputes)
+
+
+def _check_found(layer: nn.Module, found: object) -> None:
+    if not found:
+        raise RuntimeError(
+            f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call "
+            "on the prompt."
+        )
 
 
 class JoinedStates:
@@ -118,38 +117,42 @@ class JoinedStates:
     of the path in each layer, for each branch on it.
 
     Args:
-        keys: Of the prompt, each branch, and the tokens that run; shape [1, K, S, D] each.
-        values: Likewise.
+        path: The states of the given tokens.
+        layer: The attention module.
+        key: Keys of the tokens that run, shape [1, K, S, D].
+        value: Values, likewise.
         by_parts: False saves the concatenation, for layers recomputed in the backward pass, which keep neither.
 
     Attributes:
-        key: All keys, in the dtype of the last part.
+        key: All keys, in the dtype of the last ones.
         value: All values.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], *, by_parts: bool = True) -> None:
-        self._by_parts = by_parts and len(keys) > 1
-        self._parts = tuple([part.to(parts[-1].dtype) for part in parts] for parts in (keys, values))
-        self.key, self.value = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in self._parts)
+    def __init__(
+        self, path: Sequence[States], layer: nn.Module, key: Tensor, value: Tensor, *, by_parts: bool = True
+    ) -> None:
+        self._by_parts = by_parts and len(path) > 0
+        self._parts = [(Given(path, layer, (name,)), own) for name, own in (("key", key), ("value", value))]
+        self.key, self.value = (given.join(own, dim=2) for given, own in self._parts)
 
     def saved_by_parts(self) -> AbstractContextManager[Any]:
         """Context in which autograd saves the parts, wherever it would save a view of `key` or `value`."""
         if not self._by_parts:
             return nullcontext()
         storages = [joined.untyped_storage()._cdata for joined in (self.key, self.value)]
-        detached = [[part.detach() for part in parts] for parts in self._parts]
+        parts = [(given, own.detach()) for given, own in self._parts]
 
         def pack(tensor: Tensor) -> Any:
             storage = tensor.untyped_storage()._cdata
             if storage not in storages:
                 return tensor
-            return detached[storages.index(storage)], tensor.shape, tensor.stride(), tensor.storage_offset()
+            return parts[storages.index(storage)], tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(saved: Any) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
-            parts, *view = saved
-            return torch.cat(parts, dim=2).as_strided(*view)
+            (given, own), *view = saved
+            return given.concatenated(own, dim=2).as_strided(*view)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

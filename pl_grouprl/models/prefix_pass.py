@@ -21,18 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder
-from pl_grouprl.attention.prefix_states import PrefixStates, States
+from pl_grouprl.attention.prefix_states import PrefixStates
+from pl_grouprl.attention.recorded import Given, Leaf, Name, States
 from pl_grouprl.attention.support import has_dynamic_rope
 from pl_grouprl.media.inputs import check_batch_media
 from pl_grouprl.media.positions import media_position_ids
 from pl_grouprl.models.adapter_layers import adapter_layers
 from pl_grouprl.models.score import run_decoder
 from pl_grouprl.packing import ScoringBatch, pack
-from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.packing.slices import pack_branch
 from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_HIDDEN: Name = ("hidden",)
 
 
 class PrefixPass:
@@ -48,16 +51,15 @@ class PrefixPass:
 
     Attributes:
         num_tokens: P.
-        path_ids: The K response tokens of the path. A rollout below begins with them, or is a prefix of them.
         batch: The prompt or the branch, without the path above it.
     """
 
     def __init__(self, group: RolloutGroup, device: torch.device | str, sequence_group: Any = None) -> None:
         self.num_tokens = len(group.prompt_ids)
-        self.path_ids: list[int] = []
         prompt = pack([replace(group, rollouts=[Rollout([])])], device=device)
         self.batch = replace(prompt, sequence_group=sequence_group)
         self._above: PrefixPass | None = None
+        self._branch_ids: list[int] = []
         self._done: dict[tuple[Any, ...], Prefix] = {}
         self._counted = False
 
@@ -72,19 +74,29 @@ class PrefixPass:
         if self.batch.media:
             raise NotImplementedError("a branch cannot run by itself after a prompt with images or videos.")
         below = copy(self)
-        below.num_tokens, below.path_ids = self.num_tokens + len(token_ids), [*self.path_ids, *token_ids]
-        # Two equal rollouts, so that the branch is laid out as a shared segment.
-        group = RolloutGroup([0], [Rollout(below.path_ids)] * 2)
-        below.batch = pack_slice(group, [0, 1], self, self.batch.targets_N.device, min_saved_tokens=1)
+        below.num_tokens, below._branch_ids = self.num_tokens + len(token_ids), list(token_ids)
+        below.batch = pack_branch(token_ids, self, self.batch.targets_N.device)
         below._above, below._done, below._counted = self, {}, False
         return below
 
+    @property
+    def path_ids(self) -> list[int]:
+        """The K response tokens of the path. A rollout below begins with them, or is a prefix of them."""
+        parts, at = [], self
+        while at._above is not None:
+            parts.append(at._branch_ids)
+            at = at._above
+        return [token for part in reversed(parts) for token in part]
+
     def count_once(self) -> int:
         """Number of the path's tokens that no earlier call has counted, here or above, for sums over slices."""
-        above = 0 if self._above is None else self._above.count_once()
-        own = 0 if self._counted else self.num_tokens - (0 if self._above is None else self._above.num_tokens)
-        self._counted = True
-        return above + own
+        counted, at = self.num_tokens, self
+        while not at._counted:  # once a pass is counted, all above it are
+            at._counted = True
+            if at._above is None:
+                return counted
+            at = at._above
+        return counted - at.num_tokens
 
     def states(self, model: PreTrainedModel) -> Prefix:
         """Return the states of the path in a model. The first call runs it, with gradient if enabled.
@@ -100,16 +112,22 @@ class PrefixPass:
         """
         switched_off = any(layer.disable_adapters for layer in adapter_layers(model))
         key = (find_backbone(model), torch.is_grad_enabled(), switched_off)
-        if key not in self._done:
-            above = None if self._above is None else self._above.states(model)
-            self._done[key] = Prefix(model, self.batch, above)
-        return self._done[key]
+        missing: list[PrefixPass] = []
+        at: PrefixPass | None = self
+        while at is not None and key not in at._done:
+            missing.append(at)
+            at = at._above
+        found = None if at is None else at._done[key]
+        for one in reversed(missing):
+            found = one._done[key] = Prefix(model, one.batch, found)
+        assert found is not None
+        return found
 
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         """Run a slice; return the states of the prompt's last token, the path and the slice, shape [1 + K + S, D]."""
         prefix = self.states(model)
         given = PrefixStates(prefix.path, record=False, recomputes=_recomputes(model))
-        return torch.cat([*prefix.hidden, run_decoder(model, batch, **self._media(model, batch), prefix_states=given)])
+        return prefix.followed_by(run_decoder(model, batch, **self._media(model, batch), prefix_states=given))
 
     def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
         """Extra arguments of a slice after images or videos: its position ids, and token types that say text."""
@@ -149,8 +167,8 @@ class Prefix:
     """The states of a path in one model.
 
     Attributes:
-        path: The states that slices read in each layer: first the prompt's, then each branch's.
-        hidden: Hidden states that predict the tokens of the path after the prompt, and those that follow it: of the
+        path: What slices read: the states of the prompt, then of each branch. With the states in each layer are the
+            hidden states that predict the tokens of the path after the prompt, and those that follow it: of the
             prompt's last token, then of each branch; together [1 + K, D].
     """
 
@@ -163,16 +181,21 @@ class Prefix:
         path = () if above is None else above.path
         recorder = PrefixStates(path, record=True, recomputes=_recomputes(model))
         hidden = run_decoder(model, batch, prefix_states=recorder)
-        self._leaves: list[Leaf] = []
-        own = self._detach(hidden[-1:] if above is None else hidden)
-        self.hidden: tuple[Tensor, ...] = (own,) if above is None else (*above.hidden, own)
-        states = {place: self._detach(tensor) for place, tensor in recorder.pop_all().items()}
-        self.path: tuple[States, ...] = (*path, states)
+        own = {_HIDDEN: Leaf(hidden[-1:] if above is None else hidden)}
+        self._backbone = find_backbone(model)
+        self.path: tuple[States, ...] = (*path, {self._backbone: own, **recorder.pop_all()})
+        self._leaves = [
+            leaf for leaves in self.path[-1].values() for leaf in leaves.values() if leaf.recorded.requires_grad
+        ]
 
     @property
     def needs_backward(self) -> bool:
         """Whether any of its own states depends on a trained parameter."""
         return bool(self._leaves)
+
+    def followed_by(self, hidden: Tensor) -> Tensor:
+        """The hidden states of the path, then those of a slice, shape [1 + K + S, D]."""
+        return Given(self.path, self._backbone, _HIDDEN).join(hidden)
 
     def loss(self, loss_scale: float) -> Tensor:
         """A zero whose backward propagates the collected gradients."""
@@ -180,43 +203,10 @@ class Prefix:
         used = [leaf for number, leaf in enumerate(self._leaves) if leaf.gradient is not None or number == 0]
         return _Propagate.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
 
-    def _detach(self, tensor: Tensor) -> Tensor:
-        """Detach a tensor from its graph, and collect its gradient in a new `Leaf`."""
-        if not tensor.requires_grad:
-            return tensor
-        leaf = Leaf(tensor)
-        self._leaves.append(leaf)
-        return leaf.detach()
-
 
 def _recomputes(model: PreTrainedModel) -> bool:
     """Whether activation checkpointing runs layers again in the backward pass."""
     return bool(getattr(model, "is_gradient_checkpointing", False)) and model.training
-
-
-class Leaf:
-    """A recorded tensor, and the sum of the gradients that reach its detached copy.
-
-    Attributes:
-        recorded: The tensor, still in its graph.
-        gradient: The sum, in float32 or wider; None before the first.
-    """
-
-    def __init__(self, recorded: Tensor) -> None:
-        self.recorded = recorded
-        self.gradient: Tensor | None = None
-
-    def detach(self) -> Tensor:
-        """Return a detached copy whose gradients are added to the sum instead of its `grad`."""
-        leaf = self.recorded.detach().requires_grad_()
-        leaf.register_post_accumulate_grad_hook(self._collect)
-        return leaf
-
-    def _collect(self, leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        self.gradient = wide if self.gradient is None else self.gradient.add_(wide)
 
 
 class _Propagate(torch.autograd.Function):

@@ -9,7 +9,7 @@ from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
 from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.rows import RowPlan, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.shorten import ShortenedGroups, shorten
-from pl_grouprl.packing.splits import Branch, SplitGroup
+from pl_grouprl.packing.splits import Branch, SplitGroup, SplitShape
 from pl_grouprl.packing.trie import Trie, build_trie
 from pl_grouprl.utilities.moved import moved
 
@@ -24,6 +24,7 @@ __all__ = [
     "Sharing",
     "ShortenedGroups",
     "SplitGroup",
+    "SplitShape",
     "Trie",
     "balance",
     "build_trie",

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from pl_grouprl.packing.batch import ScoringBatch, pack
 from pl_grouprl.packing.layout import SharedPrefixLayout
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.types import Rollout, RolloutGroup
 
 
 class PathRun(Protocol):
@@ -23,13 +24,15 @@ class PathRun(Protocol):
 
     Attributes:
         num_tokens: P.
-        path_ids: The K response tokens of the path.
         batch: The prompt or the lowest branch, without the path above it.
     """
 
     num_tokens: int
-    path_ids: list[int]
     batch: ScoringBatch
+
+    @property
+    def path_ids(self) -> list[int]:
+        """The K response tokens of the path."""
 
 
 def pack_slice(
@@ -72,9 +75,27 @@ def pack_slice(
     if not tokens.numel():
         tokens, lengths = tokens.new_zeros(1, 1), [*lengths[:-1], 1]
     layout = SharedPrefixLayout(lengths, parents, [stand_in.group_id] * len(lengths), given=given)
+    return _after(prefix, batch, tokens, layout)
+
+
+def pack_branch(token_ids: Sequence[int], prefix: PathRun, device: torch.device | str = "cpu") -> ScoringBatch:
+    """Lay out a run of shared tokens for a decoder call that continues `prefix`, as a prompt that has no rollouts.
+
+    Args:
+        token_ids: Its tokens.
+        prefix: The pass over the prompt or branch that it continues.
+        device: Device of the batch's tensors.
+    """
+    batch = pack([RolloutGroup(list(token_ids), [Rollout([])])], device=device)
+    layout = SharedPrefixLayout([prefix.num_tokens, len(token_ids), 0], [None, 0, 1], given=prefix.num_tokens)
+    return _after(prefix, batch, batch.model_inputs["input_ids"], layout)
+
+
+def _after(prefix: PathRun, batch: ScoringBatch, tokens: Tensor, layout: SharedPrefixLayout) -> ScoringBatch:
+    """A batch whose tokens continue those of `prefix`, in another layout."""
     inputs = {
         "input_ids": tokens,
-        "position_ids": layout.position_ids[None, given:].to(device),
+        "position_ids": layout.position_ids[None, layout.given :].to(tokens.device),
         "prefix_layout": layout,
     }
     return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix, sequence_group=prefix.batch.sequence_group)

@@ -13,6 +13,9 @@ _MIN_BRANCH_TOKENS = 2
 Slices = tuple[tuple[int, ...], ...]
 """Indices of the rollouts in each slice."""
 
+SplitShape = tuple[tuple[int, int], ...]
+"""Depth and number of slices of a prompt, which has depth 0, and of each of its branches, depth-first."""
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -23,14 +26,14 @@ class Branch:
         start: Index of the first one in that rollout.
         stop: Index after the last one.
         slices: Slices of rollouts that continue this branch.
-        branches: Branches that continue this one.
+        depth: 1 if it continues the prompt, 2 if it continues such a branch, and so on.
     """
 
     rollout: int
     start: int
     stop: int
     slices: Slices
-    branches: tuple[Branch, ...] = ()
+    depth: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,17 @@ class SplitGroup:
     Attributes:
         group: Index of the group.
         slices: Slices of rollouts that continue the prompt.
-        branches: Branches that continue the prompt.
+        branches: All branches, depth-first: each is directly followed by those that continue it.
     """
 
     group: int
     slices: Slices
     branches: tuple[Branch, ...] = ()
+
+    @property
+    def shape(self) -> SplitShape:
+        """Its passes, without their contents."""
+        return (0, len(self.slices)), *((branch.depth, len(branch.slices)) for branch in self.branches)
 
 
 def split_group(group: int, prompt: int, rollouts: Trie, max_tokens: int) -> SplitGroup:
@@ -72,51 +80,68 @@ def split_group(group: int, prompt: int, rollouts: Trie, max_tokens: int) -> Spl
                 f"max_tokens is {max_tokens}, but rollout {node.sequence} of group {group} alone has {length} tokens; "
                 "raise the budget, or shorten completions."
             )
-    return SplitGroup(group, *_Splitter(rollouts, max_tokens).below(None))
+    return _Splitter(rollouts, max_tokens).split(group)
 
 
 class _Splitter:
-    """Cuts a trie into slices and branches. Sizes and rollouts are those of each node's subtree."""
+    """Cuts a trie into slices and branches. Sizes and stops are those of each node's subtree."""
 
     def __init__(self, trie: Trie, max_tokens: int) -> None:
         self._nodes, self._max_tokens = trie.nodes, max_tokens
         self._sizes = [node.length for node in trie.nodes]
+        self._stops = [index + 1 for index in range(len(trie.nodes))]
         self._children: dict[int | None, list[int]] = {}
-        self._rollouts: list[list[int]] = [[] for _ in trie.nodes]
+        self._ending: dict[int, list[int]] = {}
         for rollout, leaf in enumerate(trie.leaves):
-            self._rollouts[leaf].append(rollout)
+            self._ending.setdefault(leaf, []).append(rollout)
         for index in reversed(range(len(trie.nodes))):  # children come after their parent
             parent = trie.nodes[index].parent
             self._children.setdefault(parent, []).append(index)
             if parent is not None:
                 self._sizes[parent] += self._sizes[index]
-                self._rollouts[parent] += self._rollouts[index]
+                self._stops[parent] = max(self._stops[parent], self._stops[index])
 
-    def below(self, parent: int | None, start: int = 0) -> tuple[Slices, tuple[Branch, ...]]:
-        """Pack the subtrees below a node into slices, and turn those that do not fit into branches.
+    def split(self, group: int) -> SplitGroup:
+        """Cut the whole trie."""
+        slices, below = self._below(None, 0)
+        branches: list[Branch] = []
+        pending = [(index, 0, 1) for index in reversed(below)]  # node, first token, depth
+        while pending:
+            index, start, depth = pending.pop()
+            node = self._nodes[index]
+            own, below = self._below(index, node.stop)
+            branches.append(Branch(node.sequence, start, node.stop, own, depth))
+            pending += [(child, node.stop, depth + 1) for child in reversed(below)]
+        return SplitGroup(group, slices, tuple(branches))
+
+    def _below(self, parent: int | None, start: int) -> tuple[Slices, list[int]]:
+        """Pack the subtrees below a node into slices; return also the nodes that become branches.
 
         Args:
             parent: The node; None is the prompt.
             start: Index of the first response token that has not run by then.
         """
         fitting: list[int] = []
-        branches: list[Branch] = []
+        branches: list[int] = []
         remaining = list(self._children[parent])
         while remaining:
             index = remaining.pop()
-            node = self._nodes[index]
             if index not in self._children or self._size(index, start) <= self._max_tokens:
                 fitting.append(index)
-            elif node.stop - start < _MIN_BRANCH_TOKENS:
+            elif self._nodes[index].stop - start < _MIN_BRANCH_TOKENS:
                 remaining += self._children[index]
             else:
-                branches.append(Branch(node.sequence, start, node.stop, *self.below(index, node.stop)))
+                branches.append(index)
         # A leaf may exceed the budget by a shared token before it that is too short for a branch.
         sizes = [min(self._size(index, start), self._max_tokens) for index in fitting]
         bins = [[fitting[place] for place in places] for places in pack_sizes(sizes, self._max_tokens)]
-        slices = (sorted(rollout for index in indices for rollout in self._rollouts[index]) for indices in bins)
-        return tuple(map(tuple, slices)), tuple(branches)
+        slices = (sorted(rollout for index in indices for rollout in self._rollouts(index)) for indices in bins)
+        return tuple(map(tuple, slices)), branches
 
     def _size(self, index: int, start: int) -> int:
         """Tokens of a subtree, and those between `start` and its first node."""
         return self._sizes[index] + self._nodes[index].start - start
+
+    def _rollouts(self, index: int) -> list[int]:
+        """The rollouts that end in a subtree."""
+        return [rollout for node in range(index, self._stops[index]) for rollout in self._ending.get(node, ())]

@@ -6,7 +6,7 @@ Sums stay on their device until the end of the step, so no micro-batch synchroni
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,11 @@ class LossAccumulator:
             before = self._extremes.get(name, value.detach())
             pick = torch.minimum if name.endswith("/min") else torch.maximum
             self._extremes[name] = pick(before, value.detach())
+
+    def add_denominators(self, counts: Mapping[str, Tensor]) -> None:
+        """Add the denominators of rollouts that are in no micro-batch, because their loss is 0."""
+        for name, (_, count) in self._losses.items():
+            count += counts[name].to(count.device)
 
     def denominators(self) -> dict[str, Tensor]:
         """This rank's share of each part's denominator."""

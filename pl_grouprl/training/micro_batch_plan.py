@@ -6,12 +6,12 @@ strategies gather weights and reduce gradients in each, so ranks with fewer micr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from pl_grouprl.packing import Branch, SplitGroup, Trie, build_trie, plan_repeated_rows, plan_rows
+from pl_grouprl.packing import SplitGroup, SplitShape, Trie, build_trie, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.bins import pack_sizes
 from pl_grouprl.training.micro_batch import RowOptions
 from pl_grouprl.types import EpisodeRows, RolloutGroup
@@ -35,39 +35,39 @@ class MicroBatchPlan:
     @property
     def shape(self) -> Shape:
         """What all ranks must agree on: the number of rows, and the passes of each split group."""
-        return Shape(len(self.rows), _shapes(self.splits))
+        return Shape(len(self.rows), tuple(split.shape for split in self.splits))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Number of passes of each kind in a plan, a split group or a branch.
+    """Number of passes of each kind in a plan.
 
     Attributes:
-        count: Rows of a plan; slices of a split group or of a branch.
-        splits: Split groups of a plan; branches of a split group or of a branch.
+        rows: Number of rows.
+        splits: `SplitGroup.shape` of each split group.
     """
 
-    count: int
-    splits: tuple[Shape, ...] = ()
+    rows: int
+    splits: tuple[SplitShape, ...] = ()
 
     @property
     def number(self) -> int:
         """Number of micro-batches: rows and slices, and each prompt and branch that runs by itself."""
-        return self.count + sum(1 + split.number for split in self.splits)
+        return self.rows + sum(map(_num_passes, self.splits))
 
     def to_plain(self) -> list[Any]:
         """As lists, to be sent to other ranks."""
-        return [self.count, [split.to_plain() for split in self.splits]]
+        return [self.rows, [[list(one) for one in split] for split in self.splits]]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Shape:
         """The shape that `to_plain` was called on."""
-        count, splits = plain
-        return cls(count, tuple(cls.from_plain(split) for split in splits))
+        rows, splits = plain
+        return cls(rows, tuple(tuple((depth, count) for depth, count in split) for split in splits))
 
 
-def _shapes(splits: Iterable[SplitGroup | Branch]) -> tuple[Shape, ...]:
-    return tuple(Shape(len(split.slices), _shapes(split.branches)) for split in splits)
+def _num_passes(split: SplitShape) -> int:
+    return sum(1 + count for _, count in split)
 
 
 def plan_micro_batches(groups: Sequence[RolloutGroup], indices: Sequence[int], options: RowOptions) -> MicroBatchPlan:
@@ -98,7 +98,7 @@ def plan_micro_batches(groups: Sequence[RolloutGroup], indices: Sequence[int], o
     # Largest first on every rank, so that few dummies fill the differences.
     return MicroBatchPlan(
         tuple(tuple(everything[group] for group in row) for row in plan.rows),
-        tuple(sorted(splits, key=lambda split: -_shapes([split])[0].number)),
+        tuple(sorted(splits, key=lambda split: -_num_passes(split.shape))),
     )
 
 
@@ -158,5 +158,18 @@ def _prompt_and_trie(group: RolloutGroup, min_saved_tokens: int | None) -> tuple
 
 def largest(shapes: Sequence[Shape]) -> Shape:
     """The smallest shape that has room for each of the shapes."""
-    columns = zip_longest(*(shape.splits for shape in shapes), fillvalue=Shape(0))
-    return Shape(max(shape.count for shape in shapes), tuple(largest(column) for column in columns))
+    columns = zip_longest(*(shape.splits for shape in shapes), fillvalue=())
+    return Shape(max(shape.rows for shape in shapes), tuple(map(_largest_split, columns)))
+
+
+def _largest_split(shapes: Sequence[SplitShape]) -> SplitShape:
+    """Walk all trees at once: a tree whose next pass is less deep than another's has no such pass here."""
+    merged: list[tuple[int, int]] = []
+    places = [0] * len(shapes)
+    while True:
+        heads = [shape[place] if place < len(shape) else (-1, 0) for shape, place in zip(shapes, places, strict=True)]
+        depth, count = max(heads)
+        if depth < 0:
+            return tuple(merged)
+        merged.append((depth, count))
+        places = [place + (head[0] == depth) for place, head in zip(places, heads, strict=True)]

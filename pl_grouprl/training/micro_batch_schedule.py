@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -11,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 
 from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.packing import ScoringBatch, SplitGroup
+from pl_grouprl.packing import ScoringBatch, SplitGroup, SplitShape
 from pl_grouprl.packing.transfer import move_together
 from pl_grouprl.training.micro_batch import MicroBatch, RowOptions, dummy_group, dummy_tokens, lay_out
 from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batches
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.split_passes import (
-    Passes,
+    Pass,
     Selection,
     passes_from_state,
     passes_of,
@@ -99,28 +98,40 @@ class MicroBatchSchedule:
         """
         for split, shape in zip_longest(self._plan.splits, self._shape.splits):  # dummies are last
             for passes in self._for_sequence_group(self._passes(split, shape), passes_to_state, passes_from_state):
-                assert passes.prompt is not None
-                prompt = PrefixPass(passes.prompt, self._options.device, self._options.sequence_group)
-                yield from self._bottom_up(prompt, passes)
-        for parts in [()] * (self._shape.count - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
+                yield from self._bottom_up(passes)
+        for parts in [()] * (self._shape.rows - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
             row = self._buffer.select(parts) if parts else self._dummy()
             for selection in self._for_sequence_group(row, selection_to_state, selection_from_state):
                 yield self._micro_batch(selection)
 
-    def _bottom_up(self, prefix: PrefixPass, passes: Passes) -> Iterator[MicroBatch | PrefixPass]:
-        """Yield the branches and slices that continue a prompt or branch, then its own pass."""
-        for branch in passes.branches:
-            yield from self._bottom_up(prefix.branch(branch.token_ids), branch)
-        for selection in passes.slices:
-            yield self._micro_batch(selection, prefix)
-        yield prefix
+    def _bottom_up(self, passes: Sequence[Pass]) -> Iterator[MicroBatch | PrefixPass]:
+        """Yield the slices that continue a prompt or branch, then its own pass, once all branches below it are done."""
+        path: list[tuple[PrefixPass, list[Selection]]] = []
+        for one in passes:
+            yield from self._up_to(one.depth, path)
+            if one.prompt is None:
+                prefix = path[-1][0].branch(one.token_ids)
+            else:
+                prefix = PrefixPass(one.prompt, self._options.device, self._options.sequence_group)
+            path.append((prefix, one.slices))
+        yield from self._up_to(0, path)
 
-    def _passes(self, split: SplitGroup | None, shape: Shape) -> Passes:
+    def _up_to(self, depth: int, path: list[tuple[PrefixPass, list[Selection]]]) -> Iterator[MicroBatch | PrefixPass]:
+        """Take the passes from a depth on off the path, the deepest first."""
+        while len(path) > depth:
+            prefix, slices = path.pop()
+            for selection in slices:
+                yield self._micro_batch(selection, prefix)
+            yield prefix
+
+    def _passes(self, split: SplitGroup | None, shape: SplitShape) -> list[Pass]:
         """The passes of a split group; all dummies if this rank has fewer split groups than others."""
         number = 0 if split is None else split.group
-        group, dummy = self._buffer.groups[number], self._dummy()
-        passes = passes_of(group, split, shape, lambda rollouts: self._buffer.select([(number, rollouts)]), dummy)
-        return passes._replace(prompt=replace(group if split else dummy[0][0], rollouts=[]))
+        select = partial(self._select_of, number)
+        return passes_of(self._buffer.groups[number], split, shape, select, self._dummy())
+
+    def _select_of(self, group: int, rollouts: Sequence[int]) -> Selection:
+        return self._buffer.select([(group, rollouts)])
 
     def _dummy(self) -> Selection:
         like = {name: values[0] for name, values in self._buffer.tokens.items()}

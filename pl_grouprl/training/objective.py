@@ -87,6 +87,12 @@ class PolicyObjective:
         return self.loss_agg_mode != "token-mean" or self.policy_loss.uses_rollouts or sequence_ratios
 
     @property
+    def is_zero_without_advantages(self) -> bool:
+        """Whether nothing trains a rollout whose advantages are all 0."""
+        others = self.kl.in_loss or self.entropy_coef > 0 or self.router_aux_loss_coef > 0
+        return self.policy_loss.is_zero_without_advantages and not others
+
+    @property
     def corrects_sampling(self) -> bool:
         """Whether importance sampling is on."""
         return bool(self.importance_sampling["kind"] != "none")

@@ -140,8 +140,18 @@ class RolloutBuffer:
                     tokens[name].append(values[index])
                 else:
                     pieces = values[index].split(lengths)
-                    tokens[name] += [pieces[number] for number in chosen]
+                    tokens[name] += [values[index][:0], *(pieces[number] for number in chosen)]
         return groups, {name: torch.cat(values) for name, values in tokens.items()}, tuple(numbers)
+
+    def subset(self, chosen: Sequence[Sequence[int]]) -> RolloutBuffer:
+        """The same groups with only some of their rollouts.
+
+        Args:
+            chosen: For each group, the indices of its rollouts; may be empty.
+        """
+        parts = [self.select([(index, rollouts)]) for index, rollouts in enumerate(chosen)]
+        tokens = {name: [own[name] for _, own, _ in parts] for name in self.tokens}
+        return replace(self, groups=[group for (group,), _, _ in parts], tokens=tokens)
 
     def in_order(self, values: Sequence[Tensor], numbers: Sequence[int], *, per_token: bool) -> Tensor:
         """Reorder values that were computed part by part into the order of the buffer.

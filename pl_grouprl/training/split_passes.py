@@ -3,82 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pl_grouprl.packing import Branch, SplitGroup
+from pl_grouprl.packing import Branch, SplitGroup, SplitShape
 from pl_grouprl.training.distribution import from_state, to_state
-from pl_grouprl.training.micro_batch_plan import Shape
 from pl_grouprl.types import RolloutGroup
 
 Selection = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
 """What `RolloutBuffer.select` returns."""
 
 
-class Passes(NamedTuple):
-    """A prompt or branch to run, with the slices and branches that continue it.
+class Pass(NamedTuple):
+    """A prompt or branch to run, with the slices that continue it.
 
     Attributes:
+        depth: 0 for a prompt, otherwise as in `packing.Branch`.
         prompt: A group with the prompt, without rollouts; None for a branch.
         token_ids: Tokens of the branch; one token for a dummy. Not used for a prompt.
         slices: Rollouts that continue it, slice by slice.
-        branches: Branches that continue it.
     """
 
+    depth: int
     prompt: RolloutGroup | None
     token_ids: list[int]
     slices: list[Selection]
-    branches: list[Passes]
 
 
 def passes_of(
     group: RolloutGroup,
-    split: SplitGroup | Branch | None,
-    shape: Shape,
+    split: SplitGroup | None,
+    shape: SplitShape,
     select: Callable[[Sequence[int]], Selection],
     dummy: Selection,
-) -> Passes:
-    """The passes of a group, or of one of its branches. The caller sets `prompt` for a group.
+) -> list[Pass]:
+    """The passes of a group: its prompt, then its branches, depth-first.
 
     Args:
         group: The group.
-        split: How the group or branch is split; None returns only dummies.
-        shape: Number of passes to return. Dummies fill up: before the slices, and after the branches.
+        split: How it is split; None returns only dummies.
+        shape: Which passes to return. Dummies fill up: before the slices, and after the branches.
         select: Selects rollouts of the group by their indices.
         dummy: A selection of one rollout of one token.
     """
-    slices, branches = ((), ()) if split is None else (split.slices, split.branches)
-    tokens: list[int] = group.prompt_ids[-1:]
-    if isinstance(split, Branch):
-        tokens = group.rollouts[split.rollout].token_ids[split.start : split.stop]
-    return Passes(
-        None,
-        tokens,
-        [dummy] * (shape.count - len(slices)) + [select(indices) for indices in slices],
-        [passes_of(group, branch, part, select, dummy) for branch, part in zip_longest(branches, shape.splits)],
-    )
+    prompt = replace(group if split else dummy[0][0], rollouts=[])
+    own: list[tuple[int, SplitGroup | Branch]] = []
+    if split is not None:
+        own = [*((branch.depth, branch) for branch in reversed(split.branches)), (0, split)]
+    passes = []
+    for depth, count in shape:
+        # The shape has room for the whole tree, so its passes are those that are as deep as the next of the tree.
+        part = own.pop()[1] if own and own[-1][0] == depth else None
+        slices = () if part is None else part.slices
+        tokens: list[int] = group.prompt_ids[-1:]
+        if isinstance(part, Branch):
+            tokens = group.rollouts[part.rollout].token_ids[part.start : part.stop]
+        selected = [dummy] * (count - len(slices)) + [select(indices) for indices in slices]
+        passes.append(Pass(depth, None if depth else prompt, tokens, selected))
+    return passes
 
 
-def passes_to_state(passes: Passes) -> dict[str, Any]:
+def passes_to_state(passes: Sequence[Pass]) -> list[dict[str, Any]]:
     """Plain containers and tensors, to be sent to another rank."""
-    return {
-        "prompt": None if passes.prompt is None else to_state(passes.prompt),
-        "token_ids": passes.token_ids,
-        "slices": [selection_to_state(selection) for selection in passes.slices],
-        "branches": [passes_to_state(branch) for branch in passes.branches],
-    }
+    return [
+        {
+            "depth": one.depth,
+            "prompt": None if one.prompt is None else to_state(one.prompt),
+            "token_ids": one.token_ids,
+            "slices": [selection_to_state(selection) for selection in one.slices],
+        }
+        for one in passes
+    ]
 
 
-def passes_from_state(state: dict[str, Any]) -> Passes:
+def passes_from_state(state: Sequence[dict[str, Any]]) -> list[Pass]:
     """The passes that `passes_to_state` was given."""
-    return Passes(
-        None if state["prompt"] is None else from_state(state["prompt"]),
-        state["token_ids"],
-        [selection_from_state(selection) for selection in state["slices"]],
-        [passes_from_state(branch) for branch in state["branches"]],
-    )
+    return [
+        Pass(
+            one["depth"],
+            None if one["prompt"] is None else from_state(one["prompt"]),
+            one["token_ids"],
+            [selection_from_state(selection) for selection in one["slices"]],
+        )
+        for one in state
+    ]
 
 
 def selection_to_state(selection: Selection) -> Any:

@@ -34,6 +34,8 @@ class Updater:
         compute_loss: Loss sums of a micro-batch.
         loss_denominators: Their denominators, from per-token quantities alone; see `RLModule`.
         owner: Class that has these methods, for errors.
+        divide: Divides a buffer into rollouts to encode, and those whose loss is 0; returns None, on all ranks alike,
+            if `compute_loss` may need all of them.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Updater:
         compute_loss: ComputeLoss,
         loss_denominators: Denominators,
         owner: str,
+        divide: Callable[[RolloutBuffer], tuple[RolloutBuffer, RolloutBuffer] | None] = lambda buffer: None,
     ) -> None:
         self._run = run
         self._micro_batcher = micro_batcher
         self._optimization = optimization
         self._compute_loss, self._loss_denominators, self._owner = compute_loss, loss_denominators, owner
+        self._divide = divide
 
     def update(
         self, buffer: RolloutBuffer, members: Sequence[int], accumulation: Accumulation
@@ -63,13 +67,18 @@ class Updater:
         Returns:
             The loss of the last micro-batch, to be differentiated by the caller, and the metrics of the update.
         """
-        schedule = self._micro_batcher.for_update(buffer, members)
-        if schedule.number > 1:
+        divided = self._divide(buffer)
+        trained = buffer if divided is None else divided[0]
+        schedule = self._micro_batcher.for_update(trained, _with_rollouts(trained, members))
+        has_all = schedule.number == 1 and divided is None  # then the only micro-batch knows the denominators
+        if not has_all:
             self._optimization.add_denominators(self._denominators(buffer, members), self._run.device)
         sums = LossAccumulator()
         with self._micro_batcher.naming_memory():
-            loss = self._run_schedule(schedule, sums, accumulation)
-        if schedule.number > 1:
+            loss = self._run_schedule(schedule, sums, accumulation, has_all=has_all)
+        if divided is not None:
+            sums.add_denominators(self._denominators(divided[1], members))
+        if not has_all:
             self._check_denominators(sums, buffer, members)
         device = self._run.device
         metrics = sums.reduced(
@@ -77,7 +86,9 @@ class Updater:
         )
         return loss, metrics
 
-    def _run_schedule(self, schedule: MicroBatchSchedule, sums: LossAccumulator, accumulation: Accumulation) -> Tensor:
+    def _run_schedule(
+        self, schedule: MicroBatchSchedule, sums: LossAccumulator, accumulation: Accumulation, *, has_all: bool
+    ) -> Tensor:
         support = self._run.support
         for number, micro_batch in enumerate(schedule, start=1):
             last = number == schedule.number
@@ -86,7 +97,7 @@ class Updater:
                     # Its slices left gradients that are already divided.
                     loss = micro_batch.loss(loss_scale=accumulation.loss_scale)
                 else:
-                    loss = self._loss(micro_batch, sums, single=schedule.number == 1)
+                    loss = self._loss(micro_batch, sums, has_all=has_all)
                 if last:
                     return loss  # Lightning divides it by accumulate_grad_batches
                 if isinstance(micro_batch, MicroBatch):
@@ -96,14 +107,14 @@ class Updater:
                 del loss, micro_batch  # free the activations before the next forward
         raise AssertionError("unreachable: a schedule has at least one micro-batch")
 
-    def _loss(self, micro_batch: MicroBatch, sums: LossAccumulator, *, single: bool) -> Tensor:
+    def _loss(self, micro_batch: MicroBatch, sums: LossAccumulator, *, has_all: bool) -> Tensor:
         loss_sums = check_loss_sums(self._compute_loss(micro_batch), self._owner)
         scoring, num_tokens = micro_batch.scoring, (0, 0)
         if micro_batch.rollout_numbers:  # not a dummy
             num_tokens = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
         loss_sums.metrics["prefix/token_ratio"] = torch.tensor(num_tokens[0]), torch.tensor(num_tokens[1])
         device = self._run.device
-        if single:
+        if has_all:
             counts_of_parts = {name: count for name, (_, count) in loss_sums.losses.items()}
             self._optimization.add_denominators(counts_of_parts, device)
         sums.add(loss_sums, micro_batch.weight)
@@ -111,6 +122,7 @@ class Updater:
 
     def _denominators(self, buffer: RolloutBuffer, members: Sequence[int]) -> dict[str, Tensor]:
         """This rank's share of the denominators."""
+        members = _with_rollouts(buffer, members)
         if not members:
             tokens, lengths = dummy_tokens({name: values[0] for name, values in buffer.tokens.items()}), [1]
         else:
@@ -134,3 +146,7 @@ class Updater:
                     f"compute_loss of {self._owner} divides {name!r} by {float(count):g}, but "
                     f"loss_denominators returned {expected.get(name)}; override both consistently."
                 )
+
+
+def _with_rollouts(buffer: RolloutBuffer, members: Sequence[int]) -> list[int]:
+    return [index for index in members if buffer.groups[index].rollouts]

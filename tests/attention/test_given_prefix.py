@@ -177,4 +177,4 @@ def test_a_layer_that_runs_twice_in_a_call_is_refused():
         states.keep(layer, ("key",), torch.zeros(1))
     states.close()
     states.keep(layer, ("key",), torch.ones(1))  # a recomputation
-    assert states.pop_all() == {(layer, ("key",)): torch.zeros(1)}
+    assert states.pop_all()[layer]["key",].data == torch.zeros(1)

@@ -221,3 +221,19 @@ def test_errors_name_argument_value_and_remedy():
         make_policy_loss("trpo")
     with pytest.raises(ValueError, match=r"policy_loss='gspo' does not use delta; it takes epsilon, epsilon_high"):
         make_policy_loss("gspo", delta=3.0)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_loss_says_whether_it_is_zero_without_advantages(name):
+    """Of the first rollout, beside one that has advantages."""
+    generator = torch.Generator().manual_seed(0)
+    policy_N, old_N = (2 * torch.randn(40, dtype=torch.float64, generator=generator) for _ in range(2))
+    policy_N.requires_grad_()
+    index_N = torch.arange(2).repeat_interleave(20)
+    loss = make_policy_loss(name)
+    found = loss(
+        policy_N, old_N, index_N.double(), mask_N=index_N >= 0, rollout_index_N=index_N, num_rollouts=2
+    ).per_token_N
+    (gradient_N,) = torch.autograd.grad(found[:20].sum(), policy_N, allow_unused=True)
+    is_zero = not found[:20].any() and (gradient_N is None or not gradient_N.any())
+    assert loss.is_zero_without_advantages == (is_zero and not loss.compares_tokens)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.peak_memory import Peak
 
 from benchmarks.credit import TabularPolicy, all_groups, estimates, main, regular
 from pl_grouprl.functional.advantages import (
@@ -45,6 +46,24 @@ def test_vine_by_hand():
     expected = torch.tensor([[0 - 3.5, 1 - 0, 1 - 0], [0.0, 0, 0], [-0.75] * 3, [3.75] * 3])
     found = vine_advantages(REWARDS, ONE_GROUP, ALL, BRANCHES)
     torch.testing.assert_close(found, expected * 4 / 3)
+
+
+def test_a_comb_of_hundreds_of_branches():
+    """Two tokens per segment; at every branch point, one of two continuations ends."""
+    depth = 300
+    paths = [(0,) * level + (1,) for level in range(1, depth + 1)] + [(0,) * (depth + 1)]
+    points = [tuple(range(2, 2 * len(path) - 1, 2)) for path in paths]
+    mask = torch.arange(2 * depth + 2) < torch.tensor([2 * len(path) for path in paths])[:, None]
+    rewards = torch.rand(depth + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids = torch.zeros(depth + 1, dtype=torch.long)
+    with Peak() as memory:
+        found = tree_advantages(rewards, ids, mask, Branches(points, paths))
+    value = rewards[-1]
+    for level in reversed(range(depth)):  # the two continuations of a branch point, whose weight is 2 ** -(level + 1)
+        own = (rewards[level] - value) * (depth + 1) * 0.5 ** (level + 1)
+        torch.testing.assert_close(found[level, 2 * level + 2 :], own * mask[level, 2 * level + 2 :])
+        value = (rewards[level] + value) / 2
+    assert memory.peak < 100 * mask.numel()  # and not tokens times branch points
 
 
 def test_leaf_weights_by_hand():

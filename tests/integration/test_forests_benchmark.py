@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import forests, shared_rows
 from benchmarks.forest_shapes import SHAPES, branched, comb, conversation, tree
+from pl_grouprl.rollout import Branching
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv-heads": 1, "head-dim": 16, "intermediate": 48, "vocabulary": 64}
 MODEL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
@@ -29,10 +30,24 @@ def test_a_conversation_goes_on_after_the_last_rollout_of_a_turn() -> None:
     assert layout.repeated_lengths == (14, 14, 20, 20, 20)
 
 
-def test_branched_rollouts_have_equal_lengths() -> None:
-    layout = branched(prompt=7, rollout=30, width=3, depth=2)
-    assert layout.repeated_lengths == (37,) * 27
-    assert set(layout.depths) == {0, 1, 2, 3}
+def test_branched_rollouts_are_what_an_engine_samples() -> None:
+    sizes = {"prompt": 7, "roots": 2, "longest": 54}
+    layout = branched(Branching("every_n", width=3, depth=2, every_n=18), vocabulary=2048, **sizes)
+    assert layout.repeated_lengths == (7 + 54,) * 18
+    assert [segment.length for segment in layout.segments] == [7, *[18, *[18, 18, 18, 18] * 3] * 2]
+    # With 20 tokens to choose from, most rollouts end before they branch.
+    short = branched(Branching("every_n", width=3, depth=2, every_n=18), vocabulary=20, **sizes)
+    assert len(short.repeated_lengths) < 18
+    assert len(set(short.repeated_lengths)) > 1
+    again = branched(Branching("every_n", width=3, depth=2, every_n=18), vocabulary=20, **sizes)
+    assert again.segments == short.segments
+
+
+def test_shapes_by_name_or_first_word() -> None:
+    assert forests.parse(["--shapes", "comb", "tree-3-32"]).shapes == ["comb-16-32", "comb-16-256", "tree-3-32"]
+    assert forests.parse([]).shapes == list(SHAPES)
+    with pytest.raises(SystemExit):
+        forests.parse(["--shapes", "tree-3"])
 
 
 def test_a_run_writes_what_it_prints(

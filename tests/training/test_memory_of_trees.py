@@ -27,9 +27,16 @@ def tree(depth):
     return RolloutGroup(random_tokens(SEGMENT), [Rollout(path) for path in paths])
 
 
-def line(depth):
+def line(depth, segment=SEGMENT):
     """A prompt and one rollout, as long as a path of that tree."""
-    return RolloutGroup(random_tokens(SEGMENT), [Rollout(random_tokens(depth * SEGMENT))])
+    return RolloutGroup(random_tokens(segment), [Rollout(random_tokens(depth * segment))])
+
+
+def comb(depth, segment):
+    """A prompt and a rollout, which others leave at the end of each segment."""
+    spine = random_tokens(depth * segment)
+    ends = [Rollout([*spine[: level * segment], 60, *random_tokens(segment - 1)]) for level in range(1, depth)]
+    return RolloutGroup(random_tokens(segment), [*ends, Rollout(spine)])
 
 
 def peak(model, group, budget):
@@ -43,10 +50,21 @@ def peak(model, group, budget):
     return found.peak
 
 
-def test_a_split_tree_takes_the_memory_of_one_path_and_a_level():
+def model_of():
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 2}
-    model = tiny_model("llama", num_hidden_layers=4, **sizes).train()
+    return tiny_model("llama", num_hidden_layers=4, **sizes).train()
+
+
+def test_a_split_tree_takes_the_memory_of_one_path_and_a_level():
+    model = model_of()
     path = {depth: peak(model, line(depth), None) for depth in (4, 5)}
     split, whole = (peak(model, tree(5), budget) for budget in (SEGMENT, None))
     assert split < 1.1 * (path[5] + path[5] - path[4])
     assert split < whole / 2.5
+
+
+def test_a_deep_tree_takes_no_more_for_each_level():
+    """Of a path of 40 branches, nothing is kept for each pair of them."""
+    model, segment = model_of(), 16
+    path = {depth: peak(model, line(depth, segment), None) for depth in (39, 40)}
+    assert peak(model, comb(40, segment), segment) < 1.1 * (path[40] + path[40] - path[39])

@@ -1,5 +1,7 @@
 """Trees larger than the token budget: whichever way they are cut, losses and gradients are those of repeated rows."""
 
+import sys
+
 import pytest
 import torch
 from helpers.branched import branched_groups
@@ -8,11 +10,14 @@ from helpers.tiny_models import gradients, tiny_model, worst_gradient_error
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.score import score
-from pl_grouprl.packing import pack
+from pl_grouprl.packing import build_trie, pack
+from pl_grouprl.packing.splits import split_group
 from pl_grouprl.training.micro_batch import RowOptions
 from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batches
 from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.split_passes import passes_of
+from pl_grouprl.types import Rollout, RolloutGroup
 
 pytestmark = pytest.mark.usefixtures("layers_checked_once")
 
@@ -92,7 +97,7 @@ def test_other_layers(family):
 
 
 def test_the_trees_are_deep_enough_to_tell():
-    depths = [depth_of(plan(seed).shape) for seed in range(12)]
+    depths = [depth_of(plan(seed)) for seed in range(12)]
     assert max(depths) >= 3
     assert depths.count(1) < 6
 
@@ -102,15 +107,48 @@ def plan(seed):
     return plan_micro_batches(groups, range(len(groups)), RowOptions("shared", 8, CPU, min_saved_tokens=1))
 
 
-def depth_of(shape):
-    return max((1 + depth_of(split) for split in shape.splits), default=0)
+def depth_of(plan):
+    return max((1 + depth for split in plan.splits for depth, _ in split.shape), default=0)
+
+
+def comb(depth):
+    """A prompt and rollouts that leave the longest of them one after another, every two tokens."""
+    spine = torch.randint(1, 40, (2 * depth,), generator=torch.Generator().manual_seed(0)).tolist()
+    ends = [Rollout([*spine[: 2 * level], 50]) for level in range(1, depth)]
+    return RolloutGroup([3, 4], [*ends, Rollout(spine)])
+
+
+def test_more_branches_on_a_path_than_frames_on_the_stack():
+    model, group = tiny_model("gpt2", dtype=torch.float64), comb(30)
+    assert depth_of(plan_micro_batches([group], [0], "shared", 4, 1)) > 25
+    before = sys.getrecursionlimit()
+    frame, frames = sys._getframe(), 0
+    while frame is not None:
+        frame, frames = frame.f_back, frames + 1
+    sys.setrecursionlimit(frames + 80)  # the model takes fewer than 60
+    try:
+        assert_same(model, [group], 4, 1e-9)
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_thousands_of_branches_are_planned_and_merged():
+    depth, group = 1100, comb(1100)
+    split = split_group(0, 2, build_trie([rollout.token_ids for rollout in group.rollouts], 1), 4)
+    found = [rollout for part in (split, *split.branches) for indices in part.slices for rollout in indices]
+    assert sorted(found) == list(range(depth))
+    assert [branch.depth for branch in split.branches] == list(range(1, depth))
+    shape = Shape(0, (split.shape,))
+    assert largest([shape, Shape.from_plain(Shape(2, (((0, 4), (1, 1)),)).to_plain())]).number == shape.number + 6
+    passes = passes_of(group, split, shape.splits[0], lambda chosen: ([group], {}, tuple(chosen)), ([group], {}, ()))
+    assert [token for one in passes for token in one.token_ids if one.depth] == group.rollouts[-1].token_ids[:-2]
 
 
 def test_ranks_agree_on_the_largest_shape():
-    one = Shape(2, (Shape(3), Shape(1, (Shape(2), Shape(1)))))
-    other = Shape(0, (Shape(1, (Shape(4),)),))
+    one = Shape(2, (((0, 3),), ((0, 1), (1, 2), (1, 1))))
+    other = Shape(0, (((0, 1), (1, 4)),))
     both = largest([one, other])
-    assert both == Shape(2, (Shape(3, (Shape(4),)), Shape(1, (Shape(2), Shape(1)))))
+    assert both == Shape(2, (((0, 3), (1, 4)), ((0, 1), (1, 2), (1, 1))))
     # Rows and slices: 2 + (3 + 4) + (1 + 2 + 1), and each prompt and branch by itself: 2 + 1 + 2.
     assert both.number == 2 + 7 + 4 + 5
     assert Shape.from_plain(both.to_plain()) == both
@@ -119,7 +157,8 @@ def test_ranks_agree_on_the_largest_shape():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rank_fills_up_with_dummies_that_change_nothing(seed, monkeypatch):
     model, groups = tiny_model("gpt2", dtype=torch.float64), branched_groups(seed, 3, most=14)
-    others = Shape(3, (Shape(5, (Shape(2, (Shape(3),)), Shape(2))), Shape(2), Shape(3), Shape(1, (Shape(1),))))
+    trees = ((0, 5), (1, 2), (2, 3), (1, 2)), ((0, 2),), ((0, 3),), ((0, 1), (1, 1))
+    others = Shape(3, trees)
     monkeypatch.setattr(
         "pl_grouprl.training.micro_batch_schedule.gather_plain", lambda own, *_: [own, others.to_plain()]
     )

@@ -202,7 +202,7 @@ class _States:
     def __init__(self, call: LayoutCall, mixer: nn.Module) -> None:
         self._kept: dict[tuple[str | int, ...], Tensor] = {}
         if call.states is not None and call.layout.given:
-            self._kept = {kind: states[-1] for kind, states in call.states.of(mixer).items()}
+            self._kept = call.states.last(mixer)
 
     def record_final(self, call: LayoutCall, mixer: nn.Module) -> None:
         """Record the final state of a prompt or branch that runs alone."""

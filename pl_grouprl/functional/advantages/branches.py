@@ -65,7 +65,7 @@ class Forest(NamedTuple):
         nodes = [[*row, *[0] * (deepest - len(row))] for row in self.segments]
         ends = [[*points, *[width] * (deepest - 1 - len(points))] for points in self.points]
         ends_BK = torch.tensor(ends, dtype=torch.long).view(len(ends), max(deepest - 1, 0))
-        place_BT = (torch.arange(width)[None, :, None] >= ends_BK[:, None, :]).sum(dim=2)
+        place_BT = torch.searchsorted(ends_BK, torch.arange(width).repeat(len(ends), 1), right=True)
         nodes_BK = torch.tensor(nodes, dtype=torch.long).view(len(nodes), deepest)
         return values_M[nodes_BK.gather(1, place_BT).to(values_M.device)]
 

@@ -35,12 +35,14 @@ class AdvantageEstimator(RegisteredFunction):
         per_token: Whether it returns rows of tokens, [B, T].
         takes_token_rewards: Whether its rewards are rows of tokens, [B, T].
         takes_steps: Whether its rewards may also be those of steps, several per rollout.
+        skips_rollouts: Whether the rollouts whose advantages are all 0 are not meant to be trained.
     """
 
     needs: tuple[str, ...] = ("group_ids",)
     per_token: bool = False
     takes_token_rewards: bool = False
     takes_steps: bool = False
+    skips_rollouts: bool = False
 
     argument: ClassVar[str] = "advantage_estimator"
     data: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(OF_ROLLOUTS + OF_TOKENS))
@@ -135,6 +137,7 @@ def register_advantage_estimator(
     per_token: bool = False,
     takes_token_rewards: bool = False,
     takes_steps: bool = False,
+    skips_rollouts: bool = False,
 ) -> Callable[[F], F]:
     """Register a function as an advantage estimator; a decorator, `@register_advantage_estimator("name")`.
 
@@ -154,6 +157,8 @@ def register_advantage_estimator(
         takes_token_rewards: With `per_token`: rewards are per token, [B, T], not per rollout, [B].
         takes_steps: The function also works on rewards per step, several per rollout (process supervision); it may
             only need `group_ids`.
+        skips_rollouts: The rollouts whose advantages are all 0 are not meant to be trained. If no other loss trains
+            them, updates leave them out, and so do metrics of the update.
 
     Raises:
         ValueError: If the name belongs to another function, or `needs` has unknown names.
@@ -178,6 +183,7 @@ def register_advantage_estimator(
         per_token=per_token,
         takes_token_rewards=takes_token_rewards,
         takes_steps=takes_steps,
+        skips_rollouts=skips_rollouts,
     )
 
 

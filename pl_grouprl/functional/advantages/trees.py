@@ -102,7 +102,9 @@ def tree_advantages(
     return _rows(advantages_M, weights_B, groups, forest, mask_BT, scale, eps)
 
 
-@register_advantage_estimator("vine", needs=("group_ids", "mask", "branches", "reduce"), per_token=True)
+@register_advantage_estimator(
+    "vine", needs=("group_ids", "mask", "branches", "reduce"), per_token=True, skips_rollouts=True
+)
 @torch.no_grad()
 def vine_advantages(
     rewards: Tensor,

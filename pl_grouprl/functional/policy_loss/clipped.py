@@ -20,7 +20,7 @@ from pl_grouprl.functional.policy_loss.base import (
 from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 
-@register_policy_loss("ppo")
+@register_policy_loss("ppo", is_zero_without_advantages=True)
 def clipped_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,

@@ -31,7 +31,7 @@ _REST_FLOOR = 1e-8
 """Added to the probability of the other outcome before its logarithm, as in verl."""
 
 
-@register_policy_loss("dppo_tv")
+@register_policy_loss("dppo_tv", is_zero_without_advantages=True)
 def dppo_tv_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -73,7 +73,7 @@ def dppo_tv_policy_loss(
     return _policy_gradient_within(policy_logprobs_N, log_ratio_N, advantages_N, outside, mask_N, clip_ratio_c)
 
 
-@register_policy_loss("dppo_kl")
+@register_policy_loss("dppo_kl", is_zero_without_advantages=True)
 def dppo_kl_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,

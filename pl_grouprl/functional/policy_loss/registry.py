@@ -25,10 +25,12 @@ class PolicyLossFunction(RegisteredFunction):
         uses_rollouts: Whether the function takes `rollout_index_N` and `num_rollouts`.
         compares_tokens: Whether the loss of a token depends on the other tokens of the call, and so on how a mini-batch
             is split into micro-batches.
+        is_zero_without_advantages: Whether loss and gradient of a rollout are 0 if all its advantages are.
     """
 
     uses_rollouts: bool = False
     compares_tokens: bool = False
+    is_zero_without_advantages: bool = False
 
     argument: ClassVar[str] = "policy_loss"
     data: ClassVar[tuple[str, ...]] = ("mask_N", "rollout_index_N", "num_rollouts")
@@ -81,7 +83,13 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
 """The registered losses."""
 
 
-def register_policy_loss(name: str, *, uses_rollouts: bool = False, compares_tokens: bool = False) -> Callable[[F], F]:
+def register_policy_loss(
+    name: str,
+    *,
+    uses_rollouts: bool = False,
+    compares_tokens: bool = False,
+    is_zero_without_advantages: bool = False,
+) -> Callable[[F], F]:
     """Register a function as a policy loss; a decorator, `@register_policy_loss("name")`.
 
     The function takes `(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N, ...)`, all of shape [N], and
@@ -93,13 +101,20 @@ def register_policy_loss(name: str, *, uses_rollouts: bool = False, compares_tok
         uses_rollouts: The function also takes `rollout_index_N`, the rollout of each token, shape [N], and
             `num_rollouts`.
         compares_tokens: The loss of a token depends on the other tokens of the call.
+        is_zero_without_advantages: Loss and gradient of a rollout are 0 if all its advantages are. Updates then leave
+            out the rollouts that the estimator `vine` does not train.
 
     Raises:
         ValueError: If the name belongs to another function.
         TypeError: If the function's arguments do not fit what is declared.
     """
     return registering(
-        POLICY_LOSSES, PolicyLossFunction, name, uses_rollouts=uses_rollouts, compares_tokens=compares_tokens
+        POLICY_LOSSES,
+        PolicyLossFunction,
+        name,
+        uses_rollouts=uses_rollouts,
+        compares_tokens=compares_tokens,
+        is_zero_without_advantages=is_zero_without_advantages,
     )
 
 

@@ -17,7 +17,7 @@ from pl_grouprl.functional.policy_loss.base import (
 from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 
-@register_policy_loss("sapo")
+@register_policy_loss("sapo", is_zero_without_advantages=True)
 def sapo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,

@@ -30,7 +30,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 """Limit of a sequence's mean log-ratio, in nats."""
 
 
-@register_policy_loss("gspo", uses_rollouts=True)
+@register_policy_loss("gspo", uses_rollouts=True, is_zero_without_advantages=True)
 def gspo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -76,7 +76,7 @@ def gspo_policy_loss(
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), metrics, (lengths_B > 0).sum())
 
 
-@register_policy_loss("gspo_token", uses_rollouts=True)
+@register_policy_loss("gspo_token", uses_rollouts=True, is_zero_without_advantages=True)
 def gspo_token_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -121,7 +121,7 @@ def gspo_token_policy_loss(
     return PolicyLoss(loss_N.masked_fill(~mask_N, 0), metrics, mask_N.sum())
 
 
-@register_policy_loss("gmpo", uses_rollouts=True)
+@register_policy_loss("gmpo", uses_rollouts=True, is_zero_without_advantages=True)
 def gmpo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,

@@ -19,7 +19,7 @@ from pl_grouprl.functional.policy_loss.base import (
 from pl_grouprl.functional.policy_loss.registry import register_policy_loss
 
 
-@register_policy_loss("cispo")
+@register_policy_loss("cispo", is_zero_without_advantages=True)
 def cispo_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,
@@ -58,7 +58,7 @@ def cispo_policy_loss(
     return PolicyLoss(loss_N, count_flags(flags_by_side(ratio_N < low, ratio_N > high), mask_N), mask_N.sum())
 
 
-@register_policy_loss("gpg")
+@register_policy_loss("gpg", is_zero_without_advantages=True)
 def gpg_policy_loss(
     policy_logprobs_N: Tensor,
     old_logprobs_N: Tensor,

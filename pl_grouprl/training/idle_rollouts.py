@@ -1,0 +1,29 @@
+"""Tells the rollouts that no loss trains from the others, so that an update need not encode them."""
+
+from __future__ import annotations
+
+from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.training.rollout_buffer import RolloutBuffer
+
+
+def trained_and_idle(buffer: RolloutBuffer, *, by_advantages: bool) -> tuple[RolloutBuffer, RolloutBuffer]:
+    """Divide the rollouts of each group: those of episodes that a loss trains, and those of the others.
+
+    Args:
+        buffer: The rollouts. A token outside `loss_mask` is not trained.
+        by_advantages: Whether a token whose advantage is 0 is not trained either.
+    """
+    trained_N = buffer.joined("loss_mask")
+    if by_advantages:
+        trained_N = trained_N & (buffer.joined("advantages") != 0)
+    trained_E = to_rows(trained_N, buffer.episode_lengths).any(dim=1).tolist()
+    episodes = iter(trained_E)
+    kept: list[list[int]] = []
+    for group in buffer.groups:
+        rows = [found for own in group.episodes for found in [next(episodes)] * len(own.rows)]
+        kept.append([number for number, found in enumerate(rows) if found])
+    idle = [
+        [number for number in range(len(group.rollouts)) if number not in own]
+        for group, own in zip(buffer.groups, map(set, kept), strict=True)
+    ]
+    return buffer.subset(kept), buffer.subset(idle)
