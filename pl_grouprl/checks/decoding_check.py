@@ -65,7 +65,7 @@ def check_decoding(
         scoring: Context of the forwards without a cache.
 
     Raises:
-        ValueError: If they differ by more than rounding, the model fails, or a layer selects tokens only in longer rows.
+        ValueError: If they differ by more than rounding, the model fails, or a layer selects tokens in long rows only.
     """
     if model in _PASSED or not is_whole(model):
         return

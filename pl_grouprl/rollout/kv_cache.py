@@ -6,8 +6,8 @@ Layers with full attention share the prompts if that pays off (`shared_prompt`),
 (`preallocated_cache`). The last row replaces a row that leaves, so dropping k rows copies at most k rows.
 
 Other layers keep transformers' class and are copied row by row: sliding windows and chunks, which keep only the last
-positions; the states of convolutions and linear attention, which have no positions; and layers that keep further tensors
-for each token, such as an indexer's keys (`token_layers`). Layers that keep anything else are refused.
+positions; the states of convolutions and linear attention, which have no positions; and layers that keep more for each
+token, such as an indexer's keys (`token_layers`). Layers that keep anything else are refused.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
         _gather_states(layer, parts)
     if not _has_contents(layer):
         raise ValueError(
-            f"layer {index} of the model {_unsupported_reason(first)}; HFRolloutEngine can only copy what a cache keeps "
-            "for each token, the last keys and values, and states of fixed size. Choose another rollout engine for this "
-            "model."
+            f"layer {index} of the model {_unsupported_reason(first)}; HFRolloutEngine can only copy what a layer "
+            "keeps for every token, the keys and values of a window, and states of fixed size. Choose another rollout "
+            "engine for this model."
         )
     return layer
 
