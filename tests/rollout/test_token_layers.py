@@ -1,5 +1,8 @@
 """Caches that keep more for each token than keys and values: an indexer's keys."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.continued import counted_tokens, play
@@ -7,6 +10,7 @@ from helpers.rollouts import PROMPTS, assert_same, greedily
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.limits import allows_padding
 from pl_grouprl.rollout.token_layers import (
@@ -18,6 +22,11 @@ from pl_grouprl.rollout.token_layers import (
     without_last_tokens,
 )
 from pl_grouprl.types import SamplingConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+from models_table import select
+from tiny_families import build
 
 LONG = [1 + place % 23 for place in range(60)]
 
@@ -135,3 +144,36 @@ def test_branches_reuse_the_beginning_of_a_sequence():
     for index, (branch, group) in enumerate(zip(branches, groups, strict=True)):
         for generation, rollout in enumerate(group):
             assert_sampled(model, branch, rollout, sampling, name=(index, generation), seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["axk2", "dots3_note_text", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4", "qwen4_exp"]
+)
+def test_every_family_with_an_indexer(name):
+    """They select 8 tokens, or blocks of 2."""
+    model = build(select([name])[-1], fill=name.startswith("qwen4"))
+    model.generation_config.eos_token_id = None
+    sampling = SamplingConfig(max_new_tokens=6)
+    never = tuple(token for token in placeholder_ids(model).values() if token < 64)
+    prompts = [*PROMPTS, LONG[:40], LONG[:38]]
+    groups = HFRolloutEngine(model, max_sequences=7).generate(prompts, sampling, num_generations=2, seed=3)
+    for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+        for generation, rollout in enumerate(group):
+            assert_sampled(model, prompt, rollout, sampling, name=(index, generation), seed=3, never=never)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek_v4", "layer 0 of the model caches its state as DeepseekV4HCACache"),
+        ("unlimited_ocr", "layer 0 of the model caches its state as UnlimitedOcr"),
+        ("doge", "with its cache a log-probability differs by"),
+        ("xlstm", r"with transformers' cache it fails \(AttributeError"),
+    ],
+)
+def test_families_that_keep_anything_else_or_decode_differently_are_refused(name, reason):
+    engine = HFRolloutEngine(build(select([name])[-1]))
+    with pytest.raises(ValueError, match=reason):
+        engine.generate([LONG[:9]], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0)
