@@ -16,20 +16,24 @@ MAX_SELECTED = 3
 
 
 class SmallSelections(TorchFunctionMode):
-    """Limits `topk` to `MAX_SELECTED` in functions that take the attention mask; few tokens would all be selected."""
+    """Limits `topk` to a few in functions that take the attention mask; few tokens would all be selected.
 
-    def __init__(self) -> None:
+    Args:
+        most: Tokens that a layer selects; None leaves the number as it is, and only notes which functions select.
+    """
+
+    def __init__(self, most: int | None = MAX_SELECTED) -> None:
         super().__init__()
-        self._tried: set[CodeType] = set()
+        self._most, self._tried = most, set[CodeType]()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, caller = kwargs or {}, sys._getframe(1).f_code
         if func in (torch.topk, Tensor.topk) and _selects(caller):
             self._tried.add(caller)
-            if len(args) > 1:
-                args = (args[0], min(args[1], MAX_SELECTED), *args[2:])
-            else:
-                kwargs = kwargs | {"k": min(kwargs["k"], MAX_SELECTED)}
+            if self._most is not None and len(args) > 1:
+                args = (args[0], min(args[1], self._most), *args[2:])
+            elif self._most is not None:
+                kwargs = kwargs | {"k": min(kwargs["k"], self._most)}
         return func(*args, **kwargs)
 
     def untried(self, decoder: nn.Module) -> list[str]:

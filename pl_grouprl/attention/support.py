@@ -90,9 +90,14 @@ def _rope_types(module: nn.Module) -> Iterator[Any]:
     yield from rope_type.values() if isinstance(rope_type, dict) else [rope_type]
 
 
+def takes_positions(decoder: nn.Module) -> bool:
+    """Whether a decoder's forward takes `position_ids`."""
+    return "position_ids" in inspect.signature(type(decoder).forward).parameters
+
+
 def counts_tokens_itself(decoder: nn.Module) -> str | None:
     """Why a decoder does not accept positions, which packed rows and padded prompts need, or None if it does."""
-    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+    if not takes_positions(decoder):
         return f"{type(decoder).__name__} takes no position_ids."
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in decoder.modules()):
         return f"{type(decoder).__name__} counts positions from the padding token's id on."

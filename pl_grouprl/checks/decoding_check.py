@@ -1,13 +1,14 @@
 """Samples a few tokens as in rollouts, and compares their log-probabilities with those of forwards without a cache.
 
 Configs do not say whether decoding from a padded, copied cache is exact: models may keep extra states, interpret masks
-differently, or compute single tokens differently.
+differently, or compute single tokens differently. Layers that select tokens by score select few of them in the check,
+as its rows are short; not in half precision, where rounding alone changes which ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,6 +16,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from pl_grouprl.attention.selections import SmallSelections
+from pl_grouprl.attention.support import find_decoder
 from pl_grouprl.checks.probes import token_logprobs
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.modes import is_whole, uncompiled
@@ -25,6 +28,9 @@ LENGTHS = (3, 8, 9)
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 LONGEST = max(LENGTHS) + SAMPLING.max_new_tokens
+
+LONGER = (8, 64)
+"""How many times longer the prompts are in further attempts, made while some layer has not selected tokens yet."""
 
 CONTINUED = (1, 2, 5)
 """New tokens of each prompt's second turn."""
@@ -43,6 +49,7 @@ def check_decoding(
     model: Any,
     sample: Sample,
     *,
+    limit: int | None = None,
     placeholders: Collection[int] = (),
     scoring: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
@@ -53,31 +60,66 @@ def check_decoding(
     Args:
         model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.
         sample: Samples one rollout per prompt or more, without end tokens.
+        limit: Most tokens that the model can serve; None if unlimited.
         placeholders: Tokens that `sample` never draws (image placeholders).
         scoring: Context of the forwards without a cache.
 
     Raises:
-        ValueError: If they differ by more than rounding.
+        ValueError: If they differ by more than rounding, the model fails, or a layer selects tokens in long rows only.
     """
     if model in _PASSED or not is_whole(model):
         return
-    tokens = _ordinary_tokens(model, placeholders)
-    prompts = [Prompt(tokens[start : start + length]) for start, length in enumerate(LENGTHS)]
-    with uncompiled():
-        groups = sample(prompts, SAMPLING)
-        with scoring():
-            worst = max(
-                _difference(model, prompt.token_ids, rollout, placeholders)
-                for prompt, group in zip(prompts, groups, strict=True)
-                for rollout in group
-            )
-    if worst > _allowed(model):
-        raise ValueError(
-            f"HFRolloutEngine cannot sample from {type(model).__name__}: with its cache a log-probability differs by "
-            f"{worst:.1e} from that of a forward over the whole sequence, so rollouts would not match their scores. "
-            "Choose another rollout engine for this model."
-        )
+    decoder = find_decoder(model)
+    with _selecting_few(model) as selections:
+        for factor in (1, *LONGER):
+            if limit is None or max(LENGTHS) * factor + SAMPLING.max_new_tokens <= limit:
+                _check_prompts(model, sample, _prompts(model, placeholders, factor), placeholders, scoring)
+            if not (untried := selections.untried(decoder)):
+                break
+    if untried:
+        raise _refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which cannot be tried.")
     _PASSED.add(model)
+
+
+def _check_prompts(
+    model: Any,
+    sample: Sample,
+    prompts: list[Prompt],
+    placeholders: Collection[int],
+    scoring: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    try:
+        groups = sample(prompts, SAMPLING)
+    except (AttributeError, KeyError, IndexError, TypeError, NotImplementedError) as error:
+        raise _refusal(model, f"with transformers' cache it fails ({type(error).__name__}: {error}).") from error
+    with scoring():
+        worst = max(
+            _difference(model, prompt.token_ids, rollout, placeholders)
+            for prompt, group in zip(prompts, groups, strict=True)
+            for rollout in group
+        )
+    if not worst <= _allowed(model):
+        raise _refusal(
+            model,
+            f"with its cache a log-probability differs by {worst:.1e} from that of a forward over the whole sequence, "
+            "so rollouts would not match their scores.",
+        )
+
+
+def _refusal(model: Any, reason: str) -> ValueError:
+    return ValueError(
+        f"HFRolloutEngine cannot sample from {type(model).__name__}: {reason} Choose another rollout engine for this "
+        "model."
+    )
+
+
+@contextmanager
+def _selecting_few(model: Any) -> Iterator[SmallSelections]:
+    """Run layers uncompiled; those that select tokens select few, unless rounding would change which ones."""
+    few = _precision(model) in (torch.float32, torch.float64)
+    selections = SmallSelections() if few else SmallSelections(None)
+    with uncompiled(), selections if selections.untried(find_decoder(model)) else nullcontext():
+        yield selections
 
 
 def continues_exactly(
@@ -97,12 +139,11 @@ def continues_exactly(
         scoring: Context of the forwards without a cache.
     """
     if model not in _CONTINUES:
-        tokens = _ordinary_tokens(model, placeholders)
-        prompts = [Prompt(tokens[start : start + length]) for start, length in enumerate(LENGTHS)]
-        worst = 0.0
+        prompts, worst = _prompts(model, placeholders), 0.0
+        results = [_ordinary_tokens(model, placeholders, LONGEST)[-count:] for count in CONTINUED]
         if is_whole(model):
-            with uncompiled():
-                turns = sample(prompts, [tokens[-count:] for count in CONTINUED], SAMPLING)
+            with _selecting_few(model):
+                turns = sample(prompts, results, SAMPLING)
                 with scoring():
                     worst = max(_difference(model, prompt, rollout, placeholders) for prompt, rollout in turns)
         _CONTINUES[model] = worst <= _allowed(model)
@@ -114,10 +155,15 @@ def continues_exactly(
     return _CONTINUES[model]
 
 
-def _ordinary_tokens(model: Any, placeholders: Collection[int]) -> list[int]:
+def _prompts(model: Any, placeholders: Collection[int], factor: int = 1) -> list[Prompt]:
+    tokens = _ordinary_tokens(model, placeholders, LONGEST * factor)
+    return [Prompt(tokens[start : start + length * factor]) for start, length in enumerate(LENGTHS)]
+
+
+def _ordinary_tokens(model: Any, placeholders: Collection[int], count: int) -> list[int]:
     size = int(model.get_input_embeddings().weight.shape[0])
     ordinary = sorted(set(range(1, min(size, 500))) - set(placeholders)) or [0]
-    return [ordinary[7 * index % len(ordinary)] for index in range(LONGEST)]
+    return [ordinary[7 * index % len(ordinary)] for index in range(count)]
 
 
 def _difference(model: Any, prompt: list[int], rollout: Rollout, placeholders: Collection[int]) -> float:
@@ -130,7 +176,11 @@ def _difference(model: Any, prompt: list[int], rollout: Rollout, placeholders: C
 
 
 def _allowed(model: Any) -> float:
+    return tolerance_of(_precision(model)).decoded_logprob
+
+
+def _precision(model: Any) -> torch.dtype:
     dtype = computing_dtype(model)
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.float16  # TF32 rounds factors to the precision of float16
-    return tolerance_of(dtype).decoded_logprob
+        return torch.float16  # TF32 rounds factors to the precision of float16
+    return dtype

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pl_grouprl.media.inputs import media_key
 from pl_grouprl.rollout.decode import DecodeBatch
 from pl_grouprl.rollout.kept_caches import KeptCaches, KeptSequence
-from pl_grouprl.rollout.limits import counts_padding
+from pl_grouprl.rollout.limits import allows_padding
 from pl_grouprl.rollout.prefill import NextTokenLogits
 from pl_grouprl.rollout.prompt_encoder import PrefixStore, PromptEncoder
 from pl_grouprl.rollout.stopping import StopStrings
@@ -66,7 +66,7 @@ class BatchedSampler:
         distinct, continued, sequences = _arrange(prompts, num_generations, kept)
         logits = NextTokenLogits(self._model)
         longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
-        padding = not counts_padding(self._model, longest)
+        padding = allows_padding(self._model, longest)
         encoder = PromptEncoder(logits, distinct, self._max_prefill_tokens, kept=continued, padding=padding)
         del continued  # so that the encoder can free them
         store = PrefixStore(encoder)

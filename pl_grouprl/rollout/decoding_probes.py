@@ -33,14 +33,14 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
     Raises:
         ValueError: If decoding differs from scoring.
     """
-    limit = min(length_limits(model).values(), default=LONGEST_CONTINUED)
+    limit = min(length_limits(model).values(), default=None)
     options: dict[str, Any] = {
         "placeholders": placeholder_ids(model).values(),
         "scoring": partial(original_weights, model),
     }
-    if limit >= LONGEST:
-        check_decoding(model, partial(_sample, sampler), **options)
-    if kept is None or limit < LONGEST_CONTINUED:
+    if limit is None or limit >= LONGEST:
+        check_decoding(model, partial(_sample, sampler), limit=limit, **options)
+    if kept is None or (limit is not None and limit < LONGEST_CONTINUED):
         return None
     return kept if continues_exactly(model, partial(_sample_turns, sampler), **options) else None
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pl_grouprl.attention.support import counts_tokens_itself, find_decoder
+from pl_grouprl.attention.support import counts_tokens_itself, find_decoder, takes_positions
 from pl_grouprl.media.inputs import check_prompt_media
 from pl_grouprl.rollout.bound_policy import BoundPolicy
 from pl_grouprl.rollout.engine import prompt_limits
 from pl_grouprl.rollout.packed_linear import packed_linears
+from pl_grouprl.rollout.prefill import cache_argument
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.memory import naming_memory
@@ -87,21 +88,21 @@ class HFRolloutEngine:
             tokenizer: Its tokenizer; None returns rollouts without text.
 
         Raises:
-            ValueError: If the model is an encoder-decoder.
+            ValueError: If the model is an encoder-decoder, counts positions from the padding token's id on, or takes no
+                cache.
         """
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(
                 f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
                 "models, pass one (AutoModelForCausalLM)."
             )
-        biased = model.config.model_type in ("bloom", "mpt") or getattr(
-            model.config, "alibi", False
-        )  # needs no positions
-        if not biased and (reason := counts_tokens_itself(find_decoder(model))) is not None:
+        decoder = find_decoder(model)
+        if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
             raise ValueError(
                 f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
                 "Sample with another engine, or choose a decoder that takes position_ids."
             )
+        cache_argument(model)
         if self._kept is not None and model is not self.model:
             self._kept.clear()
         self.model, self.tokenizer = model, tokenizer

@@ -12,6 +12,7 @@ import copy
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from pl_grouprl.rollout.kv_cache import shares_prompts
 from pl_grouprl.rollout.preallocated_cache import GrowingLayer
 from pl_grouprl.rollout.prompt_rows import EncodedPrompt
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, ContinuedRow, dynamic_layer
+from pl_grouprl.rollout.token_layers import take_row_of_tokens, token_axes, without_last_tokens
 from pl_grouprl.types import Prompt
 
 
@@ -39,12 +41,10 @@ class KeptSequence:
     cache: Cache
     prompt: EncodedPrompt | None = None
 
-    @property
+    @cached_property
     def num_removable(self) -> int:
         """How many of its last tokens can be removed from all layers; at least one token stays."""
-        if all(type(layer) in (DynamicLayer, ContinuedRow) or _is_empty(layer) for layer in self.cache.layers):
-            return self.num_tokens - max(self._num_shared, 1)
-        return 0
+        return self.num_tokens - max(self._num_shared, 1) if all(map(_is_removable, self.cache.layers)) else 0
 
     @property
     def _num_shared(self) -> int:
@@ -65,7 +65,7 @@ class KeptSequence:
     def _first(self, layer: Any, count: int) -> Any:
         if isinstance(layer, ContinuedRow):
             return layer.first(count - self._num_shared)
-        return layer if _is_empty(layer) else dynamic_layer(layer.keys[:, :, :count], layer.values[:, :, :count])
+        return layer if _is_empty(layer) else without_last_tokens(layer, self.num_tokens - count)
 
 
 class KeptCaches:
@@ -155,6 +155,8 @@ def _take(layer: Any, row: int, num_tokens: int) -> Any:
     if isinstance(layer, GrowingLayer):
         unpadded = slice(row, row + 1), slice(None), slice(-num_tokens, None)
         return dynamic_layer(layer.keys[unpadded].clone(), layer.values[unpadded].clone())
+    if (axes := token_axes(layer)) is not None:
+        return take_row_of_tokens(layer, axes, row, num_tokens)
     taken = copy.copy(layer)
     if getattr(layer, "keys", None) is not None:
         for name in ("keys", "values"):
@@ -167,6 +169,10 @@ def _take(layer: Any, row: int, num_tokens: int) -> Any:
         if copies:
             setattr(taken, name, copies)
     return taken
+
+
+def _is_removable(layer: Any) -> bool:
+    return type(layer) in (DynamicLayer, ContinuedRow) or _is_empty(layer) or token_axes(layer) is not None
 
 
 def _is_empty(layer: Any) -> bool:

@@ -5,10 +5,9 @@ Shapes: B rows of a decode batch, K key/value heads, S cached positions, H head 
 Layers with full attention share the prompts if that pays off (`shared_prompt`), and grow without copying
 (`preallocated_cache`). The last row replaces a row that leaves, so dropping k rows copies at most k rows.
 
-Small layers keep transformers' class and are copied row by row: sliding windows and chunks, which keep only the last
-positions, and the states of convolutions and linear attention, which have no positions. Other layers are refused: for
-example, those of an indexer (DeepSeek V3.2) pick keys by scores that tie at zero, so the choice depends on the columns
-of the batch.
+Other layers keep transformers' class and are copied row by row: sliding windows and chunks, which keep only the last
+positions; the states of convolutions and linear attention, which have no positions; and layers that keep more for each
+token, such as an indexer's keys (`token_layers`). Layers that keep anything else are refused.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from pl_grouprl.rollout.shared_prompt import (
     can_share,
     whole_rows,
 )
+from pl_grouprl.rollout.token_layers import gather_rows_of_tokens, token_axes
 
 Part = tuple[Cache, Tensor]
 """A prefilled, right-aligned cache, and the rows to take from it, possibly with repetition."""
@@ -56,8 +56,8 @@ def gather_cache(parts: Sequence[Part], width: int, limit: int, prompts: SharedP
         prompts: The prompts, for layers that can share them; None copies them for every row.
 
     Raises:
-        ValueError: If a layer caches anything but keys, values and states of fixed size, or keeps state outside the
-            cache.
+        ValueError: If a layer caches anything but tensors of all tokens, the last keys and values, and states of fixed
+            size, or keeps state outside the cache.
     """
     first: list[Any] = parts[0][0].layers
     layers: list[Any] = []
@@ -95,6 +95,8 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
         keys = gather_rows([(part.keys, rows) for part, rows in parts], width, capacity)
         values = gather_rows([(part.values, rows) for part, rows in parts], width, capacity)
         return GrowingLayer(keys, values, width, limit)
+    if name not in _KEYS | _STATES and (axes := token_axes(first)) is not None:
+        return gather_rows_of_tokens(parts, axes, width)
     layer = copy.copy(first)
     if name in _KEYS and first.keys is not None:
         _gather_keys(layer, parts, width)
@@ -102,8 +104,9 @@ def _gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int, l
         _gather_states(layer, parts)
     if not _has_contents(layer):
         raise ValueError(
-            f"layer {index} of the model {_unsupported_reason(first)}; HFRolloutEngine can only copy keys, values and "
-            "states of fixed size in the cache. Choose another rollout engine for this model."
+            f"layer {index} of the model {_unsupported_reason(first)}; HFRolloutEngine can only copy what a layer "
+            "keeps for every token, the keys and values of a window, and states of fixed size. Choose another rollout "
+            "engine for this model."
         )
     return layer
 

@@ -1,10 +1,12 @@
-"""Limits on requests from a model's config: sequence length and vocabulary."""
+"""Limits on requests from a model: sequence length, vocabulary, and whether prompts may be padded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from pl_grouprl.attention.selections import selects_tokens
+from pl_grouprl.attention.support import find_decoder, takes_positions
 from pl_grouprl.media.inputs import placeholder_ids
 
 
@@ -27,6 +29,29 @@ def length_limits(model: Any) -> dict[str, int]:
     for name, length in _rotary_limits(model):
         limits[name] = min(length, limits.get(name, length))
     return limits
+
+
+def allows_padding(model: Any, longest: int) -> bool:
+    """Whether prompts of different lengths can be batched.
+
+    Not if the model counts positions itself, or a layer counts columns: one that scales queries by them
+    (`counts_padding`), or one that keeps an index of the tokens and does not select by the attention mask (MiniMax M3's
+    blocks).
+
+    Args:
+        model: A transformers decoder.
+        longest: Length of the longest prompt plus completion.
+    """
+    from pl_grouprl.rollout.prefill import keeps_more_than_keys  # imports transformers
+
+    decoder = find_decoder(model)
+    heeds_mask = not keeps_more_than_keys(model) or selects_tokens(decoder)
+    return heeds_mask and not counts_padding(model, longest) and (takes_positions(decoder) or needs_no_positions(model))
+
+
+def needs_no_positions(model: Any) -> bool:
+    """Whether a model biases scores by distance, which it reads from the attention mask."""
+    return model.config.model_type in ("bloom", "mpt") or bool(getattr(model.config, "alibi", False))
 
 
 def counts_padding(model: Any, longest: int) -> bool:

@@ -48,6 +48,7 @@ class NextTokenLogits:
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._optional = {name for name in ("position_ids", "logits_to_keep") if takes_any or name in parameters}
+        self._cache = cache_argument(model)
         self._never: Tensor | None = None
 
     def __call__(
@@ -74,8 +75,8 @@ class NextTokenLogits:
         output = self.model(
             input_ids=input_ids_BS,
             attention_mask=mask_BS,
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache: cache},
             **{name: value for name, value in optional.items() if name in self._optional},
             **(media or {}),
         )
@@ -84,6 +85,22 @@ class NextTokenLogits:
             known = [token for token in placeholder_ids(self.model).values() if token < logits_BV.shape[-1]]
             self._never = torch.tensor(known, dtype=torch.int64, device=logits_BV.device)
         return logits_BV.index_fill(-1, self._never, -math.inf) if len(self._never) else logits_BV
+
+
+def cache_argument(model: Any) -> str:
+    """The keyword of a model's cache.
+
+    Raises:
+        ValueError: If it takes none.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    known = [name for name in ("past_key_values", "cache_params") if name in parameters]
+    if not known:
+        raise ValueError(
+            f"HFRolloutEngine decodes with a cache, but {type(model).__name__} takes neither past_key_values nor "
+            "cache_params. Choose another rollout engine for this model."
+        )
+    return known[0]
 
 
 @dataclass
@@ -153,6 +170,13 @@ def new_cache(model: Any) -> Cache:
     cache = DynamicCache(config=model.config)
     cache.layers = [PromptLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def keeps_more_than_keys(model: Any) -> bool:
+    """Whether a layer's cache keeps more for each token than keys and values, such as an indexer's keys."""
+    from pl_grouprl.rollout.token_layers import keeps_more
+
+    return any(keeps_more(layer) for layer in new_cache(model).layers)
 
 
 def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:

@@ -27,6 +27,7 @@ from pl_grouprl.attention.layer_options import read_layer_options
 from pl_grouprl.attention.mask_rule import MaskRule, read_mask_function
 from pl_grouprl.attention.registration import attend_by_mask, register_over
 from pl_grouprl.attention.support import find_decoder
+from pl_grouprl.rollout.prefill import keeps_more_than_keys
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, layer_of_keys
 
 
@@ -34,12 +35,15 @@ from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer,
 def attending_to_shared_prompts(model: Any) -> Iterator[None]:
     """Make a decoder's layers share prompts if they can. No effect on calls with other caches.
 
+    No effect either if a layer keeps more for each token than keys and values (an indexer): then all layers get copies.
+
     Args:
         model: A transformers decoder with a language-model head.
     """
     decoder = find_decoder(model)
     before = getattr(decoder.config, "_attn_implementation", None)
-    if not getattr(decoder, "_supports_attention_backend", False):
+    # Layers that select tokens may look at the name of the implementation, and would not know ours.
+    if not getattr(decoder, "_supports_attention_backend", False) or keeps_more_than_keys(model):
         yield
         return
     wrapped = before or "eager"
@@ -72,7 +76,7 @@ def _attention_function(wrapped: str) -> Callable[..., tuple[Tensor, Tensor | No
         layer = layer_of_keys(key)
         if isinstance(layer, ContinuedPromptsLayer):
             options = read_layer_options(module, query, kwargs)
-            return attend(query, layer, options.scale, options.sinks_H).transpose(1, 2), None
+            return attend(query, layer, options.scale, options.sinks_H).transpose(1, 2).contiguous(), None
         if isinstance(layer, PromptLayer):
             layer.was_read(_reads_plainly(module, query, key, value, attention_mask, layer, kwargs))
         return attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)

@@ -70,3 +70,71 @@ def test_continuing_caches_is_tested_once(caplog):
     (record,) = caplog.records
     assert "encodes every turn of an episode from the start: log-probabilities of LlamaForCausalLM" in record.message
     assert "differ by 1.0e-01" in record.message
+
+
+class Selecting(torch.nn.Module):
+    """Adds the best of the tokens that a token sees, if those are many."""
+
+    def __init__(self, many):
+        super().__init__()
+        self.many, self.selected = many, 0
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        length = hidden_states.shape[1]
+        if length < self.many:
+            return hidden_states
+        hidden = torch.ones(length, length).triu(1).bool()
+        scores = hidden_states.sum(dim=-1)[:, None].expand(-1, length, -1).masked_fill(hidden, -torch.inf)
+        best = scores.topk(4, dim=-1).values
+        self.selected = best.shape[-1]
+        sums = torch.where(best.isfinite(), best, 0.0).sum(dim=-1)
+        return hidden_states + torch.where(torch.arange(length) + 1 < self.many, 0.0, sums)[..., None]
+
+
+def selecting_model(many):
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, Selecting(many))
+    return model
+
+
+def sampled(model, prompts, sampling):
+    rows = [torch.tensor([prompt.token_ids]) for prompt in prompts]
+    logprobs = [float(model(row).logits[0, -1].float().log_softmax(dim=-1)[3]) for row in rows]
+    return [[Rollout([3], logprobs=[logprob])] for logprob in logprobs]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("many", "tries"), [(9, 1), (70, 2), (500, 3)])
+def test_longer_prompts_are_tried_until_every_layer_has_selected_tokens(many, tries):
+    model, calls = selecting_model(many), []
+
+    def sample(prompts, sampling):
+        calls.append([len(prompt.token_ids) for prompt in prompts])
+        return sampled(model, prompts, sampling)
+
+    decoding_check.check_decoding(model, sample)
+    assert calls == [[factor * length for length in decoding_check.LENGTHS] for factor in (1, 8, 64)][:tries]
+    assert model.model.layers[0].mlp[1].selected == 3
+
+
+@torch.no_grad()
+def test_half_precision_leaves_the_number_of_selected_tokens():
+    model = selecting_model(9).bfloat16()
+    decoding_check.check_decoding(model, partial(sampled, model))
+    assert model.model.layers[0].mlp[1].selected == 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("many", "limit"), [(10**6, None), (70, 60)])
+def test_a_selection_that_cannot_be_tried_is_refused(many, limit):
+    model = selecting_model(many)
+    with pytest.raises(ValueError, match=r"its Selecting.forward selects tokens in long rows only, which cannot be"):
+        decoding_check.check_decoding(model, partial(sampled, model), limit=limit)
+
+
+def test_a_model_that_fails_with_a_cache_is_refused():
+    def fails(prompts, sampling):
+        raise AttributeError("no layers")
+
+    with pytest.raises(ValueError, match=r"with transformers' cache it fails \(AttributeError: no layers\)\. Choose"):
+        decoding_check.check_decoding(tiny_model("llama"), fails)

@@ -35,6 +35,17 @@ _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_n_groups": 1}
 _FALCON_H1 = {**_MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 8}
 
+_QWEN4 = {
+    **{**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 16, "hc_lowrank": 8, "ple_embed_dim": 32},
+    **{"layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 16, "indexer_head_dim": 8},
+    **{"indexer_kv_heads": 1, "indexer_budget": 6, "indexer_compress_ratio": 2},
+}
+_MINIMAX_M3 = {
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 48, "shared_intermediate_size": 48},
+    **{"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"], "rotary_dim": 4},
+    **{"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2, "index_local_blocks": 1},
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "gemma2": {**_WINDOW, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 8},
@@ -42,6 +53,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": _LLAMA4,
     "deepseek_v3": _LATENT,
+    "deepseek_v32": {**_LATENT, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6},
+    "qwen4_exp_text": _QWEN4,
+    "minimax_m3_vl_text": _MINIMAX_M3,
+    "mamba": {"state_size": 4},
     "olmo3": _WINDOW,
     "cohere2": _WINDOW,
     "qwen3_5_text": _DELTA_NET,

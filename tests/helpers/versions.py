@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-STATEFUL = ("lfm2", "qwen3_5", "qwen3_next")
+STATEFUL = ("lfm2", "qwen3_5", "qwen3_next", "qwen4_exp")
 """Model types whose layers carry a state; before transformers 5.21 they are refused."""
 
 

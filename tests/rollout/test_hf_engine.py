@@ -261,13 +261,13 @@ def test_a_model_whose_decoding_differs_from_its_scoring_is_refused(make_model):
     assert len(calls) == 4  # what has passed is not looked at again
 
 
-def test_models_that_count_positions_themselves_are_refused():
+def test_models_that_cannot_be_padded_or_take_no_cache_are_refused():
     import transformers as tf
 
     small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1}
-    mamba = tf.MambaForCausalLM(tf.MambaConfig(**small, state_size=4))
     heads = {"num_attention_heads": 2, "intermediate_size": 16, "is_decoder": True}
     roberta = tf.RobertaForCausalLM(tf.RobertaConfig(**small, **heads))
-    for model, reason in ((mamba, "MambaModel takes no position_ids"), (roberta, "RobertaModel counts positions")):
-        with pytest.raises(ValueError, match=f"needs to set their positions, but {reason}"):
-            HFRolloutEngine(model)
+    with pytest.raises(ValueError, match="needs to set their positions, but RobertaModel counts positions"):
+        HFRolloutEngine(roberta)
+    with pytest.raises(ValueError, match="RwkvForCausalLM takes neither past_key_values nor cache_params"):
+        HFRolloutEngine(tf.RwkvForCausalLM(tf.RwkvConfig(**{**small, "num_hidden_layers": 2})))
