@@ -57,7 +57,7 @@ def test_a_comb_of_hundreds_of_branches():
     rewards = torch.rand(depth + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ids = torch.zeros(depth + 1, dtype=torch.long)
     with Peak() as memory:
-        found = tree_advantages(rewards, ids, mask, Branches(points, paths))
+        found = tree_advantages(rewards, ids, mask, BranchPaths(points, paths))
     value = rewards[-1]
     for level in reversed(range(depth)):  # the two continuations of a branch point, whose weight is 2 ** -(level + 1)
         own = (rewards[level] - value) * (depth + 1) * 0.5 ** (level + 1)
