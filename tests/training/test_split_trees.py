@@ -120,7 +120,7 @@ def comb(depth):
 
 def test_more_branches_on_a_path_than_frames_on_the_stack():
     model, group = tiny_model("gpt2", dtype=torch.float64), comb(30)
-    assert depth_of(plan_micro_batches([group], [0], "shared", 4, 1)) > 25
+    assert depth_of(plan_micro_batches([group], [0], RowOptions("shared", 4, CPU, min_saved_tokens=1))) > 25
     before = sys.getrecursionlimit()
     frame, frames = sys._getframe(), 0
     while frame is not None:
