@@ -30,8 +30,9 @@ class HFRolloutEngine:
 
     Rollouts are decoded in a batch that sequences leave as soon as they end. If a layer allows it, rollouts of a prompt
     read its cache together, once per step; other layers get copies. Prompts of different lengths are batched, padded on
-    the left. Supports layers with full, sliding-window or chunked attention, and with a state of fixed size (linear
-    attention, short convolutions). Images and videos are encoded once with their prompt.
+    the left, if the model allows it (`limits.allows_padding`). Supports layers with full, sliding-window or chunked
+    attention, with an indexer that selects tokens, and with a state of fixed size (linear attention, short
+    convolutions). Images and videos are encoded once with their prompt.
 
     On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which exist during each call
     of `generate` and take as much memory as the weights.

@@ -8,6 +8,7 @@ from typing import Any
 from pl_grouprl.attention.selections import selects_tokens
 from pl_grouprl.attention.support import find_decoder, takes_positions
 from pl_grouprl.media.inputs import placeholder_ids
+from pl_grouprl.rollout.prefill import keeps_more_than_keys
 
 
 def length_limits(model: Any) -> dict[str, int]:
@@ -42,8 +43,6 @@ def allows_padding(model: Any, longest: int) -> bool:
         model: A transformers decoder.
         longest: Length of the longest prompt plus completion.
     """
-    from pl_grouprl.rollout.prefill import keeps_more_than_keys  # imports transformers
-
     decoder = find_decoder(model)
     heeds_mask = not keeps_more_than_keys(model) or selects_tokens(decoder)
     return heeds_mask and not counts_padding(model, longest) and (takes_positions(decoder) or needs_no_positions(model))

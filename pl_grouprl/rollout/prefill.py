@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pl_grouprl.media.inputs import media_inputs, placeholder_ids
 from pl_grouprl.rollout.prompt_rows import EncodedPrompt
+from pl_grouprl.rollout.token_layers import keeps_more
 from pl_grouprl.types import Prompt
 
 if TYPE_CHECKING:
@@ -174,8 +175,6 @@ def new_cache(model: Any) -> Cache:
 
 def keeps_more_than_keys(model: Any) -> bool:
     """Whether a layer's cache keeps more for each token than keys and values, such as an indexer's keys."""
-    from pl_grouprl.rollout.token_layers import keeps_more
-
     return any(keeps_more(layer) for layer in new_cache(model).layers)
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+_AXES: WeakKeyDictionary[type, dict[tuple[tuple[str, int], ...], dict[str, Axes]]] = WeakKeyDictionary()
+"""What was found, by class, and by names and numbers of dimensions of the tensors."""
 
 _ALWAYS_EMPTY = {"keys", "values", "device", "dtype"}
 
@@ -39,13 +43,12 @@ def token_axes(layer: Any) -> dict[str, Axes] | None:
     in_containers = any(isinstance(value, dict | list | tuple) for value in vars(layer).values())
     if not kept or in_containers or layer.is_sliding:
         return None
-    others = 1 + max(max(tensor.shape, default=0) for tensor in kept.values())  # a number of rows that shows
-    rows = _changed(layer, kept, lambda probe: probe.reorder_cache(torch.zeros(others, dtype=torch.int64)))
-    tokens = _changed(layer, kept, lambda probe: probe.crop(-1))
-    length = layer.get_seq_length()
-    if rows is None or tokens is None or any(kept[name].shape[tokens[name]] != length for name in kept):
+    known, shape = _AXES.setdefault(type(layer), {}), tuple((name, tensor.dim()) for name, tensor in kept.items())
+    axes = known.get(shape) or _find_axes(layer, kept)
+    if axes is None or any(kept[name].shape[axes[name].tokens] != layer.get_seq_length() for name in kept):
         return None
-    return {name: Axes(rows[name], tokens[name]) for name in kept}
+    known[shape] = axes
+    return axes
 
 
 def gather_rows_of_tokens(parts: Sequence[tuple[Any, Tensor]], axes: dict[str, Axes], width: int) -> Any:
@@ -79,6 +82,13 @@ def without_last_tokens(layer: Any, count: int) -> Any:
     shorter = copy.copy(layer)
     shorter.crop(-count)
     return shorter
+
+
+def _find_axes(layer: Any, kept: dict[str, Tensor]) -> dict[str, Axes] | None:
+    unused = 1 + max(max(tensor.shape, default=0) for tensor in kept.values())  # a size that no dimension has
+    rows = _changed(layer, kept, lambda probe: probe.reorder_cache(torch.zeros(unused, dtype=torch.int64)))
+    tokens = _changed(layer, kept, lambda probe: probe.crop(-1))
+    return None if rows is None or tokens is None else {name: Axes(rows[name], tokens[name]) for name in kept}
 
 
 def _changed(layer: Any, kept: dict[str, Tensor], run: Callable[[Any], None]) -> dict[str, int] | None:
