@@ -27,7 +27,7 @@ def branched_groups(
     for _ in range(num_groups):
         prompt = system + [rng.randrange(vocabulary) for _ in range(rng.randint(0 if common else 1, 6))]
         rollouts = [
-            Rollout(ids, loss_mask=[rng.randint(0, 1) for _ in ids] if rng.random() < 0.5 else None)
+            Rollout(ids, reward=0.0, loss_mask=[rng.randint(0, 1) for _ in ids] if rng.random() < 0.5 else None)
             for ids in branched_rollouts(rng, rng.randint(1, most), longest, vocabulary)
         ]
         groups.append(RolloutGroup(prompt, rollouts))

@@ -9,7 +9,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class InFloat64(TorchFunctionMode):
-    """Replaces float32, wherever a function is given it or makes it, by float64."""
+    """Replaces float32, wherever a function is given it or makes it, by float64.
+
+    Not within a backward pass. Layers that activation checkpointing runs again there must enter it by themselves, or
+    torch raises a CheckpointError about other dtypes: `context_fn=lambda: (nullcontext(), InFloat64())`.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:

@@ -177,8 +177,9 @@ def test_selected_tokens_are_those_of_the_sequence_alone(name):
         assert_exact(small_model(name), layout)
 
 
-def test_selection_with_activation_checkpointing():
-    model = small_model("deepseek_v32").train()
+@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp_text"])
+def test_selection_with_activation_checkpointing(name):
+    model = small_model(name).train()
     kwargs = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), InFloat64())}
     model.gradient_checkpointing_enable(kwargs)
     assert_exact(model, FORESTS[0])

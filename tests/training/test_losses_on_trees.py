@@ -28,6 +28,7 @@ CASES = [(name, mode) for mode in LOSS_AGG_MODES for name in POLICY_LOSSES]
 def buffer_of(groups, policy, generator):
     """Rollouts with advantages per token, and old, reference and sampler's log-probabilities near the policy's."""
     buffer = RolloutBuffer(groups)
+    assert buffer.joined("loss_mask").any()
     (row,) = MicroBatchSchedule(buffer, range(len(groups)), RowOptions("repeated", None, CPU))
     with torch.no_grad():
         logprobs_N = score(policy, row.scoring).logprobs_N
