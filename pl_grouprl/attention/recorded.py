@@ -73,7 +73,8 @@ class Given(NamedTuple):
             assert own is not None
             return own
         # Makes the result require a gradient, even if only the leaves do.
-        anchor = torch.empty(0, requires_grad=any(leaf.recorded.requires_grad for leaf in leaves))
+        is_trained = any(leaf.recorded.requires_grad for leaf in leaves)
+        anchor = torch.empty(0, device=leaves[0].data.device, requires_grad=is_trained)
         return _Join.apply(self, leaves, dim, own, anchor)
 
     def concatenated(self, own: Tensor, *, dim: int) -> Tensor:

@@ -109,12 +109,13 @@ class MicroBatchSchedule:
         path: list[tuple[PrefixPass, list[Selection]]] = []
         for one in passes:
             yield from self._up_to(one.depth, path)
-            if one.prompt is None:
-                prefix = path[-1][0].branch(one.token_ids)
-            else:
-                prefix = PrefixPass(one.prompt, self._options.device, self._options.sequence_group)
-            path.append((prefix, one.slices))
+            path.append((self._prefix_pass(one, path), one.slices))
         yield from self._up_to(0, path)
+
+    def _prefix_pass(self, one: Pass, path: Sequence[tuple[PrefixPass, Any]]) -> PrefixPass:
+        if one.prompt is None:
+            return path[-1][0].branch(one.token_ids)
+        return PrefixPass(one.prompt, self._options.device, self._options.sequence_group)
 
     def _up_to(self, depth: int, path: list[tuple[PrefixPass, list[Selection]]]) -> Iterator[MicroBatch | PrefixPass]:
         """Take the passes from a depth on off the path, the deepest first."""
