@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backends.cascade_plan import Index
+from pl_grouprl.attention.backends.kernels import Index, take
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
@@ -63,8 +63,3 @@ def non_sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
     A sink takes part in the softmax and adds nothing to the output (gpt-oss).
     """
     return torch.sigmoid(lse - sinks.to(lse.dtype))
-
-
-def take(packed: Tensor, index: Index) -> Tensor:
-    """Index a packed tensor: a view for a slice, else a copy."""
-    return packed[index] if isinstance(index, slice) else packed.index_select(0, index)
