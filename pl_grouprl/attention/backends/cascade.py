@@ -27,6 +27,7 @@ from pl_grouprl.attention.backends.kernels import (
     VarlenKernel,
     has_fused_kernel,
     head_multiple,
+    put,
 )
 from pl_grouprl.attention.backends.merge import merge, non_sink_share
 from pl_grouprl.attention.backends.rule import AttentionRule
@@ -116,7 +117,8 @@ def _own_output(
     for queries, part, part_lse in kernel.forward(query, key, value, plan.own, scale):
         if len(part) == len(query):
             return part.to(dtype), part_lse
-        out[queries], lse[:, queries] = part.to(dtype), part_lse
+        put(out, queries, part.to(dtype))
+        put(lse.t(), queries, part_lse.t())
     return out, lse
 
 

@@ -72,6 +72,11 @@ class Piece:
     stop: int
     parent: int | None
 
+    @property
+    def tokens(self) -> slice:
+        """Its tokens in the row."""
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -93,11 +98,11 @@ def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.
     if rule.window is None:
         pieces = cut(layout, rule.chunk)
         chains = _chains(pieces, CHAIN.get(device.type, CHAIN["cpu"]))
-        own = _own_step(pieces, chains, layout.given)
-        others = _ancestor_steps(pieces, chains, layout.given, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
+        own = _own_call(pieces, chains, layout.given)
+        others = _ancestor_calls(pieces, chains, layout.given, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
     else:
         own, others = _windowed(layout, rule.window), []
-    others += [] if rule.blocks is None else _steps_ahead_in_blocks(rule.blocks)
+    others += [] if rule.blocks is None else _calls_ahead_in_blocks(rule.blocks)
     calls = (own, *others)
     return CascadePlan(
         own.to(device),
@@ -153,7 +158,7 @@ def _blocks(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-def _steps_ahead_in_blocks(blocks: tuple[int, ...]) -> list[VarlenCall]:
+def _calls_ahead_in_blocks(blocks: tuple[int, ...]) -> list[VarlenCall]:
     """Each token of a block attends to later ones: in reverse order, a causal call that excludes the token itself."""
     runs = [(start, stop) for start, stop in _blocks(blocks) if stop - start > 1]
     if not runs:
@@ -165,56 +170,60 @@ def _steps_ahead_in_blocks(blocks: tuple[int, ...]) -> list[VarlenCall]:
 
 
 def _chains(pieces: list[Piece], most_keys: int) -> list[Chain]:
-    """The chain that ends with each piece. Either all children of a piece continue its chain, or none."""
+    """The chain that ends with each piece. Either all children of a piece continue its chain, or none.
+
+    Rollouts do not continue the chain of their prompt, a root below which there is nothing else: they are one long run
+    of queries.
+    """
     children: list[list[int]] = [[] for _ in pieces]
     for number, piece in enumerate(pieces):
         if piece.parent is not None:
             children[piece.parent].append(number)
     chains: dict[int, Chain] = {}
     for number, piece in enumerate(pieces):
-        chain = chains.setdefault(number, Chain([slice(piece.start, piece.stop)], None, 0))  # if it is a root
-        lengths = [pieces[child].stop - pieces[child].start for child in children[number]]
-        rollouts = piece.parent is None and not any(children[child] for child in children[number])
-        joined = bool(lengths) and not rollouts and _worth_copying(_length(chain.keys), lengths, most_keys)
+        chain = chains.setdefault(number, Chain([piece.tokens], None, 0))  # of a root; others have theirs by now
+        lengths = [_length([pieces[child].tokens]) for child in children[number]]
+        deeper = piece.parent is not None or any(children[child] for child in children[number])
+        joined = deeper and _worth_copying(_length(chain.keys), lengths, most_keys)
         for child in children[number]:
             keys = chain.keys.copy() if joined else []
-            _extend(keys, slice(pieces[child].start, pieces[child].stop))
+            _extend(keys, pieces[child].tokens)
             chains[child] = Chain(keys, chain.parent, chain.depth) if joined else Chain(keys, number, chain.depth + 1)
     return [chains[number] for number in range(len(pieces))]
 
 
 def _worth_copying(num_keys: int, lengths: list[int], most_keys: int) -> bool:
-    """Whether all children of a piece, of these lengths, get a copy of the keys of its chain."""
-    return num_keys + max(lengths) <= most_keys and num_keys * len(lengths) <= MOST_COPIES * sum(lengths)
+    """Whether the children of a piece, of these lengths, get a copy of the keys of its chain."""
+    return num_keys + max(lengths, default=0) <= most_keys and num_keys * len(lengths) <= MOST_COPIES * sum(lengths)
 
 
-def _own_step(pieces: list[Piece], chains: list[Chain], given: int) -> VarlenCall:
+def _own_call(pieces: list[Piece], chains: list[Chain], given: int) -> VarlenCall:
     """The call in which every piece attends to its chain."""
     queries = [slice(piece.start - given, piece.stop - given) for piece in pieces if piece.start >= given]
     keys = [chain.keys for piece, chain in zip(pieces, chains, strict=True) if piece.start >= given]
     return _call([[run] for run in queries], keys, causal=True)
 
 
-def _ancestor_steps(pieces: list[Piece], chains: list[Chain], given: int, long_run: int) -> list[VarlenCall]:
+def _ancestor_calls(pieces: list[Piece], chains: list[Chain], given: int, long_run: int) -> list[VarlenCall]:
     below: dict[int, list[slice]] = {}
     for piece, chain in zip(pieces, chains, strict=True):
         above = chain.parent if piece.start >= given else None
         while above is not None:
             _extend(below.setdefault(above, []), slice(piece.start - given, piece.stop - given))
             above = chains[above].parent
-    steps = []
+    calls = []
     for depth in sorted({chains[number].depth for number in below}):
         short = []
         for number in sorted(below):
             if chains[number].depth != depth:
                 continue
             if len(below[number]) == 1 and _length(below[number]) >= long_run:
-                steps.append(_unmasked(chains, below, [number]))
+                calls.append(_unmasked(chains, below, [number]))
             else:
                 short.append(number)
         if short:
-            steps.append(_unmasked(chains, below, short))
-    return steps
+            calls.append(_unmasked(chains, below, short))
+    return calls
 
 
 def _unmasked(chains: list[Chain], below: dict[int, list[slice]], numbers: list[int]) -> VarlenCall:

@@ -6,6 +6,7 @@ from pl_grouprl.attention.backends.kernels.call import (
     VarlenKernel,
     has_fused_kernel,
     head_multiple,
+    put,
     take,
 )
 from pl_grouprl.attention.backends.kernels.cpu import CPUKernel

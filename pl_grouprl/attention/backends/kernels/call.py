@@ -25,6 +25,14 @@ def take(packed: Tensor, index: Index) -> Tensor:
     return packed[index] if isinstance(index, slice) else packed.index_select(0, index)
 
 
+def put(packed: Tensor, index: Index, part: Tensor) -> None:
+    """Overwrite tokens of a packed tensor."""
+    if isinstance(index, slice):
+        packed[index] = part
+    else:
+        packed.index_copy_(0, index, part)
+
+
 @dataclass(frozen=True)
 class VarlenCall:
     """Independent attention problems in one call: the i-th run of queries attends to the i-th run of keys.

@@ -186,13 +186,8 @@ def _pieces(call: VarlenCall, plain_causal: bool) -> Iterator[_Piece]:
 
 
 def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
-    queries, keys = (
-        Runs.one(_joined(_part(index, start, start + length)))
-        for index, start, length in (
-            (call.queries, piece.query_start, piece.num_queries),
-            (call.keys, piece.key_start, piece.num_keys),
-        )
-    )
+    queries = Runs.one(_joined(_part(call.queries, piece.query_start, piece.query_start + piece.num_queries)))
+    keys = Runs.one(_joined(_part(call.keys, piece.key_start, piece.key_start + piece.num_keys)))
     if not call.causal or piece.plain_causal:
         return Block(queries, keys, plain_causal=piece.plain_causal)
     last_keys = torch.arange(piece.num_keys - piece.num_queries, piece.num_keys, device=device)[None]
