@@ -128,7 +128,7 @@ def test_bfloat16_with_each_kernel(kernel, window):
 
 
 def calls_of(plan):
-    return [plan.own.call], [step.call for step in plan.others]
+    return [plan.own], list(plan.others)
 
 
 def test_one_call_for_all_chains_and_one_for_each_depth_with_descendants():
@@ -136,12 +136,9 @@ def test_one_call_for_all_chains_and_one_for_each_depth_with_descendants():
     layout = SharedPrefixLayout([9, 4, 2, 3, 5, 1, 1, 6, 2], [None, 0, 1, 1, 0, 4, 4, None, 7])
     plan = plan_cascade(layout, RULE, CPU)
     own, ancestors = calls_of(plan)
-    # The rollouts of 2 and 3 tokens continue the chain of their prompt of 4; those of 1 token are too short to copy 5.
-    assert own == [VarlenCall((9, 4, 2, 3, 5, 1, 1, 6, 2), (9, 4, 6, 7, 5, 1, 1, 6, 2), causal=True)]
-    assert ancestors == [
-        VarlenCall((16, 2), (9, 6), causal=False),  # all below a root are one run of queries
-        VarlenCall((2,), (5,), causal=False),
-    ]
+    # Prompts of 4 and 5 continue the chain of 9. The rollouts are too short to copy 13 and 14; 6 is a prompt alone.
+    assert own == [VarlenCall((9, 4, 2, 3, 5, 1, 1, 6, 2), (9, 13, 2, 3, 14, 1, 1, 6, 2), causal=True)]
+    assert ancestors == [VarlenCall((5, 2, 2), (13, 14, 6), causal=False)]
     kernel = Recorder(CPUKernel())
     cascade_attention(*packed_inputs(layout.num_tokens, (2, 2)), plan, SCALE, kernel)
     assert kernel.calls == own + ancestors
@@ -151,7 +148,7 @@ def test_long_runs_below_a_prefix_get_separate_calls_on_slices(kernel):
     # Prompts of 5, 30 and 9 tokens; below them 160, 4 and 128.
     forest = Forest([5, 100, 60, 30, 1, 3, 9, 128], [None, 0, 0, None, 3, 3, None, 6])
     plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
-    assert [(step.queries, step.keys) for step in plan.others] == [
+    assert [(call.queries, call.keys) for call in plan.others] == [
         (slice(5, 165), slice(0, 5)),
         (slice(208, 336), slice(199, 208)),
         (slice(195, 199), slice(165, 195)),
@@ -162,22 +159,23 @@ def test_long_runs_below_a_prefix_get_separate_calls_on_slices(kernel):
 
 
 def test_chains_are_bounded(kernel):
-    # One segment after another: the root is alone, and the fifth would copy 120 keys for 40 tokens.
-    forest = Forest([40] * 6, [None, 0, 1, 2, 3, 4])
+    # One segment after another: the sixth would copy 200 keys for 40 tokens.
+    forest = Forest([40] * 7, [None, 0, 1, 2, 3, 4, 5])
     plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
     own, ancestors = calls_of(plan)
-    assert own == [VarlenCall((40,) * 6, (40, 40, 80, 120, 40, 80), causal=True)]
-    assert ancestors == [VarlenCall((200,), (40,), causal=False), VarlenCall((80,), (120,), causal=False)]
-    assert plan.others[1].keys == slice(40, 160)
-    tensors = packed_inputs(240, (4, 2))
+    assert own == [VarlenCall((40,) * 7, (40, 80, 120, 160, 200, 40, 80), causal=True)]
+    assert ancestors == [VarlenCall((80,), (200,), causal=False)]
+    assert plan.others[0].keys == slice(0, 200)
+    tensors = packed_inputs(280, (4, 2))
     compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
 
 
-def test_chains_of_different_lengths(kernel):
-    forest = Forest([5, 20, 30, 70, 9, 1, 66, 10, 24, 25], [None, 0, 1, 2, 2, 2, 1, 0, 7, 8])
+def test_all_children_of_a_piece_continue_its_chain_or_none(kernel):
+    # Those of 9, 3 and 1 tokens are too short to copy 65 keys each; that of 245 would have more than 256.
+    forest = Forest([5, 20, 40, 9, 3, 1, 3, 10, 24, 245], [None, 0, 1, 2, 2, 2, 1, 0, 7, 7])
     tensors = packed_inputs(sum(forest.lengths), (4, 2))
     plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
-    assert plan.own.call.key_lens == (5, 20, 50, 120, 9, 1, 86, 10, 34, 59)
+    assert plan.own.key_lens == (5, 25, 65, 9, 3, 1, 28, 15, 24, 245)
     compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
 
 
@@ -185,13 +183,14 @@ def test_prompts_with_rollouts_have_no_chains():
     layout = SharedPrefixLayout.from_groups([(40, [40] * 5), (3, [60, 90])])
     plan = plan_cascade(layout, RULE, CPU)
     assert plan.own.queries == plan.own.keys == slice(0, layout.num_tokens)
-    assert plan.own.call.query_lens == plan.own.call.key_lens
+    assert plan.own.query_lens == plan.own.key_lens
 
 
 def test_parts_of_a_token():
     layout = SharedPrefixLayout([9, 4, 2, 3], [None, 0, 1, 1])
     plan = plan_cascade(layout, RULE, CPU)
-    # A leaf asks its chain and the root; the middle is in three chains.
+    # A leaf asks itself and the chain above it; a key of the root is in its own chain, in that of the middle, and asked
+    # by the leaves.
     assert (plan.parts_of_query, plan.parts_of_key) == (2, 3)
     windowed = plan_cascade(layout, AttentionRule(SCALE, window=4), CPU)
     assert (windowed.parts_of_query, windowed.parts_of_key) == (1, 3)  # the middle's tail is taken by both leaves

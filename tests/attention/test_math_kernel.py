@@ -12,6 +12,8 @@ import pytest
 import torch
 from helpers.flash_attention import flash_attention_on_cpu
 
+from pl_grouprl.attention.backends.cascade import cascade_backward, cascade_forward
+from pl_grouprl.attention.backends.cascade_plan import CascadePlan
 from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall, eager, runs
 
 SCALE = 0.5
@@ -112,8 +114,14 @@ def tensors_of(call, heads, dtype=torch.float64, device=CPU, size=8, value_size=
 
 
 def run(kernel, tensors, grad, call):
-    out, lse = kernel.forward(*tensors, call, SCALE)
-    return [out, lse, *kernel.backward(grad, *tensors, out, lse, call, SCALE)]
+    plan = CascadePlan(call, (), parts_of_query=1, parts_of_key=1)
+    out, lse = cascade_forward(*tensors, None, plan, SCALE, kernel)
+    return [out, lse, *gradients(kernel, tensors, grad, out, lse, call)]
+
+
+def gradients(kernel, tensors, grad, out, lse, call):
+    plan = CascadePlan(call, (), parts_of_query=1, parts_of_key=1)
+    return cascade_backward(grad, *tensors, None, out, lse, plan, SCALE, kernel)[:3]
 
 
 def check(kernel, call, heads, dtype=torch.float64, device=CPU, **sizes):
@@ -180,8 +188,8 @@ def test_shares_of_two_calls_add_up(kernel, heads, window):
     seen = torch.cat([visible(own), visible(more)], dim=1)
     out, lse, *expected = dense_with_gradients(both, grad, seen, getattr(kernel, "softcap", None))
 
-    first = kernel.backward(grad, query, key, value, out, lse, own, SCALE)
-    second = kernel.backward(grad, query, more_key, more_value, out, lse, more, SCALE)
+    first = gradients(kernel, (query, key, value), grad, out, lse, own)
+    second = gradients(kernel, (query, more_key, more_value), grad, out, lse, more)
     actual = first[0] + second[0], torch.cat([first[1], second[1]]), torch.cat([first[2], second[2]])
     for one, other in zip(actual, expected, strict=True):
         assert relative_error(one, other) < 1e-11

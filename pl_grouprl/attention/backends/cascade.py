@@ -18,16 +18,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pl_grouprl.attention.backends.backend import Backend, ExplicitGradient
-from pl_grouprl.attention.backends.cascade_plan import CascadePlan, Index, longest_block, plan_cascade
+from pl_grouprl.attention.backends.cascade_plan import CascadePlan, longest_block, plan_cascade
 from pl_grouprl.attention.backends.kernels import (
     CPUKernel,
     CUDAKernel,
     EagerKernel,
+    Index,
     VarlenKernel,
     has_fused_kernel,
     head_multiple,
+    put,
 )
-from pl_grouprl.attention.backends.merge import merge, non_sink_share, take
+from pl_grouprl.attention.backends.merge import merge, non_sink_share
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -93,20 +95,31 @@ def cascade_forward(
     kernel: VarlenKernel,
 ) -> tuple[Tensor, Tensor]:
     """The output, shape [S, H, V], and the log-sum-exp of all scores, sinks included, shape [H, S]."""
-    own = plan.own
-    out, lse = kernel.forward(query, take(key, own.keys), take(value, own.keys), own.call, scale)
-    if plan.parts_of_query > 2:  # merged more than once: round only at the end
-        out = out.to(lse.dtype)
-    for step in plan.others:
-        part, part_lse = kernel.forward(
-            take(query, step.queries), take(key, step.keys), take(value, step.keys), step.call, scale
-        )
-        merge(out, lse, part, part_lse, step.queries)
+    out, lse = _own_output(query, key, value, plan, scale, kernel)
+    for call in plan.others:
+        for queries, part, part_lse in kernel.forward(query, key, value, call, scale):
+            merge(out, lse, part, part_lse, queries)
     if sinks_H is not None:  # one more key for every query, with a value of zero
         sinks_H1 = sinks_H.to(lse.dtype)[:, None]
         torch.mul(out, non_sink_share(lse, sinks_H1).t()[..., None], out=out)
         lse = torch.logaddexp(lse, sinks_H1)
     return out.to(query.dtype), lse
+
+
+def _own_output(
+    query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, scale: float, kernel: VarlenKernel
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the first call, in which every token queries."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype = wide if plan.parts_of_query > 2 else query.dtype  # merged more than once: round only at the end
+    out = query.new_empty(*query.shape[:2], value.shape[2], dtype=dtype)
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
+    for queries, part, part_lse in kernel.forward(query, key, value, plan.own, scale):
+        if len(part) == len(query):
+            return part.to(dtype), part_lse
+        put(out, queries, part.to(dtype))
+        put(lse.t(), queries, part_lse.t())
+    return out, lse
 
 
 def cascade_backward(
@@ -124,15 +137,10 @@ def cascade_backward(
     """Gradients of query, key, value and sinks, from the output's gradient and the results of the forward pass."""
     grad = grad.contiguous()
     sums = [_Sum(query, plan.parts_of_query), _Sum(key, plan.parts_of_key), _Sum(value, plan.parts_of_key)]
-    for step in (plan.own, *plan.others):
-        keys, queries = step.keys, step.queries
-        parts = kernel.backward(
-            take(grad, queries), take(query, queries), take(key, keys), take(value, keys),
-            take(out, queries), lse[:, queries] if isinstance(queries, slice) else lse.index_select(1, queries),
-            step.call, scale,
-        )  # fmt: skip
-        for total, index, part in zip(sums, (queries, keys, keys), parts, strict=True):
-            total.add(index, part)
+    for call in (plan.own, *plan.others):
+        for queries, keys, *parts in kernel.backward(grad, query, key, value, out, lse, call, scale):
+            for total, index, part in zip(sums, (queries, keys, keys), parts, strict=True):
+                total.add(index, part)
     grad_sinks = None
     if sinks_H is not None:
         # A key with a value of zero: the gradient of its score is -p * sum(grad * out).
@@ -144,27 +152,27 @@ def cascade_backward(
 
 
 class _Sum:
-    """Adds up partial gradients of a packed tensor: in float32 if a token has more than two, else in place.
+    """Adds up partial gradients of a packed tensor, in float32 or wider.
 
-    Adding two numbers in place rounds once, like a float32 sum.
+    If the first part has all tokens and none has more than two parts, it becomes the sum itself: adding two numbers in
+    place rounds once, like a float32 sum.
     """
 
     def __init__(self, tensor: Tensor, most_parts: int) -> None:
-        self._tensor = tensor
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        self._dtype = wide if most_parts > 2 else tensor.dtype
+        self._tensor, self._most_parts = tensor, most_parts
         self._total: Tensor | None = None
 
     def add(self, index: Index, part: Tensor) -> None:
+        wide = torch.promote_types(part.dtype, torch.float32)
         if self._total is None and isinstance(index, slice) and part.shape[0] == self._tensor.shape[0]:
-            self._total = part.to(self._dtype)
+            self._total = part if self._most_parts <= 2 else part.to(wide)
             return
         if self._total is None:
-            self._total = torch.zeros_like(self._tensor, dtype=self._dtype)
+            self._total = torch.zeros_like(self._tensor, dtype=wide)
         if isinstance(index, slice):
             self._total[index].add_(part)
         else:
-            self._total.index_add_(0, index, part.to(self._dtype))
+            self._total.index_add_(0, index, part.to(self._total.dtype))
 
     def total(self) -> Tensor:
         return torch.zeros_like(self._tensor) if self._total is None else self._total.to(self._tensor.dtype)

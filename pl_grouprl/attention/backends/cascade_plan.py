@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import torch
-from torch import Tensor
 
-from pl_grouprl.attention.backends.kernels import VarlenCall
+from pl_grouprl.attention.backends.kernels import Index, VarlenCall
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
-
-Index = slice | Tensor
-"""Tokens of a packed row: a range, or their indices."""
 
 LONG_RUN = {"cpu": 128, "cuda": 4096}
 """A piece with at least this many descendant queries gets a separate call, on slices. The others share one call per
@@ -33,7 +29,7 @@ calls not much longer do not fill a GPU.
 """
 
 
-CHAIN = {"cpu": 128, "cuda": 0}
+CHAIN = {"cpu": 256, "cuda": 0}
 """Most keys of a chain of several pieces; 0 makes no chains.
 
 Each piece gets a copy of the keys of the pieces above it in its chain; in return, there are fewer calls and partial
@@ -41,22 +37,8 @@ outputs to merge. `python -m benchmarks forests` shows what they gain (docs/perf
 not measured, so there are none.
 """
 
-MOST_COPIES = 2
-"""Most keys that a chain copies for a piece, per token of the piece."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call: which tokens query, and which keys of the row they attend to."""
-
-    queries: Index
-    keys: Index
-    call: VarlenCall
-
-    def to(self, device: torch.device) -> Step:
-        """Move the indices to a device."""
-        queries, keys = (i if isinstance(i, slice) else i.to(device) for i in (self.queries, self.keys))
-        return Step(queries, keys, self.call)
+MOST_COPIES = 4
+"""Most keys that a chain copies for the children of a piece, per token of theirs."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +52,8 @@ class CascadePlan:
         parts_of_key: Maximum number of calls in which a token is a key.
     """
 
-    own: Step
-    others: tuple[Step, ...]
+    own: VarlenCall
+    others: tuple[VarlenCall, ...]
     parts_of_query: int
     parts_of_key: int
 
@@ -89,6 +71,11 @@ class Piece:
     start: int
     stop: int
     parent: int | None
+
+    @property
+    def tokens(self) -> slice:
+        """Its tokens in the row."""
+        return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -111,17 +98,17 @@ def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.
     if rule.window is None:
         pieces = cut(layout, rule.chunk)
         chains = _chains(pieces, CHAIN.get(device.type, CHAIN["cpu"]))
-        own = _own_step(pieces, chains, layout.given)
-        others = _ancestor_steps(pieces, chains, layout.given, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
+        own = _own_call(pieces, chains, layout.given)
+        others = _ancestor_calls(pieces, chains, layout.given, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
     else:
         own, others = _windowed(layout, rule.window), []
-    others += [] if rule.blocks is None else _steps_ahead_in_blocks(rule.blocks)
-    steps = (own, *others)
+    others += [] if rule.blocks is None else _calls_ahead_in_blocks(rule.blocks)
+    calls = (own, *others)
     return CascadePlan(
         own.to(device),
-        tuple(step.to(device) for step in others),
-        parts_of_query=_max_count([step.queries for step in steps], layout.num_queries),
-        parts_of_key=_max_count([step.keys for step in steps], layout.num_tokens),
+        tuple(call.to(device) for call in others),
+        parts_of_query=_max_count([call.queries for call in calls], layout.num_queries),
+        parts_of_key=_max_count([call.keys for call in calls], layout.num_tokens),
     )
 
 
@@ -171,7 +158,7 @@ def _blocks(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-def _steps_ahead_in_blocks(blocks: tuple[int, ...]) -> list[Step]:
+def _calls_ahead_in_blocks(blocks: tuple[int, ...]) -> list[VarlenCall]:
     """Each token of a block attends to later ones: in reverse order, a causal call that excludes the token itself."""
     runs = [(start, stop) for start, stop in _blocks(blocks) if stop - start > 1]
     if not runs:
@@ -179,73 +166,75 @@ def _steps_ahead_in_blocks(blocks: tuple[int, ...]) -> list[Step]:
     queries = torch.cat([torch.arange(stop - 2, start - 1, -1) for start, stop in runs])
     keys = torch.cat([torch.arange(stop - 1, start, -1) for start, stop in runs])
     lengths = tuple(stop - start - 1 for start, stop in runs)
-    return [Step(queries, keys, VarlenCall(lengths, lengths, causal=True))]
+    return [VarlenCall(lengths, lengths, causal=True, queries=queries, keys=keys)]
 
 
 def _chains(pieces: list[Piece], most_keys: int) -> list[Chain]:
-    """The chain that ends with each piece."""
-    chains: list[Chain] = []
-    for piece in pieces:
-        own = slice(piece.start, piece.stop)
-        above = None if piece.parent is None else chains[piece.parent]
-        if above is not None and _continues(above, piece.stop - piece.start, most_keys):
-            keys = above.keys.copy()
-            _extend(keys, own)
-            chains.append(Chain(keys, above.parent, above.depth))
-        else:
-            chains.append(Chain([own], piece.parent, 0 if above is None else above.depth + 1))
-    return chains
+    """The chain that ends with each piece. Either all children of a piece continue its chain, or none.
 
-
-def _continues(chain: Chain, length: int, most_keys: int) -> bool:
-    """Whether a piece of this length continues its parent's chain.
-
-    It never continues a root, whose descendants are one long run of queries. So prompts with rollouts have no chains.
+    Rollouts do not continue the chain of their prompt, a root below which there is nothing else: they are one long run
+    of queries.
     """
-    copied = _length(chain.keys)
-    return chain.parent is not None and copied + length <= most_keys and copied <= MOST_COPIES * length
+    children: list[list[int]] = [[] for _ in pieces]
+    for number, piece in enumerate(pieces):
+        if piece.parent is not None:
+            children[piece.parent].append(number)
+    chains: dict[int, Chain] = {}
+    for number, piece in enumerate(pieces):
+        chain = chains.setdefault(number, Chain([piece.tokens], None, 0))  # of a root; others have theirs by now
+        lengths = [_length([pieces[child].tokens]) for child in children[number]]
+        deeper = piece.parent is not None or any(children[child] for child in children[number])
+        joined = deeper and _worth_copying(_length(chain.keys), lengths, most_keys)
+        for child in children[number]:
+            keys = chain.keys.copy() if joined else []
+            _extend(keys, pieces[child].tokens)
+            chains[child] = Chain(keys, chain.parent, chain.depth) if joined else Chain(keys, number, chain.depth + 1)
+    return [chains[number] for number in range(len(pieces))]
 
 
-def _own_step(pieces: list[Piece], chains: list[Chain], given: int) -> Step:
+def _worth_copying(num_keys: int, lengths: list[int], most_keys: int) -> bool:
+    """Whether the children of a piece, of these lengths, get a copy of the keys of its chain."""
+    return num_keys + max(lengths, default=0) <= most_keys and num_keys * len(lengths) <= MOST_COPIES * sum(lengths)
+
+
+def _own_call(pieces: list[Piece], chains: list[Chain], given: int) -> VarlenCall:
     """The call in which every piece attends to its chain."""
     queries = [slice(piece.start - given, piece.stop - given) for piece in pieces if piece.start >= given]
     keys = [chain.keys for piece, chain in zip(pieces, chains, strict=True) if piece.start >= given]
-    call = VarlenCall(tuple(_length([run]) for run in queries), tuple(_length(runs) for runs in keys), causal=True)
-    return Step(_index(queries), _index([run for runs in keys for run in runs]), call)
+    return _call([[run] for run in queries], keys, causal=True)
 
 
-def _ancestor_steps(pieces: list[Piece], chains: list[Chain], given: int, long_run: int) -> list[Step]:
+def _ancestor_calls(pieces: list[Piece], chains: list[Chain], given: int, long_run: int) -> list[VarlenCall]:
     below: dict[int, list[slice]] = {}
     for piece, chain in zip(pieces, chains, strict=True):
         above = chain.parent if piece.start >= given else None
         while above is not None:
             _extend(below.setdefault(above, []), slice(piece.start - given, piece.stop - given))
             above = chains[above].parent
-    steps = []
+    calls = []
     for depth in sorted({chains[number].depth for number in below}):
         short = []
         for number in sorted(below):
             if chains[number].depth != depth:
                 continue
             if len(below[number]) == 1 and _length(below[number]) >= long_run:
-                steps.append(_unmasked(chains, below, [number]))
+                calls.append(_unmasked(chains, below, [number]))
             else:
                 short.append(number)
         if short:
-            steps.append(_unmasked(chains, below, short))
-    return steps
+            calls.append(_unmasked(chains, below, short))
+    return calls
 
 
-def _unmasked(chains: list[Chain], below: dict[int, list[slice]], numbers: list[int]) -> Step:
+def _unmasked(chains: list[Chain], below: dict[int, list[slice]], numbers: list[int]) -> VarlenCall:
     """A call in which the queries below each of these pieces attend to all of its chain."""
-    keys = [chains[number].keys for number in numbers]
-    call = VarlenCall(
-        tuple(_length(below[number]) for number in numbers), tuple(_length(runs) for runs in keys), causal=False
-    )
-    return Step(
-        _index([run for number in numbers for run in below[number]]),
-        _index([run for runs in keys for run in runs]),
-        call,
+    return _call([below[number] for number in numbers], [chains[number].keys for number in numbers], causal=False)
+
+
+def _call(queries: list[list[slice]], keys: list[list[slice]], causal: bool, window: int | None = None) -> VarlenCall:
+    """A call with these runs of the row for each problem."""
+    return VarlenCall(
+        tuple(map(_length, queries)), tuple(map(_length, keys)), causal, window, _index(queries), _index(keys)
     )
 
 
@@ -253,18 +242,14 @@ def _length(runs: list[slice]) -> int:
     return sum(run.stop - run.start for run in runs)
 
 
-def _windowed(layout: SharedPrefixLayout, window: int) -> Step:
-    keys: list[slice] = []
-    query_lens, key_lens = [], []
+def _windowed(layout: SharedPrefixLayout, window: int) -> VarlenCall:
+    queries, keys = [], []
     for segment in layout.segments:
         if not segment.length or segment.start < layout.given:
             continue
-        tail = _tail(layout, segment.parent, window - 1)
-        keys += [*tail, slice(segment.start, segment.stop)]
-        query_lens.append(segment.length)
-        key_lens.append(segment.length + _length(tail))
-    call = VarlenCall(tuple(query_lens), tuple(key_lens), causal=True, window=window)
-    return Step(slice(0, layout.num_queries), _index(keys), call)
+        queries.append([slice(segment.start - layout.given, segment.stop - layout.given)])
+        keys.append([*_tail(layout, segment.parent, window - 1), slice(segment.start, segment.stop)])
+    return _call(queries, keys, causal=True, window=window)
 
 
 def _tail(layout: SharedPrefixLayout, index: int | None, wanted: int) -> list[slice]:
@@ -287,9 +272,9 @@ def _extend(runs: list[slice], run: slice) -> None:
         runs.append(run)
 
 
-def _index(runs: list[slice]) -> Index:
+def _index(problems: list[list[slice]]) -> Index:
     joined: list[slice] = []
-    for run in runs:
+    for run in (run for runs in problems for run in runs):
         _extend(joined, run)
     if len(joined) < 2:
         return joined[0] if joined else slice(0, 0)

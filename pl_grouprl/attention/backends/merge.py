@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backends.cascade_plan import Index
+from pl_grouprl.attention.backends.kernels import Index, put, take
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
@@ -33,8 +33,8 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
     old, old_lse_NH = take(out, where), take(lse_SH, where)
     merge_in_place(old, old_lse_NH, part, part_lse_NH)
     if not isinstance(where, slice):  # `take` copied them
-        out.index_copy_(0, where, old)
-        lse_SH.index_copy_(0, where, old_lse_NH)
+        put(out, where, old)
+        put(lse_SH, where, old_lse_NH)
 
 
 @cache
@@ -63,8 +63,3 @@ def non_sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
     A sink takes part in the softmax and adds nothing to the output (gpt-oss).
     """
     return torch.sigmoid(lse - sinks.to(lse.dtype))
-
-
-def take(packed: Tensor, index: Index) -> Tensor:
-    """Index a packed tensor: a view for a slice, else a copy."""
-    return packed[index] if isinstance(index, slice) else packed.index_select(0, index)

@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError:
     triton = tl = Absent("triton")
 
-from pl_grouprl.attention.backends.cascade_plan import Index
+from pl_grouprl.attention.backends.kernels import Index
 
 _ROWS = 16
 """Token heads per program: with 128 numbers each, 16 numbers for each of its 128 threads."""

@@ -6,8 +6,8 @@ D head size of queries and keys, E head size of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -16,17 +16,35 @@ from torch import Tensor
 
 _Made = TypeVar("_Made")
 
+Index = slice | Tensor
+"""Tokens of a packed row: a range, or their indices."""
+
+
+def take(packed: Tensor, index: Index) -> Tensor:
+    """Index a packed tensor: a view for a slice, else a copy."""
+    return packed[index] if isinstance(index, slice) else packed.index_select(0, index)
+
+
+def put(packed: Tensor, index: Index, part: Tensor) -> None:
+    """Overwrite tokens of a packed tensor."""
+    if isinstance(index, slice):
+        packed[index] = part
+    else:
+        packed.index_copy_(0, index, part)
+
 
 @dataclass(frozen=True)
 class VarlenCall:
     """Independent attention problems in one call: the i-th run of queries attends to the i-th run of keys.
 
     Attributes:
-        query_lens: Number of queries of each problem, all positive; the call's queries are these runs, concatenated.
+        query_lens: Number of queries of each problem, all positive.
         key_lens: Number of keys of each problem, likewise.
         causal: Whether a query sees only keys up to its position. The last query of a run is aligned with the last
             key: query i of n is at key i + m - n of m, and m >= n. Otherwise each query sees all keys.
         window: Maximum number of keys that a query of a causal call sees, including its own; None for no limit.
+        queries: The tokens of the packed row that query, problem by problem. No token queries twice.
+        keys: The tokens whose keys and values they attend to, likewise; a token may be in several problems.
 
     Raises:
         ValueError: If the lengths do not match, or a window is below 1 or given without `causal`.
@@ -36,6 +54,8 @@ class VarlenCall:
     key_lens: tuple[int, ...]
     causal: bool
     window: int | None = None
+    queries: Index = field(default_factory=lambda: slice(None), compare=False)
+    keys: Index = field(default_factory=lambda: slice(None), compare=False)
     _memo: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +72,11 @@ class VarlenCall:
             raise ValueError(
                 f"window={self.window} with causal={self.causal}; a window is at least 1 and needs a causal call."
             )
+
+    def to(self, device: torch.device) -> VarlenCall:
+        """Move the indices to a device."""
+        queries, keys = (i if isinstance(i, slice) else i.to(device) for i in (self.queries, self.keys))
+        return replace(self, queries=queries, keys=keys, _memo={})
 
     @property
     def effective_window(self) -> int | None:
@@ -74,12 +99,18 @@ class VarlenCall:
 
 
 class VarlenKernel(Protocol):
-    """The two primitives. Both take packed tensors: query [Q, H, D], key [M, K, D] and value [M, K, E]."""
+    """The two primitives. Both take the tensors of a packed row: query [S, H, D], key [T, K, D] and value [T, K, E].
+
+    They yield the results of a call in parts, each with the N queries and M keys of the row that it is about.
+    """
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output [Q, H, E] and the log-sum-exp of the scores [H, Q] (float32 or wider)."""
+    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
+        """Yield queries, their output [N, H, E] and the log-sum-exp of their scores [H, N] (float32 or wider).
+
+        Each query of the call is in one part.
+        """
 
     def backward(
         self,
@@ -91,8 +122,8 @@ class VarlenKernel(Protocol):
         lse: Tensor,
         call: VarlenCall,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value, given the output's gradient.
+    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+        """Yield queries, keys and gradients of query [N, H, D], key [M, K, D] and value [M, K, E], to be added up.
 
         If `out` and `lse` come from a softmax over more keys than this call has, the result is this call's share of
         the gradients.

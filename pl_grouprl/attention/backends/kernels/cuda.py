@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backends.kernels.call import VarlenCall
+from pl_grouprl.attention.backends.kernels.call import Index, VarlenCall, take
 
 
 class CUDAKernel:
@@ -19,14 +21,15 @@ class CUDAKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """See `VarlenKernel.forward`."""
+        query, key, value = take(query, call.queries), take(key, call.keys), take(value, call.keys)
         cu_query, cu_key = call.cumulative(query.device)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, cu_query, cu_key, max(call.query_lens), max(call.key_lens),
             0.0, _plain_causal(call), False, scale=scale, **_window(call),
         )  # fmt: skip
-        return out, lse
+        yield call.queries, out, lse
 
     def backward(
         self,
@@ -38,14 +41,18 @@ class CUDAKernel:
         lse: Tensor,
         call: VarlenCall,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
         """See `VarlenKernel.backward`."""
+        grad, query, out = (take(tensor, call.queries) for tensor in (grad, query, out))
+        key, value = take(key, call.keys), take(value, call.keys)
+        lse = lse[:, call.queries] if isinstance(call.queries, slice) else lse.index_select(1, call.queries)
         cu_query, cu_key = call.cumulative(query.device)
         random_state, unused = call.memo(("random_state", query.device), lambda: _no_dropout(query.device))
-        return torch.ops.aten._flash_attention_backward(
+        grads = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse.contiguous(), cu_query, cu_key, max(call.query_lens), max(call.key_lens),
             0.0, _plain_causal(call), random_state, unused, scale=scale, **_window(call),
         )  # fmt: skip
+        yield call.queries, call.keys, *grads
 
 
 def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:

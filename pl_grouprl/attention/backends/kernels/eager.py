@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backends.kernels.call import VarlenCall
+from pl_grouprl.attention.backends.kernels.call import Index, VarlenCall
 from pl_grouprl.attention.backends.kernels.runs import Block, dense_blocks
 
 MAX_SCORES = 2**24
@@ -31,21 +31,18 @@ class EagerKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """See `VarlenKernel.forward`."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
-        with _without_autocast(query):
-            for block in _blocks(query, call):
+        for block in _blocks(query, call):
+            with _without_autocast(query):
                 keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
                 queries = _fold(block.queries.take(query).to(wide), keys.shape[1])
                 scores, _ = self._scores(queries, keys, block, query.shape[1], scale)
                 part_lse = scores.logsumexp(-1, keepdim=True)
                 part = scores.sub_(part_lse).exp_() @ values
-                block.queries.put(_unfold(part, query.shape[1]), out)
-                block.queries.put_lse(_unfold(part_lse, query.shape[1])[..., 0], lse)
-        return out, lse
+                out, lse = _unfold(part, query.shape[1]), _unfold(part_lse, query.shape[1])[..., 0]
+            yield block.queries.tokens, block.queries.flat(out).to(query.dtype), block.queries.flat_lse(lse)
 
     def backward(
         self,
@@ -57,14 +54,12 @@ class EagerKernel:
         lse: Tensor,
         call: VarlenCall,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
         """See `VarlenKernel.backward`."""
         wide = torch.promote_types(query.dtype, torch.float32)
         heads, kv_heads = query.shape[1], key.shape[1]
-        grad_query = torch.empty_like(query)
-        grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-        with _without_autocast(query):
-            for block in _blocks(query, call):
+        for block in _blocks(query, call):
+            with _without_autocast(query):
                 keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
                 queries = _fold(block.queries.take(query).to(wide), kv_heads)
                 grads = block.queries.take(grad, blank=True).to(wide)
@@ -75,10 +70,11 @@ class EagerKernel:
                 grad_scores = (grads @ values.mT).sub_(delta).mul_(weights)
                 if slope is not None:
                     grad_scores.mul_(slope)
-                block.queries.put(_unfold((grad_scores @ keys).mul_(scale), heads), grad_query)
-                block.keys.add((grad_scores.mT @ queries).mul_(scale), grad_key)
-                block.keys.add(weights.mT @ grads, grad_value)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+                for_query = _unfold((grad_scores @ keys).mul_(scale), heads)
+                for_key = (grad_scores.mT @ queries).mul_(scale)
+                for_value = weights.mT @ grads
+            flat_key, flat_value = block.keys.flat(for_key), block.keys.flat(for_value)
+            yield block.queries.tokens, block.keys.tokens, block.queries.flat(for_query), flat_key, flat_value
 
     def _scores(
         self, queries: Tensor, keys: Tensor, block: Block, heads: int, scale: float

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pl_grouprl.attention.backends.kernels.call import VarlenCall
+from pl_grouprl.attention.backends.kernels.call import Index, VarlenCall
 
 SHORT = {"cpu": 64, "cuda": 128}
 """Runs of up to this many queries are padded into one batch per size.
@@ -34,19 +34,29 @@ PIECE = 256
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of tokens of a packed tensor, as a dense batch.
+    """Runs of tokens of a packed row, as a dense batch.
 
     Attributes:
         index: One run as a slice, or the tokens of each run, shape [R, length]; a short run repeats its last token.
+        tokens: The tokens of all runs without repetitions, concatenated.
         kept_at: Flattened batch indices of tokens that are not repetitions, shape [tokens]; None if all are kept.
         repeated_at: Flattened batch indices of the repetitions; None if there are none.
-        tokens: The packed tokens of each run without repetitions, concatenated; None for a slice.
     """
 
     index: slice | Tensor
+    tokens: Index
     kept_at: Tensor | None = None
     repeated_at: Tensor | None = None
-    tokens: Tensor | None = None
+
+    @classmethod
+    def one(cls, tokens: Index) -> Runs:
+        """A single run."""
+        return cls(tokens if isinstance(tokens, slice) else tokens[None], tokens)
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return 1 if isinstance(self.index, slice) else self.index.shape[0]
 
     @property
     def length(self) -> int:
@@ -54,7 +64,7 @@ class Runs:
         return self.index.stop - self.index.start if isinstance(self.index, slice) else self.index.shape[1]
 
     def take(self, packed: Tensor, blank: bool = False) -> Tensor:
-        """[tokens, H, D] -> [R, H, length, D]; with `blank`, zeros in place of the repetitions."""
+        """[row, H, D] -> [R, H, length, D]; with `blank`, zeros in place of the repetitions."""
         if isinstance(self.index, slice):
             return packed[self.index].transpose(0, 1)[None]
         flat = packed.index_select(0, self.index.flatten())
@@ -62,31 +72,18 @@ class Runs:
             flat.index_fill_(0, self.repeated_at, 0)
         return flat.unflatten(0, self.index.shape).transpose(1, 2)
 
-    def put(self, batch: Tensor, packed: Tensor) -> None:
-        """The inverse of `take`, into `packed`."""
-        if self.tokens is None:
-            packed[self.index].copy_(batch[0].transpose(0, 1))
-        else:
-            packed.index_copy_(0, self.tokens, self._flat(batch).to(packed.dtype))
-
-    def add(self, batch: Tensor, packed: Tensor) -> None:
-        """As `put`, but adds to `packed`."""
-        if self.tokens is None:
-            packed[self.index].add_(batch[0].transpose(0, 1))
-        else:
-            packed.index_add_(0, self.tokens, self._flat(batch).to(packed.dtype))
-
-    def take_lse(self, lse: Tensor) -> Tensor:
-        """[H, tokens] -> [R, H, length]."""
-        return self.take(lse.t()[..., None])[..., 0].contiguous()
-
-    def put_lse(self, batch: Tensor, lse: Tensor) -> None:
-        """The inverse of `take_lse`, into `lse`."""
-        self.put(batch[..., None], lse.t()[..., None])
-
-    def _flat(self, batch: Tensor) -> Tensor:
+    def flat(self, batch: Tensor) -> Tensor:
+        """[R, H, length, D] -> [tokens, H, D], without the repetitions."""
         flat = batch.transpose(1, 2).flatten(0, 1)
         return flat if self.kept_at is None else flat.index_select(0, self.kept_at)
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        """[H, row] -> [R, H, length]."""
+        return self.take(lse.t()[..., None])[..., 0].contiguous()
+
+    def flat_lse(self, batch: Tensor) -> Tensor:
+        """[R, H, length] -> [H, tokens], without the repetitions."""
+        return self.flat(batch[..., None])[..., 0].t()
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,8 @@ class Block:
         queries: The runs of queries.
         keys: The runs of keys, one for each run of queries.
         plain_causal: Whether query i sees exactly the keys up to i, without a mask.
-        last_keys: Index of the last key that each query sees, shape [R, N]; None if no mask is needed.
+        last_keys: Index of the last key that each query sees, shape [R, N], or [1, N] if it is the same in all runs;
+            None if no mask is needed.
         window: Maximum number of keys that a query sees, including its own, if a mask is needed; None for no limit.
     """
 
@@ -121,13 +119,12 @@ class Block:
     def cut(self, rows: int) -> Iterator[Block]:
         """Cut this block into pieces of at most `rows` queries; a padded batch stays whole."""
         assert not self.plain_causal
-        if self.queries.tokens is not None:
+        if self.queries.count > 1:
             yield self
             return
-        run = self.queries.index
-        assert isinstance(run, slice)
         for start in range(0, self.queries.length, rows):
-            queries = Runs(slice(run.start + start, min(run.start + start + rows, run.stop)))
+            stop = min(start + rows, self.queries.length)
+            queries = Runs.one(_part(self.queries.tokens, start, stop))
             last_keys = None if self.last_keys is None else self.last_keys[:, start : start + rows]
             yield Block(queries, self.keys, last_keys=last_keys, window=self.window)
 
@@ -141,11 +138,6 @@ def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> 
         plain_causal: Whether the kernel runs causal runs of equal lengths without a mask.
     """
     return call.memo(("blocks", device, plain_causal), lambda: _plan(call, device, plain_causal))
-
-
-def keys_are_disjoint(call: VarlenCall, plain_causal: bool) -> bool:
-    """Whether each key of a call is in exactly one of its blocks."""
-    return not call.causal or (plain_causal and call.effective_window is None and call.query_lens == call.key_lens)
 
 
 class _Piece(NamedTuple):
@@ -194,8 +186,8 @@ def _pieces(call: VarlenCall, plain_causal: bool) -> Iterator[_Piece]:
 
 
 def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
-    queries = Runs(slice(piece.query_start, piece.query_start + piece.num_queries))
-    keys = Runs(slice(piece.key_start, piece.key_start + piece.num_keys))
+    queries = Runs.one(_joined(_part(call.queries, piece.query_start, piece.query_start + piece.num_queries)))
+    keys = Runs.one(_joined(_part(call.keys, piece.key_start, piece.key_start + piece.num_keys)))
     if not call.causal or piece.plain_causal:
         return Block(queries, keys, plain_causal=piece.plain_causal)
     last_keys = torch.arange(piece.num_keys - piece.num_queries, piece.num_keys, device=device)[None]
@@ -212,8 +204,8 @@ def largest_piece(call: VarlenCall, device: torch.device) -> Block:
 
 
 def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenCall, device: torch.device) -> Block:
-    queries = _padded_runs([(p.query_start, p.num_queries) for p in pieces], num_queries, device)
-    keys = _padded_runs([(p.key_start, p.num_keys) for p in pieces], num_keys, device)
+    queries = _padded_runs(call.queries, [(p.query_start, p.num_queries) for p in pieces], num_queries, device)
+    keys = _padded_runs(call.keys, [(p.key_start, p.num_keys) for p in pieces], num_keys, device)
     if pieces[0].plain_causal:
         return Block(queries, keys, plain_causal=True)
     query_lens = torch.tensor([p.num_queries for p in pieces])[:, None]
@@ -221,21 +213,39 @@ def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenC
     last_keys = torch.minimum(torch.arange(num_queries)[None], query_lens - 1) + key_lens - query_lens
     if not call.causal:
         last_keys = (key_lens - 1).expand_as(last_keys)  # only the repeated keys are hidden
+    if len({(p.num_queries, p.num_keys) for p in pieces}) == 1:
+        last_keys = last_keys[:1]
     return Block(queries, keys, last_keys=last_keys.to(device), window=call.effective_window)
 
 
-def _padded_runs(runs: Sequence[tuple[int, int]], size: int, device: torch.device) -> Runs:
+def _padded_runs(tokens: Index, runs: Sequence[tuple[int, int]], size: int, device: torch.device) -> Runs:
     starts = torch.tensor([start for start, _ in runs])[:, None]
     lengths = torch.tensor([length for _, length in runs])[:, None]
     offsets = torch.arange(size)[None, :]
     # Repetitions of the last key come last, where causal attention or the mask hides them.
     index = starts + torch.minimum(offsets, lengths - 1)
     kept = offsets < lengths
-    tokens = index[kept].to(device)
+    index = index + (tokens.start or 0) if isinstance(tokens, slice) else tokens.cpu()[index]
+    unique = index[kept].to(device)
     if bool(kept.all()):
-        return Runs(index.to(device), tokens=tokens)
+        return Runs(index.to(device), unique)
     kept_at, repeated_at = (where.flatten().nonzero()[:, 0].to(device) for where in (kept, ~kept))
-    return Runs(index.to(device), kept_at, repeated_at, tokens)
+    return Runs(index.to(device), unique, kept_at, repeated_at)
+
+
+def _part(tokens: Index, start: int, stop: int) -> Index:
+    """Some of the tokens."""
+    if isinstance(tokens, slice):
+        first = tokens.start or 0
+        return slice(first + start, first + stop)
+    return tokens[start:stop]
+
+
+def _joined(tokens: Index) -> Index:
+    """As a slice if they follow each other."""
+    if isinstance(tokens, slice) or not bool((tokens.diff() == 1).all()):
+        return tokens
+    return slice(int(tokens[0]), int(tokens[-1]) + 1)
 
 
 def _rounded_up(num_keys: int) -> int:
