@@ -209,7 +209,7 @@ def test_rewritten_histories_are_trained_as_they_were_sampled(tmp_path):
     assert len(last) == 8  # two prompts, four generations
 
 
-AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
 
 
 @pytest.mark.parametrize("steps", [(2,), pytest.param((1, 4), marks=pytest.mark.slow)])
@@ -285,6 +285,6 @@ def test_functions_cannot_read_environments_sampled_ahead(tmp_path):
     def total(completions, environments, **columns):
         return [float(environment.total) for environment in environments]
 
-    ahead = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
-    with pytest.raises(ValueError, match=r"'total' requires \['environments'\].*rollout_ahead at 0"):
+    ahead = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+    with pytest.raises(ValueError, match=r"'total' requires \['environments'\].*max_staleness at 0"):
         fit(make(rewards=[total], environment_factory=Counter, **ahead), tmp_path)

@@ -1,4 +1,4 @@
-"""Run by test_rollout_ahead.py: three rollouts, the next one beside each update; rank 0 writes the weights."""
+"""Run by test_rollouts_ahead.py: three rollouts, the next one beside each update; rank 0 writes the weights."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def main(devices: int, file: Path, checkpoint: str | None) -> None:
         sampling=SamplingConfig(max_new_tokens=5),
         optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
         verify=False,
-        rollout_ahead=1,
+        max_staleness=1,
         importance_sampling="token_truncate",
     )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -40,7 +40,7 @@ def main(devices: int, file: Path, checkpoint: str | None) -> None:
         **quiet,
     )
     trainer.fit(module, PromptDataModule(task, batch_size=4), ckpt_path=checkpoint, weights_only=True)
-    assert trainer.callback_metrics["rollout/policy_lag"] == 1
+    assert trainer.callback_metrics["rollout/staleness/mean"] == 1
     if trainer.is_global_zero:
         torch.save([p.detach() for p in module.policy.parameters()], file)
 
