@@ -148,10 +148,10 @@ class Collector:
         if self.ahead is not None:
             self.ahead.open()
 
-    def close(self) -> None:
-        """End the threads that sample ahead."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the threads that sample ahead; after an exception at once."""
         if self.ahead is not None:
-            self.ahead.close()
+            self.ahead.close(at_once=at_once)
 
     @property
     def ahead_state(self) -> PerRankState:

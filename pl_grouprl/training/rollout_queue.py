@@ -122,11 +122,14 @@ class RolloutQueue:
             discarded = sorted(self._entries, key=lambda entry: entry.number not in skipped)[:surplus]
             self._entries = [entry for entry in self._entries if entry not in discarded]
 
-    def submit(self, number: int, prompts: Sequence[Prompt]) -> None:
-        """Queue the prompts of a batch."""
+    def submit(self, number: int, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup] | None = None) -> None:
+        """Queue the prompts of a batch, with their groups if they have just been sampled."""
         with self._changed:
             self._sizes[number] = len(prompts)
-            self._entries += [QueuedGroup(number, place, prompt) for place, prompt in enumerate(prompts)]
+            entries = [QueuedGroup(number, place, prompt) for place, prompt in enumerate(prompts)]
+            for entry, group in zip(entries, groups or (), strict=groups is not None):
+                entry.version, entry.group = self.version, group
+            self._entries += entries
             self._changed.notify_all()
 
     def set_version(self, version: int, engine_version: int | None = None) -> None:

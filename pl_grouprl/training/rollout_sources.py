@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.rollout.engine import RolloutEngine, declares
 from pl_grouprl.training.policy_copy import PolicyCopy
 from pl_grouprl.training.rollout_queue import QueuedGroup, RolloutQueue, version_of_all
@@ -12,6 +13,7 @@ from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import num_ranks, raise_on_all_ranks
+from pl_grouprl.utilities.options import drop_none
 
 MAX_THREADS = 128
 """Most groups that a rank has in flight at an engine that takes weights in flight."""
@@ -42,6 +44,10 @@ class RolloutSource(Protocol):
 
     def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
         """Sample what a thread has started."""
+        ...
+
+    def sample_now(self, batch: PromptBatch) -> list[RolloutGroup] | None:
+        """Sample a batch that was not submitted before, or None to have it submitted."""
         ...
 
     def check(self, groups: Sequence[RolloutGroup]) -> None:
@@ -81,6 +87,9 @@ class InFlightSource:
     def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
         """See `RolloutSource.sample`."""
         return _sample(self._run, self._sampler, self._engine, entries, self._arguments, self._options)
+
+    def sample_now(self, batch: PromptBatch) -> None:
+        """See `RolloutSource.sample_now`."""
 
     def check(self, groups: Sequence[RolloutGroup]) -> None:
         """See `RolloutSource.check`."""
@@ -123,6 +132,11 @@ class CopySource:
         """See `RolloutSource.sample`."""
         with self._copy.sampling() as engine:
             return _sample(self._run, self._sampler, engine, entries, self._arguments, self._options)
+
+    def sample_now(self, batch: PromptBatch) -> list[RolloutGroup]:
+        """See `RolloutSource.sample_now`. From the policy itself: the thread has nothing to do for this batch."""
+        branching = drop_none(branching=self._options.get("branching"))
+        return self._run.generate(batch.prompts, *self._arguments, seed=("rollout", batch.rollout_number), **branching)
 
     def check(self, groups: Sequence[RolloutGroup]) -> None:
         """See `RolloutSource.check`: a copy is the policy."""

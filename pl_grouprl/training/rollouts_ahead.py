@@ -107,22 +107,28 @@ class RolloutsAhead:
         assert self._source is not None
         queue.set_version(self._next_version, getattr(self._sampler.engine, "version", None))
         last, number = queue.last_number, batch.rollout_number
-        for at in range(number if last is None else last + 1, number + self._max_staleness + 1):
-            queue.submit(at, batch.prompts if at == number else self.data.peek(at))
+        if last is None or last < number:
+            with self._timer.part("rollout"):
+                queue.submit(number, batch.prompts, self._source.sample_now(batch))
+            last = number
+        for at in range(last + 1, number + self._max_staleness + 1):
+            queue.submit(at, self.data.peek(at))
         self._threads.grow(min(len(queue), self._source.max_threads))
         queue.wait(len(batch.prompts))
 
-    def close(self) -> None:
-        """End the threads. What was sampled stays, for a checkpoint or another fit."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the threads. What was sampled stays, for a checkpoint or another fit.
+
+        Args:
+            at_once: Do not wait for what is being sampled longer than a few seconds.
+        """
         queue, threads, self._threads = self._queue, self._threads, None
         if queue is None or threads is None:
             return
         queue.close()
-        is_copy = isinstance(self._source, CopySource)
-        if not threads.join(None if is_copy else END_SECONDS):
-            rank_zero_warn(
-                "requests for rollouts are still in flight at the end of the run; their results are dropped."
-            )
+        waits = isinstance(self._source, CopySource) and not at_once
+        if not threads.join(None if waits else END_SECONDS):
+            rank_zero_warn("rollouts are still being sampled at the end of the run; they are dropped.")
         if self._state is None:
             self._state = queue.state_dict()
         self._queue = self._source = None
@@ -172,7 +178,7 @@ class CloseRolloutsAhead(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """End them; the original exception is still raised."""
         collector: Any = pl_module.collector
-        collector.close()
+        collector.close(at_once=True)
 
 
 def check_max_staleness(module: pl.LightningModule, engine: Any, support: StrategySupport, corrected: bool) -> None:

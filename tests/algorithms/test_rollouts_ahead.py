@@ -96,7 +96,7 @@ def test_sampling_runs_during_the_update_and_ends_with_the_fit(make_module, make
 
     monkeypatch.setattr(HFRolloutEngine, "generate", noted)
     make_trainer(max_steps=3).fit(module, make_data())
-    assert names == ["rollouts-ahead-0"] * 4
+    assert names == ["MainThread", *["rollouts-ahead-0"] * 3]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollouts-ahead")]
 
 
@@ -141,7 +141,11 @@ def no_processes_left():
             "engine is ScriptedEngine, .* declares neither updates_in_flight .* nor samples_from_copies",
         ),
         (AHEAD, {"precision": "bf16-true"}, "precision=bf16-true sets a default dtype for all threads"),
-        (AHEAD, {"strategy": "fsdp2"}, "HFRolloutEngine samples from a copy .*ModelParallelStrategy; sample with VLLMServerRolloutEngine"),
+        (
+            AHEAD,
+            {"strategy": "fsdp2"},
+            "HFRolloutEngine samples from a copy .*ModelParallelStrategy; sample with VLLMServerRolloutEngine",
+        ),
     ],
 )
 @pytest.mark.usefixtures("no_processes_left")
