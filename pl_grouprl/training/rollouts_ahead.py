@@ -149,13 +149,15 @@ class RolloutsAhead:
         again = sum("rollouts" not in entry for entry in entries)
         if len(per_rank) != num_ranks():
             rank_zero_info(
-                f"The checkpoint has {len(entries)} groups of rollouts that were sampled ahead by {len(per_rank)} ranks; "
-                f"this run has {num_ranks()}, so their prompts are left out or sampled again."
+                f"The checkpoint has {len(entries)} groups of rollouts that {len(per_rank)} ranks had queued; this run "
+                f"has {num_ranks()} and leaves them out. Prompts of the next batches are sampled again."
             )
             return
         self._state = per_rank[self._run.global_rank]
         if again:
-            rank_zero_info(f"{again} groups of rollouts were in flight when the checkpoint was saved; sampled again.")
+            rank_zero_info(
+                f"{again} groups of rollouts were not finished when the checkpoint was saved: they start again."
+            )
 
     def _restore(self, queue: RolloutQueue) -> None:
         state, self._state = self._state, None
@@ -203,8 +205,8 @@ def check_max_staleness(module: pl.LightningModule, engine: Any, support: Strate
         ),
         (
             not in_flight and not from_copy,
-            f"engine is {name}, which cannot sample while the policy is updated: it declares neither updates_in_flight "
-            "(VLLMServerRolloutEngine does) nor samples_from_copies (HFRolloutEngine does). Use one of those",
+            f"engine is {name}, which cannot sample while the policy is updated: it declares neither "
+            "updates_in_flight (VLLMServerRolloutEngine does) nor samples_from_copies (HFRolloutEngine does). Use one of those",
         ),
         (
             in_flight and not (isinstance(engine, SyncedRolloutEngine) and declares(engine, "takes_prompt_indices")),
@@ -213,8 +215,8 @@ def check_max_staleness(module: pl.LightningModule, engine: Any, support: Strate
         ),
         (
             not in_flight and not support.keeps_plain_weights,
-            f"{name} samples from a copy of whole weights, which only single devices and DDP have, and trainer.strategy "
-            f"is {type(module.trainer.strategy).__name__}; sample with VLLMServerRolloutEngine",
+            f"{name} samples from a copy of whole weights, which only single devices and DDP have, and "
+            f"trainer.strategy is {type(module.trainer.strategy).__name__}; sample with VLLMServerRolloutEngine",
         ),
         (
             not in_flight and type(precision) not in (Precision, MixedPrecision),
