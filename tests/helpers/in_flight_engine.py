@@ -1,4 +1,4 @@
-"""An engine of made-up tokens that takes weights while it samples, and does so when it is told to."""
+"""Engines that take weights in flight: one of made-up tokens, which waits where it is told to, and one of a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from helpers.copied_engine import CopiedPolicyEngine
 from torch import Tensor
 
 from pl_grouprl.types import Rollout, SamplingConfig
@@ -111,3 +112,30 @@ class InFlightEngine:
             finish_reason="length" if length == limit else "stop",
             weight_versions=versions if self.reports else None,
         )
+
+
+class InFlightCopy(CopiedPolicyEngine):
+    """Samples from a copy of the policy for several threads, one after another; weights come between two calls."""
+
+    updates_in_flight = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.RLock()
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.lock:
+            return super().update_weights(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Rollout]]:
+        with self.lock:
+            if self.model is None:
+                raise RuntimeError("the engine was closed")
+            groups = super().generate(*args, **kwargs)
+            for rollout in (rollout for group in groups for rollout in group):
+                rollout.weight_versions = [self.version or 0] * len(rollout.token_ids)
+            return groups
+
+    def close(self) -> None:
+        with self.lock:
+            super().close()
