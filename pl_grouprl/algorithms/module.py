@@ -376,6 +376,7 @@ class RLModule(pl.LightningModule, ABC):
             max_generation_batches=max_generation_batches,
             max_staleness=max_staleness,
             episodes=by_name(self.episodes, "loop_for_threads"),
+            load_policy=by_name(self.policy_source, "load"),
         )
         self.micro_batcher = MicroBatcher(
             self,

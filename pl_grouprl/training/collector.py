@@ -75,6 +75,7 @@ class Collector:
         max_generation_batches: Most rounds of sampling per batch under `dynamic_sampling`.
         max_staleness: How many batches ahead rollouts are sampled during the updates; 0 samples none.
         episodes: Returns the episode loop for the threads that sample ahead; None for plain completions.
+        load_policy: Loads the initial policy; needed to sample ahead from a policy whose weights are shards.
 
     Attributes:
         ahead: The rollouts that are sampled ahead; None with `max_staleness` 0.
@@ -103,6 +104,7 @@ class Collector:
         max_generation_batches: int = 5,
         max_staleness: int = 0,
         episodes: Callable[[], EpisodeLoop | None] = lambda: None,
+        load_policy: Callable[[], Any] = lambda: None,
     ) -> None:
         counts = {"num_generations": num_generations, "max_generation_batches": max_generation_batches}
         check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
@@ -131,6 +133,7 @@ class Collector:
                 num_generations=num_generations,
                 branching=branching,
                 episodes=episodes,
+                load_policy=load_policy,
             )
 
     def set_up(self, data: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,36 +12,36 @@ from torch import nn
 
 from pl_grouprl.models.reference import frozen_copy
 from pl_grouprl.rollout.engine import RolloutEngine
+from pl_grouprl.training.run import Run
 
 
 class PolicyCopy:
     """A frozen copy of a policy, and a copy of its engine that samples from it.
 
     Args:
-        policy: The policy, before it enters `shared_prefix`, which would apply to the copy too.
+        run: Has the policy, before it enters `shared_prefix`, which would apply to the copy too. Where its weights are
+            shards, each rank gets a whole copy.
         engine: Its engine, which declares `samples_from_copies`.
-        tokenizer: Its tokenizer, copied because threads must not share one.
+        load: Loads the initial policy, for a copy of one whose weights are shards.
 
     Attributes:
         engine: The copy of the engine, bound to the copy of the policy.
     """
 
-    def __init__(self, policy: nn.Module, engine: RolloutEngine, tokenizer: Any) -> None:
-        self._policy, self._copy = policy, frozen_copy(policy).eval()
+    def __init__(self, run: Run, engine: RolloutEngine, load: Callable[[], nn.Module]) -> None:
+        self._run, self._device = run, run.device
+        whole = frozen_copy(run.policy) if run.support.keeps_plain_weights else load().requires_grad_(False)
+        self._copy = whole.to(self._device).eval()
         self.engine: Any = copy.copy(engine)
-        self.engine.bind(self._copy, copy.deepcopy(tokenizer))
-        self._device = next(self._copy.parameters()).device
+        self.engine.bind(self._copy, copy.deepcopy(run.tokenizer))  # threads must not share one
         self._filled: Any = None
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the policy's weights. Nothing may be sampled meanwhile."""
-        for targets, sources in (
-            (self._copy.parameters(), self._policy.parameters()),
-            (self._copy.buffers(), self._policy.buffers()),
-        ):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
+        """Copy the policy's weights. Collective; nothing may be sampled meanwhile."""
+        own = dict(self._copy.named_parameters()) | dict(self._copy.named_buffers())
+        for name, weight in self._run.support.named_weights(self._run.policy):
+            own[name].copy_(weight)
         if self._device.type == "cuda":
             self._filled = torch.cuda.current_stream().record_event()
 

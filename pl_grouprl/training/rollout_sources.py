@@ -65,7 +65,6 @@ class InFlightSource:
     Args:
         run: The run.
         sampler: Has the engine.
-        queue: Not used; all sources take the same.
         arguments: Of `Sampler.sample_with`, behind the prompts.
         options: Its keyword arguments.
     """
@@ -73,9 +72,7 @@ class InFlightSource:
     whole_batches = False
     max_threads = MAX_THREADS
 
-    def __init__(
-        self, run: Run, sampler: Sampler, queue: RolloutQueue, arguments: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run: Run, sampler: Sampler, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         self._run, self._sampler = run, sampler
         self._engine = ThreadEngine(sampler.engine)
         self._arguments, self._options = arguments, options
@@ -108,16 +105,23 @@ class CopySource:
         queue: What the thread samples.
         arguments: Of `Sampler.sample_with`, behind the prompts.
         options: Its keyword arguments.
+        load: Loads the initial policy; see `PolicyCopy`.
     """
 
     whole_batches = True
     max_threads = 1
 
     def __init__(
-        self, run: Run, sampler: Sampler, queue: RolloutQueue, arguments: tuple[Any, ...], options: Mapping[str, Any]
+        self,
+        run: Run,
+        sampler: Sampler,
+        queue: RolloutQueue,
+        arguments: tuple[Any, ...],
+        options: Mapping[str, Any],
+        load: Callable[[], Any],
     ) -> None:
         self._run, self._sampler, self._queue = run, sampler, queue
-        self._copy = PolicyCopy(run.policy, sampler.engine, run.tokenizer)
+        self._copy = PolicyCopy(run, sampler.engine, load)
         self._arguments, self._options = arguments, options
 
     def refresh(self, count: int, ready: Ready) -> None:

@@ -14,7 +14,6 @@ from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
-from pl_grouprl.strategies.support import StrategySupport
 from pl_grouprl.training.rollout_queue import RolloutQueue, Staleness, sampled_versions
 from pl_grouprl.training.rollout_sources import CopySource, InFlightSource, RolloutSource
 from pl_grouprl.training.run import Run
@@ -41,6 +40,7 @@ class RolloutsAhead:
         num_generations: Rollouts per prompt.
         branching: How they branch; None for not at all.
         episodes: Makes the episode loop of the threads; None for plain completions.
+        load_policy: Loads the initial policy, for a copy of one whose weights are shards.
 
     Attributes:
         data: The data module, which knows the next prompts.
@@ -57,10 +57,12 @@ class RolloutsAhead:
         num_generations: int,
         branching: Branching | None,
         episodes: Callable[[], EpisodeLoop | None],
+        load_policy: Callable[[], Any],
     ) -> None:
         self._run, self._sampler, self._timer, self._max_staleness = run, sampler, timer, max_staleness
         self._sampling, self._num_generations = sampling, num_generations
         self._branching, self._make_episodes = branching, episodes
+        self._load_policy = load_policy
         self.data: Any = None
         self._state: dict[str, Any] | None = None
         self._next_version = 0
@@ -75,8 +77,11 @@ class RolloutsAhead:
         options = drop_none(
             episodes=self._make_episodes(), branching=self._branching, stop=sampler.stop_for_threads(self._sampling)
         )
-        kind = InFlightSource if declares(sampler.engine, "updates_in_flight") else CopySource
-        self._source = kind(run, sampler, queue, (self._sampling, self._num_generations), options)
+        arguments = self._sampling, self._num_generations
+        if declares(sampler.engine, "updates_in_flight"):
+            self._source = InFlightSource(run, sampler, arguments, options)
+        else:
+            self._source = CopySource(run, sampler, queue, arguments, options, self._load_policy)
         self._queue = queue
         self._threads = SamplingThreads(queue, self._source.sample, whole_batches=self._source.whole_batches)
 
@@ -183,13 +188,12 @@ class CloseRolloutsAhead(pl.Callback):
         collector.close(at_once=True)
 
 
-def check_max_staleness(module: pl.LightningModule, engine: Any, support: StrategySupport, corrected: bool) -> None:
+def check_max_staleness(module: pl.LightningModule, engine: Any, corrected: bool) -> None:
     """Refuse, at setup, options that cannot be combined with sampling ahead.
 
     Args:
         module: The module, attached to its Trainer.
         engine: Its rollout engine.
-        support: Support for its strategy.
         corrected: Whether the loss corrects for the sampler's log-probabilities.
 
     Raises:
@@ -206,17 +210,13 @@ def check_max_staleness(module: pl.LightningModule, engine: Any, support: Strate
         (
             not in_flight and not from_copy,
             f"engine is {name}, which cannot sample while the policy is updated: it declares neither "
-            "updates_in_flight (VLLMServerRolloutEngine does) nor samples_from_copies (HFRolloutEngine does). Use one of those",
+            "updates_in_flight (VLLMServerRolloutEngine does) nor samples_from_copies (HFRolloutEngine does). Use one "
+            "of those",
         ),
         (
             in_flight and not (isinstance(engine, SyncedRolloutEngine) and declares(engine, "takes_prompt_indices")),
             f"engine is {name}, which declares updates_in_flight but lacks update_weights or takes_prompt_indices, by "
             "which each prompt has random numbers of its own",
-        ),
-        (
-            not in_flight and not support.keeps_plain_weights,
-            f"{name} samples from a copy of whole weights, which only single devices and DDP have, and "
-            f"trainer.strategy is {type(module.trainer.strategy).__name__}; sample with VLLMServerRolloutEngine",
         ),
         (
             not in_flight and type(precision) not in (Precision, MixedPrecision),

@@ -95,7 +95,7 @@ def _check_fit(module: Any) -> None:
             "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
         )
     if module.max_staleness:
-        check_max_staleness(module, module.engine, module.support, module.objective.corrects_sampling)
+        check_max_staleness(module, module.engine, module.objective.corrects_sampling)
     check_updates(trainer, module.num_iterations, module.num_mini_batches)
     module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.max_rollouts)
     budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size

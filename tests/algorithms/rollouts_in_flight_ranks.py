@@ -1,7 +1,7 @@
 """Run by test_rollouts_in_flight_ranks.py: runs of two ranks whose engines take weights in flight.
 
-Arguments: the strategy, a folder, and by the name of a run what rank 1's engine does at its fifth call: `lost`, `failed`,
-or nothing. Each rank writes what came of it.
+Arguments: the strategy, a folder, and by the name of a run what rank 1's engine does at its fifth call: `lost`,
+`failed`, or nothing. Each rank writes what came of it.
 """
 
 import json

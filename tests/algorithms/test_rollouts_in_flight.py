@@ -128,7 +128,7 @@ def test_a_lost_sampler_gets_the_weights_again(fit):
             raise SamplerLostError("it was restarted")
 
     with pytest.warns(UserWarning, match="the sampler was lost .* it was restarted"):
-        trained, _, data = fit(InFlightEngine(lose), k=2, max_steps=3)
+        trained, *_ = fit(InFlightEngine(lose), k=2, max_steps=3)
     assert len(lost) == 1
     assert len(set(trained.prompts)) == 12
     assert sum(step["sync/restarts"] for step in trained.steps) <= 1
