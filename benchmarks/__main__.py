@@ -30,6 +30,7 @@ COMMANDS = {
     "balance": "time of two ranks against the estimated cost of their groups",
     "credit": "bias and variance of gradients from branched rollouts, on a table of logits",
     "branching": "training and its gradients with branched episodes, against independent ones",
+    "staleness": "training with rollouts sampled ahead, against on-policy training: step times and validation",
     "all": "all of them, unattended, in a few minutes",
 }
 """Names and descriptions."""

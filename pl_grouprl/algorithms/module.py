@@ -68,8 +68,9 @@ from pl_grouprl.training.prompt_checks import check_batch
 from pl_grouprl.training.random_numbers import RandomNumbers
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.rollouts_ahead import CloseRolloutsAhead
 from pl_grouprl.training.run import Accumulation, by_name
-from pl_grouprl.training.run_options import FREE_OPTIONS, PASSED_ON, note_options, recorded_options
+from pl_grouprl.training.run_options import FREE_OPTIONS, PASSED_ON, note_options, recorded_options, with_former_name
 from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.scorer import Scorer
@@ -179,8 +180,10 @@ class RLModule(pl.LightningModule, ABC):
             3.2): prompts that give nothing to learn are replaced by others of the training data.
         max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`,
             including the first time. If groups are still missing then, the batch is smaller.
-        rollout_ahead: 1 samples the next rollouts during the current updates, from a copy of the policy as it was
-            before them; `rollout/policy_lag` counts the optimizer steps since. 0 samples them afterwards.
+        max_staleness: Rollouts are sampled up to so many batches of prompts ahead, while earlier ones are trained. It
+            bounds the staleness of each token: the version of the weights that is trained less the one that it was
+            sampled from, counted in batches. 0 samples them in turn, from the current weights.
+        rollout_ahead: Former name of `max_staleness`, for 0 and 1.
         max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
             has a reward. Each of them logs a warning and trains nothing.
         max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
@@ -277,7 +280,8 @@ class RLModule(pl.LightningModule, ABC):
         mask_truncated_completions: bool = False,
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
-        rollout_ahead: int = 0,
+        max_staleness: int = 0,
+        rollout_ahead: int | None = None,
         max_unrewarded_batches: int = 10,
         max_tokens_per_micro_batch: int | None = None,
         sequence_parallel_size: int = 1,
@@ -318,7 +322,7 @@ class RLModule(pl.LightningModule, ABC):
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.sequence_parallel_size = sequence_parallel_size
         self.mask_truncated_completions, self.dynamic_sampling = mask_truncated_completions, dynamic_sampling
-        self.rollout_ahead = rollout_ahead
+        self.max_staleness = max_staleness = with_former_name(max_staleness, rollout_ahead)
         self.policy: Any = None
         self.reference: Any = None
         leave_out_of_checkpoints(self, "reference")
@@ -354,7 +358,7 @@ class RLModule(pl.LightningModule, ABC):
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,
-            environments=self.episodes.exposes_environments and not rollout_ahead,  # which resets them too early
+            environments=self.episodes.exposes_environments and not max_staleness,  # which resets them too early
         )
         self.evaluator = Evaluator(self.rewarder.functions, pass_threshold)
         self.collector = Collector(
@@ -371,8 +375,9 @@ class RLModule(pl.LightningModule, ABC):
             mask_truncated_completions=mask_truncated_completions,
             dynamic_sampling=dynamic_sampling,
             max_generation_batches=max_generation_batches,
-            rollout_ahead=rollout_ahead,
-            episodes=by_name(self.episodes, "loop_for_thread"),
+            max_staleness=max_staleness,
+            episodes=by_name(self.episodes, "loop_for_threads"),
+            load_policy=by_name(self.policy_source, "load"),
         )
         self.micro_batcher = MicroBatcher(
             self,
@@ -485,10 +490,10 @@ class RLModule(pl.LightningModule, ABC):
         """Refuse options and prompts that cannot work, and start the reward workers."""
         verify_loads(self.trainer)
         check_before_loading(self, stage)
-        self.collector.data = getattr(self.trainer, "datamodule", None)
+        self.collector.set_up(getattr(self.trainer, "datamodule", None))
         self.sampler.reset()
         self.rewarder.close()  # of a run that an exception has ended
-        encoding = getattr(self.collector.data, "encoding", None)
+        encoding = getattr(getattr(self.trainer, "datamodule", None), "encoding", None)
         self.episodes.set_up(getattr(encoding, "chat_template_kwargs", {}))
         if stage != "predict":
             self.rewarder.open()
@@ -500,7 +505,8 @@ class RLModule(pl.LightningModule, ABC):
         prepare_loggers(self.trainer.loggers)
         log_every_step(self.trainer)
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
-        closers = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
+        closers: list[pl.Callback] = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
+        closers += [CloseRolloutsAhead()] if self.max_staleness else []
         own = replace_earlier(self.trainer, [FreezeLoadedObjects(), *watchdogs, *closers])
         return [*callbacks_of_module(self.trainer), *own]
 
@@ -567,7 +573,7 @@ class RLModule(pl.LightningModule, ABC):
         refuse_compiled({"module": self, **{f"module.{name}": part for name, (part, _) in parts.items()}})
         refuse_clipping_nothing(self.trainer.gradient_clip_val, [config.max_grad_norm for _, config in parts.values()])
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
-        self.collector.attach_ahead()
+        self.collector.open()
         self.optimization.reset()
         self.prefix_sharing.open(self.scored_models(), self.parity_reports)
 
@@ -760,7 +766,7 @@ class RLModule(pl.LightningModule, ABC):
     def teardown(self, stage: str) -> None:
         """Restore the models, end threads and workers, and release the engine's sampler."""
         self.micro_batcher.cache.clear()
-        self.collector.ahead.close()
+        self.collector.close()
         self.prefix_sharing.close()
         self.rewarder.close()
         self.episodes.close()

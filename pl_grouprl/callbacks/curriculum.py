@@ -22,7 +22,7 @@ class Curriculum(Callback):
     A column of the rows has their level, from 0 (`ReasoningGym` writes it). Training begins at level 0. When the mean
     reward of the last `window` batches of rollouts at the current level exceeds `threshold`, the next batch comes from
     the next level; when it is below `fall_below`, from the previous one. The mean then starts over. With
-    `rollout_ahead`, a batch that is already being sampled keeps its level. Logs `curriculum/level`.
+    `max_staleness`, a batch that is already queued keeps its level. Logs `curriculum/level`.
 
     Validation uses the prompts of all levels. Checkpoints contain the level and the rewards that decide it, so a
     resumed run continues exactly. It may have another `threshold`, `fall_below` or `window`, but not other rows.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pl_grouprl.episodes.limits import EpisodeLimits, smallest
 from pl_grouprl.episodes.runner import Session
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
-from pl_grouprl.types import FinishReason, LiveObject, Media, Messages, Rollout
+from pl_grouprl.types import NOT_SAMPLED, FinishReason, LiveObject, Media, Messages, Rollout
 
 
 class RowTokens(NamedTuple):
@@ -21,6 +21,7 @@ class RowTokens(NamedTuple):
     token_ids: list[int]
     loss_mask: list[int]
     logprobs: list[float] | None
+    weight_versions: list[int] | None
     messages: Messages
 
 
@@ -39,6 +40,7 @@ class Episode:
         token_ids: Tokens after the prompt: the model's and the tools'.
         loss_mask: 1 where the model wrote the token.
         logprobs: Log-probability of each token, 0 if the model did not write it; None if the sampler reports none.
+        weight_versions: See `Rollout.weight_versions`.
         messages: `token_ids` as chat messages.
         calls: Calls of the last turn, not yet made.
         iterations: How many times the model has read results.
@@ -61,6 +63,7 @@ class Episode:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
+    weight_versions: list[int] | None = field(default_factory=list)
     messages: Messages = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     iterations: int = 0
@@ -123,6 +126,9 @@ class Episode:
         self.loss_mask += [1] * len(sampled.token_ids)
         if self.logprobs is not None:
             self.logprobs = None if sampled.logprobs is None else self.logprobs + list(sampled.logprobs)
+        if self.weight_versions is not None:
+            versions = sampled.weight_versions
+            self.weight_versions = None if versions is None else self.weight_versions + list(versions)
         if message is not None:
             self.messages.append(message)
 
@@ -133,6 +139,8 @@ class Episode:
         self.loss_mask += [0] * len(token_ids)
         if self.logprobs is not None:
             self.logprobs += [0.0] * len(token_ids)
+        if self.weight_versions is not None:
+            self.weight_versions += [NOT_SAMPLED] * len(token_ids)
         self.iterations += 1
 
     def begin_row(self, results: Sequence[ToolResult], context_ids: Sequence[int]) -> None:
@@ -148,13 +156,16 @@ class Episode:
         self.prompt_ids, self.token_ids = list(context_ids[:kept]), list(context_ids[kept:])
         self.loss_mask = [0] * len(self.token_ids)
         self.logprobs = None if self.logprobs is None else [0.0] * len(self.token_ids)
+        unsampled = [NOT_SAMPLED] * len(self.token_ids)
+        self.weight_versions = None if self.weight_versions is None else unsampled
         self._last_prompt = []
         self.iterations += 1
 
     @property
     def rows(self) -> list[RowTokens]:
         """All rows so far, the current one last."""
-        current = RowTokens(self.prompt_ids, self.token_ids, self.loss_mask, self.logprobs, self.messages)
+        tokens = self.prompt_ids, self.token_ids, self.loss_mask, self.logprobs, self.weight_versions
+        current = RowTokens(*tokens, self.messages)
         return [*self.earlier_rows, current]
 
     def count(self, results: Sequence[ToolResult]) -> None:
@@ -193,6 +204,7 @@ def _rollout(row: RowTokens, shared_prompt: int, decode: Callable[[list[int]], s
     return Rollout(
         token_ids=observation_ids + row.token_ids,
         logprobs=None if row.logprobs is None else [0.0] * num_observed + row.logprobs,
+        weight_versions=None if row.weight_versions is None else [NOT_SAMPLED] * num_observed + row.weight_versions,
         loss_mask=None if all(mask) else mask,
         finish_reason="stop",
         text=decode(row.token_ids),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,15 +35,23 @@ class EpisodeLoop:
         limits: Limits on an episode's length.
         may_rewrite: Re-render the conversation before each turn, and begin a new row of the episode where the chat
             template changes what the model has read.
+        lock: Held while conversations are rendered and parsed, if several threads run the loop.
 
     Attributes:
         runner: As passed.
     """
 
     def __init__(
-        self, chat: ChatFormat, runner: ToolRunner, limits: EpisodeLimits, *, may_rewrite: bool = False
+        self,
+        chat: ChatFormat,
+        runner: ToolRunner,
+        limits: EpisodeLimits,
+        *,
+        may_rewrite: bool = False,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.runner, self._chat, self._limits, self._may_rewrite = runner, chat, limits, may_rewrite
+        self._lock = nullcontext() if lock is None else lock
 
     def run(
         self,
@@ -70,8 +79,9 @@ class EpisodeLoop:
 
         def begin() -> None:
             episodes.extend(self._begin(prompts, prompt_indices, num_generations))  # from here on they are released
-            for number, episode in enumerate(episodes):
-                self._read_prompt(prompts[number // num_generations], episode)
+            with self._lock:
+                for number, episode in enumerate(episodes):
+                    self._read_prompt(prompts[number // num_generations], episode)
             if branching is not None:
                 for episode in episodes:
                     episode.path = (episode.stream % num_generations,)
@@ -84,7 +94,8 @@ class EpisodeLoop:
         finally:
             self.runner.release([episode.session for episode in episodes])
         groups = [[one for one in episodes if one.prompt_index == index] for index in prompt_indices]
-        finished = [self._finish(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+        with self._lock:
+            finished = [self._finish(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
         return [prompt for prompt, _ in finished], [rollouts for _, rollouts in finished]
 
     def _begin(self, prompts: Sequence[Prompt], prompt_indices: Sequence[int], num_generations: int) -> list[Episode]:
@@ -155,7 +166,8 @@ class EpisodeLoop:
         self._call_tools([episode for episode in writing if episode.is_open], sampler.max_length)
 
     def _take_turn(self, episode: Episode, sampled: Rollout) -> None:
-        message = self._read_turn(episode, sampled.token_ids) if sampled.token_ids else None
+        with self._lock:
+            message = self._read_turn(episode, sampled.token_ids) if sampled.token_ids else None
         episode.add_turn(sampled, message)
         allowed, calls = self._limits.max_tool_calling_iterations, (message or {}).get("tool_calls") or []
         if sampled.finish_reason == "length" or not calls or (allowed is not None and episode.iterations >= allowed):
@@ -175,7 +187,8 @@ class EpisodeLoop:
         for episode, answers in zip(episodes, results, strict=True):
             episode.count(answers)
             history = episode.history
-            next_ids = self._read_results(episode, history, answers)
+            with self._lock:
+                next_ids = self._read_results(episode, history, answers)
             if not self._fits(len(next_ids) - len(episode.prompt_ids), len(next_ids), max_length):
                 episode.finish_reason = "length"
             elif next_ids[: len(history)] == history:

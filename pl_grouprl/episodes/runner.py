@@ -9,6 +9,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +103,7 @@ class ToolRunner:
         self._tools = prepare_tools(tools)
         self._kinds: dict[str | None, EnvironmentKind] = {}
         self._numbers = _EnvironmentNumbers()
-        self._lock = threading.RLock()
+        self._lock, self._resetting = threading.RLock(), threading.Lock()
         self._dispatcher: Dispatcher | None = None
         try:
             self._probe(named_factories(environment_factory))
@@ -178,7 +179,8 @@ class ToolRunner:
         kinds = [self.kind_of(row) for row in rows]
         sessions = [self._new_session(kind) for kind in kinds]
         try:
-            self._reset(sessions, rows)
+            with nullcontext() if self.workers else self._resetting:
+                self._reset(sessions, rows)
         except BaseException:
             self.release(sessions)
             raise
@@ -226,10 +228,10 @@ class ToolRunner:
                     session._number = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lock": None, "_dispatcher": None}  # a copy starts closed
+        return self.__dict__ | {"_lock": None, "_resetting": None, "_dispatcher": None}  # a copy starts closed
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update(state, _lock=threading.RLock(), _resetting=threading.Lock())
 
     def _get_dispatcher(self) -> Dispatcher:
         """The dispatcher of this process, started if there is none."""

@@ -15,7 +15,7 @@ Convention = Literal["trl", "verl", "groups"]
 
 _NO_ENVIRONMENTS = (
     " `environments` are those of an environment_factory, in the training process: leave tool_workers, "
-    "reward_workers and rollout_ahead at 0."
+    "reward_workers and max_staleness at 0."
 )
 
 _OF_TRL_TRAINER = ("trainer_state", "log_extra", "log_metric")

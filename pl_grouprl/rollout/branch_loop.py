@@ -87,6 +87,7 @@ class BranchingCompletion:
         points: See `Rollout.branch_points`.
         token_ids: Tokens so far.
         logprobs: Their log-probabilities; None if the sampler reports none.
+        weight_versions: See `Rollout.weight_versions`.
         finish_reason: Why it ended; None while it is unfinished.
     """
 
@@ -97,6 +98,7 @@ class BranchingCompletion:
     points: tuple[int, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
+    weight_versions: list[int] | None = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
@@ -131,6 +133,9 @@ class BranchingCompletion:
         if self.logprobs is not None:
             logprobs = sampled.logprobs
             self.logprobs = None if logprobs is None else self.logprobs + list(logprobs[: len(token_ids)])
+        if self.weight_versions is not None:
+            versions = sampled.weight_versions
+            self.weight_versions = None if versions is None else self.weight_versions + versions[: len(token_ids)]
         at_branch_point = len(token_ids) == limit and before + limit < max_new_tokens
         if at_branch_point and end is None and sampled.finish_reason is None:
             raise ValueError(
@@ -157,6 +162,7 @@ class BranchingCompletion:
             list(self.token_ids),
             None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.finish_reason,
+            weight_versions=None if self.weight_versions is None else list(self.weight_versions),
             branch_points=self.points,
             branch_path=self.path,
         )
@@ -315,6 +321,7 @@ def _forks_before(root: BranchingCompletion, places: Sequence[int], options: Bra
         assert root.logprobs is not None
         cut = replace(root, points=points, token_ids=root.token_ids[:place], finish_reason=None)
         cut.logprobs = root.logprobs[:place]
+        cut.weight_versions = None if root.weight_versions is None else root.weight_versions[:place]
         first = (root.stream * options.depth + number) * others
         found += [replace(cut, stream=first + n, path=(*path, n + 1)) for n in range(others)]
     return [replace(root, points=tuple(places), path=(*root.path, *[0] * len(places))), *found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from pl_grouprl.types import SamplingConfig
@@ -54,6 +55,7 @@ class StopStrings:
     Args:
         tokenizer: Decodes tokens.
         stop: The strings.
+        lock: Held while the tokenizer decodes, if several threads share it.
 
     Raises:
         ValueError: If there are strings and no tokenizer, or if a string is empty.
@@ -61,7 +63,7 @@ class StopStrings:
 
     MARGIN = 4
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], lock: AbstractContextManager[Any] | None = None) -> None:
         if stop and tokenizer is None:
             raise ValueError(
                 f"SamplingConfig.stop is {tuple(stop)!r} but the engine has no tokenizer to decode completions with; "
@@ -71,6 +73,7 @@ class StopStrings:
             raise ValueError("SamplingConfig.stop has an empty string, which every completion contains; remove it.")
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
+        self._lock = nullcontext() if lock is None else lock
         self.window = max((len(string.encode()) for string in stop), default=-self.MARGIN) + self.MARGIN
 
     def __bool__(self) -> bool:
@@ -82,5 +85,6 @@ class StopStrings:
         Args:
             tail_ids: The last tokens of each completion, up to `window`, the newest last.
         """
-        tails = [self.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in tail_ids]
+        with self._lock:
+            tails = [self.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in tail_ids]
         return [any(string in tail for string in self.stop) for tail in tails]

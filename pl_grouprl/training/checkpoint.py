@@ -70,7 +70,7 @@ class RunCheckpoint:
             "unrewarded": Attributes(module.rewarder, "unrewarded_batches"),
             "tokens": Attributes(module, "num_tokens"),
             "rollouts": self._unfinished,
-            "rollout_ahead": module.collector.ahead_state,
+            "rollout_queue": module.collector.ahead_state,
             "options": ConsistencyCheck(module.rollout_options, rollouts_differ),
             "evaluation": ConsistencyCheck(
                 lambda: evaluation_options(module), None if self._is_resumed else warn_of_other_evaluation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards import PendingRewards
-from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
 from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.training.rewarder import Rewarder
-from pl_grouprl.training.rollout_ahead import RolloutAhead
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.rollout_queue import Staleness, staleness_metrics
+from pl_grouprl.training.rollouts_ahead import RolloutsAhead
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.run_state import PerRankState
 from pl_grouprl.training.sampler import Sampler
@@ -43,6 +43,7 @@ class CollectedRollouts:
         mini_batches: The mini-batch of each group; empty on a single rank, where the buffer assigns them.
         metrics: Metrics of dynamic sampling and of the balance between ranks.
         sampler_reports: Whether every rollout of every rank has log-probabilities from the sampler.
+        staleness: Of this rank's rollouts that were sampled ahead; None if none were.
     """
 
     groups: list[RolloutGroup]
@@ -52,6 +53,7 @@ class CollectedRollouts:
     mini_batches: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     sampler_reports: bool = True
+    staleness: Staleness | None = None
 
 
 class Collector:
@@ -59,7 +61,7 @@ class Collector:
 
     Args:
         run: The run.
-        sampler: Its engine samples ahead; all other sampling goes through `run.generate`.
+        sampler: Samples ahead; all other sampling goes through `run.generate`.
         rewarder: Rewards the rollouts.
         timer: Measures the parts of a step.
         sampling: How rollouts are sampled.
@@ -71,12 +73,12 @@ class Collector:
         mask_truncated_completions: Do not train rollouts that were truncated at `max_new_tokens`.
         dynamic_sampling: Replace groups whose rewards are all equal.
         max_generation_batches: Most rounds of sampling per batch under `dynamic_sampling`.
-        rollout_ahead: 1 samples the next batch of rollouts during the updates; 0 does not.
-        episodes: Returns the episode loop for the thread that samples ahead; None for plain completions.
+        max_staleness: How many batches ahead rollouts are sampled during the updates; 0 samples none.
+        episodes: Returns the episode loop for the threads that sample ahead; None for plain completions.
+        load_policy: Loads the initial policy; needed to sample ahead from a policy whose weights are shards.
 
     Attributes:
-        data: The data module, which `dynamic_sampling` and `rollout_ahead` ask for further prompts.
-        ahead: The rollouts that are sampled ahead.
+        ahead: The rollouts that are sampled ahead; None with `max_staleness` 0.
         can_move: Whether groups may be trained on another rank than the one that sampled them.
         is_informative: Whether `dynamic_sampling` keeps a group.
 
@@ -100,15 +102,15 @@ class Collector:
         mask_truncated_completions: bool = False,
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
-        rollout_ahead: int = 0,
+        max_staleness: int = 0,
         episodes: Callable[[], EpisodeLoop | None] = lambda: None,
+        load_policy: Callable[[], Any] = lambda: None,
     ) -> None:
         counts = {"num_generations": num_generations, "max_generation_batches": max_generation_batches}
         check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
         if dynamic_sampling and num_generations < 2 and branching is None:
             raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
-        if rollout_ahead not in (0, 1):
-            raise ValueError(f"rollout_ahead is {rollout_ahead}; it must be 0 or 1.")
+        check_options({"max_staleness": (max_staleness, max_staleness >= 0, "0 or larger")})
         self._run, self._sampler, self._rewarder, self._timer = run, sampler, rewarder, timer
         self._sampling, self._num_generations, self._num_mini_batches = sampling, num_generations, num_mini_batches
         self._branching = branching
@@ -116,36 +118,60 @@ class Collector:
         self._seed = seed
         self._mask_truncated = mask_truncated_completions
         self._dynamic_sampling, self._max_generation_batches = dynamic_sampling, max_generation_batches
-        self._rollout_ahead = rollout_ahead
-        self._make_episodes = episodes
-        self._episodes_ahead: EpisodeLoop | None = None
         self.can_move = True
         self.is_informative: Callable[[RolloutGroup], bool] = rewards_differ
-        self.data: Any = None
-        self.ahead = RolloutAhead()
-        self._policy_lag = 0
+        self._data: Any = None
         self._cost: ModelCost | None = None
+        self.ahead: RolloutsAhead | None = None
+        if max_staleness:
+            self.ahead = RolloutsAhead(
+                run,
+                sampler,
+                timer,
+                max_staleness=max_staleness,
+                sampling=sampling,
+                num_generations=num_generations,
+                branching=branching,
+                episodes=episodes,
+                load_policy=load_policy,
+            )
 
-    def attach_ahead(self) -> None:
-        """Under `rollout_ahead`, copy the policy that samples ahead."""
-        if self._rollout_ahead:
-            engine: Any = self._sampler.engine
-            self._episodes_ahead = self._make_episodes()
-            self.ahead.attach(self._run.policy, engine, self._run.tokenizer, self._sample_ahead)
+    def set_up(self, data: Any) -> None:
+        """Prepare for a run.
+
+        Args:
+            data: The data module, which `dynamic_sampling` and `max_staleness` ask for further prompts.
+        """
+        self._data = data
+        if self.ahead is not None:
+            self.ahead.data = data
+
+    def open(self) -> None:
+        """At the beginning of a fit, prepare to sample ahead."""
+        if self.ahead is not None:
+            self.ahead.open()
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the threads that sample ahead; after an exception at once."""
+        if self.ahead is not None:
+            self.ahead.close(at_once=at_once)
 
     @property
     def ahead_state(self) -> PerRankState:
-        """Checkpoint part: the rollouts sampled ahead."""
-        return PerRankState(self._run, self.ahead.state_dict, self._restore_ahead)
-
-    def _restore_ahead(self, per_rank: list[dict[str, Any] | None]) -> None:
-        if self._rollout_ahead and len(per_rank) == num_ranks():  # otherwise they are sampled when due
-            self.ahead.load_state_dict(per_rank[self._run.global_rank])
+        """Checkpoint part: the rollouts sampled ahead; of a run without, None."""
+        ahead = self.ahead
+        if ahead is None:
+            return PerRankState(self._run, lambda: None, lambda per_rank: None)
+        return PerRankState(self._run, ahead.state_dict, ahead.load_state_dicts)
 
     def collect(self, batch: PromptBatch) -> CollectedRollouts:
         """Sample groups, start their rewards, and distribute them to ranks; `finish` waits for the rewards."""
-        generated = self._sample(batch.prompts, batch.rollout_number)
-        collected = CollectedRollouts(generated, generated, self._rewarder.start(generated))
+        staleness = None
+        if self.ahead is None:
+            generated = self._sample(batch.prompts, batch.rollout_number)
+        else:
+            generated, staleness = self.ahead.take(batch)
+        collected = CollectedRollouts(generated, generated, self._rewarder.start(generated), staleness=staleness)
         if self._dynamic_sampling:
             self._wait(collected)
             self._replace_uniform_groups(batch, collected)
@@ -175,12 +201,12 @@ class Collector:
             if num_ranks() > 1:
                 with self._timer.part("exchange"):
                     exchange_rewards(collected.generated, collected.groups, self._run.device)
-        per_rank = gather_plain((summarize(collected.generated), collected.calls), self._run.device)
-        records = [record for rank_records, _ in per_rank for record in rank_records]
-        metrics = merge_reward_metrics([call for _, calls in per_rank for call in calls])
+        staleness = None if collected.staleness is None else vars(collected.staleness)
+        per_rank = gather_plain((summarize(collected.generated), collected.calls, staleness), self._run.device)
+        records = [record for rank_records, *_ in per_rank for record in rank_records]
+        metrics = merge_reward_metrics([call for _, calls, _ in per_rank for call in calls])
         metrics |= rollout_metrics(records) | collected.metrics
-        if self._rollout_ahead:
-            metrics["rollout/policy_lag"] = float(self._policy_lag)
+        metrics |= staleness_metrics([Staleness(**found) for *_, found in per_rank if found is not None])
         metrics |= self._sampler.take_metrics()
         self._rewarder.count_unrewarded(metrics)
         buffer.metrics |= metrics
@@ -217,39 +243,12 @@ class Collector:
 
     def _sample(self, prompts: Sequence[Prompt], rollout_number: int, attempt: int = 0) -> list[RolloutGroup]:
         with self._timer.part("rollout"):
-            if attempt:
-                groups = self._generate(prompts, ("rollout", rollout_number, attempt))
-            else:
-                groups = self._next_groups(prompts, rollout_number)
+            seed = ("rollout", rollout_number, attempt) if attempt else ("rollout", rollout_number)
+            options = drop_none(branching=self._branching)
+            groups = self._run.generate(prompts, self._sampling, self._num_generations, seed=seed, **options)
         for group in groups:  # their index in the batch of all ranks; replacements come last
             group.group_id = (attempt << 32) + int(group.group_id)  # type: ignore[call-overload]
         return groups
-
-    def _generate(self, prompts: Sequence[Prompt], seed: Sequence[int | str]) -> list[RolloutGroup]:
-        options = drop_none(branching=self._branching)
-        return self._run.generate(prompts, self._sampling, self._num_generations, seed=seed, **options)
-
-    def _next_groups(self, prompts: Sequence[Prompt], rollout_number: int) -> list[RolloutGroup]:
-        """Take the rollouts sampled ahead, or sample now; under `rollout_ahead`, then start the next ones."""
-        if not self._rollout_ahead:
-            return self._generate(prompts, ("rollout", rollout_number))
-        lag = self._run.global_step - self.ahead.policy_step
-        groups = self.ahead.take(
-            rollout_number, lambda ids, rollouts: self._sampler.group(_with_ids(prompts, ids), rollouts)
-        )
-        self._policy_lag = 0 if groups is None else lag
-        if groups is None:
-            groups = self._generate(prompts, ("rollout", rollout_number))
-        self.ahead.start(self.data.peek(rollout_number + 1), rollout_number + 1, self._run.global_step)
-        return groups
-
-    def _sample_ahead(
-        self, prompts: Sequence[Prompt], rollout_number: int, engine: RolloutEngine
-    ) -> list[RolloutGroup]:
-        seed = ("rollout", rollout_number)
-        options = engine, prompts, self._sampling, self._num_generations
-        loops: dict[str, Any] = {"episodes": self._episodes_ahead, "branching": self._branching}
-        return self._sampler.sample_with(*options, seed=seed, **loops) if prompts else []
 
     def _replace_uniform_groups(self, batch: PromptBatch, collected: CollectedRollouts) -> None:
         """Keep groups whose rewards differ, and sample other prompts for the rest."""
@@ -259,7 +258,7 @@ class Collector:
             missing = len(batch.prompts) - len(kept)
             if not sum_over_ranks([torch.tensor(missing)], self._run.device)[0]:
                 break
-            prompts = self.data.draw_extra(missing, rollout_number=batch.rollout_number, attempt=attempt)
+            prompts = self._data.draw_extra(missing, rollout_number=batch.rollout_number, attempt=attempt)
             groups = self._sample(prompts, batch.rollout_number, attempt)
             more = CollectedRollouts(groups, groups, self._rewarder.start(groups))
             self._wait(more)
@@ -272,10 +271,3 @@ class Collector:
         collected.metrics |= dict(zip(names, counts, strict=True))
         collected.metrics["dynamic_sampling/generation_batches"] = float(attempt)
         collected.groups = kept or [without_rewards(generated[0])]
-
-
-def _with_ids(prompts: Sequence[Prompt], token_ids: Sequence[list[int]] | None) -> list[Prompt]:
-    """Open prompts; `token_ids` replaces their tokens, to which environments may have added."""
-    if token_ids is None:
-        return [prompt.open() for prompt in prompts]
-    return [replace(prompt.open(), token_ids=ids) for prompt, ids in zip(prompts, token_ids, strict=True)]

@@ -127,7 +127,8 @@ def _truncate(rollout: Rollout, limit: int) -> Rollout:
     if len(rollout.token_ids) <= limit:
         return rollout
     logprobs = None if rollout.logprobs is None else rollout.logprobs[:limit]
-    return Rollout(rollout.token_ids[:limit], logprobs, finish_reason="length")
+    versions = None if rollout.weight_versions is None else rollout.weight_versions[:limit]
+    return Rollout(rollout.token_ids[:limit], logprobs, finish_reason="length", weight_versions=versions)
 
 
 def _pad_media(media: Media, num_tokens: int) -> Media:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -181,17 +182,15 @@ class Episodes:
         if self.runner is None:
             return None
         if self._loop is None:
-            self._loop = self._make_loop(self.runner, self._chat_format())
+            self._loop = EpisodeLoop(self._chat_format(), self.runner, self._limits, may_rewrite=self._may_rewrite)
         return self._loop
 
-    def loop_for_thread(self) -> EpisodeLoop | None:
-        """A loop for another thread, with its own copy of the tokenizer, which threads must not share."""
+    def loop_for_threads(self) -> EpisodeLoop | None:
+        """A loop for other threads than the main one, with its own tokenizer, which one of them uses at a time."""
         if self.runner is None:
             return None
-        return self._make_loop(self.runner, self._make_format(copy.deepcopy(self._run.tokenizer)))
-
-    def _make_loop(self, runner: ToolRunner, chat: ChatFormat) -> EpisodeLoop:
-        return EpisodeLoop(chat, runner, self._limits, may_rewrite=self._may_rewrite)
+        chat = self._make_format(copy.deepcopy(self._run.tokenizer))
+        return EpisodeLoop(chat, self.runner, self._limits, may_rewrite=self._may_rewrite, lock=threading.Lock())
 
     def _template_options(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the chat template for a row, besides the messages."""

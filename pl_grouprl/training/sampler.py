@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
@@ -22,8 +23,10 @@ from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.copying import private_copy
-from pl_grouprl.utilities.distributed import derive_seed, num_ranks
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks
 from pl_grouprl.utilities.modes import evaluating
+
+T = TypeVar("T")
 
 
 def _untimed(name: str) -> AbstractContextManager[None]:
@@ -103,6 +106,28 @@ class Sampler:
         with self._run.support.whole_weights(self._run.policy):
             return run() if prompts else []
 
+    def synced(self, run: Callable[[], T]) -> T:
+        """Run something on all ranks once an engine has the policy's weights; again if it loses them. Collective."""
+        assert isinstance(self.engine, SyncedRolloutEngine)
+        return self._weight_sync.sample(self._run, self.engine, run)
+
+    def compare(self, groups: Sequence[RolloutGroup], sampling: SamplingConfig) -> None:
+        """Compare the engine with the policy by groups of its current weights, if that was not done. Collective.
+
+        Args:
+            groups: This rank's; if rank 0 has none, they are compared another time.
+            sampling: How they were sampled.
+        """
+        assert isinstance(self.engine, SyncedRolloutEngine)
+        if not self._check.is_done and gather_plain(bool(groups), self._run.device)[0]:
+            self._check.run(self._run, self.engine, groups, sampling)
+
+    def stop_for_threads(self, sampling: SamplingConfig) -> StopStrings | None:
+        """Stop strings that several threads may use, with their own tokenizer; None if there are none."""
+        if not sampling.stop:
+            return None
+        return StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop, threading.Lock())
+
     def _generate(
         self,
         prompts: Sequence[Prompt],
@@ -126,16 +151,33 @@ class Sampler:
         seed: Sequence[int | str],
         episodes: EpisodeLoop | None = None,
         branching: Branching | None = None,
+        indices: Sequence[int] | None = None,
+        stop: StopStrings | None = None,
     ) -> list[RolloutGroup]:
-        """Sample with an engine that is bound to some policy. Reads nothing that training changes."""
+        """Sample with an engine that is bound to some policy. Reads nothing that training changes.
+
+        Args:
+            engine: The engine.
+            prompts: The prompts.
+            sampling: How to sample.
+            num_generations: Rollouts of each prompt.
+            seed: Names the random numbers.
+            episodes: Samples episodes; None for plain completions.
+            branching: How rollouts branch; None for not at all.
+            indices: Index of each prompt in the batch of all ranks; None if they are all that this rank has of it.
+            stop: Finds stop strings at branch points; None for the main thread's.
+        """
         prompts = [prompt.open() for prompt in prompts]
+        by_prompt = (num_ranks() > 1 or indices is not None) and declares(engine, "takes_prompt_indices")
+        indices = self._indices(prompts) if indices is None else list(indices)
         if episodes is not None or branching is not None:
-            return self._sample_in_rounds(episodes, branching, engine, prompts, sampling, num_generations, seed)
+            stop = stop or self._stop_strings(sampling)
+            loops = episodes, branching, stop
+            return self._sample_in_rounds(loops, engine, prompts, indices, sampling, num_generations, seed)
         media = [dict(prompt.media) for prompt in prompts]
         options: dict[str, Any] = {"media": media} if any(media) else {}  # text-only engines need not accept it
-        by_prompt = num_ranks() > 1 and declares(engine, "takes_prompt_indices")
         if by_prompt:
-            options["prompt_indices"] = self._indices(prompts)
+            options["prompt_indices"] = indices
         rollouts = engine.generate(
             [list(prompt.token_ids) for prompt in prompts],
             sampling,
@@ -144,19 +186,20 @@ class Sampler:
             seed=derive_seed(*seed, self._seed, 0 if by_prompt else self._run.global_rank),
             **options,
         )
-        return self.group(prompts, rollouts)
+        return self.group(prompts, rollouts, indices)
 
     def _sample_in_rounds(
         self,
-        episodes: EpisodeLoop | None,
-        branching: Branching | None,
+        loops: tuple[EpisodeLoop | None, Branching | None, StopStrings | None],
         engine: RolloutEngine,
         prompts: list[Prompt],
+        indices: list[int],
         sampling: SamplingConfig,
         num_generations: int,
         seed: Sequence[int | str],
     ) -> list[RolloutGroup]:
         """Sample episodes, or branching rollouts."""
+        episodes, branching, stop = loops
         rounds = EngineRounds(
             self._run,
             engine,
@@ -166,15 +209,15 @@ class Sampler:
             base_seed=self._seed,
             one_prompt=episodes is None or not episodes.runner.has_environments,
         )
-        indices, max_new_tokens = self._indices(prompts), sampling.max_new_tokens
+        max_new_tokens = sampling.max_new_tokens
         with rounds.keeping_caches():
             if episodes is not None:  # observations may shorten what a group's prompts share
                 prompts, rollouts = episodes.run(rounds, prompts, indices, max_new_tokens, num_generations, branching)
             else:
                 assert branching is not None
-                loop = BranchLoop(branching, max_new_tokens, self._stop_strings(sampling))
+                loop = BranchLoop(branching, max_new_tokens, stop)
                 rollouts = loop.run(rounds, prompts, indices, num_generations)
-        return self.group(prompts, rollouts)
+        return self.group(prompts, rollouts, indices)
 
     def _stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
         """Stop strings, with a private copy of the tokenizer, because threads must not share it."""
@@ -184,18 +227,23 @@ class Sampler:
             self._stop = StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop)
         return self._stop
 
-    def group(self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]]) -> list[RolloutGroup]:
+    def group(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]], indices: Sequence[int] | None = None
+    ) -> list[RolloutGroup]:
         """Join rollouts with their prompts, which are open, and convert an engine's NumPy numbers to Python's."""
+        indices = self._indices(prompts) if indices is None else indices
         for rollout in (rollout for of_prompt in rollouts for rollout in of_prompt):
             rollout.token_ids = [int(token) for token in rollout.token_ids]
             if rollout.logprobs is not None:
                 rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
+            if rollout.weight_versions is not None:
+                rollout.weight_versions = [int(version) for version in rollout.weight_versions]
             rollout.episode = _episode_name(rollout.episode)
         return [
             RolloutGroup(
                 prompt.token_ids, of_prompt, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media
             )
-            for index, prompt, of_prompt in zip(self._indices(prompts), private_copy(prompts), rollouts, strict=True)
+            for index, prompt, of_prompt in zip(indices, private_copy(prompts), rollouts, strict=True)
         ]
 
     def _indices(self, prompts: Sequence[Prompt]) -> list[int]:

@@ -25,14 +25,17 @@ class SamplerParityCheck:
     """Compares a sampler's log-probabilities with the policy's, once per run, on rank 0's longest first rollouts.
 
     With top-k or min-p, log-probabilities of single tokens are not comparable, so it waits for rollouts without.
+
+    Attributes:
+        is_done: Whether they were compared.
     """
 
     def __init__(self) -> None:
-        self._done = False
+        self.is_done = False
 
     def forget(self) -> None:
         """Compare again: another run may have another sampler."""
-        self._done = False
+        self.is_done = False
 
     def run(
         self,
@@ -53,13 +56,13 @@ class SamplerParityCheck:
             WeightsMismatchError: On rank 0, if the log-probabilities differ from the policy's.
             RuntimeError: On the other ranks, if rank 0 raises.
         """
-        if self._done or not can_compare(sampling):
+        if self.is_done or not can_compare(sampling):
             return
         with module.support.whole_weights(module.policy):
             raise_on_all_ranks(
                 lambda: None if module.global_rank else _compare(module, engine, groups, sampling), module.device
             )
-        self._done = True
+        self.is_done = True
 
 
 def _compare(

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.prompt_checks import check_loader, check_prompts, limits_of_source, prompts_of_stage
-from pl_grouprl.training.rollout_ahead import check_rollout_ahead
+from pl_grouprl.training.rollouts_ahead import check_max_staleness
 from pl_grouprl.training.trainer_options import check_device, check_trainer, check_updates, refuse_manual_optimization
 from pl_grouprl.utilities.run_options import check_allowed
 
@@ -94,8 +94,8 @@ def _check_fit(module: Any) -> None:
         raise ValueError(
             "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
         )
-    if module.rollout_ahead:
-        check_rollout_ahead(module, module.engine, module.support, module.objective.corrects_sampling)
+    if module.max_staleness:
+        check_max_staleness(module, module.engine, module.objective.corrects_sampling)
     check_updates(trainer, module.num_iterations, module.num_mini_batches)
     module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.max_rollouts)
     budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size

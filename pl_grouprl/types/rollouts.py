@@ -10,6 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 from pl_grouprl.types.prompts import Media, Messages
 
+NOT_SAMPLED = -1
+"""In `Rollout.weight_versions`, a token that the model did not write."""
+
 FinishReason = Literal["stop", "length"]
 """`stop`: the model ended by itself (end token, stop token or stop string). `length`: cut at the limit."""
 
@@ -72,8 +75,9 @@ class Rollout:
             branching.
         episode: Rollouts of a group with the same value are rows of one episode, see `EpisodeRows`. With None, the
             rollout is a whole episode.
-        weight_versions: Version of the weights that each token was sampled from, as given to the engine's
-            `update_weights`; None if all come from the weights that the engine had when sampling started.
+        weight_versions: Version of the weights that each token was sampled from, `NOT_SAMPLED` where the model did not
+            write it; None if all come from the weights that the engine had when sampling started. From an engine, as
+            given to its `update_weights`; in a run with `max_staleness`, counted in batches of prompts.
     """
 
     token_ids: list[int]

@@ -20,12 +20,16 @@ _MOVED = {
 }
 """Prefixes of names in the options of older checkpoints, and the current ones."""
 
+_RENAMED = {"rollout_ahead": "max_staleness"}
+"""Options of older checkpoints that have another name now."""
+
 Changes = dict[str, tuple[Any, Any]]
 """Value then and now, by option name."""
 
 
 def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Options that both runs have with different values; tuples equal lists."""
+    then = {_RENAMED.get(name, name): value for name, value in then.items()}
     both = {name: (_with_new_names(plain(then[name])), plain(now[name])) for name in then if name in now}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
 

@@ -11,7 +11,7 @@ from pl_grouprl.data import PromptDataModule
 from pl_grouprl.types import SamplingConfig
 
 EVERY_2 = {"points": "every_n", "width": 2, "depth": 2, "every_n": 2}
-AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
 
 
 class Record(Callback):

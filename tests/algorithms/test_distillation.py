@@ -125,7 +125,7 @@ def test_without_a_task_reward_every_rollout_is_trained(make_student, make_data,
 
 
 def test_resume_is_exact_and_holds_no_teacher(make_student, make_data, make_trainer, tiny_policy, tmp_path):
-    options = {"num_iterations": 2, "rollout_ahead": 1, "importance_sampling": "token_truncate", "gamma": 0.5}
+    options = {"num_iterations": 2, "max_staleness": 1, "importance_sampling": "token_truncate", "gamma": 0.5}
 
     def fit(checkpoint=None, callbacks=(), **more):
         module = make_student(**options, **more)

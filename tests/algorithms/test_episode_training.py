@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 from helpers.chance_episodes import STOPS, TEMPLATE, ChancePolicy, chance_rows, double, register_chance_calls
+from helpers.in_flight_engine import InFlightCopy
 from helpers.sweeps import sweep
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.types import SamplingConfig
+from pl_grouprl.training.rollout_queue import sampled_versions
+from pl_grouprl.types import NOT_SAMPLED, SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
 LIMITS = {"max_tool_calling_iterations": 3, "max_turn_tokens": 20, "max_episode_tokens": 120}
@@ -209,7 +211,7 @@ def test_rewritten_histories_are_trained_as_they_were_sampled(tmp_path):
     assert len(last) == 8  # two prompts, four generations
 
 
-AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
 
 
 @pytest.mark.parametrize("steps", [(2,), pytest.param((1, 4), marks=pytest.mark.slow)])
@@ -229,6 +231,25 @@ def test_resume_is_exact(options, steps, tmp_path):
         )
         for name, weight in whole.policy.state_dict().items():
             assert torch.equal(weight, resumed.policy.state_dict()[name]), f"{name} after step {step}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"environment_factory": Counter, "rewards": None},
+        {**REWRITING, "environment_factory": Counter},
+        {"branching": {"points": "turn", "width": 2, "depth": 1}},
+    ],
+    ids=["environment", "rows", "branching"],
+)
+def test_episodes_advance_each_by_itself(options, tmp_path):
+    recorder, _ = fit(make(engine=InFlightCopy(), **AHEAD, **options), tmp_path)
+    for number, (groups, step) in enumerate(zip(recorder.groups, recorder.steps, strict=True)):
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            mask = rollout.loss_mask or [1] * len(rollout.token_ids)
+            assert [version == NOT_SAMPLED for version in rollout.weight_versions] == [not bit for bit in mask]
+            assert {number - version for version in sampled_versions(rollout)} <= {0, min(number, 1)}
+        assert step["rollout/staleness/max"] <= 1
 
 
 def test_prompts_without_an_equal_reward_are_replaced(tmp_path):
@@ -285,6 +306,6 @@ def test_functions_cannot_read_environments_sampled_ahead(tmp_path):
     def total(completions, environments, **columns):
         return [float(environment.total) for environment in environments]
 
-    ahead = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
-    with pytest.raises(ValueError, match=r"'total' requires \['environments'\].*rollout_ahead at 0"):
+    ahead = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+    with pytest.raises(ValueError, match=r"'total' requires \['environments'\].*max_staleness at 0"):
         fit(make(rewards=[total], environment_factory=Counter, **ahead), tmp_path)

@@ -83,7 +83,7 @@ def test_both_exports_are_the_trained_policy(make_module, make_data, make_traine
 
 
 def test_validation_and_sampling_ahead(make_module, make_data, make_trainer, folder):
-    module = make_module(policy=quantized_policy(folder), rollout_ahead=1, importance_sampling="token_truncate")
+    module = make_module(policy=quantized_policy(folder), max_staleness=1, importance_sampling="token_truncate")
     trainer = make_trainer(max_steps=2)
     trainer.fit(module, make_data(val=True))
     assert trainer.global_step == 2

@@ -353,8 +353,10 @@ def test_a_separate_adapter_is_required(fit):
 
 
 def test_rollouts_ahead_are_refused(fit):
-    with pytest.raises(ValueError, match=r"engine is CopiedPolicyEngine, which does not declare samples_from_copies"):
-        fit(CopiedPolicyEngine(), rollout_ahead=1, importance_sampling="token_truncate")
+    with pytest.raises(
+        ValueError, match=r"engine is CopiedPolicyEngine, which cannot sample while the policy is updated"
+    ):
+        fit(CopiedPolicyEngine(), max_staleness=1, importance_sampling="token_truncate")
 
 
 # Parts.

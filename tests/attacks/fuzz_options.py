@@ -62,7 +62,7 @@ TRAINER: dict[str, Any] = {
     "deterministic": bool,
     "precision": Literal["32-true", "bf16-mixed", "bf16-true"],
 }
-LARGEST = {"num_generations": 8, "val_num_generations": 4, "steps": 4, "train_size": 64}
+LARGEST = {"num_generations": 8, "max_staleness": 3, "val_num_generations": 4, "steps": 4, "train_size": 64}
 FIXED = {
     "reward_workers",
     "reward_memory_limit_mb",

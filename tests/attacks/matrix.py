@@ -37,7 +37,7 @@ ROWS: tuple[Row, ...] = (
             "tests/algorithms/test_ppo_resume.py",
             "tests/algorithms/test_saved_state.py",
             "tests/algorithms/test_ranks.py",
-            "tests/algorithms/test_rollout_ahead.py::test_resume_at_every_step_is_exact",
+            "tests/algorithms/test_rollouts_ahead.py::test_resume_at_every_step_is_exact",
             "tests/data/test_prompt_resume.py",
         ),
     ),

@@ -278,7 +278,7 @@ def test_metrics_of_the_page_are_logged(runs):
     documented = page_cells("with a critic, token groups or dynamic sampling", "metrics.md")
     logged = set(json.loads((runs["GroupPPO"] / "summary.json").read_text())["metrics"])
     assert len(documented) > 15
-    elsewhere = {"policy/router_aux_loss", "time/exchange", "rollout/policy_lag"}  # experts, ranks, sampling ahead
+    elsewhere = {"policy/router_aux_loss", "time/exchange", "time/wait_for_rollouts"}  # experts, ranks, sampling ahead
     elsewhere |= {"time/weight_sync", *(f"sync/{name}" for name in ("count", "seconds", "bytes", "restarts"))}  # vLLM
     others = ("tools/", "episode/", "distillation/", "branching/")  # runs with tools, a teacher, or branches
     documented -= {name for name in documented if name.startswith(others)}

@@ -1,6 +1,5 @@
-"""Rollouts beside updates: those of the policy before them, the same when resumed, and refused where they cannot be."""
+"""Rollouts from a copy of the policy: those of the weights before, the same when resumed, refused where impossible."""
 
-import os
 import threading
 from pathlib import Path
 
@@ -12,19 +11,17 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.training.distribution import rollout_state
-from pl_grouprl.training.rollout_ahead import RolloutAhead
-from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.run_options import changed_options
 
-AHEAD = {"rollout_ahead": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
 
 
 class Rollouts(Callback):
     """What was trained in each rollout, and the weights before and after its updates."""
 
     def __init__(self):
-        self.groups, self.before, self.lags = [], [], []
+        self.groups, self.before, self.ages = [], [], []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         # The module's hook, which samples, comes behind those of callbacks.
@@ -34,7 +31,10 @@ class Rollouts(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch.update_index == 0:
             self.groups.append(module.last_rollouts.groups)
-            self.lags.append(module.last_rollouts.metrics["rollout/policy_lag"])
+            metrics = module.last_rollouts.metrics
+            assert metrics["rollout/staleness/mean"] == metrics["rollout/staleness/max"]
+            assert metrics["rollout/dropped_stale"] == 0
+            self.ages.append(metrics["rollout/staleness/mean"])
 
 
 def same(left, right):
@@ -47,7 +47,7 @@ def test_rollouts_are_those_of_the_policy_before_the_last_updates(
 ):
     record, module, data = Rollouts(), make_module(num_iterations=updates, **AHEAD), make_data()
     make_trainer(max_steps=4 * updates, callbacks=[record]).fit(module, data)
-    assert record.lags == [0.0, *[float(updates)] * 3]
+    assert record.ages == [0.0, 1.0, 1.0, 1.0]
     model = tiny_policy().load()
     for number, groups in enumerate(record.groups):
         model.load_state_dict(record.before[max(number - 1, 0)])
@@ -95,16 +95,15 @@ def test_sampling_runs_during_the_update_and_ends_with_the_fit(make_module, make
 
     monkeypatch.setattr(HFRolloutEngine, "generate", noted)
     make_trainer(max_steps=3).fit(module, make_data())
-    assert names[0] == "MainThread"
-    assert [name.startswith("rollout-ahead") for name in names] == [False, True, True, True]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout-ahead")]
+    assert names == ["MainThread", *["rollouts-ahead-0"] * 3]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollouts-ahead")]
 
 
 def test_a_rollout_that_is_not_next_is_dropped(make_module, make_data, make_trainer):
     # Three batches make an epoch, of which Lightning uses two: the third was sampled ahead and does not come.
     record = Rollouts()
     make_trainer(max_steps=4, limit_train_batches=2, callbacks=[record]).fit(make_module(**AHEAD), make_data())
-    assert record.lags == [0.0, 1.0, 0.0, 1.0]
+    assert record.ages == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_errors_of_the_thread_end_the_run(make_module, make_data, make_trainer, monkeypatch):
@@ -120,115 +119,58 @@ def test_errors_of_the_thread_end_the_run(make_module, make_data, make_trainer, 
         make_trainer(max_steps=3).fit(module, make_data())
 
 
-class FakeEngine(HFRolloutEngine):
-    def generate(self, prompts, sampling, *, num_generations, seed):
-        weight = float(self.model.weight.detach().sum())
-        return [[Rollout([int(weight)], logprobs=[0.5])] for _ in prompts]
-
-
-def test_the_copy_keeps_the_weights_of_the_start():
-    policy, started, release = torch.nn.Linear(1, 1, bias=False), threading.Event(), threading.Event()
-    policy.config = type("Config", (), {"is_encoder_decoder": False, "model_type": "bloom"})()
-
-    def sample(prompts, number, engine):
-        started.set()
-        assert release.wait(60)
-        rollouts = engine.generate(prompts, None, num_generations=1, seed=number)
-        return [RolloutGroup(p.token_ids, own) for p, own in zip(prompts, rollouts, strict=True)]
-
-    def regroup(prompt_ids, rollouts):
-        return [RolloutGroup([9, *ids], own) for ids, own in zip(prompt_ids, rollouts, strict=True)]
-
-    ahead = RolloutAhead()
-    assert ahead.take(0, regroup) is None
-    assert ahead.state_dict() is None
-    ahead.attach(policy, FakeEngine(), None, sample)
-    for weight, number in ((3.0, 1), (5.0, 2)):
-        with torch.no_grad():
-            policy.weight.fill_(weight)
-        ahead.start([Prompt([7])], number, policy_step=number)
-        assert started.wait(60)
-        with torch.no_grad():
-            policy.weight.fill_(100.0)
-        release.set()
-        state = ahead.state_dict()
-        assert state == {
-            "rollout_number": number,
-            "policy_step": number,
-            "prompt_ids": [[7]],
-            "rollouts": [[rollout_state(Rollout([int(weight)], logprobs=[0.5]))]],
-        }
-        (group,) = ahead.take(number, regroup)
-        assert (group.prompt_ids, group.rollouts[0].token_ids) == ([7], [int(weight)])
-        release.clear()
-        started.clear()
-    ahead.start([Prompt([7])], 3, policy_step=3)
-    release.set()
-    ahead.close()  # waits, and keeps what was sampled
-    assert ahead.state_dict()["rollout_number"] == 3
-    assert ahead.take(4, regroup) is None
-    assert ahead.take(3, regroup) is None  # dropped with that
-    restored = RolloutAhead()
-    restored.load_state_dict(state)
-    assert restored.state_dict() == state
-    assert restored.policy_step == 2
-    (group,) = restored.take(2, regroup)
-    assert (group.prompt_ids, group.rollouts[0].token_ids) == ([9, 7], [5])
-
-
-@pytest.fixture
-def no_processes_left():
-    """Undo what a strategy sets up before it is refused: its process group, and addresses in the environment."""
-    before = dict(os.environ)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-
-
 @pytest.mark.parametrize(
     ("options", "trainer_options", "message"),
     [
-        ({"rollout_ahead": 1}, {}, "older weights and nothing corrects for that; set importance_sampling"),
+        ({"max_staleness": 1}, {}, "older weights and nothing corrects for that; set importance_sampling"),
         (
             {**AHEAD, "engine": True},
             {},
-            "engine is ScriptedEngine, which does not declare samples_from_copies",
+            "engine is ScriptedEngine, .* declares neither updates_in_flight .* nor samples_from_copies",
         ),
         (AHEAD, {"precision": "bf16-true"}, "precision=bf16-true sets a default dtype for all threads"),
-        (AHEAD, {"strategy": "fsdp2"}, "only single devices and DDP .*ModelParallelStrategy"),
     ],
 )
-@pytest.mark.usefixtures("no_processes_left")
 def test_incompatible_options_are_refused(
     make_module, make_data, make_trainer, scripted_engine, options, trainer_options, message
 ):
     if options.get("engine"):
         options = {**options, "engine": scripted_engine}
-    if trainer_options.get("strategy") == "fsdp2":
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        trainer_options = {"strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)}
-    with pytest.raises(ValueError, match=rf"rollout_ahead is 1, but .*{message}.* set rollout_ahead to 0"):
+    with pytest.raises(ValueError, match=rf"max_staleness is 1, but .*{message}.* set max_staleness to 0"):
         make_trainer(max_steps=1, **trainer_options).fit(make_module(**options), make_data())
 
 
-def test_more_than_one_is_refused(make_module):
-    with pytest.raises(ValueError, match="rollout_ahead is 2; it must be 0 or 1"):
-        make_module(rollout_ahead=2, importance_sampling="token_truncate")
+def test_the_former_name_is_understood(make_module):
+    options = {"importance_sampling": "token_truncate"}
+    with pytest.warns(DeprecationWarning, match="rollout_ahead is now max_staleness"):
+        module = make_module(rollout_ahead=1, **options)
+    assert module.max_staleness == 1
+    assert module.run_options()["max_staleness"] == 1
+    assert "rollout_ahead" not in module.run_options()
+    with pytest.raises(ValueError, match=r"rollout_ahead is 2; it must be 0 or 1\. For more, pass max_staleness"):
+        make_module(rollout_ahead=2, **options)
+    with pytest.raises(ValueError, match="rollout_ahead is 1 and max_staleness is 2, which replaces it"):
+        make_module(rollout_ahead=1, max_staleness=2, **options)
+    with pytest.raises(ValueError, match="max_staleness is -1; it must be 0 or larger"):
+        make_module(max_staleness=-1, **options)
 
 
-def run_ranks(devices, folder, checkpoint=""):
+def test_options_of_older_checkpoints_have_the_former_name():
+    assert changed_options({"rollout_ahead": 1}, {"max_staleness": 1}) == {}
+    assert changed_options({"rollout_ahead": 0}, {"max_staleness": 1}) == {"max_staleness": (0, 1)}
+
+
+def run_ranks(devices, folder, checkpoint="", strategy="ddp"):
     folder.mkdir()
-    script = Path(__file__).with_name("rollout_ahead_ranks.py")
-    run_script(script, devices, folder / "weights.pt", checkpoint, ranks=devices, cwd=folder, timeout=180)
+    script = Path(__file__).with_name("rollouts_ahead_ranks.py")
+    run_script(script, devices, folder / "weights.pt", strategy, checkpoint, ranks=devices, cwd=folder, timeout=180)
     return torch.load(folder / "weights.pt", weights_only=True)
 
 
 @pytest.mark.slow
-def test_two_ranks_do_what_one_does_and_resume_exactly(tmp_path):
-    one, two = run_ranks(1, tmp_path / "one"), run_ranks(2, tmp_path / "two")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_do_what_one_does_and_resume_exactly(tmp_path, strategy):
+    one, two = run_ranks(1, tmp_path / "one"), run_ranks(2, tmp_path / "two", strategy=strategy)
     for left, right in zip(one, two, strict=True):
         torch.testing.assert_close(right, left, rtol=0, atol=1e-5)
-    assert same(two, run_ranks(2, tmp_path / "resumed", tmp_path / "two" / "step=1.ckpt"))
+    assert same(two, run_ranks(2, tmp_path / "resumed", tmp_path / "two" / "step=1.ckpt", strategy))
