@@ -128,7 +128,7 @@ class Fleet:
             raise SamplerLostError(
                 f"a sampling server broke off an update ({type(error).__name__}: {error})."
             ) from error
-        except RefusedError:
+        except (RefusedError, WeightsMismatchError):
             for server in self._servers:
                 self._labels.version(server.wait(), 0, server.url)
             raise
@@ -224,6 +224,8 @@ def _collective(server: Server, path: str, body: dict[str, Any]) -> None:
             f"the workers of the sampling server at {server.url} have waited {server.timeout:g} seconds for NCCL, "
             "which waits forever if another process has died. Stop the server and start it again."
         ) from error
+    except httpx.TransportError as error:
+        raise SamplerLostError(f"the sampling server at {server.url} went away ({error}).") from error
 
 
 def _wait(calls: Sequence[Future[T]]) -> list[T]:

@@ -89,8 +89,8 @@ class Broadcaster:
 
         Args:
             bucket: Tensors on the GPU, in the servers' dtype.
-            announce: Per server, sends `names`, `dtype_names` and `shapes`; returns when the server has received the bucket,
-                and raises without retrying if it fails.
+            announce: Per server, sends `names`, `dtype_names` and `shapes`; returns when the server has received the
+                bucket, and raises without retrying if it fails.
             pool: See the class.
 
         Raises:

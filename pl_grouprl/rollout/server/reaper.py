@@ -1,4 +1,4 @@
-"""A process that outlives the server: it kills vLLM's processes, which survive a killed server, and removes its folder."""
+"""A process that outlives the server: it kills vLLM's processes, which survive a killed server, and cleans up."""
 
 from __future__ import annotations
 

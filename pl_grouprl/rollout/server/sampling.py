@@ -26,8 +26,8 @@ _HEARTBEAT = 5.0
 """Seconds between two looks at a server that samples."""
 
 _SILENCE = (15.0, 60.0)
-"""Bounds on the seconds after which a silent server counts as away: `timeout`, clamped to these. Its engine may be silent
-for all of `timeout`: the first rollouts may wait for a compiler."""
+"""Bounds on the seconds after which a silent server counts as away: `timeout`, clamped to these. Only its engine may be
+silent for longer, for `timeout`: the first rollouts may wait for a compiler."""
 
 _BROKEN = 5
 """Give up after a server broke off rollouts this many times."""

@@ -49,12 +49,7 @@ class Server:
         check_token(token, "token")
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self.options: dict[str, Any] = {  # of httpx's clients: no proxies, no connections that the server has closed
-            "base_url": self.url,
-            "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
-            "trust_env": False,
-            "limits": httpx.Limits(max_keepalive_connections=0),
-        }
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
 
     def post(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
         """Call a route; `options` are httpx's. Returns the answer.
@@ -127,6 +122,17 @@ class Server:
             return response.json() if response.content else None
         except ValueError:
             raise RefusedError(self.url, 404, _NO_SAMPLER) from None
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Options of httpx's clients: no proxies, and no connections that the server may have closed."""
+        return {
+            "base_url": self.url,
+            "headers": self._headers,
+            "trust_env": False,
+            "limits": httpx.Limits(max_keepalive_connections=0),
+            "verify": httpx.create_ssl_context() if self._parts.scheme == "https" else False,
+        }
 
     @cached_property
     def _http(self) -> httpx.Client:
