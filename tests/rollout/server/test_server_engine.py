@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.fake_sampler import FakeSampler
+from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
@@ -273,6 +275,15 @@ def test_other_ranks_sample_but_send_no_weights(policy, servers, monkeypatch):
     other.update_weights(weights(policy), version=5)  # which rank 0 has not sent
     with pytest.raises(WeightsMismatchError, match=r"has weights '\w+:4', not '\w+:5'. They are older"):
         other.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_update_weights_returns_on_all_ranks_at_once(servers, fail):
+    """Else a rank could sample from old weights while rank 0 still sends."""
+    script = Path(__file__).with_name("update_ranks.py")
+    told = run_script(script, servers().url, *(["fail"] if fail else []), ranks=2)
+    assert told.stdout.count("lost") == (2 if fail else 0)
+    assert told.stdout.count("ended 512") == 2
 
 
 def test_a_restarted_server_gets_the_weights_again(policy, servers):
