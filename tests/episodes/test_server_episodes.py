@@ -16,7 +16,7 @@ from helpers.tiny_models import tiny_model
 
 from pl_grouprl.chat import ToolParser, register_tool_parser
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
-from pl_grouprl.rollout.server import client as client_module
+from pl_grouprl.rollout.server import server as server_module
 from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
@@ -59,7 +59,7 @@ def _chance_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers invent their log-probabilities."""
     monkeypatch.setattr(SamplerParityCheck, "run", lambda *arguments: None)
-    monkeypatch.setattr(client_module, "_LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(server_module, "_LONGEST_WAIT", 0.1)
     monkeypatch.delenv("PL_GROUPRL_TOKEN", raising=False)
 
 
@@ -89,7 +89,7 @@ def sample(count: int, prepare: Callable[[list[FakeSampler]], None] = lambda _: 
 
 
 def without_seconds(rollout: Rollout) -> Rollout:
-    return replace(rollout, tool_counts={**rollout.tool_counts, "seconds": 0.0})
+    return replace(rollout, tool_counts={**rollout.tool_counts, "seconds": 0.0}, weight_versions=None)
 
 
 def turns(rollout: Rollout) -> int:
@@ -116,9 +116,9 @@ def test_a_server_that_restarts_between_turns_gets_the_weights_again() -> None:
     restarts = []
 
     def restart(server: FakeSampler, path: str) -> None:
-        if path == "/generate" and len(server.asked) >= 4 + 3 and not restarts:  # in a later turn
+        if path == "/inference/v1/generate" and len(server.asked) >= 3 * (4 + 3) and not restarts:  # in a later turn
             restarts.append(path)
-            server.state.update(instance="again", version=None, update=None, updating=False)
+            server.restart()
 
     def prepare(started: list[FakeSampler]) -> None:
         started[0].before = lambda path: restart(started[0], path)

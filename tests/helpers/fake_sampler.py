@@ -1,13 +1,14 @@
-"""The routes of a sampling server without a model: rollouts that say what was asked for, weights kept as sent."""
+"""The routes of vLLM's server that the engine uses, without a model: rollouts that say what was asked for."""
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 
 from pl_grouprl.sync.checksum import checksum
 
@@ -16,40 +17,49 @@ class FakeSampler:
     """Serves on a port of its own, or on a given one.
 
     Attributes:
+        label: The label of its weights.
         weights: What it was sent.
         asked: Requests for rollouts.
+        calls: Paths of the other calls, in order.
+        paused: Mode of the pause, or None.
         spoil: Called with the loaded weights before their checksums are taken.
-        before: Called with the path of each request before it is answered.
+        before: Called with the path of each request before it is answered; what it returns is the answer.
+        info: What its workers say about themselves.
+        headers: Of the last request.
     """
 
-    def __init__(self, port: int = 0, instance: str = "first", **info) -> None:
+    def __init__(self, port: int = 0, instance: str = "first", folder: str | None = None, **info) -> None:
         model = {"model_type": "llama", "vocab_size": 61, "max_model_len": 512, "dtype": "float32"}
-        self.state = {"instance": instance, "version": None, "update": None, "updating": False}
-        self.info = {"transfer": "http", "workers": 1, "model": {**model, **info}}
-        self.weights, self.asked = {}, []
+        self.info = {
+            **{"instance": instance, "folder": folder, "backend": "pl_grouprl", "logprobs_mode": "processed_logprobs"},
+            **{**model, **info},
+        }
+        self.label, self.owner, self.paused, self.updating = "default", None, None, False
+        self.weights, self.asked, self.calls, self.headers = {}, [], [], {}
         self.spoil = self.before = lambda _: None
-        self._count = 0
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                fake.before(self.path)
-                self.reply(200, {**fake.state, **fake.info})
+            protocol_version = "HTTP/1.1"
 
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                fake.before(self.path)
+            def do_any(self):
+                content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                parts = urlsplit(self.path)
+                fake.headers = dict(self.headers)
                 try:
-                    self.reply(*getattr(fake, "_" + urlsplit(self.path).path.strip("/").replace("/", "_"))(self, body))
-                except PermissionError as refusal:
-                    self.reply(409, {"error": str(refusal), **fake.state})
-
-            def reply(self, status, answer):
+                    answer = fake.before(parts.path)
+                    answer = answer or fake.answer(parts.path, parse_qs(parts.query), json.loads(content or b"{}"))
+                except ConnectionAbortedError:  # the connection ends without an answer
+                    self.close_connection = True
+                    return
+                status, answer = answer if isinstance(answer, tuple) else (200, answer)
                 answer = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
+
+            do_GET = do_POST = do_any
 
             def log_message(self, *args):
                 pass
@@ -63,48 +73,86 @@ class FakeSampler:
         self.server.shutdown()
         self.server.server_close()
 
-    def _weights_begin(self, handler, body):
-        self._count += 1
-        update = f"{self.state['instance']}-{self._count}"
-        self.state.update(version=None, update=update, updating=True)
-        self.weights = {}
-        return 200, {"update": update}
+    def restart(self) -> None:
+        """Forget everything, as a process that was killed and started again."""
+        self.label, self.owner, self.paused, self.updating, self.weights = "default", None, None, False, {}
+        self.info["instance"] += " again"
 
-    def _weights_bucket(self, handler, body):
-        query = parse_qs(urlsplit(handler.path).query)
-        self._check(self.state["updating"] and query["update"][0] == self.state["update"])
-        self.weights.update(load(body))
-        return 200, {}
+    def answer(self, path, query, body):
+        if path == "/weight_info":
+            return {"weight_version": self.label}
+        name = path.strip("/").replace("/", "_")
+        if name not in ("inference_v1_generate", "health"):
+            self.calls.append(body.get("method", name))
+        return getattr(self, f"_{name}", lambda *_: {"message": "done"})(query, body)
 
-    def _weights_end(self, handler, body):
-        told = json.loads(body)
-        self._check(self.state["updating"] and told["update"] == self.state["update"])
-        self.state.update(version=told["version"], updating=False)
+    def _inference_v1_generate(self, query, body):
+        return self.generate(body)
+
+    def _pause(self, query, body):
+        self.paused = query["mode"][0]
+        return {"status": "paused"}
+
+    def _resume(self, query, body):
+        self.paused = None
+        return {"status": "resumed"}
+
+    def _update_weight_version(self, query, body):
+        self.label = body["new_version"]
+        return {"success": True}
+
+    def _start_weight_update(self, query, body):
+        assert self.paused, "updates while it samples hang vLLM"
+        self.updating, self.weights = True, {}
+        return {"message": "Weight update started"}
+
+    def _update_weights(self, query, body):
+        return self.load(body["update_info"])
+
+    def _finish_weight_update(self, query, body):
+        if not self.updating:
+            return 500, {"error": {"message": "finish_weight_update called without a start"}}
+        self.updating = False
         self.spoil(self.weights)
-        assert sorted(told["names"]) == sorted(self.weights)
-        return 200, {"workers": [[[name, [name], checksum(value), "sum"] for name, value in self.weights.items()]]}
+        return {"message": "Weight update finished"}
 
-    def _weights_abort(self, handler, body):
-        if json.loads(body)["update"] == self.state["update"]:
-            self.state.update(version=None, update=None, updating=False)
-        return 200, {}
+    def _reset_prefix_cache(self, query, body):
+        return {"success": True}
 
-    def _generate(self, handler, body):
-        told = json.loads(body)
-        same = told["version"] == self.state["version"] and told["update"] == self.state["update"]
-        self._check(same and not self.state["updating"])
-        self.asked.append(told)
-        lines = [{"version": told["version"], "instance": self.state["instance"]}]
-        for place, request in enumerate(told["requests"]):
-            for number, seed in enumerate(request["seeds"]):
-                limit, size = told["sampling"]["max_new_tokens"], self.info["model"]["vocab_size"]
-                tokens = [sum(request["prompt"]) % size, seed % size, seed // size % size][:limit]
-                logprobs = [-1.0, -2.0, -3.0][: len(tokens)]
-                reason = "stop" if tokens[-1] in told["end_ids"] else "length"
-                rollout = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason}
-                lines.append({"index": [place, number], **rollout})
-        return 200, b"\n".join(json.dumps(line).encode() for line in [*lines, {"done": True}])
+    def _collective_rpc(self, query, body):
+        return {"results": [getattr(self, body["method"])(*body["args"])]}
 
-    def _check(self, fits: bool) -> None:
-        if not fits:
-            raise PermissionError("other weights")
+    def load(self, info):
+        if not self.updating or info.get("owner") != self.owner:
+            return 500, {"error": {"message": "another trainer has begun an update of this sampler's weights"}}
+        content = load_file(info["path"]) if "path" in info else load(base64.b64decode(info["safetensors"]))
+        self.weights.update(content)
+        return {"message": "Weights updated"}
+
+    def describe(self):
+        return self.info
+
+    def begin_update(self, owner):
+        self.owner, self.updating = owner, False
+
+    def refresh_stale_weights(self):
+        assert not self.updating
+
+    def weight_checksums(self, names):
+        return [[name, [name], checksum(value), "sum"] for name, value in self.weights.items()]
+
+    def generate(self, body):
+        self.asked.append(body)
+        options, size = body["sampling_params"], self.info["vocab_size"]
+        seed = options["seed"]
+        tokens = [sum(body["token_ids"]) % size, seed % size, seed // size % size][: options["max_tokens"]]
+        content = [{"token_id": token, "logprob": -1.0 - place} for place, token in enumerate(tokens)]
+        choice = {
+            "token_ids": tokens,
+            "logprobs": {"content": content},
+            "finish_reason": "stop" if tokens[-1] in options["stop_token_ids"] else "length",
+            "weight_versions": [{"version": self.label, "start": 0, "end": len(tokens)}],
+        }
+        if not body["stream"]:
+            return {"choices": [choice]}
+        return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import socket
@@ -38,10 +37,10 @@ class Server:
         """Start it; `wait` until it answers."""
         command = [sys.executable, "-m", "pl_grouprl.rollout.server", "--model", str(self.model)]
         command += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
+        command += ["--distributed-executor-backend", "uni"]  # the worker shares the engine's process: sooner there
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker shares the process of the engine: sooner there
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -55,8 +54,7 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                    assert json.load(answer) == {"status": "ok"}
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return self
             except OSError:
                 time.sleep(0.2)

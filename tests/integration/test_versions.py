@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 TESTED_ALONE = {"vllm", "renderers", "docs"}
 """Extras that need an environment of their own, a newer Python, or nothing of the package."""
-ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake", "fastapi", "uvicorn", "gguf"}
+ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake", "gguf"}
 
 
 def pins(name):

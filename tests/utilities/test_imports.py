@@ -5,12 +5,9 @@ import sys
 
 import pytest
 
-OPTIONAL = {"triton", "vllm", "peft", "deepspeed", "fastapi", "starlette", "uvicorn", "bitsandbytes"}
+OPTIONAL = {"triton", "vllm", "peft", "deepspeed", "bitsandbytes"}
 
-INSIDE = {  # imported only where the package is needed: in the processes of vLLM and of the server, and by an option
-    "pl_grouprl.rollout.server.app": "fastapi",
-    "pl_grouprl.rollout.server.connections": "uvicorn",
-    "pl_grouprl.rollout.server.serve": "uvicorn",
+INSIDE = {  # imported only where the package is needed: in the processes of vLLM, and by an option
     "pl_grouprl.rollout.vllm.loaded_weights": "vllm",
     "pl_grouprl.rollout.vllm.lora_layers": "vllm",
     "pl_grouprl.rollout.vllm.preprocessed": "vllm",

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM in a separate process, on this machine or another: `python -m pl_grouprl.rollout.server`."""
+"""Rollouts by vLLM servers, on this machine or others: `python -m pl_grouprl.rollout.server`."""
 
 from pl_grouprl.rollout.server.engine import VLLMServerRolloutEngine
 

@@ -1,24 +1,35 @@
-"""Start a sampling server: `python -m pl_grouprl.rollout.server --model PATH_OR_NAME`."""
+"""Start a sampling server: `python -m pl_grouprl.rollout.server --model PATH_OR_NAME`.
+
+The server is vLLM's own. This command puts together its options and environment, then becomes it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from pl_grouprl.rollout.server.auth import check_host
-from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE, check_token
-from pl_grouprl.rollout.vllm.arguments import DECIDED_ALWAYS
+from pl_grouprl.rollout.server.auth import TOKEN_VARIABLE, check_host, check_token
+from pl_grouprl.rollout.vllm.arguments import DECIDED_BY_SERVER, FOLDER_VARIABLE, common_arguments
 from pl_grouprl.utilities.optional import check_vllm_system
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line. Options that are None are left to vLLM."""
+    """The command line. What it does not know goes to vLLM."""
     parser = argparse.ArgumentParser(
         prog="python -m pl_grouprl.rollout.server",
-        description="Samples with vLLM for a trainer (VLLMServerRolloutEngine), which sends the weights.",
+        description="Starts vLLM's server for a trainer (VLLMServerRolloutEngine), which sends the weights.",
+        epilog="All other options are those of `vllm serve`, such as --dtype bfloat16, --tensor-parallel-size 2, "
+        "--gpu-memory-utilization 0.8, --max-model-len 4096, or --load-format dummy, which starts without reading "
+        "weights: the trainer sends them anyway.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -28,72 +39,95 @@ def make_parser() -> argparse.ArgumentParser:
     add("--token", help=f"token that every request must carry; the environment variable {TOKEN_VARIABLE} keeps it "
     "out of the process list")  # fmt: skip
     add("--transfer", choices=("http", "nccl"), default="http", help="how weights arrive; nccl needs GPUs")
-    add("--max-bucket-mib", type=int, default=8192, help="largest bucket of weights that is accepted, in MiB")
-    add("--dtype", default="auto", help="dtype of weights and activations; auto is the one in the model's config")
-    add("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
-    add("--gpu-memory-utilization", type=float, help="fraction of each GPU's memory that vLLM may use")
-    add("--max-model-len", type=int, help="maximum length of prompt plus completion")
-    add("--max-num-seqs", type=int, help="most sequences decoded at once")
-    add("--enforce-eager", action="store_true", help="no CUDA graphs and no compilation")
-    add("--seed", type=int, default=0, help="seed of vLLM's random numbers outside sequences")
-    add("--load-format", choices=("auto", "dummy"), default="auto",
-        help="dummy starts without reading weights: the trainer sends them anyway")  # fmt: skip
-    add("--option", action="append", default=[], metavar="NAME=JSON", type=_option,
-        help="further argument of vLLM's AsyncEngineArgs, such as max_num_batched_tokens=8192")  # fmt: skip
+    add("--print", action="store_true", help="print vLLM's command and its environment instead of running it")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a server until it is stopped, or its engine dies.
-
-    Returns:
-        The exit code: 0, or 1 if the engine died.
-    """
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Become vLLM's server, or print its command."""
     parser = make_parser()
-    options = parser.parse_args(arguments)
-    from_environment = os.environ.pop(TOKEN_VARIABLE, None)  # vLLM's processes do not inherit it
-    options.token = options.token if options.token is not None else from_environment
+    options, further = parser.parse_known_args(arguments)
+    options.token = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE)
     try:
-        _check(options)
+        _check(options, further)
     except ValueError as error:
         parser.error(str(error))
-    if options.transfer == "nccl":
-        from pl_grouprl.rollout.server.nccl import check_device
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *_arguments(options, further)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if options.print:
+        shown = [f"{name}={value}" for name, value in environment.items()]
+        shown += [f'{TOKEN_VARIABLE}="${TOKEN_VARIABLE}"'] if options.token else []
+        print(" ".join(shown), shlex.join(command))
+        return
+    from pl_grouprl.rollout.server.reaper import start_reaper
 
-        try:
-            check_device()
-        except ValueError as error:
-            parser.error(str(error))
-    from pl_grouprl.rollout.server.serve import run
-
-    return run(options)
+    environment[FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="pl-grouprl-", dir=_memory())
+    if options.token:
+        environment[TOKEN_VARIABLE] = options.token
+    start_reaper(environment[FOLDER_VARIABLE])
+    os.execve(command[0], command, {**os.environ, **environment})  # noqa: S606 (vLLM, with checked options)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
     check_vllm_system("the sampling server")
     check_token(options.token, "--token")
     check_host(options.host, options.token)
-    if not 0 <= options.port < 65536:
-        raise ValueError(f"--port is {options.port}; it must be from 0 (any that is free) to 65535.")
-    if options.max_bucket_mib < 1:
-        raise ValueError(f"--max-bucket-mib is {options.max_bucket_mib}; it must be at least 1.")
+    if not 0 < options.port < 65536:
+        raise ValueError(f"--port is {options.port}; it must be from 1 to 65535.")
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION is set, with which vLLM unpickles messages; unset it.")
-    known = {name for name in vars(options) if name != "option"} | DECIDED_ALWAYS.keys()
-    for name, _ in options.option:
-        if name in known:
-            raise ValueError(f"--option sets {name}, which has a separate option or is decided by the server; drop it.")
+    for option in further:
+        if (name := _decided(option)) is not None:
+            raise ValueError(f"{option.partition('=')[0]} is decided by {DECIDED_BY_SERVER[name]}; leave it out.")
+    if options.transfer == "nccl":
+        from pl_grouprl.rollout.server.nccl import check_device
+
+        check_device()
 
 
-def _option(text: str) -> tuple[str, object]:
-    name, divider, value = text.partition("=")
-    if not (divider and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like max_num_batched_tokens=8192")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+_SHORT = {"-q": "quantization", "-dp": "data_parallel_size", "-sc": "speculative_config"}
+
+
+def _decided(option: str) -> str | None:
+    """The argument that an option sets, if users cannot set it. vLLM takes abbreviations, and `--no-` before a name."""
+    if not option.startswith("--"):
+        return _SHORT.get(option.partition("=")[0])
+    name = option.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_").removeprefix("no_")
+    return next((decided for decided in DECIDED_BY_SERVER if name and decided.startswith(name)), None)
+
+
+def _arguments(options: argparse.Namespace, further: Sequence[str]) -> list[str]:
+    """Arguments of vLLM's server: the user's, then those that are decided."""
+    decided = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
+    decided |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+    decided["middleware"] = "pl_grouprl.rollout.server.auth.TokenAuth"
+    if not _has_tokenizer(options.model) and "--tokenizer" not in further:
+        decided["skip_tokenizer_init"] = True
+    own = {"model": options.model, "host": options.host, "port": options.port}
+    return [*_flags(own), *further, *_flags(decided)]
+
+
+def _flags(arguments: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _has_tokenizer(model: str) -> bool:
+    """Whether a model has a tokenizer, with which vLLM also serves chats; a name on the Hub is taken to have one."""
+    folder = Path(model)
+    return not folder.is_dir() or any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
+def _memory() -> str | None:
+    """Folder in shared memory, if the system has one."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108 (the folder in it has a unique name)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

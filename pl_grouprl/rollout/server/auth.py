@@ -1,13 +1,17 @@
-"""Authentication: the token, and the addresses that a server may listen on."""
+"""Who may ask a server: the token, and the addresses that it may listen on. vLLM loads `TokenAuth` as a middleware."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 import json
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
+
+TOKEN_VARIABLE = "PL_GROUPRL_TOKEN"  # noqa: S105 (a name, not a token)
+"""Environment variable with the token, for server and engine."""
 
 _OPEN = ("/health",)
 """Paths that need no token."""
@@ -19,34 +23,44 @@ Application = Callable[[Scope, Any, Any], Awaitable[None]]
 class TokenAuth:
     """Passes requests with `Authorization: Bearer TOKEN` to an ASGI application, and refuses others.
 
+    The token is read from the environment variable PL_GROUPRL_TOKEN, and compared in constant time. Without one,
+    requests pass whose Host, and Origin if they have one, are loopback names: web pages are refused, even those that
+    use DNS rebinding.
+
     Args:
         app: The application.
-        token: The token, compared in constant time. None passes every request whose Host is a loopback name, which
-            rules out web pages, even with DNS rebinding.
     """
 
-    def __init__(self, app: Application, token: str | None) -> None:
+    def __init__(self, app: Application) -> None:
         self.app = app
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        token = os.environ.get(TOKEN_VARIABLE)
+        self._expected = f"Bearer {token}".encode() if token else None
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer 401 or 403, or let the application answer."""
-        if scope["type"] != "http" or scope["path"] in _OPEN or self._is_authorized(scope):
+        if scope["type"] == "lifespan" or scope["path"] in _OPEN or self._is_authorized(scope):
             await self.app(scope, receive, send)
-            return
-        status, error = 401, "the token is missing or wrong; pass token=, or set PL_GROUPRL_TOKEN."
-        if self._expected is None:
-            status, error = 403, "the server has no token, so requests must go to 127.0.0.1 or localhost; set a token."
-        await answer_and_close(send, status, error)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        elif self._expected is None:
+            error = "the server has no token, so requests must come from and go to 127.0.0.1 or localhost; set a token."
+            await _refuse(send, 403, error)
+        else:
+            await _refuse(send, 401, f"the token is missing or wrong; pass token=, or set {TOKEN_VARIABLE}.")
 
     def _is_authorized(self, scope: Scope) -> bool:
-        if self._expected is None:
-            return all(_is_loopback(_hostname(value)) for name, value in scope["headers"] if name == b"host")
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        given = {name: [value for found, value in scope["headers"] if found == name] for name in _HEADERS}
+        if self._expected is not None:
+            tokens = given[b"authorization"]
+            return len(tokens) == 1 and hmac.compare_digest(tokens[0], self._expected)
+        hosts = [b"//" + host for host in given[b"host"]]
+        return all(is_loopback(_hostname(address)) for address in hosts + given[b"origin"])
 
 
-async def answer_and_close(send: Any, status: int, error: str) -> None:
+_HEADERS = (b"authorization", b"host", b"origin")
+
+
+async def _refuse(send: Any, status: int, error: str) -> None:
     """Refuse a request without reading its body."""
     body = json.dumps({"error": error}).encode()
     headers = [
@@ -59,27 +73,42 @@ async def answer_and_close(send: Any, status: int, error: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def check_token(token: str | None, name: str) -> None:
+    """Refuse a token that cannot be sent in a header.
+
+    Args:
+        token: The token, if there is one.
+        name: The option that sets it.
+
+    Raises:
+        ValueError: If it is empty, or has other characters than printable ASCII, or blanks around it.
+    """
+    if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
+        raise ValueError(f"{name} has characters not allowed in headers; use printable ASCII without blanks.")
+
+
 def check_host(host: str, token: str | None) -> None:
     """Refuse to listen where other machines can connect, if there is no token.
 
     Raises:
         ValueError: If the host is not a loopback address, and there is no token.
     """
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise ValueError(
             f"--host is {host}, where other machines can reach the server, and there is no token; pass --token or set "
             "PL_GROUPRL_TOKEN, or leave --host at 127.0.0.1."
         )
 
 
-def _hostname(header: bytes) -> str:
+def _hostname(address: bytes) -> str:
     try:
-        return urlsplit(f"//{header.decode('latin-1')}").hostname or ""
+        return urlsplit(address.decode("latin-1")).hostname or ""
     except ValueError:
         return ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

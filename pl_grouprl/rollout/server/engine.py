@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import httpx
+import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
-from pl_grouprl.rollout.engine import prompt_limits
-from pl_grouprl.rollout.server.client import RefusedError, ServerClient
-from pl_grouprl.rollout.server.fleet import Fleet, map_over_servers
-from pl_grouprl.rollout.server.protocol import TOKEN_VARIABLE
-from pl_grouprl.rollout.stopping import tokenizer_fingerprint
+from pl_grouprl.rollout.engine import check_request, prompt_limits
+from pl_grouprl.rollout.server.auth import TOKEN_VARIABLE
+from pl_grouprl.rollout.server.fleet import Fleet
+from pl_grouprl.rollout.server.labels import Labels
+from pl_grouprl.rollout.server.sampling import Sampling, run
+from pl_grouprl.rollout.server.server import Server
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
-from pl_grouprl.rollout.vllm.requests import check_temperature
-from pl_grouprl.sync.compare import check_weights
-from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
+from pl_grouprl.rollout.vllm.requests import sampling_options
+from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError
 from pl_grouprl.sync.transfer import cast
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.distributed import own_rank
+from pl_grouprl.utilities.distributed import gather_plain, own_rank, raise_on_all_ranks
 from pl_grouprl.utilities.options import check_options
+
+_BACKENDS = {"http": "pl_grouprl", "nccl": "nccl"}
+"""vLLM's name of each transfer."""
 
 
 @checked_arguments
 class VLLMServerRolloutEngine(HoldsPolicy):
-    """Samples with servers started by `python -m pl_grouprl.rollout.server`, with the policy's model.
+    """Samples with vLLM servers, started by `python -m pl_grouprl.rollout.server` with the policy's model.
 
     Rank 0 sends the weights to all servers in parallel, and then verifies checksums of the weights that their layers
     loaded. Every rank sends its prompts; each goes to the next free server. The trainer does not need vLLM unless
@@ -46,14 +52,17 @@ class VLLMServerRolloutEngine(HoldsPolicy):
     Args:
         urls: URLs of the servers, `http://host:port`; an empty list is refused.
         token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted: beyond
-            this machine, put TLS (`https://`) or a tunnel in front of the servers.
+            this machine, use TLS (`https://`) or a tunnel.
         timeout: Seconds that a server may be unreachable before the run ends, and time limit of calls other than
-            rollouts. Rollouts have none, because servers send heartbeats.
-        transfer: How weights are sent: `http`, or `nccl` from GPU to GPU, for servers with `--transfer nccl`.
+            rollouts. Rollouts have none; servers are asked every few seconds whether they are alive.
+        transfer: How weights are sent: `http`, through shared memory where a server is on this machine, or `nccl` from
+            GPU to GPU, for servers with `--transfer nccl`.
         dtype: Required dtype of the servers; `auto` accepts any.
         bucket_mib: Size of the buckets of weights, in MiB.
         adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
         max_concurrent_requests: Number of prompts per rank that a server works on at a time.
+        in_flight: What becomes of sequences that are being sampled while `update_weights` is called: `keep`, they go on
+            with the new weights, or `restart`, they start again.
 
     Attributes:
         max_model_len: Maximum length of prompt plus completion on every server; None before the first
@@ -66,6 +75,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
     reserves_max_new_tokens = True
     takes_prompt_indices = True
     takes_limits = True
+    updates_in_flight = True
 
     def __init__(
         self,
@@ -78,17 +88,19 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         bucket_mib: int = 256,
         adapter: Literal["merged"] = "merged",
         max_concurrent_requests: int = 64,
+        in_flight: Literal["keep", "restart"] = "keep",
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
         check_options(
             {
                 "urls": (urls, len(urls) > 0 and len(set(urls)) == len(urls), "at least one url, each once"),
                 "timeout": (timeout, timeout > 0, "larger than 0"),
-                "transfer": (transfer, transfer in ("http", "nccl"), "'http' or 'nccl'"),
+                "transfer": (transfer, transfer in _BACKENDS, "'http' or 'nccl'"),
                 "dtype": (dtype, dtype in get_args(SamplerDtype), f"one of {', '.join(get_args(SamplerDtype))}"),
                 "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
                 "adapter": (adapter, adapter == "merged", "'merged', the only way that servers take an adapter"),
                 "max_concurrent_requests": (max_concurrent_requests, max_concurrent_requests >= 1, "at least 1"),
+                "in_flight": (in_flight, in_flight in ("keep", "restart"), "'keep' or 'restart'"),
             }
         )
         token = os.environ.get(TOKEN_VARIABLE) or None if token is None else token
@@ -98,22 +110,22 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self.dtype: SamplerDtype = dtype
         self.transfer = transfer
         self.max_concurrent_requests = max_concurrent_requests
+        self.in_flight = in_flight
         self._bucket_bytes = bucket_mib << 20
-        self._clients = [ServerClient(url, token=token, timeout=timeout) for url in urls]
-        self._updates: list[str] = []
-        self._tokenizer: str | None = None
+        self._servers = [Server(url, token=token, timeout=timeout) for url in urls]
+        self._labels = Labels(secrets.token_hex(8))
         self._fleet: Fleet | None = None
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
-        if self._policy is None or self._policy.tokenizer is not tokenizer:
-            self._tokenizer = None
         self._policy = BoundPolicy(model, tokenizer)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
     ) -> dict[str, float]:
         """Send new weights to the servers, and verify them; see `SyncedRolloutEngine.update_weights`.
+
+        Returns on all ranks once all servers have the weights. Other threads may be in `generate`.
 
         Raises:
             ValueError: If a server has another model, dtype or transfer.
@@ -122,53 +134,69 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         if adapter is not None:
             raise ValueError(f"adapter is given, but {type(self).__name__} only takes merged weights.")
         started = time.perf_counter()
-        self.version, self._updates = None, []
-        size = self._send(weights, version) if own_rank() == 0 else 0
-        self.max_model_len = min(client.info()["model"]["max_model_len"] for client in self._clients)
+        device = _device(self.policy.model)
+        try:
+            size = raise_on_all_ranks(lambda: self._update(weights, version), device, shared=SamplerLostError)
+        except BaseException:
+            self.version = None
+            raise
+        run_id, self.max_model_len = gather_plain([self._labels.run, self.max_model_len], device)[0]
+        self._labels = Labels(run_id)
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
+    def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Send weights, on rank 0; all ranks read the stream to its end, because they gather it together."""
+        try:
+            return self._send(weights, version) if own_rank() == 0 else 0
+        finally:
+            deque(weights, maxlen=0)
+
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        sent: dict[str, int] = {}
-        with self._translating_refusals():
-            fleet = self._ready()
-            fleet.begin()
-            try:
-                size = fleet.send(cast(weights, fleet.dtype, sent), self._bucket_bytes)
-                for client, workers in zip(self._clients, fleet.end(version, list(sent)), strict=True):
-                    with _naming_server(client):
-                        check_weights(sent, workers)
-            except BaseException:
-                fleet.abort()
-                if self.transfer == "nccl":  # workers may still be waiting in that group
-                    self._release_fleet()
-                raise
-        self._updates = fleet.updates
-        return size
+        checksums: dict[str, int] = {}
+        fleet = self._ready()
+        try:
+            return fleet.update(
+                cast(weights, fleet.dtype, checksums),
+                version,
+                checksums,
+                bucket_bytes=self._bucket_bytes,
+                pause="keep" if self.in_flight == "keep" else "abort",
+            )
+        except BaseException:
+            if self.transfer == "nccl":  # workers may still be waiting in that group
+                self._release_fleet()
+            raise
 
     def _ready(self) -> Fleet:
         """The servers in their current state, after checking that they serve this policy."""
-        infos = [client.info() for client in self._clients]
-        for client, info in zip(self._clients, infos, strict=True):
-            self._check_server(client.url, info, infos[0]["model"])
+        infos = [_reached(server) for server in self._servers]
+        for server, info in zip(self._servers, infos, strict=True):
+            self._check_server(server.url, info, infos[0])
+        self.max_model_len = min(info["max_model_len"] for info in infos)
         if self._fleet is None or not self._fleet.is_same(infos):
             self._release_fleet()
-            self._fleet = Fleet(self._clients, infos, self.transfer)
+            self._fleet = Fleet(self._servers, infos, self._labels)
         return self._fleet
 
     def _check_server(self, url: str, info: dict[str, Any], first: dict[str, Any]) -> None:
-        model, config = info["model"], self.policy.model.config
-        text = config.get_text_config(decoder=True)
+        config = self.policy.model.config
         dtype = first["dtype"] if self.dtype == "auto" else self.dtype
+        model = "start it with --model of the policy"
         checks = {
-            "model_type": (model["model_type"], config.model_type, "start it with --model of the policy"),
-            "vocab_size": (model["vocab_size"], text.vocab_size, "start it with --model of the policy"),
-            "dtype": (model["dtype"], dtype, f"start it with --dtype {dtype}, or set dtype"),
-            "transfer": (info["transfer"], self.transfer, f"start it with --transfer {self.transfer}, or set transfer"),
+            "model_type": (config.model_type, model),
+            "vocab_size": (self._vocab_size, model),
+            "dtype": (dtype, f"start it with --dtype {dtype}, or set dtype"),
+            "backend": (_BACKENDS[self.transfer], f"start it with --transfer {self.transfer}, or set transfer"),
+            "logprobs_mode": ("processed_logprobs", "start it with python -m pl_grouprl.rollout.server"),
         }
-        for name, (found, wanted, remedy) in checks.items():
-            if found != wanted:
-                raise ValueError(f"the sampling server at {url} has {name} {found!r}, not {wanted!r}; {remedy}.")
+        for name, (wanted, remedy) in checks.items():
+            if info[name] != wanted:
+                raise ValueError(f"the sampling server at {url} has {name} {info[name]!r}, not {wanted!r}; {remedy}.")
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.policy.model.config.get_text_config(decoder=True).vocab_size
 
     def generate(
         self,
@@ -181,7 +209,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         prompt_indices: Sequence[int] | None = None,
         max_new_tokens: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
-        """Sample completions; see `RolloutEngine.generate`.
+        """Sample completions; see `RolloutEngine.generate`. Several threads may call it at once.
 
         Raises:
             ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or videos.
@@ -190,74 +218,35 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             WeightsMismatchError: If a server has other weights.
             FloatingPointError: If the model's logits are not finite.
         """
-        policy = self.policy
+        policy, version = self.policy, self.version
         policy.check(prompts, sampling, num_generations, self.max_model_len, max_new_tokens=max_new_tokens)
-        check_temperature(sampling)
+        check_request(prompts, sampling, 1, limits={}, vocab_size=self._vocab_size, max_new_tokens=max_new_tokens)
         if media is not None and any(media):
             raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
-        if self.version is None:
+        if version is None:
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
-        policy.stop(sampling)  # refuses stop strings without a tokenizer
-        common = {
-            "tokenizer": self._fingerprint() if sampling.stop else None,
-            "version": self.version,
-            "end_ids": policy.end_ids(sampling),
-            "never": policy.never,
-        }
+        stop = policy.stop(sampling)
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        limits = prompt_limits(prompts, sampling, max_new_tokens)
-        requests: list[dict[str, Any]] = [
-            {
-                "requests": [{"prompt": [int(token) for token in prompt], "seeds": prompt_seeds}],
-                "sampling": {**asdict(sampling), "max_new_tokens": limit},
-            }
-            for prompt, prompt_seeds, limit in zip(prompts, seeds, limits, strict=True)
-        ]
-
-        def ask(server: int, place: int) -> list[Rollout]:
-            request = {**common, "update": self._updates[server], **requests[place]}
-            with _translating_request_errors():
-                return [_rollout(found) for found in self._clients[server].generate(request)[0]]
-
-        with self._translating_refusals():
-            if requests and not self._updates:
-                self._updates = [self._current_update(client) for client in self._clients]
-            groups = map_over_servers(ask, len(requests), len(self._clients), self.max_concurrent_requests)
+        tokens = {
+            "end_ids": policy.end_ids(sampling),
+            "never": [token for token in policy.never if token < self._vocab_size],
+        }
+        requests = []
+        for prompt, own_seeds, limit in zip(
+            prompts, seeds, prompt_limits(prompts, sampling, max_new_tokens), strict=True
+        ):
+            limited = replace(sampling, max_new_tokens=limit)
+            prompt = [int(token) for token in prompt]
+            options = [sampling_options(limited, seed=one, **tokens) for one in own_seeds]
+            requests.append([{"token_ids": prompt, "sampling_params": option} for option in options])
+        found = Sampling(self._servers, self.max_concurrent_requests, labels=self._labels, least=version, stop=stop)
+        groups = run(found.groups(requests))
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 
-    def _fingerprint(self) -> str:
-        """Fingerprint that the servers' tokenizer must have for stop strings to be found."""
-        if self._tokenizer is None:
-            size = self.policy.model.config.get_text_config(decoder=True).vocab_size
-            self._tokenizer = tokenizer_fingerprint(self.policy.tokenizer, size)
-        return self._tokenizer
-
-    def _current_update(self, client: ServerClient) -> str:
-        """The server's id of the update that rank 0 sent."""
-        info = client.info()
-        if info["version"] != self.version:
-            raise RefusedError(client.url, 409, {**info, "error": f"version {self.version} is requested"})
-        return info["update"]
-
-    @contextmanager
-    def _translating_refusals(self) -> Iterator[None]:
-        """Translate a refusal: the weights are lost, or from another trainer."""
-        try:
-            yield
-        except RefusedError as error:
-            if error.status != 409:
-                raise
-            self.version = None
-            if error.answer.get("version") is None and not error.answer.get("updating"):
-                raise SamplerLostError(f"{error} It was restarted, or has lost an update.") from error
-            raise WeightsMismatchError(
-                f"{error} Does another trainer use this server? Give each trainer its own servers."
-            ) from error
-
     def close(self) -> None:
         """Release the servers, which keep running; the next `update_weights` finds them again."""
-        self.version, self._updates = None, []
+        self.version = None
         self._release_fleet()
 
     def _release_fleet(self) -> None:
@@ -266,25 +255,18 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             self._fleet = None
 
 
-def _rollout(found: dict[str, Any]) -> Rollout:
-    return Rollout(found["token_ids"], found["logprobs"], finish_reason=found["finish_reason"])
-
-
-@contextmanager
-def _translating_request_errors() -> Iterator[None]:
-    """Convert server errors that are due to the request or the model."""
+def _reached(server: Server) -> dict[str, Any]:
+    """What a server says about itself, once it can be reached."""
+    server.wait()
     try:
-        yield
-    except RefusedError as error:
-        if error.status not in (413, 422):
-            raise
-        kind = FloatingPointError if "FloatingPointError" in str(error) else ValueError
-        raise kind(str(error)) from error
+        return server.describe()
+    except httpx.TransportError as error:
+        raise SamplerLostError(f"the sampling server at {server.url} went away again ({error}).") from error
 
 
-@contextmanager
-def _naming_server(client: ServerClient) -> Iterator[None]:
-    try:
-        yield
-    except WeightsMismatchError as error:
-        raise WeightsMismatchError(f"At {client.url}: {error}") from error
+def _device(model: Any) -> torch.device:
+    """Device on which ranks communicate."""
+    device = next(model.parameters()).device
+    if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

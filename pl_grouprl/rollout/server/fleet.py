@@ -1,18 +1,27 @@
-"""Several servers used as one: they receive the same weights in parallel, and share the prompts."""
+"""Several servers used as one: they receive the same weights in parallel."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+import base64
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import httpx
 import torch
+from safetensors.torch import save, save_file
 from torch import Tensor
 
-from pl_grouprl.rollout.server.client import RefusedError, ServerClient
+from pl_grouprl.rollout.server.labels import Labels
+from pl_grouprl.rollout.server.server import RefusedError, Server
+from pl_grouprl.sync.compare import check_weights
+from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.sync.transfer import Bucket, buckets
 
 if TYPE_CHECKING:
@@ -20,113 +29,151 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-
-def map_over_servers(ask: Callable[[int, int], T], tasks: int, servers: int, at_once: int) -> list[T]:
-    """Distribute tasks over servers; a free server takes the next task.
-
-    Args:
-        ask: Runs a task on a server; takes the numbers of server and task. Called on several threads.
-        tasks: Number of tasks.
-        servers: Number of servers.
-        at_once: Maximum number of tasks that one server works on at a time.
-
-    Returns:
-        What `ask` returned for each task, in order.
-
-    Raises:
-        Exception: The first that `ask` raises; tasks that have not begun are dropped.
-    """
-    waiting = deque(range(tasks))
-    found: dict[int, T] = {}
-    failed: list[Exception] = []
-
-    def work(server: int) -> None:
-        while not failed:
-            try:
-                task = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                found[task] = ask(server, task)
-            except Exception as error:
-                failed.append(error)
-
-    at_once = min(at_once, -(-tasks // servers))
-    with ThreadPoolExecutor(max(1, servers * at_once), thread_name_prefix="sampling-server") as pool:
-        try:
-            wait([pool.submit(work, server) for _ in range(at_once) for server in range(servers)])
-        except BaseException:  # Ctrl-C
-            waiting.clear()
-            raise
-    if failed:
-        raise failed[0]
-    return [found[task] for task in range(tasks)]
+_SPARE = 64 << 20
+"""Bytes to leave free in shared memory."""
 
 
 class Fleet:
     """Servers that receive the same weights.
 
     Args:
-        clients: One for each server.
-        infos: Each server's `info`.
-        transfer: `http` or `nccl`.
+        servers: The servers.
+        infos: What each says about itself (`Server.describe`).
+        labels: Labels of the run's weights.
 
     Attributes:
         dtype: Dtype of their weights.
-        updates: Each server's id of the current update.
     """
 
-    def __init__(self, clients: Sequence[ServerClient], infos: Sequence[dict[str, Any]], transfer: str) -> None:
-        self._clients = clients
+    def __init__(self, servers: Sequence[Server], infos: Sequence[dict[str, Any]], labels: Labels) -> None:
+        self._servers, self._labels = servers, labels
         self._instances = [info["instance"] for info in infos]
-        self._pool = ThreadPoolExecutor(len(clients), thread_name_prefix="sampling-server")
-        self.dtype: torch.dtype = getattr(torch, infos[0]["model"]["dtype"])
-        self.updates: list[str] = []
+        self._folders = [info["folder"] for info in infos]
+        self._pool = ThreadPoolExecutor(len(servers), thread_name_prefix="sampling-server")
+        self.dtype: torch.dtype = getattr(torch, infos[0]["dtype"])
         self._broadcaster: Broadcaster | None = None
-        if transfer == "nccl":
+        if infos[0]["backend"] == "nccl":
             from pl_grouprl.rollout.server.nccl import Broadcaster, check_device
 
             check_device()
-            join = [client.connect for client in clients]
+            join = [partial(_join, server) for server in servers]
             self._broadcaster = Broadcaster([info["workers"] for info in infos], join, self._pool)
 
     def is_same(self, infos: Sequence[dict[str, Any]]) -> bool:
         """Whether the servers are still the same processes."""
         return [info["instance"] for info in infos] == self._instances
 
-    def begin(self) -> None:
-        """Begin an update on all."""
-        self.updates = self._on_all(lambda server, client: client.begin_weights())
+    def update(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        checksums: dict[str, int],
+        *,
+        bucket_bytes: int,
+        pause: Literal["keep", "abort"],
+    ) -> int:
+        """Replace the weights of all servers; they sample again once all have been compared.
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        """Send weights, in the servers' dtype, to all. Returns their bytes.
+        A server is labelled as updating while its weights are incomplete, and stays paused if the update fails.
 
-        The next bucket is gathered while one is on its way.
+        Args:
+            weights: Name and value of each, in the servers' dtype.
+            version: Their version.
+            checksums: The checksum of each, which `weights` fills in.
+            bucket_bytes: Size of a bucket.
+            pause: What becomes of running sequences.
+
+        Returns:
+            Bytes that were sent.
         """
-        if self._broadcaster is not None:
-            return self._broadcast(weights, bucket_bytes)
+        try:
+            with self._judging():
+                self._on_all(partial(self._begin, pause))
+                size = (
+                    self._broadcast(weights, bucket_bytes) if self._broadcaster else self._send(weights, bucket_bytes)
+                )
+                for server, workers in zip(self._servers, self._on_all(partial(_end, list(checksums))), strict=True):
+                    _compare(server, checksums, workers)
+                self._on_all(lambda server: self._resume(server, version))
+        except BaseException:
+            self._on_all(self._abandon)
+            raise
+        return size
+
+    def _begin(self, pause: str, server: Server) -> None:
+        server.post("/pause", params={"mode": pause, "clear_cache": False})
+        server.post("/update_weight_version", {"new_version": self._labels.updating})
+        server.rpc("begin_update", self._labels.run)
+        server.post("/start_weight_update")
+
+    def _resume(self, server: Server, version: int) -> None:
+        if server.label() != self._labels.updating:
+            raise RefusedError(server.url, 409, "another trainer has begun an update")
+        server.post("/update_weight_version", {"new_version": self._labels.of(version)})
+        server.post("/resume")
+
+    def _abandon(self, server: Server) -> None:
+        """Mark the weights as lost, and end what is sampled from them. Best effort."""
+        with suppress(httpx.HTTPError, RefusedError):
+            if server.label() == self._labels.updating:
+                server.post("/update_weight_version", {"new_version": self._labels.lost})
+                server.post("/pause", params={"mode": "abort"})
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Name the cause of a failure: a server that was lost, or another trainer."""
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise SamplerLostError(
+                f"a sampling server broke off an update ({type(error).__name__}: {error})."
+            ) from error
+        except (RefusedError, WeightsMismatchError):
+            for server in self._servers:
+                self._labels.version(server.wait(), 0, server.url)
+            raise
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """Send weights; the next bucket is gathered while one is on its way. Returns their bytes."""
         total = 0
         calls: list[Future[None]] = []
-        for index, bucket in enumerate(buckets(_on_cpu(weights), bucket_bytes)):
-            body = _serialized(bucket)
+        for bucket in buckets(((name, weight.cpu()) for name, weight in weights), bucket_bytes):
             total += sum(weight.nbytes for _, weight in bucket)
             _wait(calls)
-            calls = self._send_bucket(index, body)
+            calls = [
+                self._pool.submit(self._deliver, server, folder, bucket)
+                for server, folder in zip(self._servers, self._folders, strict=True)
+            ]
         _wait(calls)
         return total
 
-    def end(self, version: int, names: list[str]) -> list[Any]:
-        """Activate the weights; returns the checksums of each server's workers."""
-        return self._on_all(lambda server, client: client.end_weights(self.updates[server], version, names))
+    def _deliver(self, server: Server, folder: str | None, bucket: Bucket) -> None:
+        """Send a bucket: through the server's folder if it is on this machine and has room, else in the message."""
+        weights, owner = dict(bucket), self._labels.run
+        if folder is None or not _has_room(folder, sum(weight.nbytes for weight in weights.values())):
+            content = base64.b64encode(save(weights)).decode()
+            server.post("/update_weights", {"update_info": {"safetensors": content, "owner": owner}})
+            return
+        path = Path(folder, f"{secrets.token_hex(8)}.safetensors")
+        try:
+            save_file(weights, path)
+            server.post("/update_weights", {"update_info": {"path": str(path), "owner": owner}})
+        finally:
+            path.unlink(missing_ok=True)
 
-    def abort(self) -> None:
-        """Drop the update on every server that has it."""
+    def _broadcast(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        assert self._broadcaster is not None
+        total = 0
+        for bucket in buckets(_on_gpu(weights), bucket_bytes):
+            total += sum(weight.nbytes for _, weight in bucket)
+            if not self.is_same(self._on_all(lambda server: server.describe())):
+                raise SamplerLostError("a sampling server was restarted during an update.")
+            announce = [partial(_receive, server) for server in self._servers]
+            self._broadcaster.send(bucket, announce, self._pool)
+        return total
 
-        def drop(server: int, client: ServerClient) -> None:
-            with suppress(OSError, RuntimeError):  # abort is best effort
-                client.abort_weights(self.updates[server])
-
-        self._on_all(drop)
+    def _on_all(self, call: Callable[[Server], T]) -> list[T]:
+        return _wait([self._pool.submit(call, server) for server in self._servers])
 
     def close(self) -> None:
         """Release the servers."""
@@ -134,28 +181,51 @@ class Fleet:
             self._broadcaster.close()
         self._pool.shutdown(wait=False)
 
-    def _send_bucket(self, index: int, body: bytes) -> list[Future[None]]:
-        return self._start(lambda server, client: client.send_bucket(self.updates[server], index, body))
 
-    def _broadcast(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        assert self._broadcaster is not None
-        total = 0
-        for index, bucket in enumerate(buckets(_on_gpu(weights), bucket_bytes)):
-            total += sum(weight.nbytes for _, weight in bucket)
-            if not self.is_same(self._on_all(lambda server, client: client.info())):
-                raise _restarted(self._clients[0])
-            announce = [
-                partial(client.announce, update, index)
-                for client, update in zip(self._clients, self.updates, strict=True)
-            ]
-            self._broadcaster.send(bucket, announce, self._pool)
-        return total
+def _end(names: list[str], server: Server) -> list[Any]:
+    """Finish the update, drop what old weights have computed, and return the checksums of the workers."""
+    server.post("/finish_weight_update", {})
+    server.rpc("refresh_stale_weights")
+    if not server.post("/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
+        raise RefusedError(server.url, 500, "vLLM did not drop its prefix cache.")
+    return server.rpc("weight_checksums", names)
 
-    def _start(self, call: Callable[[int, ServerClient], T]) -> list[Future[T]]:
-        return [self._pool.submit(call, server, client) for server, client in enumerate(self._clients)]
 
-    def _on_all(self, call: Callable[[int, ServerClient], T]) -> list[T]:
-        return _wait(self._start(call))
+def _compare(server: Server, checksums: dict[str, int], workers: list[Any]) -> None:
+    try:
+        check_weights(checksums, workers)
+    except WeightsMismatchError as error:
+        raise WeightsMismatchError(f"At {server.url}: {error}") from error
+
+
+def _has_room(folder: str, size: int) -> bool:
+    """Whether this machine has the server's folder, and room in it."""
+    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > size + _SPARE
+
+
+def _join(server: Server, **group: Any) -> None:
+    """Make a server's workers join the trainer's group."""
+    from pl_grouprl.rollout.server.nccl import init_info
+
+    server.post("/shutdown_weight_transfer_engine")
+    _collective(server, "/init_weight_transfer_engine", {"init_info": init_info(**group)})
+
+
+def _receive(server: Server, described: dict[str, Any]) -> None:
+    """Make a server's workers receive a broadcast."""
+    _collective(server, "/update_weights", {"update_info": described})
+
+
+def _collective(server: Server, path: str, body: dict[str, Any]) -> None:
+    try:
+        server.post(path, body)
+    except httpx.TimeoutException as error:
+        raise RuntimeError(
+            f"the workers of the sampling server at {server.url} have waited {server.timeout:g} seconds for NCCL, "
+            "which waits forever if another process has died. Stop the server and start it again."
+        ) from error
+    except httpx.TransportError as error:
+        raise SamplerLostError(f"the sampling server at {server.url} went away ({error}).") from error
 
 
 def _wait(calls: Sequence[Future[T]]) -> list[T]:
@@ -165,19 +235,5 @@ def _wait(calls: Sequence[Future[T]]) -> list[T]:
     return [call.result() for call in calls]
 
 
-def _on_cpu(weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-    return ((name, weight.cpu()) for name, weight in weights)
-
-
 def _on_gpu(weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     return ((name, weight.cuda()) for name, weight in weights)
-
-
-def _serialized(bucket: Bucket) -> bytes:
-    from safetensors.torch import save
-
-    return save(dict(bucket))
-
-
-def _restarted(client: ServerClient) -> RefusedError:
-    return RefusedError(client.url, 409, {"error": "a server was restarted during an update.", "version": None})

@@ -6,7 +6,6 @@ The communicator's id is sent over HTTP, because vLLM's alternative, a TCPStore,
 from __future__ import annotations
 
 import base64
-import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
@@ -20,7 +19,6 @@ from pl_grouprl.sync.transfer import Bucket
 BACKEND = "nccl"
 """vLLM's name of the transfer."""
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 _PACK_BYTES = 256 << 20
 _PACKS = 2
 """Size in bytes, and number, of the buffers that tensors are packed into; the same at both ends."""
@@ -57,25 +55,6 @@ def init_info(unique_id: str, rank_offset: int, world_size: int) -> dict[str, An
     }
 
 
-def check_bucket(
-    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], max_bytes: int
-) -> dict[str, Any]:
-    """The message that announces a broadcast bucket to vLLM's workers.
-
-    Raises:
-        ValueError: If it is malformed, or larger than `max_bytes`.
-    """
-    if not len(names) == len(dtypes) == len(shapes) > 0:
-        raise ValueError(f"the bucket has {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes.")
-    unknown = [dtype for dtype in dtypes if dtype not in _DTYPES]
-    if unknown:
-        raise ValueError(f"dtypes has {unknown[0][:50]!r}; choose from {', '.join(_DTYPES)}.")
-    size = sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-    if size > max_bytes:
-        raise ValueError(f"the bucket has {size} bytes; at most {max_bytes} are accepted.")
-    return {"names": list(names), "dtype_names": list(dtypes), "shapes": [list(shape) for shape in shapes]}
-
-
 class Broadcaster:
     """The trainer's end: a communicator with the workers of all servers.
 
@@ -110,8 +89,8 @@ class Broadcaster:
 
         Args:
             bucket: Tensors on the GPU, in the servers' dtype.
-            announce: Per server, sends `names`, `dtypes` and `shapes`; returns when the server has received the bucket,
-                and raises without retrying if it fails.
+            announce: Per server, sends `names`, `dtype_names` and `shapes`; returns when the server has received the
+                bucket, and raises without retrying if it fails.
             pool: See the class.
 
         Raises:
@@ -121,7 +100,7 @@ class Broadcaster:
 
         described = {
             "names": [name for name, _ in bucket],
-            "dtypes": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
             "shapes": [list(weight.shape) for _, weight in bucket],
         }
         announced = [pool.submit(one, described) for one in announce]

@@ -6,6 +6,9 @@ from typing import Any
 
 from pl_grouprl.rollout.vllm.cpu import cpu_arguments
 
+FOLDER_VARIABLE = "PL_GROUPRL_BUCKETS"
+"""Environment variable with a server's folder for buckets, which trainers on the same machine write to."""
+
 DECIDED_ALWAYS = {
     "data_parallel_size": "the number of engines or servers",
     "disable_log_stats": "the trainer, which logs",
@@ -20,6 +23,13 @@ DECIDED_ALWAYS = {
     "worker_extension_cls": "the transfer of weights",
 }
 """Arguments that users cannot set, and what decides each."""
+
+DECIDED_BY_SERVER = {name: decides for name, decides in DECIDED_ALWAYS.items() if name != "skip_tokenizer_init"} | {
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), DECIDED_ALWAYS["speculative_config"]),
+    "api_key": "--token, which guards every route",
+    "config": "the command line, which is checked",
+}
+"""The same for a server, which may have a tokenizer for other clients."""
 
 DECIDED_IN_PROCESS = DECIDED_ALWAYS | {
     "model": "the policy",
@@ -49,20 +59,17 @@ DECIDED_IN_PROCESS = DECIDED_ALWAYS | {
 
 
 def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
-    """Arguments that rollouts and the comparison of weights require.
+    """Arguments that rollouts and the comparison of weights require, as plain values.
 
     Args:
         transfer: Name of vLLM's weight transfer.
     """
-    from vllm.config.weight_transfer import WeightTransferConfig
-
     return {
         "runner": "generate",
         "generation_config": "vllm",  # only the trainer's sampling options
-        "skip_tokenizer_init": True,  # prompts are tokens, and stop strings are found here
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
-        "weight_transfer_config": WeightTransferConfig(backend=transfer),
+        "weight_transfer_config": {"backend": transfer},
         "worker_extension_cls": "pl_grouprl.rollout.vllm.worker.WeightReceiver",
         "disable_log_stats": True,
         **cpu_arguments(),

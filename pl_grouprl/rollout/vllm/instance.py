@@ -27,7 +27,7 @@ from pl_grouprl.rollout.vllm.ranks import (
     gather_from,
     share_requests,
 )
-from pl_grouprl.rollout.vllm.requests import Completion, sampling_params
+from pl_grouprl.rollout.vllm.requests import Completion, new_tokens, sampling_params
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import raise_on_all_ranks
 from pl_grouprl.utilities.progress import tick
@@ -131,6 +131,7 @@ class VLLMInstance:
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
             load_format="dummy",
             enable_sleep_mode=self._sleep_level > 0,
+            skip_tokenizer_init=True,  # prompts are tokens, and stop strings are found here
             **common_arguments(),
             **further,
             **options,
@@ -248,7 +249,7 @@ class VLLMInstance:
                 outputs = self._engine.step()
                 tick(sum(len(output.outputs[0].token_ids) for output in outputs))
                 for output in outputs:
-                    if completions[output.request_id].add(output.outputs[0]):
+                    if completions[output.request_id].add(*new_tokens(output.outputs[0])):
                         self._engine.abort_request([output.request_id])
         except BaseException:
             self._engine.abort_request(list(completions))

@@ -19,10 +19,10 @@ _NEVER = -100.0
 """Logit bias of tokens that are never sampled: vLLM's minimum, a probability of e^-100."""
 
 
-def sampling_params(
+def sampling_options(
     sampling: SamplingConfig, *, end_ids: Sequence[int], never: Sequence[int] = (), seed: int
-) -> SamplingParams:
-    """Sampling parameters of vLLM for one sequence.
+) -> dict[str, Any]:
+    """Arguments of vLLM's `SamplingParams` for one sequence, as plain values.
 
     vLLM applies min-p before top-k and top-p, transformers after them: combining them may give different tokens.
 
@@ -36,23 +36,28 @@ def sampling_params(
         ValueError: If vLLM does not support the temperature.
     """
     check_temperature(sampling)
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": seed,
+        "logprobs": 0,  # of the sampled token only
+        "stop_token_ids": list(end_ids),
+        "ignore_eos": True,  # end_ids includes the end token
+        "detokenize": False,
+        "logit_bias": dict.fromkeys(never, _NEVER) or None,
+    }
+
+
+def sampling_params(sampling: SamplingConfig, **options: Any) -> SamplingParams:
+    """`sampling_options` for a vLLM in this process."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed,
-        logprobs=0,  # of the sampled token only
-        stop_token_ids=list(end_ids),
-        ignore_eos=True,  # end_ids includes the end token
-        detokenize=False,
-        logit_bias=dict.fromkeys(never, _NEVER) or None,
-        output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
-    )
+    kind = RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**sampling_options(sampling, **options), output_kind=kind)
 
 
 def check_temperature(sampling: SamplingConfig) -> None:
@@ -82,23 +87,25 @@ class Completion:
         self._logprobs: list[float] = []
         self._finish_reason: FinishReason | None = None
 
-    def add(self, output: Any) -> bool:
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> bool:
         """Add what is new in an output of vLLM.
 
         Args:
-            output: A `CompletionOutput`.
+            token_ids: New tokens.
+            logprobs: The log-probability of each.
+            finish_reason: Why the sequence has ended; None if it has not.
 
         Returns:
             Whether a stop string ended the sequence, so vLLM must be told.
         """
-        for token, logprobs in zip(output.token_ids, output.logprobs or (), strict=True):
-            self._token_ids.append(int(token))
-            self._logprobs.append(float(logprobs[token].logprob))
+        for token, logprob in zip(token_ids, logprobs, strict=True):
+            self._token_ids.append(token)
+            self._logprobs.append(logprob)
             if self._stop and self._stop.found([self._token_ids[-self._stop.window :]])[0]:
                 self._finish_reason = "stop"
-                return output.finish_reason is None
-        if output.finish_reason is not None:
-            self._finish_reason = _finish_reason(output.finish_reason)
+                return finish_reason is None
+        if finish_reason is not None:
+            self._finish_reason = _finish_reason(finish_reason)
         return False
 
     def rollout(self) -> Rollout:
@@ -113,6 +120,13 @@ class Completion:
                 "engine's dtype can hold its activations (try bfloat16 or float32 in place of float16)."
             )
         return Rollout(self._token_ids, self._logprobs, finish_reason=self._finish_reason)
+
+
+def new_tokens(output: Any) -> tuple[list[int], list[float], str | None]:
+    """What `Completion.add` takes, of a `CompletionOutput` of vLLM."""
+    token_ids = [int(token) for token in output.token_ids]
+    logprobs = zip(token_ids, output.logprobs or (), strict=True)
+    return token_ids, [float(found[token].logprob) for token, found in logprobs], output.finish_reason
 
 
 def _finish_reason(reason: str) -> FinishReason:

@@ -7,11 +7,15 @@ weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weig
 
 from __future__ import annotations
 
+import base64
+import os
+import secrets
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from pl_grouprl.rollout.vllm.arguments import FOLDER_VARIABLE
 from pl_grouprl.rollout.vllm.cpu import refuse_experts
 from pl_grouprl.rollout.vllm.loaded_weights import loaded_checksums
 from pl_grouprl.rollout.vllm.lora_layers import adapter_checksums, without_lora
@@ -32,6 +37,9 @@ if TYPE_CHECKING:
 
 BACKEND = "pl_grouprl"
 """Name of the transfer in vLLM's `WeightTransferConfig`."""
+
+_INSTANCE = secrets.token_hex(8)
+"""Id of this process."""
 
 
 @dataclass
@@ -45,18 +53,27 @@ class BucketInfo(WeightTransferUpdateInfo):
 
     Attributes:
         weights: Name and value of each, in the trainer's process.
-        path: A safetensors file with them, for a worker in another process.
+        path: A safetensors file with them, for a worker in another process on the trainer's machine.
+        safetensors: The contents of such a file, base64, for a worker elsewhere.
+        owner: Who sends it: the `owner` of `begin_update`.
     """
 
     weights: list[tuple[str, Tensor]] | None = None
     path: str | None = None
+    safetensors: str | None = None
+    owner: str | None = None
 
 
 class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
-    """Loads buckets that are passed by reference, or as files."""
+    """Loads buckets that are passed by reference, as files, or in the message.
+
+    Attributes:
+        owner: Who may send them; None in the trainer's process.
+    """
 
     init_info_cls = NoInitInfo
     update_info_cls = BucketInfo
+    owner: str | None = None
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to connect."""
@@ -77,10 +94,19 @@ class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
         torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Load a bucket."""
+        """Load a bucket.
+
+        Raises:
+            RuntimeError: If another trainer has begun an update.
+        """
+        if update_info.owner != self.owner:
+            raise RuntimeError("another trainer has begun an update of this sampler's weights")
         weights = update_info.weights
         if update_info.path is not None:
             weights = list(load_file(update_info.path, device=str(self.device)).items())
+        elif update_info.safetensors is not None:
+            content = base64.b64decode(update_info.safetensors)
+            weights = [(name, weight.to(self.device)) for name, weight in load(content).items()]
         assert weights is not None
         with without_lora(self.model):
             self.model.load_weights(iter(weights))
@@ -104,7 +130,34 @@ class WeightReceiver:
     # Attributes of the worker.
     model_runner: Any
     model_config: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
     _weight_update_active: bool
+
+    def describe(self) -> dict[str, Any]:
+        """Information about this worker for trainers that use a server."""
+        return {
+            "instance": _INSTANCE,
+            "model_type": self.model_config.hf_config.model_type,
+            "vocab_size": self.model_config.get_vocab_size(),
+            "max_model_len": self.model_config.max_model_len,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": self.model_config.logprobs_mode,
+            "backend": self.vllm_config.weight_transfer_config.backend,
+            "folder": os.environ.get(FOLDER_VARIABLE),
+        }
+
+    def begin_update(self, owner: str) -> None:
+        """Prepare for an update by a trainer; an unfinished one is abandoned, and its files are removed.
+
+        Args:
+            owner: The trainer. Buckets of others are refused.
+        """
+        self.abandon_weights()
+        self.weight_transfer_engine.owner = owner
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            for left in Path(folder).glob("*.safetensors"):
+                left.unlink(missing_ok=True)
 
     def refresh_stale_weights(self) -> None:
         """Update what a reload leaves stale: heads tied to embeddings, and caches of encoded images."""

@@ -1,5 +1,6 @@
 """What the command refuses before it imports vLLM."""
 
+import shlex
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from pl_grouprl.rollout.server.__main__ import main
-from pl_grouprl.rollout.server.nccl import check_bucket, init_info
+from pl_grouprl.rollout.server.nccl import init_info
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def test_help_imports_no_vllm():
         "    print([name for name in ('vllm', 'fastapi', 'uvicorn', 'transformers') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
-    assert "--tensor-parallel-size" in output
+    assert "--transfer" in output
     assert output.strip().endswith("[]")
 
 
@@ -44,14 +45,18 @@ def test_other_machines_need_a_token(capsys, host):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--port", "65536"], "--port is 65536; it must be from 0"),
-        (["--max-bucket-mib", "0"], "--max-bucket-mib is 0; it must be at least 1"),
-        (["--option", "logprobs_mode=raw_logprobs"], "--option sets logprobs_mode, which has a separate option"),
-        (["--option", "quantization=fp8"], "--option sets quantization"),
-        (["--option", "max_num_seqs=3"], "--option sets max_num_seqs"),
-        (["--option", "data_parallel_size=2"], "--option sets data_parallel_size"),
-        (["--option", 'speculative_config={"method": "ngram"}'], "--option sets speculative_config"),
-        (["--option", "nonsense"], "'nonsense' is not like max_num_batched_tokens=8192"),
+        (["--port", "65536"], "--port is 65536; it must be from 1 to 65535"),
+        (["--logprobs-mode", "raw_logprobs"], "--logprobs-mode is decided by the loss, which needs log-probabilities"),
+        (["--logprobs_mode=raw_logprobs"], "--logprobs_mode is decided by the loss"),
+        (["--logprobs-m", "raw_logprobs"], "--logprobs-m is decided by the loss"),
+        (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is decided by the group"),
+        (["--quantization", "fp8"], "--quantization is decided by the comparison of weights"),
+        (["-q", "fp8"], "-q is decided by the comparison of weights"),
+        (["--data-parallel-size", "2"], "--data-parallel-size is decided by the number of engines or servers"),
+        (["--speculative-config.method", "ngram"], "--speculative-config.method is decided by the loss"),
+        (["--spec-method", "ngram"], "--spec-method is decided by the loss"),
+        (["--config", "file.yaml"], "--config is decided by the command line, which is checked"),
+        (["--api-key", "k"], "--api-key is decided by --token, which guards every route"),
         (["--token", "a b\n"], "--token has characters not allowed in headers"),
         (["--token", ""], "--token has characters not allowed in headers"),
     ],
@@ -75,15 +80,47 @@ def test_vllm_must_not_unpickle(capsys, monkeypatch):
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION is set" in refusal(capsys)
 
 
-def test_buckets_that_are_broadcast():
-    bucket = check_bucket(["a", "b"], ["bfloat16", "float32"], [[2, 3], []], 16)  # 12 and 4 bytes
-    assert bucket == {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
-    with pytest.raises(ValueError, match="the bucket has 16 bytes; at most 15 are accepted"):
-        check_bucket(["a", "b"], ["bfloat16", "float32"], [[2, 3], []], 15)
-    with pytest.raises(ValueError, match="the bucket has 1 names, 2 dtypes and 1 shapes"):
-        check_bucket(["a"], ["int8", "int8"], [[1]], 9)
-    with pytest.raises(ValueError, match="dtypes has 'load'; choose from float32, "):
-        check_bucket(["a"], ["load"], [[1]], 9)
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """As if vLLM were there."""
+    monkeypatch.setattr("pl_grouprl.rollout.vllm.arguments.cpu_arguments", dict)
+
+
+def printed(capsys, *arguments):
+    main(["--model", *arguments, "--print"])
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_the_command_that_is_printed(capsys, on_gpus, tmp_path):
+    words = printed(capsys, str(tmp_path), "--port", "8123", "--max-num-seqs", "32", "--dtype", "bfloat16")
+    assert words[0] == "VLLM_SERVER_DEV_MODE=1"
+    options = words[words.index("--model") :]
+    assert options[:10] == [
+        *("--model", str(tmp_path), "--host", "127.0.0.1", "--port", "8123"),
+        *("--max-num-seqs", "32", "--dtype", "bfloat16"),
+    ]
+    for pair in (
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--weight-transfer-config", '{"backend": "pl_grouprl"}'),
+        ("--worker-extension-cls", "pl_grouprl.rollout.vllm.worker.WeightReceiver"),
+        ("--middleware", "pl_grouprl.rollout.server.auth.TokenAuth"),
+        ("--generation-config", "vllm"),
+    ):
+        assert options[options.index(pair[0]) + 1] == pair[1]
+    assert {"--enable-scale-out", "--enable-prefix-caching", "--skip-tokenizer-init"} <= {*options}
+
+
+def test_a_tokenizer_is_loaded_if_there_is_one(capsys, on_gpus, tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    assert "--skip-tokenizer-init" not in printed(capsys, str(tmp_path))
+    assert "--skip-tokenizer-init" not in printed(capsys, "Qwen/Qwen3-0.6B")
+
+
+def test_a_token_is_not_printed(capsys, on_gpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GROUPRL_TOKEN", "secret")
+    words = printed(capsys, str(tmp_path), "--host", "0.0.0.0")
+    assert "PL_GROUPRL_TOKEN=$PL_GROUPRL_TOKEN" in words
+    assert "secret" not in " ".join(words)
 
 
 def test_vllm_takes_what_workers_are_told():
@@ -95,4 +132,4 @@ def test_vllm_takes_what_workers_are_told():
 
     told = NCCLWeightTransferInitInfo(**init_info(base64.b64encode(bytes(range(128))).decode(), 3, 5))
     assert (told.nccl_unique_id_bytes, told.rank_offset, told.world_size) == (bytes(range(128)), 3, 5)
-    NCCLWeightTransferUpdateInfo(**check_bucket(["a"], ["bfloat16"], [[2, 3]], 12))
+    NCCLWeightTransferUpdateInfo(names=["a"], dtype_names=["bfloat16"], shapes=[[2, 3]])

@@ -1,17 +1,24 @@
 """The engine against servers that have no model."""
 
+import asyncio
+import json
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.fake_sampler import FakeSampler
+from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
-from pl_grouprl.rollout.server import client as client_module
 from pl_grouprl.rollout.server import engine as engine_module
+from pl_grouprl.rollout.server import fleet as fleet_module
+from pl_grouprl.rollout.server import server as server_module
 from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
@@ -22,7 +29,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11], [12, 13], [14]]
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    monkeypatch.setattr(client_module, "_LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(server_module, "_LONGEST_WAIT", 0.1)
     monkeypatch.delenv("PL_GROUPRL_TOKEN", raising=False)
 
 
@@ -70,7 +77,8 @@ def test_all_servers_get_all_weights(policy, servers):
     assert engine.version == 3
     assert metrics["bytes"] == sum(parameter.nbytes for parameter in policy.parameters())
     for server in (first, second):
-        assert server.state["version"] == 3
+        assert server.label == engine._labels.of(3)
+        assert server.paused is None
         assert server.weights.keys() == dict(policy.named_parameters()).keys()
         for name, parameter in policy.named_parameters():
             assert torch.equal(server.weights[name], parameter)
@@ -97,37 +105,76 @@ def test_a_weight_may_change_once_the_next_is_asked_for(policy, servers):
     assert {name: value.tolist() for name, value in server.weights.items()} == {f"w{i}": 4 * [i] for i in range(5)}
 
 
+def test_an_update_step_by_step(policy, servers, tmp_path):
+    """Nothing is sampled while weights are incomplete, and nothing that old weights computed is left."""
+    server = servers(folder=str(tmp_path))
+    engine = make_engine(policy, server)
+    labels = []
+    server.before = lambda path: labels.append(server.label) if path == "/update_weights" else None
+    engine.update_weights(weights(policy), version=3)
+    sent = len(labels)
+    assert sent > 1
+    assert set(labels) == {engine._labels.updating}
+    assert server.calls == [
+        *("describe", "pause", "update_weight_version", "begin_update", "start_weight_update"),
+        *("update_weights" for _ in range(sent)),
+        *("finish_weight_update", "refresh_stale_weights", "reset_prefix_cache", "weight_checksums"),
+        *("update_weight_version", "resume"),
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_buckets_go_through_shared_memory_or_http(policy, servers, tmp_path, monkeypatch, shared):
+    server = servers(folder=str(tmp_path if shared else tmp_path / "on another machine"))
+    ways = []
+    monkeypatch.setattr(server, "load", lambda info: ways.append(sorted(info)) or FakeSampler.load(server, info))
+    make_engine(policy, server).update_weights(weights(policy), version=1)
+    assert {tuple(way) for way in ways} == {("owner", "path" if shared else "safetensors")}
+
+
+def test_a_full_memory_is_not_filled_further(policy, servers, tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_SPARE", 1 << 60)
+    server = servers(folder=str(tmp_path))
+    make_engine(policy, server).update_weights(weights(policy), version=1)
+    assert len(server.weights) == len(list(policy.parameters()))
+
+
 def test_the_request_that_is_sent(policy, servers):
     server = servers()
     engine = make_engine(policy, server)
     engine.update_weights(weights(policy), version=3)
     engine.generate(PROMPTS[:1], SAMPLING, num_generations=2, seed=9)
-    (asked,) = server.asked
-    assert asked.pop("update") == server.state["update"]
-    assert asked == {
-        "version": 3,
-        "tokenizer": None,  # no stop strings
-        "requests": [{"prompt": [1, 2, 3], "seeds": [derive_seed(9, 0, 0), derive_seed(9, 0, 1)]}],
-        "sampling": {
-            **{"max_new_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
-            **{"stop": [], "stop_token_ids": [4]},
-        },
-        "end_ids": [4],
-        "never": [],
+    common = {
+        **{"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0},
+        **{"stop_token_ids": [4], "ignore_eos": True, "detokenize": False, "logit_bias": None},
     }
+    asked = sorted(server.asked, key=lambda told: told["sampling_params"]["seed"])
+    assert len({told.pop("request_id") for told in asked}) == 2
+    assert asked == [
+        {"token_ids": [1, 2, 3], "sampling_params": {**common, "seed": seed}, "stream": False}
+        for seed in sorted(derive_seed(9, 0, number) for number in range(2))
+    ]
+
+
+def test_rollouts_know_their_weights(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    for version in (3, 7):
+        engine.update_weights(weights(policy), version=version)
+        ((rollout,),) = engine.generate(PROMPTS[:1], SAMPLING, num_generations=1, seed=9)
+        assert rollout.weight_versions == [version] * 3
 
 
 def test_each_prompt_has_its_limit(policy, servers):
-    """It is that of its request: servers that know one limit per request serve it too."""
     first, second = servers(), servers()
     engine = make_engine(policy, first, second)
     engine.update_weights(weights(policy), version=1)
     limits = [3, 1, 2, 2, 1, 3, 2]
     groups = engine.generate(PROMPTS, SAMPLING, num_generations=2, seed=9, max_new_tokens=limits)
     assert [[len(found) for found in group] for group in tokens(groups)] == [[limit, limit] for limit in limits]
-    asked = {tuple(told["requests"][0]["prompt"]): told["sampling"] for told in first.asked + second.asked}
-    for prompt, limit in zip(PROMPTS, limits, strict=True):
-        assert asked[tuple(prompt)] == {**asked[tuple(PROMPTS[0])], "max_new_tokens": limit}
+    asked = {tuple(told["token_ids"]): told["sampling_params"]["max_tokens"] for told in first.asked + second.asked}
+    assert [asked[tuple(prompt)] for prompt in PROMPTS] == limits
     whole = engine.generate(PROMPTS, SAMPLING, num_generations=2, seed=9)
     cut = [[found[:limit] for found in group] for group, limit in zip(tokens(whole), limits, strict=True)]
     assert tokens(groups) == cut
@@ -186,7 +233,9 @@ def test_results_do_not_depend_on_servers_or_ranks(policy, servers):
 
 def test_servers_share_the_prompts(policy, servers):
     first, second = servers(), servers()
-    first.before = lambda path: time.sleep(0.2) if path == "/generate" else None  # the other has time for more
+    first.before = lambda path: (
+        time.sleep(0.2) if path == "/inference/v1/generate" else None
+    )  # the other has time for more
     engine = make_engine(policy, first, second, max_concurrent_requests=1)
     engine.update_weights(weights(policy), version=1)
     engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=5)
@@ -211,16 +260,30 @@ def test_text_is_decoded_by_the_tokenizer(policy, servers):
 
 def test_other_ranks_sample_but_send_no_weights(policy, servers, monkeypatch):
     server = servers()
-    make_engine(policy, server).update_weights(weights(policy), version=4)
+    first = make_engine(policy, server)
+    first.update_weights(weights(policy), version=4)
+    shared = [first._labels.run, first.max_model_len]
     monkeypatch.setattr(engine_module, "own_rank", lambda: 1)
+    monkeypatch.setattr(engine_module, "gather_plain", lambda own, device: [shared, own])
     other = make_engine(policy, server)
-    before = dict(server.state)
-    assert other.update_weights(weights(policy), version=4)["bytes"] == 0
+    before, stream = list(server.calls), weights(policy)
+    assert other.update_weights(stream, version=4)["bytes"] == 0
+    assert list(stream) == []  # all ranks gather it
+    assert other.max_model_len == 512
     assert len(other.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)) == 7
-    assert server.state == before
+    assert server.calls == before
     other.update_weights(weights(policy), version=5)  # which rank 0 has not sent
-    with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
+    with pytest.raises(WeightsMismatchError, match=r"has weights '\w+:4', not '\w+:5'. They are older"):
         other.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_update_weights_returns_on_all_ranks_at_once(servers, fail):
+    """Else a rank could sample from old weights while rank 0 still sends."""
+    script = Path(__file__).with_name("update_ranks.py")
+    told = run_script(script, servers().url, *(["fail"] if fail else []), ranks=2)
+    assert told.stdout.count("lost") == (2 if fail else 0)
+    assert told.stdout.count("ended 512") == 2
 
 
 def test_a_restarted_server_gets_the_weights_again(policy, servers):
@@ -231,29 +294,94 @@ def test_a_restarted_server_gets_the_weights_again(policy, servers):
     again = servers(port=server.port, instance="second")
     with pytest.raises(SamplerLostError, match="It was restarted, or has lost an update"):
         engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
-    assert engine.version is None
     engine.update_weights(weights(policy), version=2)
     assert len(engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)) == 7
     assert len(again.asked) == 7
 
 
-@pytest.mark.parametrize("place", ["/weights/bucket", "/weights/end"])
+def test_a_server_that_restarts_in_a_rollout_is_lost(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+
+    def restart(path):
+        if path == "/inference/v1/generate" and len(server.asked) == 3:
+            server.restart()
+            raise ConnectionAbortedError
+
+    server.before = restart
+    with pytest.raises(SamplerLostError, match="It was restarted"):
+        engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+
+
+def test_a_connection_that_breaks_is_no_loss(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    expected = engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+
+    def cut(path):
+        if path == "/inference/v1/generate" and len(server.asked) == 10:
+            server.before = lambda path: None
+            raise ConnectionAbortedError
+
+    server.before = cut
+    assert engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0) == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (503, {"error": {"message": "the engine is dead"}}),
+        (200, b'data: {"error": {"message": "the engine is dead"}}\n\n'),
+        (200, b"data: [DONE]\n\n"),
+    ],
+)
+def test_rollouts_that_always_break_off_end_the_run(policy, servers, answer):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.bind(policy, Letters())
+    engine.update_weights(weights(policy), version=1)
+    server.before = lambda path: answer if path == "/inference/v1/generate" else None
+    said = "the answer ended before its rollout did" if b"DONE" in str(answer).encode() else "the engine is dead"
+    with pytest.raises(RuntimeError, match=f"broke off a rollout 5 times, most recently: .*{said}"):
+        engine.generate([[1]], SamplingConfig(stop=("z",)), num_generations=1, seed=0)
+
+
+@pytest.mark.parametrize("place", ["/update_weights", "/finish_weight_update"])
 def test_a_server_that_restarts_in_an_update_is_lost(policy, servers, place):
     server, other = servers(), servers()
     engine = make_engine(policy, other, server)
 
     def restart(path):
-        if path.startswith(place):
-            server.state.update(instance="second", version=None, update=None, updating=False)
+        if path == place:
+            server.restart()
             server.before = lambda path: None
 
     server.before = restart
     with pytest.raises(SamplerLostError):
         engine.update_weights(weights(policy), version=1)
     assert engine.version is None
-    assert other.state == {**other.state, "version": None, "update": None, "updating": False}  # aborted
+    assert other.label == engine._labels.lost
+    assert other.paused  # nothing is sampled from incomplete weights
     engine.update_weights(weights(policy), version=2)
-    assert server.state["version"] == other.state["version"] == 2
+    assert server.label == other.label == engine._labels.of(2)
+    assert not other.paused
+
+
+def test_a_server_that_breaks_off_an_update_gets_it_again(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+
+    def cut(path):
+        if path == "/update_weights":
+            server.before = lambda path: None
+            raise ConnectionAbortedError
+
+    server.before = cut
+    with pytest.raises(SamplerLostError, match="broke off an update"):
+        engine.update_weights(weights(policy), version=1)
+    engine.update_weights(weights(policy), version=2)
 
 
 def test_a_server_that_stays_away_ends_the_run(policy, servers):
@@ -261,7 +389,9 @@ def test_a_server_that_stays_away_ends_the_run(policy, servers):
     engine = make_engine(policy, server)
     engine.update_weights(weights(policy), version=1)
     server.close()
-    with pytest.raises(RuntimeError, match=f"at {server.url} did not come back within 3 seconds"):
+    engine._servers[0].timeout = 0.5
+    told = rf"at {server.url} did not come back within 0.5 seconds .*--host 127\.0\.0\.1 --port {server.port}"
+    with pytest.raises(RuntimeError, match=told):
         engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
     with pytest.raises(RuntimeError, match="did not come back"):
         engine.update_weights(weights(policy), version=2)
@@ -275,15 +405,36 @@ def test_another_trainer_is_noticed(policy, servers):
     with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
         engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
 
+
+@pytest.mark.parametrize("place", ["/update_weights", "/finish_weight_update", "/reset_prefix_cache"])
+def test_another_trainer_in_an_update_is_noticed(policy, servers, place):
+    server = servers()
+    engine, other = make_engine(policy, server), make_engine(policy, server)
+
     def intrude(path):
-        if path.startswith("/weights/bucket"):
+        if path == place:
             server.before = lambda path: None
-            server.state.update(update="another's")
+            other._ready()._begin("keep", other._servers[0])
 
     server.before = intrude
     with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
         engine.update_weights(weights(policy), version=2)
-    assert server.state["update"] == "another's"  # which is left alone
+    assert server.label == other._labels.updating  # which is left alone
+
+
+def test_another_trainer_in_a_rollout_is_noticed(policy, servers):
+    server = servers()
+    engine, other = make_engine(policy, server), make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+
+    def intrude(path):
+        if path == "/inference/v1/generate":
+            server.before = lambda path: None
+            other.update_weights(weights(policy), version=1)
+
+    server.before = intrude
+    with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
+        engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
 
 
 def test_weights_that_differ_end_the_run(policy, servers):
@@ -297,7 +448,159 @@ def test_weights_that_differ_end_the_run(policy, servers):
     with pytest.raises(WeightsMismatchError, match=rf"At {second.url}: .*1 differ: model\.norm\.weight differs"):
         engine.update_weights(weights(policy), version=1)
     assert engine.version is None
-    assert first.state["version"] is second.state["version"] is None
+    assert first.label == second.label == engine._labels.lost
+    assert first.paused
+    assert second.paused
+
+
+def in_flight(servers, policy, during, **options):
+    """Rollouts during which `during(engine, server)` is called, at the fourth of seven sequences."""
+    server = servers()
+    engine = make_engine(policy, server, **options)
+    engine.update_weights(weights(policy), version=1)
+
+    def update(path):
+        if path == "/inference/v1/generate" and len(server.asked) == 3:
+            server.before = lambda path: None
+            return during(engine, server)
+        return None
+
+    server.before = update
+    return engine, engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+
+
+def test_sequences_go_on_with_new_weights(policy, servers):
+    def during(engine, server):
+        engine.update_weights(weights(policy), version=2)
+        spans = [(engine._labels.of(1), 0, 1), (engine._labels.of(2), 1, 3)]
+        return {
+            "choices": [
+                {
+                    **{"token_ids": [1, 2, 3], "finish_reason": "length"},
+                    "logprobs": {"content": [{"token_id": token, "logprob": -1.0} for token in (1, 2, 3)]},
+                    "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in spans],
+                }
+            ]
+        }
+
+    engine, groups = in_flight(servers, policy, during)
+    versions = [rollout.weight_versions for (rollout,) in groups]
+    assert versions.count([1, 2, 2]) == 1
+    assert {version for own in versions for version in own} == {1, 2}
+    assert engine.version == 2
+
+
+def test_sequences_start_again_with_new_weights(policy, servers):
+    def during(engine, server):
+        engine.update_weights(weights(policy), version=2)
+        assert server.calls.count("pause") == 2
+        return {"choices": [{"token_ids": [5], "logprobs": None, "finish_reason": "abort", "weight_versions": None}]}
+
+    engine, groups = in_flight(servers, policy, during, in_flight="restart")
+    assert [2, 2, 2] in [rollout.weight_versions for (rollout,) in groups]
+    assert tokens(groups) == tokens(engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0))
+
+
+def test_rollouts_during_an_update_that_fails_are_lost(policy, servers):
+    def during(engine, server):
+        with pytest.raises(ZeroDivisionError):
+            engine.update_weights((("w", torch.zeros(1 // 0)) for _ in range(1)), version=2)
+
+    with pytest.raises(SamplerLostError, match="It was restarted, or has lost an update"):
+        in_flight(servers, policy, during)
+
+
+def test_generate_in_a_thread_with_an_event_loop(policy, servers):
+    engine = make_engine(policy, servers())
+    engine.update_weights(weights(policy), version=1)
+
+    async def main():
+        return engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+
+    assert asyncio.run(main()) == engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+
+
+def test_an_interruption_ends_what_is_sampled(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    server.before = lambda path: time.sleep(1) if path == "/inference/v1/generate" else None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Letters:
+    """Token i is the i-th letter."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+def test_stop_strings_are_found_here(policy, servers):
+    """The server is told to end the sequence, and says which weights it is from."""
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.bind(policy, Letters())
+    engine.update_weights(weights(policy), version=1)
+    logprobs = [{"content": [{"token_id": token, "logprob": -float(token)}]} for token in range(6)]
+    parts = [{"token_ids": [token], "logprobs": logprobs[token], "finish_reason": None} for token in range(5)]
+    spans = [{"version": server.label, "start": 0, "end": 5}]
+    parts.append({"token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_versions": spans})
+    answer = b"".join(b"data: " + json.dumps({"choices": [part]}).encode() + b"\n\n" for part in parts)
+    server.before = lambda path: (200, answer) if path == "/inference/v1/generate" else None
+    ((rollout,),) = engine.generate([[1]], SamplingConfig(stop=("bc",)), num_generations=1, seed=0)
+    assert (rollout.token_ids, rollout.logprobs) == ([0, 1, 2], [0.0, -1.0, -2.0])
+    assert (rollout.finish_reason, rollout.text, rollout.weight_versions) == ("stop", "abc", [1, 1, 1])
+    assert server.calls[-1] == "inference_v1_abort_requests"
+
+
+def test_logits_that_are_not_finite(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    choice = {
+        **{"token_ids": [1], "finish_reason": "length", "weight_versions": []},
+        "logprobs": {"content": [{"token_id": 1, "logprob": -9999.0}]},  # vLLM's NaN
+    }
+    server.before = lambda path: {"choices": [choice]} if path == "/inference/v1/generate" else None
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.generate([[1]], SAMPLING, num_generations=1, seed=0)
+
+
+def test_tokens_of_unknown_weights_are_refused(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    choice = {
+        **{"token_ids": [1], "finish_reason": "length", "weight_versions": None},
+        "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}]},
+    }
+    server.before = lambda path: {"choices": [choice]} if path == "/inference/v1/generate" else None
+    with pytest.raises(WeightsMismatchError, match="does not say from which weights its tokens are"):
+        engine.generate([[1]], SAMPLING, num_generations=1, seed=0)
+
+
+def test_what_vllm_refuses(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    server.before = lambda path: (400, {"error": {"message": "no"}}) if path == "/inference/v1/generate" else None
+    with pytest.raises(ValueError, match="answers 400: no"):
+        engine.generate([[1]], SAMPLING, num_generations=1, seed=0)
+    for answer in ((200, b"hello"), (404, b"")):
+        server.before = lambda path, answer=answer: answer
+        with pytest.raises(RuntimeError, match="this is not a sampling server; start one with python -m"):
+            engine.update_weights(weights(policy), version=2)
+    server.before = lambda path: (401, {"error": "the token is missing or wrong"})
+    with pytest.raises(RuntimeError, match="answers 401: the token is missing or wrong"):
+        engine.update_weights(weights(policy), version=2)
 
 
 def test_what_the_stream_raises_ends_the_update(policy, servers):
@@ -309,7 +612,7 @@ def test_what_the_stream_raises_ends_the_update(policy, servers):
 
     with pytest.raises(KeyError, match="the shard of another rank"):
         make_engine(policy, server).update_weights(stream(), version=1)
-    assert server.state["updating"] is False
+    assert (server.paused, server.label.partition(":")[2]) == ("abort", "lost")
 
 
 def test_the_next_bucket_is_gathered_while_one_is_sent(policy, servers):
@@ -317,7 +620,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(policy, servers):
     began, gathered = threading.Event(), threading.Event()
 
     def slow(path):
-        if path.startswith("/weights/bucket"):
+        if path == "/update_weights":
             began.set()
             assert gathered.wait(10)
 
@@ -353,6 +656,10 @@ def test_requests_that_cannot_be_served(policy, servers):
     ("info", "message"),
     [
         ({"model_type": "qwen3"}, "has model_type 'qwen3', not 'llama'; start it with --model of the policy"),
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            "has logprobs_mode 'raw_logprobs', not 'processed_logprobs'; start it with",
+        ),
         ({"vocab_size": 62}, "has vocab_size 62, not 61; start it with --model of the policy"),
     ],
 )
@@ -362,14 +669,13 @@ def test_a_server_of_another_model_is_refused(policy, servers, info, message):
 
 
 def test_transfer_must_be_that_of_the_server(policy, servers):
-    with pytest.raises(ValueError, match="has transfer 'http', not 'nccl'; start it with --transfer nccl"):
+    with pytest.raises(ValueError, match="has backend 'pl_grouprl', not 'nccl'; start it with --transfer nccl"):
         make_engine(policy, servers(), transfer="nccl").update_weights(weights(policy), version=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_needs_a_gpu(policy, servers):
-    server = servers()
-    server.info["transfer"] = "nccl"
+    server = servers(backend="nccl")
     with pytest.raises(ValueError, match="transfer is 'nccl', but this machine has no CUDA device; choose 'http'"):
         make_engine(policy, server, transfer="nccl").update_weights(weights(policy), version=1)
 
@@ -387,41 +693,40 @@ class Broadcaster:
     def send(self, bucket, announce, pool):
         self.last = [name for name, _ in bucket]
         for one in announce:
-            one({"names": self.last, "dtypes": [], "shapes": []})
+            one({"names": self.last, "dtype_names": [], "shapes": []})
 
     def close(self):
         pass
 
 
-@pytest.mark.parametrize("place", ["/weights/broadcast", "/weights/connect"])
+@pytest.mark.parametrize("place", ["/update_weights", "/init_weight_transfer_engine"])
 def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, place):
-    from pl_grouprl.rollout.server import fleet as fleet_module
     from pl_grouprl.rollout.server import nccl
 
     monkeypatch.setattr(nccl, "check_device", lambda: None)
     monkeypatch.setattr(nccl, "Broadcaster", Broadcaster)
     monkeypatch.setattr(fleet_module, "_on_gpu", lambda stream: stream)
-    server = servers()
-    server.info["transfer"] = "nccl"
-    server._weights_connect = server._weights_broadcast = lambda handler, body: (200, {})
+    server = servers(backend="nccl")
+    monkeypatch.setattr(server, "load", lambda info: {})
 
     def go(path):
-        if path.startswith(place):
+        if path == place:
             server.before = lambda path: None
-            raise ConnectionAbortedError  # the connection ends without an answer
+            raise ConnectionAbortedError
 
     def hang(path):
-        if path.startswith(place):
+        if path == place:
             server.before = lambda path: None
             time.sleep(2)
 
     engine = make_engine(policy, server, transfer="nccl")
     server.before = go
     before = Broadcaster.made
-    with pytest.raises(SamplerLostError, match="it has gone"):
+    with pytest.raises(SamplerLostError, match=r"went away|broke off"):
         engine.update_weights(weights(policy), version=1)
     assert engine._fleet is None  # nothing is broadcast in a group that was left
-    engine._clients[0].timeout = 1
+    engine._servers[0].timeout = 1
+    engine._servers[0].__dict__.pop("_http")
     server.before = hang
     with pytest.raises(RuntimeError, match=r"have waited 1 seconds for NCCL, .* Stop the server and start it again"):
         engine.update_weights(weights(policy), version=2)
@@ -437,6 +742,7 @@ def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, pla
         ({"transfer": "ipc"}, "transfer is 'ipc'; it must be 'http' or 'nccl'"),
         ({"bucket_mib": 0}, "bucket_mib is 0; it must be at least 1"),
         ({"adapter": "separate"}, "adapter is 'separate'; it must be 'merged'"),
+        ({"in_flight": "drop"}, "in_flight is 'drop'; it must be 'keep' or 'restart'"),
         ({"max_concurrent_requests": 0}, "max_concurrent_requests is 0; it must be at least 1"),
     ],
 )
@@ -445,9 +751,34 @@ def test_options_are_checked(options, message):
         VLLMServerRolloutEngine(**options)
 
 
-def test_the_token_is_read_from_the_environment(monkeypatch):
+def test_the_token_is_sent(policy, servers, monkeypatch):
+    server = servers()
     monkeypatch.setenv("PL_GROUPRL_TOKEN", "secret")
-    assert VLLMServerRolloutEngine()._clients[0]._headers == {"Authorization": "Bearer secret"}
-    assert VLLMServerRolloutEngine(token="mine")._clients[0]._headers == {"Authorization": "Bearer mine"}
+    for options, expected in (({}, "Bearer secret"), ({"token": "mine"}, "Bearer mine")):
+        engine = make_engine(policy, server, **options)
+        engine.update_weights(weights(policy), version=1)
+        assert server.headers["Authorization"] == expected
+        engine.generate([[1]], SAMPLING, num_generations=1, seed=0)
+        assert server.headers["Authorization"] == expected
     monkeypatch.delenv("PL_GROUPRL_TOKEN")
-    assert VLLMServerRolloutEngine()._clients[0]._headers == {}
+    make_engine(policy, server).update_weights(weights(policy), version=1)
+    assert "Authorization" not in server.headers
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:8000", "ftp://host", "http://", "http://user:word@host:1", "http://:word@h:1", "http://h?a=b"),
+        *("http://h#a", "http://h:0", "http://h:99999", "http://h:abc"),
+    ],
+)
+def test_malformed_urls_are_refused(url):
+    with pytest.raises(ValueError, match=r"it must be like http://127\.0\.0\.1:8000") as error:
+        VLLMServerRolloutEngine(url)
+    assert "word" not in str(error.value)
+
+
+def test_a_token_must_fit_into_a_header():
+    with pytest.raises(ValueError, match="characters not allowed in headers") as error:
+        VLLMServerRolloutEngine(token="sec\nret")
+    assert "ret" not in str(error.value).replace("carry", "")

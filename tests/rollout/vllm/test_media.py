@@ -24,7 +24,7 @@ from helpers.vllm_vision import fresh_logprobs, import_vllm_models, tiny_model  
 from pl_grouprl.rollout.stopping import StopStrings  # noqa: E402
 from pl_grouprl.rollout.vllm.image_items import image_items  # noqa: E402
 from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args  # noqa: E402
-from pl_grouprl.rollout.vllm.requests import Completion, sampling_params  # noqa: E402
+from pl_grouprl.rollout.vllm.requests import Completion, new_tokens, sampling_params  # noqa: E402
 
 SAMPLING = SamplingConfig(max_new_tokens=10)
 
@@ -91,7 +91,7 @@ class Engine:
                 self.llm.add_request(f"{place}.{number}", engine_prompt(self.model, prompt, own), parameters)
         while self.llm.has_unfinished_requests():
             for output in self.llm.step():
-                asked[output.request_id].add(output.outputs[0])
+                asked[output.request_id].add(*new_tokens(output.outputs[0]))
         rollouts = [completion.rollout() for completion in asked.values()]
         return [rollouts[first : first + num_generations] for first in range(0, len(rollouts), num_generations)]
 

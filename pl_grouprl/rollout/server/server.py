@@ -1,0 +1,170 @@
+"""One sampling server, seen from the trainer: the calls that update its weights. Sampling is in `sampling`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import httpx
+
+from pl_grouprl.rollout.server.auth import check_token
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
+"""Seconds between two attempts to reach a server."""
+
+_NO_SAMPLER = "this is not a sampling server; start one with python -m pl_grouprl.rollout.server."
+
+
+class RefusedError(RuntimeError):
+    """The server understood a request and refuses it.
+
+    Attributes:
+        status: HTTP status.
+    """
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        self.status = status
+        super().__init__(f"the sampling server at {url} answers {status}: {reason[:2000]}")
+
+
+class Server:
+    """The address of a server; thread-safe. Calls are not retried.
+
+    Args:
+        url: `http://host:port`, or `https://...`.
+        token: The server's token.
+        timeout: Seconds that it may be away, and limit of each call.
+
+    Raises:
+        ValueError: If the url or the token is malformed.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0) -> None:
+        self._parts = urlsplit(url)
+        if not _is_server(self._parts):
+            raise ValueError(f"urls has {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
+        check_token(token, "token")
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Call a route; `options` are httpx's. Returns the answer.
+
+        Raises:
+            RefusedError: If it refuses.
+            httpx.TransportError: If it is away.
+        """
+        return self.read(self._http.post(path, json=body, **options))
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the workers (`rollout.vllm.worker.WeightReceiver`). Returns the result of each."""
+        answer = self.post("/collective_rpc", {"method": method, "args": list(args)})
+        return answer["results"] if answer else []
+
+    def label(self) -> str:
+        """The label of its weights."""
+        return self.read(self._http.get("/weight_info"))["weight_version"]
+
+    def describe(self) -> dict[str, Any]:
+        """What its first worker says about itself (`WeightReceiver.describe`), and the number of `workers`."""
+        workers = self.rpc("describe")
+        return {**workers[0], "workers": len(workers)}
+
+    def wait(self) -> str:
+        """Wait until the server can be reached. Returns the label of its weights.
+
+        Raises:
+            RuntimeError: If it stays away for longer than `timeout`.
+        """
+        reason: Exception | None = None
+        for seconds in self.pauses():
+            try:
+                return self.label()
+            except (httpx.TransportError, RefusedError) as error:
+                reason = self.passing(error)
+                time.sleep(seconds)
+        raise self.away(reason)
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds to wait between attempts to reach the server, until it has been away for too long."""
+        wait, ends = _FIRST_WAIT, time.monotonic() + self.timeout
+        while time.monotonic() + wait < ends:
+            yield wait
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+    def passing(self, error: Exception) -> Exception:
+        """Return an error that may pass: the server is away, or starting, or stopping. Raise others."""
+        if isinstance(error, RefusedError) and error.status < 500:
+            raise error
+        return error
+
+    def away(self, reason: Exception | None) -> RuntimeError:
+        """The error of a server that stays away."""
+        return RuntimeError(
+            f"the sampling server at {self.url} did not come back within {self.timeout:g} seconds "
+            f"({type(reason).__name__}: {reason}). Start it (python -m pl_grouprl.rollout.server --model ... "
+            f"--host {self._parts.hostname} --port {self._parts.port or 80}), or raise timeout."
+        )
+
+    def read(self, response: httpx.Response) -> Any:
+        """What an answer says.
+
+        Raises:
+            RefusedError: If it is a refusal, or not from a sampling server.
+        """
+        if response.status_code != 200:
+            raise RefusedError(self.url, response.status_code, _reason(response))
+        try:
+            return response.json() if response.content else None
+        except ValueError:
+            raise RefusedError(self.url, 404, _NO_SAMPLER) from None
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Options of httpx's clients: no proxies, and no connections that the server may have closed."""
+        return {
+            "base_url": self.url,
+            "headers": self._headers,
+            "trust_env": False,
+            "limits": httpx.Limits(max_keepalive_connections=0),
+            "verify": httpx.create_ssl_context() if self._parts.scheme == "https" else False,
+        }
+
+    @cached_property
+    def _http(self) -> httpx.Client:
+        return httpx.Client(timeout=self.timeout, **self.options)
+
+
+def _reason(response: httpx.Response) -> str:
+    """The reason of a refusal: vLLM has it in `error`, in `error.message` or in `detail`."""
+    if response.status_code == 404:
+        return _NO_SAMPLER
+    try:
+        answer = response.json()
+        reason = answer.get("error") or answer.get("detail") or answer
+        return str(reason.get("message", reason) if isinstance(reason, dict) else reason)
+    except (ValueError, AttributeError):
+        return response.reason_phrase
+
+
+def _is_server(parts: SplitResult) -> bool:
+    try:
+        has_port = parts.port != 0
+    except ValueError:
+        return False
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and has_port
+        and not ("@" in parts.netloc or parts.query or parts.fragment)
+    )
+
+
+def _without_secrets(url: str) -> str:
+    """The url without user name and password."""
+    scheme, divider, rest = url.rpartition("://")
+    return f"{scheme}{divider}{rest.rpartition('@')[2]}"
