@@ -42,7 +42,7 @@ class Gateway:
         self._urls = [url.rstrip("/") for url in urls]
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._sampled: Sampled | None = None
-        self._failed: asyncio.Future[None] | None = None
+        self._failed: asyncio.Future[Any] | None = None
         self._server_of: dict[str, int] = {}
         self._runner: Any = None
         self._client: Any = None
@@ -72,7 +72,7 @@ class Gateway:
                 await part
         self._runner = self._client = None
 
-    def begin(self, sampled: Sampled) -> asyncio.Future[None]:
+    def begin(self, sampled: Sampled) -> asyncio.Future[Any]:
         """Serve a round of episodes; the result fails as soon as none of its rollouts can be trained."""
         self._sampled, self._server_of = sampled, {}
         self._failed = asyncio.get_running_loop().create_future()

@@ -48,7 +48,7 @@ class Sampled:
 
     sampling: SamplingConfig
     version: str
-    limits: EpisodeLimits = EpisodeLimits()
+    limits: EpisodeLimits
     max_model_len: int | None = None
     end_ids: Sequence[int] = ()
     never: Sequence[int] = ()
@@ -74,9 +74,7 @@ class Sampled:
         room = self._room(talk, len(token_ids))
         if room < 1:
             talk.ran_out = True
-            raise ValueError(
-                f"the episode has no room for another token after {len(token_ids)}, within the run's limits"
-            )
+            raise ValueError(f"the run's limits leave the episode no room for a token after {len(token_ids)}")
         params, sampling = asked["sampling_params"], self.sampling
         sent = {
             "max_tokens": room,

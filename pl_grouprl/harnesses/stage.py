@@ -81,10 +81,9 @@ class Stage:
         failed = self._gateway.begin(sampled)
         playing = asyncio.gather(*(self._environment.play(ask, sampling) for ask in asks))
         try:
-            await asyncio.wait([playing, failed], return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
-            return await playing
+            both: list[asyncio.Future[Any]] = [playing, failed]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            return failed.result() if failed.done() else playing.result()
         finally:
             self._gateway.end()
             playing.cancel()

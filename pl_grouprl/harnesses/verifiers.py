@@ -53,7 +53,8 @@ class Verifiers:
 
     As a source of prompts it has the columns `prompt`, `data_source` (the taskset) and `extra_info`, with the task.
 
-    Not reproducible beyond the model's turns: each has a seed, derived from the rollout's and from what the model reads.
+    Each turn of the model has a seed, derived from the rollout's and from what the model reads in it; whatever else is
+    random in the environment is not reproducible.
 
     Args:
         taskset: The taskset, by the name of an installed package or module, or of one that comes with the library.

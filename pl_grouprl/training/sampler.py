@@ -27,7 +27,6 @@ from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks
 from pl_grouprl.utilities.modes import evaluating
 
-
 NO_LIMITS = EpisodeLimits()
 
 
