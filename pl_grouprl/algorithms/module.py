@@ -352,6 +352,7 @@ class RLModule(pl.LightningModule, ABC):
             self, engine, seed, self.timer.part, by_name(self.episodes, "loop"), harness=harness, limits=limits
         )
         self.engine = self.sampler.engine
+        self.harness = harness
         if harness is not None:
             harness.check(self.engine, [self.sampling, self.val_sampling], rollout_ahead)
         self.rewarder = Rewarder(
