@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +16,12 @@ from pl_grouprl.utilities.background_loop import BackgroundLoop
 
 MakeEnvironment = Callable[[str, str], Any]
 """Makes an environment (see `library.Environment`) from the gateway's URL and the folder of the tokenizer."""
+
+
+@functools.cache
+def loop_of_process(process_id: int) -> BackgroundLoop:
+    """The event loop of all stages of a process: the library renderers has a lock that keeps to the first loop."""
+    return BackgroundLoop("harness")
 
 
 class Stage:
@@ -34,7 +42,8 @@ class Stage:
         self._gateway = Gateway(urls, token)
         self._make_environment = make_environment
         self._environment: Any = None
-        self._loop = BackgroundLoop("harness")
+        self._is_over = asyncio.Event()
+        self._loop = loop_of_process(os.getpid())
         try:
             self._loop.submit("start", self._start()).result()
         except BaseException:
@@ -43,7 +52,7 @@ class Stage:
 
     async def _start(self) -> None:
         """Begin to serve, in a task of its own: what it opens has to be closed by the same task."""
-        self._is_over, ready = asyncio.Event(), asyncio.Event()
+        ready = asyncio.Event()
         self._serving = asyncio.create_task(self._serve(ready))
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait([self._serving, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -92,13 +101,11 @@ class Stage:
                 await playing
 
     def close(self) -> None:
-        """End what serves, and the thread. Idempotent."""
-        if self._loop.thread.is_alive():
-            with contextlib.suppress(Exception):
-                self._loop.submit("stop", self._stop()).result()
-            self._loop.close()
+        """End what serves. Idempotent."""
+        self._loop.submit("stop", self._stop()).result()
         self._folder.cleanup()
 
     async def _stop(self) -> None:
         self._is_over.set()
-        await self._serving
+        with contextlib.suppress(Exception):  # of the start, which has raised it
+            await self._serving

@@ -6,9 +6,9 @@ from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
 
 
-def sampled(limits=EpisodeLimits(), **options):
+def sampled(limits=None, **options):
     sampling = SamplingConfig(max_new_tokens=10, temperature=0.7, top_k=5)
-    return Sampled(sampling, "run:1", limits, **{"end_ids": [2], "vocab_size": 50, **options})
+    return Sampled(sampling, "run:1", limits or EpisodeLimits(), **{"end_ids": [2], "vocab_size": 50, **options})
 
 
 def ask(token_ids, seed=7, **params):

@@ -1,4 +1,4 @@
-"""The routes of vLLM's own server that a harness's turns need, sampled from the policy itself, and an engine with it."""
+"""The routes of vLLM's own server that a harness's turns need, and an engine with such servers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class FakeVLLM:
         model: The model that answers.
         version: Its weights' name.
         asked: The requests for turns, and their headers.
+        answered: The requests, and the tokens that were answered.
         spoil: Changes an answer before it is sent; may raise, which is answered by 500.
     """
 
@@ -28,6 +29,7 @@ class FakeVLLM:
         self.model: Any = None
         self.version = "default"
         self.asked: list[tuple[dict[str, Any], dict[str, str]]] = []
+        self.answered: list[tuple[dict[str, Any], list[int]]] = []
         self.spoil: Callable[[dict[str, Any]], None] = lambda answer: None
         self._lock = threading.Lock()
         fake = self
@@ -59,6 +61,7 @@ class FakeVLLM:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda *args: None  # a client that hangs up
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -77,6 +80,7 @@ class FakeVLLM:
                 reason = "stop"
                 break
         written = ids[len(body["token_ids"]) :]
+        self.answered.append((body, written))
         choice = {"token_ids": written, "finish_reason": reason, "logprobs": {"content": content}}
         choice["weight_versions"] = [{"version": self.version, "start": 0, "end": len(written)}]
         return {"request_id": "one", "choices": [choice]}

@@ -60,7 +60,8 @@ def vllm_server(model: Path, log: Path):
     try:
         deadline = time.monotonic() + START_SECONDS
         while not _answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            is_starting = process.poll() is None and time.monotonic() < deadline
+            assert is_starting, log.read_text()[-3000:]
             time.sleep(0.5)
         yield url
     finally:
