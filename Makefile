@@ -104,4 +104,4 @@ types: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-oldest .venv-audit .venv-build .venv-docs .cache build dist runs
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-audit .venv-build .venv-docs .cache build dist runs
