@@ -15,9 +15,13 @@ from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.progress import tick
 
 _NO_WEIGHTS = "default"
 """Version that vLLM reports after a start, before it received weights."""
+
+_NOT_FINITE = -9999.0
+"""The log-probability by which vLLM says NaN."""
 
 _NEVER = -100.0
 """Logit bias of tokens that are never sampled: vLLM's minimum, a probability of e^-100."""
@@ -144,10 +148,11 @@ class Sampled:
             raise SamplerLostError(f"the server ended a turn with finish reason {choice['finish_reason']!r}.")
         written = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in logprobs):
+        if not all(value is not None and _NOT_FINITE < value < math.inf for value in logprobs):  # false for NaN
             raise FloatingPointError(
                 "the model's logits are not finite (NaN or infinite) in vLLM; check its weights and dtype."
             )
+        tick(len(written))
         self._talks[episode].written += len(written)
         self._exchanges.add(digest([*token_ids, *written]))
         content = [
@@ -177,13 +182,14 @@ def check_version(found: str | None, expected: str) -> None:
     """Refuse weights of another version.
 
     Raises:
-        SamplerLostError: If the server has none.
-        WeightsMismatchError: If it has others.
+        SamplerLostError: If the server has none, or others of this run (what a failed update has left).
+        WeightsMismatchError: If it has those of another run.
     """
     if found == expected:
         return
-    if found in (None, _NO_WEIGHTS):
-        raise SamplerLostError(f"the server has no weights, but version {expected!r} is expected.")
+    run, _, _ = expected.rpartition(":")
+    if found is None or found == _NO_WEIGHTS or found.startswith(f"{run}:"):
+        raise SamplerLostError(f"the server has weights {found!r}, but {expected!r} is expected.")
     raise WeightsMismatchError(
         f"the server has weights of version {found!r}, but {expected!r} is expected. Does another trainer use this "
         "server? Give each trainer its own servers."

@@ -93,14 +93,15 @@ def test_answers_are_in_the_form_of_renderers():
 def test_tokens_of_other_weights_are_refused():
     requests = sampled()
     requests.request("a", ask([3]))
-    with pytest.raises(WeightsMismatchError, match="weights of version 'run:2', but 'run:1' is expected"):
-        requests.answer("a", [3], answer([4], version="run:2"))
-    with pytest.raises(SamplerLostError, match="has no weights"):
-        requests.answer("a", [3], answer([4], version="default"))
+    with pytest.raises(WeightsMismatchError, match="weights of version 'other:1', but 'run:1' is expected"):
+        requests.answer("a", [3], answer([4], version="other:1"))
+    for version in ("default", "run:lost"):
+        with pytest.raises(SamplerLostError, match=f"has weights '{version}', but 'run:1' is expected"):
+            requests.answer("a", [3], answer([4], version=version))
     with pytest.raises(SamplerLostError, match="finish reason 'abort'"):
         requests.answer("a", [3], answer([4], reason="abort"))
     with pytest.raises(FloatingPointError, match="logits are not finite"):
-        requests.answer("a", [3], answer([4], logprob=float("nan")))
+        requests.answer("a", [3], answer([4], logprob=-9999.0))
     check_version("run:1", "run:1")
 
 
