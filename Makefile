@@ -7,7 +7,7 @@ PYTHON_OLDEST ?= python3.10
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-oldest test-vllm test-real-model test-all strategies docs audit lint types wheel clean
+.PHONY: demo test test-oldest test-verifiers test-vllm test-real-model test-all strategies docs audit lint types wheel clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -16,6 +16,9 @@ test: .venv/installed lint types
 	$(BIN)/python -m pytest $(WORKERS)
 
 # Samples with vLLM's CPU build, in an environment of its own: the package never depends on that build.
+test-verifiers: .venv-verifiers/installed .venv-vllm/installed
+	.venv-verifiers/bin/python -m pytest tests/harnesses -m 'not gpu'
+
 test-vllm: .venv-vllm/installed
 	$(VLLM)/python -m pytest -m 'vllm and not slow and not gpu'
 
@@ -78,6 +81,12 @@ types: .venv/installed
 	$(OLDEST)/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	touch $@
 
+# verifiers needs openai below 3, vLLM a newer one.
+.venv-verifiers/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,verifiers]'
+	touch $@
+
 # The site is built from the sources: neither the package nor torch is needed.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
@@ -95,4 +104,4 @@ types: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-oldest .venv-audit .venv-build .venv-docs .cache build dist runs
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-audit .venv-build .venv-docs .cache build dist runs

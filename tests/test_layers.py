@@ -21,6 +21,7 @@ LAYERS = [
     {"sync"},
     {"rewards", "rollout", "data", "demo", "tasks"},
     {"episodes"},
+    {"harnesses"},
     {"training"},
     {"loggers"},
     {"callbacks"},

@@ -49,6 +49,7 @@ def parts(python: str = sys.executable) -> list[Part]:
         Part("demo", ("make", "demo")),
         Part("models table", (python, "tools/models_table.py", "--check", "docs/models.md")),
         Part("vLLM", ("make", "test-vllm")),
+        Part("verifiers", ("make", "test-verifiers")),
         Part("strategies", ("make", "strategies")),
         Part("slow tests", (*pytest, "-m", "slow and not gpu and not vllm", *rows, *WORKERS)),
         Part("oldest", ("make", "test-oldest")),

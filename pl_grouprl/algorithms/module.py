@@ -35,6 +35,7 @@ from pl_grouprl.episodes.environment import EnvironmentFactory
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.registry import describe
+from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_frozen_parameters_out_of_checkpoints
 from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
@@ -143,6 +144,8 @@ class RLModule(pl.LightningModule, ABC):
             contract). They run with your rights; see `pl_grouprl.episodes.tools`.
         environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories,
             of which the row's column `environment` chooses one. See `pl_grouprl.episodes.environment`.
+        harness: Plays the episodes with an outside library, on the servers of `engine`; see
+            `pl_grouprl.harnesses.Verifiers`. Its reward is added to `rewards`.
         max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.
         max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens` is
             what it writes in the whole episode.
@@ -257,6 +260,7 @@ class RLModule(pl.LightningModule, ABC):
         engine: RolloutEngine | None = None,
         tools: list[Callable[..., Any]] | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+        harness: Verifiers | None = None,
         max_tool_calling_iterations: int | None = None,
         max_turn_tokens: int | None = None,
         max_episode_tokens: int | None = None,
@@ -332,23 +336,30 @@ class RLModule(pl.LightningModule, ABC):
         self.timer, self.throughput = StepTimer(), Throughput()
         self.random_numbers = RandomNumbers(self)
         self.prefix_sharing = PrefixSharing(self, sharing, attention_backend, verify)
+        limits = EpisodeLimits(max_tool_calling_iterations, max_turn_tokens, max_episode_tokens)
         self.episodes = Episodes(
             self,
             tools,
             environment_factory,
-            EpisodeLimits(max_tool_calling_iterations, max_turn_tokens, max_episode_tokens),
+            limits,
+            harness=harness,
             chat_template=chat_template,
             tool_timeout=tool_timeout,
             tool_workers=tool_workers,
             rewritten_history=rewritten_history,
         )
-        self.has_tools = self.episodes.runner is not None
+        self.has_tools = self.episodes.runner is not None or harness is not None
         self.branching = branching
         if branching is not None:
             branching.check(num_generations, sampling)
             self.episodes.check_branching(branching)
-        self.sampler = Sampler(self, engine, seed, self.timer.part, by_name(self.episodes, "loop"))
+        self.sampler = Sampler(
+            self, engine, seed, self.timer.part, by_name(self.episodes, "loop"), harness=harness, limits=limits
+        )
         self.engine = self.sampler.engine
+        self.harness = harness
+        if harness is not None:
+            harness.check(self.engine, [self.sampling, self.val_sampling], max_staleness)
         self.rewarder = Rewarder(
             self.episodes.with_rewards(rewards),
             self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -24,9 +25,12 @@ class EnvironmentReward:
     def __init__(self, name: str) -> None:
         self.name = self.__name__ = name
 
-    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[Any]]:
         """Return the reward of each rollout; NaN, which counts as a failure, where `get_reward` failed."""
         return [[self._reward(rollout) for rollout in group.rollouts] for group in groups]
 
-    def _reward(self, rollout: Rollout) -> float | None:
-        return rollout.environment_reward if rollout.environment_name == self.name else None
+    def _reward(self, rollout: Rollout) -> Any:
+        if rollout.environment_name != self.name:
+            return None
+        numbers = rollout.environment_numbers
+        return {**numbers, "score": rollout.environment_reward} if numbers else rollout.environment_reward

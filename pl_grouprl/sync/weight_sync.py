@@ -205,13 +205,14 @@ def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> int:
 
 
 class CloseEngine(pl.Callback):
-    """Closes the module's sampler after an exception, when Lightning does not call `teardown`."""
+    """Closes the module's sampler and harness after an exception, when Lightning does not call `teardown`."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Close the engine; if that fails too, the original exception is still raised."""
+        """Close both; if that fails too, the original exception is still raised."""
         engine = getattr(pl_module, "engine", None)
-        try:
-            if isinstance(engine, SyncedSampler):
-                engine.close()
-        except Exception as error:
-            rank_zero_warn(f"{type(engine).__name__}.close failed after an exception: {error}")
+        for part in (getattr(pl_module, "harness", None), engine if isinstance(engine, SyncedSampler) else None):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:
+                rank_zero_warn(f"{type(part).__name__}.close failed after an exception: {error}")

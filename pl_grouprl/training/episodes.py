@@ -1,4 +1,4 @@
-"""Tools and environments of a run: options, setup and teardown."""
+"""Tools, environments and harness of a run: options, setup and teardown."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pl_grouprl.data.encoding import ChatOptions
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.episodes.runner import ToolRunner
+from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.rewards.environment import EnvironmentReward
@@ -31,6 +32,7 @@ class Episodes:
         run: Provides the tokenizer.
         tools: Functions that the model may call.
         environment_factory: Makes environments; one, or several by name.
+        harness: Plays the episodes in place of this package's loop, without tools and environments.
         limits: Limits on an episode's length.
         chat_template: Used in place of the tokenizer's; see `ChatFormat`.
         tool_timeout: Time limit of a call in seconds; None is no limit.
@@ -40,6 +42,7 @@ class Episodes:
 
     Attributes:
         runner: Runs tools and environments; None if there are none.
+        harness: As passed.
 
     Raises:
         ValueError: If an option is out of range, or has no effect without tools.
@@ -52,6 +55,7 @@ class Episodes:
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
         limits: EpisodeLimits,
         *,
+        harness: Verifiers | None = None,
         chat_template: str | None = None,
         tool_timeout: float | None = None,
         tool_workers: int = 0,
@@ -64,7 +68,18 @@ class Episodes:
         self._run, self._limits, self._chat_template = run, limits, chat_template
         self._may_rewrite = rewritten_history == "new_row"
         self.runner: ToolRunner | None = None
-        if tools or environment_factory is not None:
+        self.harness = harness
+        if harness is not None:
+            _refuse_with_harness(
+                tools=tools or None,
+                environment_factory=environment_factory,
+                max_tool_calling_iterations=limits.max_tool_calling_iterations,
+                tool_timeout=tool_timeout,
+                tool_workers=tool_workers or None,
+                rewritten_history=rewritten_history if self._may_rewrite else None,
+                chat_template=chat_template,
+            )
+        elif tools or environment_factory is not None:
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
         else:
             _refuse_without_tools(
@@ -79,11 +94,13 @@ class Episodes:
         self._loop: EpisodeLoop | None = None
 
     def with_rewards(self, rewards: Rewards | None) -> Rewards:
-        """Add the rewards of environments that have them, each with weight 1.
+        """Add the rewards of environments that have them, and of the harness, each with weight 1.
 
         Raises:
             ValueError: If there is no reward at all.
         """
+        if self.harness is not None:
+            return [*([] if rewards is None else as_weighted(rewards)), self.harness.reward()]
         names = [] if self.runner is None else self.runner.reward_names
         if not names:
             if rewards is None:
@@ -103,6 +120,11 @@ class Episodes:
             ValueError: Says what to change.
         """
         at_turns, runner = branching.points == "turn", self.runner
+        if self.harness is not None:
+            raise ValueError(
+                "branching is set together with harness, whose episodes cannot be copied at a branch point; leave out "
+                "branching."
+            )
         if at_turns and runner is None:
             raise ValueError(
                 "Branching.points is 'turn', but without tools a rollout has one turn; pass tools, or use 'every_n' or "
@@ -147,7 +169,7 @@ class Episodes:
         Raises:
             ValueError: If there is a budget, but no limit on tool results.
         """
-        if self.runner is None:
+        if self.runner is None and self.harness is None:
             return max_new_tokens
         if self._limits.max_episode_tokens is None and budget is not None:
             raise ValueError(
@@ -173,9 +195,11 @@ class Episodes:
         self.runner.open()
 
     def close(self) -> None:
-        """Stop the workers and drop the environments."""
+        """Stop the workers and the harness, and drop the environments."""
         if self.runner is not None:
             self.runner.close()
+        if self.harness is not None:
+            self.harness.close()
 
     def loop(self) -> EpisodeLoop | None:
         """The loop that samples episodes; None without tools."""
@@ -208,6 +232,15 @@ class Episodes:
 
     def _make_format(self, tokenizer: Any) -> ChatFormat:
         return make_chat_format(tokenizer, self._chat_template, self._template_kwargs)
+
+
+def _refuse_with_harness(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is set together with harness, whose library has options of its own for it (Verifiers.config "
+                "and Verifiers.renderer); leave it out."
+            )
 
 
 def _refuse_without_tools(**options: Any) -> None:

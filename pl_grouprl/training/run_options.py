@@ -65,6 +65,7 @@ PASSED_ON = frozenset(
         "rewards",
         "sampling",
         "engine",
+        "harness",
         "seed",
         "num_generations",
         "branching",

@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
+from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.loop import EpisodeLoop
+from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.branch_loop import BranchLoop
 from pl_grouprl.rollout.branching import Branching
@@ -28,6 +30,8 @@ from pl_grouprl.utilities.modes import evaluating
 
 T = TypeVar("T")
 
+NO_LIMITS = EpisodeLimits()
+
 
 def _untimed(name: str) -> AbstractContextManager[None]:
     return nullcontext()
@@ -42,6 +46,8 @@ class Sampler:
         seed: The run's seed, combined with the seed of each call.
         timed: Makes a context that times its body under a name.
         episodes: Returns the episode loop, or None for plain completions.
+        harness: Plays the episodes in place of that loop.
+        limits: Limits on an episode of the harness.
 
     Raises:
         ArgumentError: If the engine is not an engine.
@@ -54,6 +60,8 @@ class Sampler:
         seed: int = 0,
         timed: Callable[[str], AbstractContextManager[None]] = _untimed,
         episodes: Callable[[], EpisodeLoop | None] = lambda: None,
+        harness: Verifiers | None = None,
+        limits: EpisodeLimits = NO_LIMITS,
     ) -> None:
         if engine is not None and not isinstance(engine, RolloutEngine):
             raise ArgumentError(
@@ -66,7 +74,7 @@ class Sampler:
                 f"engine is {describe_value(engine)}, which has update_weights but lacks {', '.join(missing)}; an "
                 "engine with a copy of the weights has all of pl_grouprl.sync.sampler.SyncedSampler."
             )
-        self._run = run
+        self._run, self._harness, self._limits = run, harness, limits
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
         self._seed = seed
         self._weight_sync = WeightSync(timed)
@@ -170,6 +178,8 @@ class Sampler:
         prompts = [prompt.open() for prompt in prompts]
         by_prompt = (num_ranks() > 1 or indices is not None) and declares(engine, "takes_prompt_indices")
         indices = self._indices(prompts) if indices is None else list(indices)
+        if self._harness is not None:
+            return self._play(self._harness, engine, prompts, indices, sampling, num_generations, seed)
         if episodes is not None or branching is not None:
             stop = stop or self._stop_strings(sampling)
             loops = episodes, branching, stop
@@ -185,6 +195,30 @@ class Sampler:
             # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
             seed=derive_seed(*seed, self._seed, 0 if by_prompt else self._run.global_rank),
             **options,
+        )
+        return self.group(prompts, rollouts, indices)
+
+    def _play(
+        self,
+        harness: Verifiers,
+        engine: RolloutEngine,
+        prompts: list[Prompt],
+        indices: list[int],
+        sampling: SamplingConfig,
+        num_generations: int,
+        seed: Sequence[int | str],
+    ) -> list[RolloutGroup]:
+        """Let the harness play the episodes; what the prompts share may become shorter."""
+        prompts, rollouts = harness.play(
+            engine,
+            self._run.policy,
+            self._run.tokenizer,
+            prompts,
+            sampling,
+            num_generations,
+            seed=derive_seed(*seed, self._seed),
+            prompt_indices=indices,
+            limits=self._limits,
         )
         return self.group(prompts, rollouts, indices)
 

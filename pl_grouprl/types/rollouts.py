@@ -66,6 +66,7 @@ class Rollout:
         environment_reward: What the environment's `get_reward` returned, NaN if it failed; None if it has no such
             method.
         environment_name: The class of that environment, which names its reward; None if it has no `get_reward`.
+        environment_numbers: Further numbers of the environment, by name; `EnvironmentReward` logs their means.
         environment: The environment itself, for reward functions; None once the rollout has left its process.
         branch_points: For branching rollouts, where in `token_ids` the tree of the group branches along this rollout:
             increasing indices of the first token after each branch point. Empty without branching.
@@ -94,6 +95,7 @@ class Rollout:
     tool_counts: dict[str, float] = field(default_factory=dict)
     environment_reward: float | None = None
     environment_name: str | None = None
+    environment_numbers: dict[str, float] = field(default_factory=dict)
     environment: LiveObject | None = field(default=None, compare=False, repr=False)
     branch_points: tuple[int, ...] = ()
     branch_path: tuple[int, ...] = ()

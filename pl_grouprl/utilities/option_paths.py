@@ -49,6 +49,7 @@ OPTION_PATHS = {
     "model.init_args.environment_factory": "interaction_config_path",
     "model.init_args.epsilon": "clip_ratio clip_ratio_low cliprange",
     "model.init_args.epsilon_high": "clip_ratio_high",
+    "model.init_args.harness": "",
     "model.init_args.importance_sampling": (
         "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is"
     ),

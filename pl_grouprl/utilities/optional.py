@@ -16,6 +16,7 @@ PEFT_AVAILABLE = find_spec("peft") is not None
 REASONING_GYM_AVAILABLE = find_spec("reasoning_gym") is not None
 RENDERERS_AVAILABLE = find_spec("renderers") is not None
 TRACKIO_AVAILABLE = find_spec("trackio") is not None
+VERIFIERS_AVAILABLE = find_spec("verifiers") is not None
 VLLM_AVAILABLE = find_spec("vllm") is not None
 
 

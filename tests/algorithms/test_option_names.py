@@ -26,6 +26,7 @@ PARTS = (
     "callbacks",
     "data",
     "demo",
+    "harnesses",
     "models",
     "rewards",
     "rollout",

@@ -78,6 +78,7 @@ FIXED = {
     "teacher",
     "tools",
     "environment_factory",
+    "harness",
     "chat_template",
     "rewritten_history",
     "dirpath",

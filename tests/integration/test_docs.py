@@ -151,6 +151,7 @@ def test_the_python_of_the_readme_trains(tmp_path, monkeypatch):
             "memory.md",
             "tasks.md",
             "tools_and_environments.md",
+            "verifiers.md",
             "coming_from_verl.md",
             "logging.md",
             "../README.md",

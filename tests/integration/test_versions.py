@@ -10,7 +10,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-TESTED_ALONE = {"vllm", "renderers", "docs"}
+TESTED_ALONE = {"vllm", "renderers", "verifiers", "docs"}
 """Extras that need an environment of their own, a newer Python, or nothing of the package."""
 ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake", "gguf"}
 
@@ -65,6 +65,11 @@ def test_the_oldest_constraints_are_the_lower_bounds():
 )
 def test_the_table_has_the_lower_bound_and_what_is_developed_with(package):
     assert table()[package] == (bounds()[package], pins("constraints.txt")[package])
+
+
+def test_the_table_has_verifiers():
+    oldest = lower_bounds(re.search(r"^verifiers = (\[.*\])", PYPROJECT, re.MULTILINE)[1])["verifiers"]
+    assert table()["verifiers"] == (oldest, pins("constraints.txt")["verifiers"])
 
 
 def test_the_table_has_python_and_vllm():

@@ -65,6 +65,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             with the new weights, or `restart`, they start again.
 
     Attributes:
+        urls: As passed, in a list.
+        token: The servers' token; None if they have none.
         max_model_len: Maximum length of prompt plus completion on every server; None before the first
             `update_weights`.
 
@@ -104,6 +106,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             }
         )
         token = os.environ.get(TOKEN_VARIABLE) or None if token is None else token
+        self.urls, self.token = urls, token
         self.adapter: Literal["merged", "separate"] = adapter
         self.version: int | None = None
         self.max_model_len: int | None = None
@@ -115,6 +118,11 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self._servers = [Server(url, token=token, timeout=timeout) for url in urls]
         self._labels = Labels(secrets.token_hex(8))
         self._fleet: Fleet | None = None
+
+    @property
+    def weight_version(self) -> str | None:
+        """The servers' label of the weights that they received last; None before the first."""
+        return None if self.version is None else self._labels.of(self.version)
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""

@@ -1,0 +1,234 @@
+"""Turns the traces of the library `verifiers` into rollouts.
+
+A trace is a graph of messages; a branch is a path from its root to a leaf, and becomes a row of the episode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pl_grouprl.episodes.episode import common_length
+from pl_grouprl.types import FinishReason, Messages, Prompt, Rollout
+
+WasSampled = Callable[[Sequence[int]], bool]
+"""Whether the server read and wrote exactly these tokens."""
+
+
+@dataclass
+class Row:
+    """A branch of a trace.
+
+    Attributes:
+        token_ids: All tokens, the prompt included.
+        loss_mask: 1 for what the model wrote in this branch first.
+        logprobs: Log-probability of each token, 0 if it is not trained.
+        prompt: Messages that open the conversation.
+        messages: The others, the first of them the model's.
+    """
+
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    prompt: Messages
+    messages: Messages
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first trained one."""
+        return self.loss_mask.index(1)
+
+
+@dataclass
+class Played:
+    """A finished episode.
+
+    Attributes:
+        rows: Its branches that are trained.
+        reward: The sum of its rewards; NaN if it failed.
+        numbers: Rewards before weighting and metrics, by name.
+        finish_reason: Why it ended.
+        tool_counts: See `Rollout.tool_counts`.
+        failure: Why it failed; None if it did not.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    reward: float = math.nan
+    numbers: dict[str, float] = field(default_factory=dict)
+    finish_reason: FinishReason = "stop"
+    tool_counts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str], bool]) -> Played:
+    """Read a finished episode.
+
+    Args:
+        episode: An `Episode` of verifiers.
+        was_sampled: Checks that tokens to train are those of the server.
+        ran_out: Whether the trace of this id was refused tokens because of the run's limits.
+
+    Raises:
+        ValueError: If it trains several traces, or has images.
+        RuntimeError: If a trace has tokens that the server did not sample.
+    """
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if len(trained) > 1:
+        names = [trace.agent.name for trace in trained]
+        raise ValueError(
+            f"an episode of {episode.env.id!r} trains {len(trained)} agent runs ({', '.join(names)}), but a rollout is "
+            "one; use an environment that sets `trainable` for one of them only."
+        )
+    if not trained:
+        return Played(failure=_last_error(episode.errors) or "no agent ran that is trained")
+    (trace,) = trained
+    out_of_room = ran_out(trace.id)
+    rewards = [reward for reward in trace.rewards.values() if reward is not None]
+    played = Played(
+        rows=read_rows(trace, was_sampled),
+        numbers=_numbers(trace),
+        finish_reason="length" if out_of_room or trace.is_truncated or trace.is_timeout else "stop",
+        tool_counts={"calls": float(len(trace.tool_messages)), "seconds": trace.timing.agent.harness.duration},
+    )
+    played.failure = _failure(episode, trace, played.rows, out_of_room, len(rewards) < len(trace.rewards))
+    if played.failure is None:
+        played.reward = trace.reward
+    return played
+
+
+def _failure(episode: Any, trace: Any, rows: Sequence[Row], out_of_room: bool, is_unscored: bool) -> str | None:
+    """Why an episode has no reward; a harness may end as if nothing had happened when its model failed."""
+    errors = [*trace.errors, *episode.errors]
+    if not (episode.ok and trace.ok):
+        return _last_error(errors) or "the episode failed"
+    if is_unscored:
+        return "scoring did not finish"
+    last = trace.calls[-1].error if trace.calls else None
+    if last is not None and not out_of_room:
+        return f"the last model call failed: {last.message}"
+    return None if rows else "the model wrote nothing"
+
+
+def _last_error(errors: Sequence[Any]) -> str | None:
+    return f"{errors[-1].type}: {errors[-1].message}" if errors else None
+
+
+def _numbers(trace: Any) -> dict[str, float]:
+    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    return {name: float(value) for name, value in (metrics | rewards).items() if math.isfinite(value)}
+
+
+def read_rows(trace: Any, was_sampled: WasSampled) -> list[Row]:
+    """The branches of a trace that have something to train; what several have in common is trained in the first.
+
+    Raises:
+        ValueError: If there are images.
+        RuntimeError: If tokens to train are not those of the server.
+    """
+    rows: list[Row] = []
+    trained: set[int] = set()
+    for branch in trace.branches:
+        nodes = branch.nodes
+        new = [node.sampled and bool(node.logprobs) and id(node) not in trained for node in nodes]
+        if branch.trainable and any(new):
+            _check_branch(branch, nodes, new, was_sampled)
+            rows.append(_row(nodes, new, rows[0].prompt if rows else []))
+            trained.update(id(node) for node in nodes)
+    return rows
+
+
+def _row(nodes: Sequence[Any], new: Sequence[bool], opening: Messages) -> Row:
+    row = Row([], [], [], [], [])
+    for node, is_new in zip(nodes, new, strict=True):
+        mask = [int(sampled) for sampled in node.mask] if is_new else [0] * len(node.token_ids)
+        logprobs = iter(node.logprobs)
+        row.token_ids += node.token_ids
+        row.loss_mask += mask
+        row.logprobs += [next(logprobs) if trained else 0.0 for trained in mask]
+    messages = [_message(node.message) for node in nodes]
+    first = next(place for place, node in enumerate(nodes) if node.sampled)
+    if opening and messages[: len(opening)] == opening:  # earlier turns may be read again in other tokens
+        first = min(first, len(opening))
+    row.prompt, row.messages = messages[:first], messages[first:]
+    return row
+
+
+def _check_branch(branch: Any, nodes: Sequence[Any], new: Sequence[bool], was_sampled: WasSampled) -> None:
+    if branch.mm_token_type_ids or any(_has_media(node.message) for node in nodes):
+        raise ValueError("an episode has images or other media, but with a harness only text can be trained.")
+    read: list[int] = []
+    for node, is_new in zip(nodes, new, strict=True):
+        read += node.token_ids
+        if is_new and (len(node.logprobs) != sum(node.mask) or not was_sampled(read)):
+            raise RuntimeError(
+                f"the harness reports {len(read)} tokens of an episode, of which it says that the model wrote the last "
+                f"{sum(node.mask)}, but no server was asked for exactly these; such rollouts cannot be trained."
+            )
+
+
+def _has_media(message: Any) -> bool:
+    parts = message.content if isinstance(message.content, list) else []
+    return any(part.type != "text" for part in parts)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message in the form of the chat templates."""
+    plain = message.model_dump(exclude_none=True)
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return {"content": "", **plain}
+
+
+def make_group(prompt: Prompt, episodes: Sequence[Played], reward_name: str) -> tuple[Prompt, list[Rollout]]:
+    """The prompt as all rows of a group begin, and the group's rollouts.
+
+    Args:
+        prompt: The data set's.
+        episodes: The group's.
+        reward_name: Name of the reward.
+
+    Raises:
+        ValueError: If the rows do not even begin with the same token.
+    """
+    prompts = [row.token_ids[: row.prompt_length] for episode in episodes for row in episode.rows]
+    shared = common_length(prompts) if prompts else 0
+    if prompts and not shared:
+        raise ValueError(
+            f"the contexts of an episode of {prompt.where or 'a task'} begin with different tokens, so its rollouts do "
+            "not share a prompt; use a chat format that begins with the same token, whatever follows."
+        )
+    rollouts = [
+        rollout for name, one in enumerate(episodes) for rollout in _rollouts(one, name, shared, prompt, reward_name)
+    ]
+    return (replace(prompt, token_ids=prompts[0][:shared]) if prompts else prompt), rollouts
+
+
+def _rollouts(played: Played, name: int, shared: int, prompt: Prompt, reward_name: str) -> list[Rollout]:
+    rows = [
+        Rollout(
+            row.token_ids[shared:],
+            row.logprobs[shared:],
+            None if all(row.loss_mask[shared:]) else row.loss_mask[shared:],
+            finish_reason="stop",
+            messages=row.messages,
+            prompt=None if row.prompt == prompt.prompt else row.prompt,
+            num_observation_tokens=row.prompt_length - shared,
+            episode=name if len(played.rows) > 1 else None,
+        )
+        for row in played.rows
+    ] or [Rollout([], [], [], messages=[])]
+    rows[-1] = replace(
+        rows[-1],
+        finish_reason=played.finish_reason,
+        tool_counts=played.tool_counts,
+        environment_reward=played.reward,
+        environment_name=reward_name,
+        environment_numbers=played.numbers,
+    )
+    return rows

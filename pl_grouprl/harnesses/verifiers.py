@@ -1,0 +1,304 @@
+"""Environments of the library `verifiers`: their tasks as prompts, their episodes as rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from pl_grouprl.episodes.limits import EpisodeLimits, smallest
+from pl_grouprl.harnesses import library
+from pl_grouprl.harnesses.requests import Sampled, check_sampling
+from pl_grouprl.harnesses.stage import Stage
+from pl_grouprl.harnesses.traces import Played, make_group, read_episode
+from pl_grouprl.rewards.environment import EnvironmentReward
+from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
+from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.types import Messages, Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.annotations import ArgumentError
+from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.optional import VERIFIERS_AVAILABLE, require
+from pl_grouprl.utilities.options import check_options
+
+_SPLITS = ("val", "test", "train")
+
+
+@runtime_checkable
+class ServedEngine(Protocol):
+    """An engine whose sampling servers others may use, too.
+
+    Attributes:
+        urls: URLs of the servers, which are vLLM's own.
+        token: Their token; None if they have none.
+        weight_version: The servers' name for the weights that they received last; None before the first.
+        max_model_len: Longest sequence of every server; None if unknown.
+    """
+
+    urls: list[str]
+    token: str | None
+    weight_version: str | None
+    max_model_len: int | None
+
+
+@checked_arguments
+class Verifiers:
+    """An environment of the library verifiers, for `harness` of an algorithm and as prompts of a data module.
+
+    The library's harness plays the episodes, and calls the policy on the engine's servers. A group is `num_generations`
+    episodes of a task. The branches of an episode's trace become rows of it (`Rollout.episode`), in which the tokens
+    that the policy wrote are trained; its rewards are the environment's.
+
+    As a source of prompts it has the columns `prompt`, `data_source` (the taskset) and `extra_info`, with the task.
+
+    Each turn of the model has a seed, derived from the rollout's and from what the model reads in it; whatever else is
+    random in the environment is not reproducible.
+
+    Args:
+        taskset: The taskset, by the name of an installed package or module, or of one that comes with the library.
+        config: Everything else of the library's environment: its `[env]` block. `agent: {harness: {id: "null"},
+            runtime: {type: subprocess}}` plays a chat in a local process; by default it is the taskset's harness, or
+            else `bash`, in a sandbox of Prime Intellect.
+        size: Most tasks of the split `train`; None takes all that are left.
+        val_size: Number of tasks of the split `val`.
+        test_size: Number of tasks of the split `test`.
+        seed: Order of the tasks, from which `val`, `test` and `train` are taken in this order. A taskset without end
+            keeps its own.
+        renderer: What turns messages into tokens, by the library renderers: its `name` and options. None is the one for
+            the tokenizer's model, or else the tokenizer's chat template (`name: default`), which has no tools.
+        max_concurrent: Most episodes at a time on each rank.
+
+    Raises:
+        ModuleNotFoundError: If the library is missing.
+        ValueError: If an option is out of range, there is no such taskset, or the library refuses the config.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        config: dict[str, Any] | None = None,
+        *,
+        size: int | None = None,
+        val_size: int = 0,
+        test_size: int = 0,
+        seed: int = 0,
+        renderer: dict[str, Any] | None = None,
+        max_concurrent: int = 64,
+    ) -> None:
+        require(VERIFIERS_AVAILABLE, "Verifiers", "verifiers")
+        check_options(
+            {
+                "Verifiers.size": (size, size is None or size >= 1, "at least 1, or None"),
+                "Verifiers.val_size": (val_size, val_size >= 0, "0 or larger"),
+                "Verifiers.test_size": (test_size, test_size >= 0, "0 or larger"),
+                "Verifiers.seed": (seed, seed >= 0, "0 or larger"),
+                "Verifiers.max_concurrent": (max_concurrent, max_concurrent >= 1, "at least 1"),
+            }
+        )
+        self.taskset, self.config = taskset, config or {}
+        self.sizes = {"val": val_size, "test": test_size, "train": size}
+        self.seed, self.renderer, self.max_concurrent = seed, renderer, max_concurrent
+        library.read_config(taskset, self.config)
+        self._stage: Stage | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what runs, which is started when it is needed."""
+        return vars(self) | {"_stage": None}
+
+    @property
+    def name(self) -> str:
+        """Name of the taskset, without owner and version."""
+        return self.taskset.rsplit("/", 1)[-1].split("@", 1)[0]
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """The tasks of a split.
+
+        Args:
+            split: `train`, `val` or `test`.
+
+        Raises:
+            ValueError: If there is no such split, there are too few tasks, or a task has no prompt of text.
+        """
+        if split not in self.sizes:
+            raise ValueError(f"Verifiers has no split {split!r}; it has {sorted(self.sizes)}.")
+        kept = sum(self.sizes[name] or 0 for name in ("val", "test"))
+        size = self.sizes["train"]
+        tasks = library.load_tasks(self._config(), self.seed, None if size is None else kept + size)
+        if len(tasks) <= kept:
+            raise ValueError(
+                f"Verifiers.val_size and test_size are {kept} together, but taskset {self.taskset!r} has only "
+                f"{len(tasks)} tasks; lower them."
+            )
+        start = sum(self.sizes[name] or 0 for name in _SPLITS[: _SPLITS.index(split)])
+        end = None if split == "train" else start + (self.sizes[split] or 0)
+        return [self._row(task) for task in tasks[start:end]]
+
+    def _row(self, task: Any) -> dict[str, Any]:
+        return {
+            "prompt": _messages(task),
+            "data_source": self.name,
+            "extra_info": {"taskset": self.name, "task": task.model_dump_json()},
+        }
+
+    def _config(self) -> Any:
+        return library.read_config(self.taskset, self.config)
+
+    # What an algorithm calls.
+
+    def reward(self) -> EnvironmentReward:
+        """The environment's reward."""
+        return _TaskReward(self.name)
+
+    def check(self, engine: object, samplings: Sequence[SamplingConfig], max_staleness: int = 0) -> None:
+        """Refuse, before anything is loaded, what does not go together with a harness.
+
+        Raises:
+            ArgumentError: If the engine has no servers.
+            ValueError: If a sampling option cannot be passed on, or rollouts are to be sampled ahead.
+        """
+        if not isinstance(engine, ServedEngine):
+            raise ArgumentError(
+                "harness is Verifiers, which calls the policy on a sampling server, but engine is "
+                f"{type(engine).__name__}; pass VLLMServerRolloutEngine."
+            )
+        for sampling in samplings:
+            check_sampling(sampling)
+        if max_staleness:
+            raise ValueError(
+                f"max_staleness is {max_staleness} together with harness, whose episodes need the same weights from "
+                "their first turn to their last; set it to 0."
+            )
+
+    def play(
+        self,
+        engine: Any,
+        policy: Any,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: int,
+        prompt_indices: Sequence[int],
+        limits: EpisodeLimits,
+    ) -> tuple[list[Prompt], list[list[Rollout]]]:
+        """Play `num_generations` episodes of each prompt's task.
+
+        Args:
+            engine: A `ServedEngine`; its servers have the policy's weights.
+            policy: The policy, for its vocabulary and limits.
+            tokenizer: Its tokenizer.
+            prompts: Open prompts, from rows of this class.
+            sampling: How the policy's turns are sampled.
+            num_generations: Episodes of each prompt.
+            seed: Together with the prompt's index and the rollout's number, determines the seed of each rollout.
+            prompt_indices: Index of each prompt in the batch of all ranks.
+            limits: Limits on an episode.
+
+        Returns:
+            The prompts, each as all rows of its group begin, and each prompt's rollouts, one per row of an episode.
+
+        Raises:
+            RuntimeError: If all episodes fail, or tokens to train are not those of the server.
+            SamplerLostError: If a server has lost its weights.
+            WeightsMismatchError: If a server has other weights.
+        """
+        if not prompts:
+            return [], []
+        sampled = _sampled(engine, policy, tokenizer, sampling, limits)
+        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
+        asks = [
+            library.Ask(prompt.columns["extra_info"]["task"], one)
+            for prompt, of_prompt in zip(prompts, seeds, strict=True)
+            for one in of_prompt
+        ]
+        recorded = {"temperature": sampling.temperature, "max_tokens": sampling.max_new_tokens}
+        finished = iter(self._open(engine, tokenizer).play(asks, sampled, recorded))
+        played = [
+            [read_episode(next(finished), sampled.was_sampled, sampled.ran_out) for _ in range(num_generations)]
+            for _ in prompts
+        ]
+        _report_failures([episode for group in played for episode in group])
+        groups = [make_group(prompt, group, self.name) for prompt, group in zip(prompts, played, strict=True)]
+        return [prompt for prompt, _ in groups], [rollouts for _, rollouts in groups]
+
+    def _open(self, engine: ServedEngine, tokenizer: Any) -> Stage:
+        if self._stage is None:
+            renderer = library.renderer_config(tokenizer, self.renderer)
+            make = partial(library.Environment, self._config(), renderer=renderer, max_concurrent=self.max_concurrent)
+            self._stage = Stage(engine.urls, engine.token, tokenizer, make)
+        return self._stage
+
+    def close(self) -> None:
+        """End what runs; the next `play` starts it again. Idempotent."""
+        if self._stage is not None:
+            self._stage.close()
+            self._stage = None
+
+
+class _TaskReward(EnvironmentReward):
+    """The reward of an environment of verifiers."""
+
+    def check_row(self, columns: Mapping[str, Any]) -> None:
+        """Refuse a row of another source.
+
+        Raises:
+            ValueError: Says which.
+        """
+        info = columns.get("extra_info")
+        found = info.get("taskset") if isinstance(info, Mapping) else None
+        if found != self.name:
+            raise ValueError(
+                f"harness is Verifiers({self.name!r}), but `extra_info` of the row names the taskset {found!r}; take "
+                "the prompts from Verifiers, too."
+            )
+
+
+def _sampled(
+    engine: ServedEngine, policy: Any, tokenizer: Any, sampling: SamplingConfig, limits: EpisodeLimits
+) -> Sampled:
+    bound = BoundPolicy(policy, tokenizer)
+    assert engine.weight_version is not None  # synced before sampling
+    return Sampled(
+        sampling,
+        engine.weight_version,
+        limits,
+        max_model_len=smallest(engine.max_model_len, *length_limits(policy).values()),
+        end_ids=bound.end_ids(sampling),
+        never=bound.never,
+        vocab_size=vocabulary(policy),
+    )
+
+
+def _messages(task: Any) -> Messages:
+    """The messages that open a task's episode; for display and length checks: the harness makes its own."""
+    if task.prompt is None:
+        raise ValueError(
+            f"task {task.name or task.idx!r} has no prompt, because its user opens the conversation; Verifiers needs "
+            "tasks with a prompt."
+        )
+    opening = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
+    if isinstance(task.prompt, str):
+        return [*opening, {"role": "user", "content": task.prompt}]
+    messages = [message.model_dump(exclude_none=True) for message in task.prompt]
+    if any(not isinstance(message["content"], str) for message in messages):
+        raise ValueError(f"task {task.name or task.idx!r} has a prompt with parts, such as images; it must be text.")
+    return [*opening, *messages]
+
+
+def _report_failures(episodes: Sequence[Played]) -> None:
+    """Warn of episodes without a reward because they failed; they are not trained.
+
+    Raises:
+        RuntimeError: If all have failed.
+    """
+    failures = Counter(episode.failure for episode in episodes if episode.failure is not None)
+    if not failures:
+        return
+    (most_common, _), *_ = failures.most_common(1)
+    text = f"{failures.total()} of {len(episodes)} episodes failed, most often with: {most_common}"
+    if failures.total() == len(episodes):
+        raise RuntimeError(f"{text}. Nothing can be learned; correct the environment or its config.")
+    rank_zero_warn(f"{text}. They have no reward, and are not trained.")
