@@ -15,30 +15,42 @@ if str(Path(__file__).parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-import torch
-from helpers.process_state import left_changed, seed_all
-from helpers.quick_fits import RememberingPrefix, quick_fits
-from helpers.versions import skip_refused_models
-from jsonargparse import _typehints
 
-from pl_grouprl.attention.patch import SharedPrefix
+# The process that hands the tests out to workers reads this file too: what takes seconds to import, functions import.
 
-torch.set_num_threads(1)
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """All that test modules import stays: garbage collection would go through it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Fixtures of any scope draw the same random numbers, whichever test is the first to ask for them."""
+    from helpers.process_state import seed_all
+
     seed_all(0)
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+    from helpers.versions import skip_refused_models
+
+    torch.set_num_threads(1)
     skip_refused_models(items)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _classes_are_compared_with_protocols_once():
     """To compare one, jsonargparse reads its source: 350 times in a command, half of the time that parsing takes."""
+    from jsonargparse import _typehints
+
     compare = getattr(_typehints, "implements_protocol", None)
     if compare is None:  # this private name has changed; the tests take longer then
         yield
@@ -51,11 +63,18 @@ def _classes_are_compared_with_protocols_once():
 @pytest.fixture
 def layers_checked_once(monkeypatch):
     """`shared_prefix` checks equal models once, for tests of something else that enter it very often."""
+    from helpers.quick_fits import RememberingPrefix
+
+    from pl_grouprl.attention.patch import SharedPrefix
+
     monkeypatch.setattr(SharedPrefix, "_run_layer_check", RememberingPrefix._run_layer_check)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _a_module_leaves_the_process_as_it_was():
+    from helpers.process_state import left_changed
+    from helpers.quick_fits import quick_fits
+
     # What is loaded is left out of garbage collection from here on; otherwise every fit goes through it when it starts.
     gc.collect()
     gc.freeze()
@@ -66,6 +85,8 @@ def _a_module_leaves_the_process_as_it_was():
 
 @pytest.fixture(autouse=True)
 def _a_test_leaves_the_process_as_it_was(_a_module_leaves_the_process_as_it_was):
+    from helpers.process_state import left_changed, seed_all
+
     seed_all(1)
     with left_changed() as changes:
         yield

@@ -194,4 +194,6 @@ def open_subject(name: str, folder: Path) -> Iterator[Subject]:
         before = surroundings()
         engine.bind(model, tokenizer)
         sync(engine, model)
-        yield Subject(engine_name, engine, model, tokenizer, (before, surroundings()))
+        after = surroundings()
+        gc.freeze()  # as it was: to go through all that is imported takes a second
+        yield Subject(engine_name, engine, model, tokenizer, (before, after))

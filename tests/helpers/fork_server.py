@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -20,31 +21,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-from quick_fits import quick_fits
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-import pl_grouprl.algorithms
-import pl_grouprl.callbacks
-import pl_grouprl.data
-import pl_grouprl.demo
-import pl_grouprl.models.lora_critic
-import pl_grouprl.rollout
-import pl_grouprl.strategies  # noqa: F401
-
-with contextlib.suppress(ImportError):
-    import peft  # noqa: F401
-
 Request = dict[str, Any]
+IMPORTED = (
+    "pytest",  # by conftest.py files, whose models scripts use
+    "torch.distributed._tensor",
+    "transformers.models.qwen3.modeling_qwen3",
+    *(f"pl_grouprl.{name}" for name in ("algorithms", "callbacks", "data", "demo", "rollout", "strategies")),
+    "pl_grouprl.models.lora_critic",
+    "quick_fits",
+)
 
 
 def serve(requests: Any, answers: Any) -> tuple[Request, int] | None:
     """Answer requests until there are no more: then None. In a forked rank, the request and the rank."""
-    torch.set_num_threads(1)
-    get_checkpoint_conversion_mapping("qwen3")  # builds the table of all models: a quarter of a second
-    gc.collect()
-    gc.freeze()
+    import_everything()
+    threads = Path("/proc/self/task")
+    if threads.is_dir() and len(list(threads.iterdir())) > 1:
+        sys.exit("An import has started a thread: this process cannot be forked safely.")
     for line in requests:
         request = json.loads(line)
         with reserved_port() as port:
@@ -58,6 +51,22 @@ def serve(requests: Any, answers: Any) -> tuple[Request, int] | None:
             codes = wait_for(pids, request["timeout"])
         print(json.dumps(codes), file=answers, flush=True)
     return None
+
+
+def import_everything() -> None:
+    """All of it stays, so garbage collection leaves it out, here and in the ranks."""
+    gc.disable()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("peft")
+    import torch
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    torch.set_num_threads(1)
+    get_checkpoint_conversion_mapping("qwen3")  # builds the table of all models: a quarter of a second
+    gc.freeze()
+    gc.enable()
 
 
 def reserved_port() -> socket.socket:
@@ -116,9 +125,6 @@ def main() -> None:
     """Serve; a forked rank ends as its script does."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    threads = Path("/proc/self/task")
-    if threads.is_dir() and len(list(threads.iterdir())) > 1:
-        sys.exit("An import has started a thread: this process cannot be forked safely.")
     forked = serve(os.fdopen(os.dup(0)), answers)
     if forked is None:
         return
@@ -127,6 +133,8 @@ def main() -> None:
     script = request["script"]
     sys.argv = [script, *request["arguments"]]
     sys.path[0] = str(Path(script).parent)
+    from quick_fits import quick_fits
+
     with quick_fits():
         runpy.run_path(script, run_name="__main__")
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import accelerate.utils.other as unwrapping
 import torch
 from lightning.pytorch.trainer.connectors import callback_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from pl_grouprl.attention.patch import SharedPrefix
+from pl_grouprl.checks import decoding_check
 from pl_grouprl.training import prefix_sharing
+from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.utilities import garbage
 from pl_grouprl.utilities.modes import is_whole
 
 _LAYER_CHECKS: dict[Any, Any] = {}
+_DECODED: set[Any] = set()
 _check_layers = SharedPrefix._run_layer_check
 
 
@@ -27,15 +32,37 @@ class RememberingPrefix(SharedPrefix):
     def _run_layer_check(self) -> Any:
         if not is_whole(self.decoder):
             return _check_layers(self)
-        key = (
-            self.backend,
-            str(vars(self.decoder.config)),
-            *((type(module), len(module._forward_hooks)) for module in self.model.modules()),
-            *((weight.dtype, weight.shape, weight.double().sum().item()) for weight in self.decoder.parameters()),
-        )
+        key = (self.backend, _equal_for(self.model, self.decoder))
         if key not in _LAYER_CHECKS:
             _LAYER_CHECKS[key] = _check_layers(self)
         return _LAYER_CHECKS[key]
+
+
+def _equal_for(model: Any, decoder: Any) -> Any:
+    """The same value for models of the same classes, config and weights."""
+    return (
+        str(vars(decoder.config)),
+        *((type(module), len(module._forward_hooks)) for module in model.modules()),
+        *((weight.dtype, weight.shape, weight.double().sum().item()) for weight in decoder.parameters()),
+    )
+
+
+def _remembering_decoders(generate: Any) -> Any:
+    """The decoding of models equal to one that has passed is not checked again."""
+
+    def _generate(sampler: Sampler, *args: Any) -> Any:
+        model = sampler._run.policy
+        if model in decoding_check._PASSED or not is_whole(model):
+            return generate(sampler, *args)
+        key = (type(sampler.engine), _equal_for(model, model))
+        if key in _DECODED:
+            decoding_check._PASSED.add(model)
+        groups = generate(sampler, *args)
+        if model in decoding_check._PASSED:
+            _DECODED.add(key)
+        return groups
+
+    return _generate
 
 
 @contextmanager
@@ -45,6 +72,11 @@ def quick_fits() -> Iterator[None]:
         stack.enter_context(patch.object(prefix_sharing, "shared_prefix", RememberingPrefix))
         # To count what is frozen takes 50 ms with all that tests import.
         stack.enter_context(patch.object(garbage, "anything_frozen", return_value=True))
+        stack.enter_context(patch.object(Sampler, "_generate", _remembering_decoders(Sampler._generate)))
+        # To unwrap a model that is saved, accelerate imports deepspeed, and with it mlflow and pandas.
+        stack.enter_context(patch.object(unwrapping, "is_deepspeed_available", lambda: "deepspeed" in sys.modules))
+        if not torch.cuda.is_available():  # it records a traceback for each kind of device that it would seed later
+            stack.enter_context(patch.object(torch, "manual_seed", torch.default_generator.manual_seed))
         # Private names of Lightning: tests take longer where they have changed.
         if hasattr(callback_connector, "_load_external_callbacks"):  # reads the metadata of all installed packages
             once = functools.cache(callback_connector._load_external_callbacks)

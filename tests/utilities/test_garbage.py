@@ -41,7 +41,7 @@ def nothing_frozen(monkeypatch):
     monkeypatch.setattr(garbage, "anything_frozen", anything_frozen)
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as it was: to go through all that is imported takes a second
 
 
 def test_loaded_objects_are_frozen_during_a_fit_alone():
