@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,18 +30,6 @@ def end_token_ids(model: Any, tokenizer: Any, sampling: SamplingConfig) -> list[
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return sorted(found)
-
-
-def tokenizer_fingerprint(tokenizer: Any, vocab_size: int) -> str:
-    """Hash of a tokenizer's decoding: two programs that search for stop strings must see the same text.
-
-    Args:
-        tokenizer: Decodes tokens.
-        vocab_size: Vocabulary size of the model. About 2000 tokens are sampled, including the last 100.
-    """
-    ids = sorted({*range(0, vocab_size, max(1, vocab_size // 2000)), *range(max(0, vocab_size - 100), vocab_size)})
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-    return hashlib.blake2b(repr(texts).encode(), digest_size=16).hexdigest()
 
 
 class StopStrings:

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pl_grouprl.rollout.stopping import StopStrings, end_token_ids, tokenizer_fingerprint
+from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
 from pl_grouprl.types import SamplingConfig
 
 
@@ -36,11 +36,3 @@ def test_refusals(letters):
         StopStrings(None, ("x",))
     with pytest.raises(ValueError, match="has an empty string"):
         StopStrings(letters(), ("a", ""))
-
-
-def test_tokenizers_are_told_apart_by_what_they_decode_to(letters):
-    assert tokenizer_fingerprint(letters(), 24) == tokenizer_fingerprint(letters(), 24)
-    others = [tokenizer_fingerprint(letters(eos_token_id=23), 24), tokenizer_fingerprint(letters(), 25)]
-    assert len({tokenizer_fingerprint(letters(), 24), *others}) == 3
-    # Of a large vocabulary some tokens are looked at, the last ones among them.
-    assert tokenizer_fingerprint(letters(eos_token_id=9_999), 10_000) != tokenizer_fingerprint(letters(), 10_000)

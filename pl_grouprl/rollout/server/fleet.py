@@ -51,13 +51,13 @@ class Fleet:
         self._folders = [info["folder"] for info in infos]
         self._pool = ThreadPoolExecutor(len(servers), thread_name_prefix="sampling-server")
         self.dtype: torch.dtype = getattr(torch, infos[0]["dtype"])
+        self._workers = [info["workers"] for info in infos]
         self._broadcaster: Broadcaster | None = None
-        if infos[0]["backend"] == "nccl":
-            from pl_grouprl.rollout.server.nccl import Broadcaster, check_device
+        self._by_nccl = infos[0]["backend"] == "nccl"
+        if self._by_nccl:
+            from pl_grouprl.rollout.server.nccl import check_device
 
             check_device()
-            join = [partial(_join, server) for server in servers]
-            self._broadcaster = Broadcaster([info["workers"] for info in infos], join, self._pool)
 
     def is_same(self, infos: Sequence[dict[str, Any]]) -> bool:
         """Whether the servers are still the same processes."""
@@ -89,9 +89,10 @@ class Fleet:
         try:
             with self._judging():
                 self._on_all(partial(self._begin, pause))
-                size = (
-                    self._broadcast(weights, bucket_bytes) if self._broadcaster else self._send(weights, bucket_bytes)
-                )
+                if self._by_nccl:
+                    self._connect()
+                self._on_all(lambda server: server.post("/start_weight_update"))
+                size = (self._broadcast if self._by_nccl else self._send)(weights, bucket_bytes)
                 for server, workers in zip(self._servers, self._on_all(partial(_end, list(checksums))), strict=True):
                     _compare(server, checksums, workers)
                 self._on_all(lambda server: self._resume(server, version))
@@ -104,7 +105,14 @@ class Fleet:
         server.post("/pause", params={"mode": pause, "clear_cache": False})
         server.post("/update_weight_version", {"new_version": self._labels.updating})
         server.rpc("begin_update", self._labels.run)
-        server.post("/start_weight_update")
+
+    def _connect(self) -> None:
+        """Make the workers of all servers join a group of the trainer's, unless they are in it."""
+        from pl_grouprl.rollout.server.nccl import Broadcaster
+
+        if self._broadcaster is None:
+            join = [partial(_join, server) for server in self._servers]
+            self._broadcaster = Broadcaster(self._workers, join, self._pool)
 
     def _resume(self, server: Server, version: int) -> None:
         if server.label() != self._labels.updating:
@@ -224,8 +232,6 @@ def _collective(server: Server, path: str, body: dict[str, Any]) -> None:
             f"the workers of the sampling server at {server.url} have waited {server.timeout:g} seconds for NCCL, "
             "which waits forever if another process has died. Stop the server and start it again."
         ) from error
-    except httpx.TransportError as error:
-        raise SamplerLostError(f"the sampling server at {server.url} went away ({error}).") from error
 
 
 def _wait(calls: Sequence[Future[T]]) -> list[T]:

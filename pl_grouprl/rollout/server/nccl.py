@@ -16,9 +16,6 @@ from torch import Tensor
 
 from pl_grouprl.sync.transfer import Bucket
 
-BACKEND = "nccl"
-"""vLLM's name of the transfer."""
-
 _PACK_BYTES = 256 << 20
 _PACKS = 2
 """Size in bytes, and number, of the buffers that tensors are packed into; the same at both ends."""
