@@ -106,20 +106,19 @@ class RolloutQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def last_number(self) -> int | None:
-        """The last batch of which prompts were submitted; None if there is none."""
-        return max(self._sizes, default=None)
+    def has(self, number: int) -> bool:
+        """Whether the prompts of a batch are submitted, and the batch is not trained yet."""
+        return number in self._sizes
 
     # The main thread.
 
     def expect(self, number: int) -> None:
-        """Discard as many groups as belong to batches before this one that were not trained: an epoch may end early."""
+        """Discard as many groups as belong to batches that do not follow: an epoch ended early, or data start over."""
         with self._changed:
-            skipped = {at for at in self._sizes if at < number}
-            self._sizes = {at: size for at, size in self._sizes.items() if at >= number}
+            others = {at for at in self._sizes if not number <= at <= number + self._max_staleness}
+            self._sizes = {at: size for at, size in self._sizes.items() if at not in others}
             surplus = len(self._entries) - sum(self._sizes.values())
-            discarded = sorted(self._entries, key=lambda entry: entry.number not in skipped)[:surplus]
+            discarded = sorted(self._entries, key=lambda entry: entry.number not in others)[:surplus]
             self._entries = [entry for entry in self._entries if entry not in discarded]
 
     def submit(self, number: int, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup] | None = None) -> None:

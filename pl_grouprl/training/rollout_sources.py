@@ -28,10 +28,12 @@ class RolloutSource(Protocol):
     Attributes:
         whole_batches: Whether the prompts of a batch are sampled together.
         max_threads: Most threads that sample.
+        can_stop: Whether `stop` ends calls in flight.
     """
 
     whole_batches: bool
     max_threads: int
+    can_stop: bool
 
     def refresh(self, count: int, ready: Ready) -> None:
         """Give it the policy's current weights, then call `ready`. Collective; an error on one rank ends all.
@@ -58,6 +60,10 @@ class RolloutSource(Protocol):
         """Before a checkpoint, wait for what would be lost."""
         ...
 
+    def stop(self) -> None:
+        """At the end, give up calls in flight if that is possible."""
+        ...
+
 
 class InFlightSource:
     """An engine with `updates_in_flight`: a call for each group, while the weights go to it from the main thread.
@@ -71,6 +77,7 @@ class InFlightSource:
 
     whole_batches = False
     max_threads = MAX_THREADS
+    can_stop = True
 
     def __init__(self, run: Run, sampler: Sampler, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         self._run, self._sampler = run, sampler
@@ -93,7 +100,11 @@ class InFlightSource:
         self._sampler.compare(groups, self._arguments[0])
 
     def finish(self) -> None:
-        """See `RolloutSource.finish`."""
+        """See `RolloutSource.finish`: what is in flight starts again after a resume."""
+
+    def stop(self) -> None:
+        """See `RolloutSource.stop`."""
+        self._sampler.close()
 
 
 class CopySource:
@@ -110,6 +121,7 @@ class CopySource:
 
     whole_batches = True
     max_threads = 1
+    can_stop = False
 
     def __init__(
         self,
@@ -148,6 +160,9 @@ class CopySource:
     def finish(self) -> None:
         """See `RolloutSource.finish`."""
         self._queue.wait(len(self._queue))
+
+    def stop(self) -> None:
+        """See `RolloutSource.stop`."""
 
 
 class ThreadEngine:

@@ -111,13 +111,13 @@ class RolloutsAhead:
         assert self._threads is not None
         assert self._source is not None
         queue.set_version(self._next_version, getattr(self._sampler.engine, "version", None))
-        last, number = queue.last_number, batch.rollout_number
-        if last is None or last < number:
+        number = batch.rollout_number
+        if not queue.has(number):
             with self._timer.part("rollout"):
                 queue.submit(number, batch.prompts, self._source.sample_now(batch))
-            last = number
-        for at in range(last + 1, number + self._max_staleness + 1):
-            queue.submit(at, self.data.peek(at))
+        for at in range(number + 1, number + self._max_staleness + 1):
+            if not queue.has(at):
+                queue.submit(at, self.data.peek(at))
         self._threads.grow(min(len(queue), self._source.max_threads))
         queue.wait(len(batch.prompts))
 
@@ -130,9 +130,10 @@ class RolloutsAhead:
         queue, threads, self._threads = self._queue, self._threads, None
         if queue is None or threads is None:
             return
+        assert self._source is not None
         queue.close()
-        waits = isinstance(self._source, CopySource) and not at_once
-        if not threads.join(None if waits else END_SECONDS):
+        self._source.stop()
+        if not threads.join(END_SECONDS if at_once or self._source.can_stop else None):
             rank_zero_warn("rollouts are still being sampled at the end of the run; they are dropped.")
         if self._state is None:
             self._state = queue.state_dict()
@@ -152,7 +153,7 @@ class RolloutsAhead:
         """Restore this rank's groups from those of all saved ranks. What cannot be restored is sampled again."""
         entries = [entry for state in per_rank if state is not None for entry in state["entries"]]
         again = sum("rollouts" not in entry for entry in entries)
-        if len(per_rank) != num_ranks():
+        if entries and len(per_rank) != num_ranks():
             rank_zero_info(
                 f"The checkpoint has {len(entries)} groups of rollouts that {len(per_rank)} ranks had queued; this run "
                 f"has {num_ranks()} and leaves them out. Prompts of the next batches are sampled again."

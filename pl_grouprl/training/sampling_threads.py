@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from pl_grouprl.training.rollout_queue import QueuedGroup, RolloutQueue
@@ -41,13 +42,14 @@ class SamplingThreads:
         """Wait for them to end after the queue was closed.
 
         Args:
-            seconds: How long for each; None for as long as it takes.
+            seconds: How long at most; None for as long as it takes.
 
         Returns:
             Whether all have ended.
         """
+        end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(seconds)
+            thread.join(None if end is None else max(end - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.chance_episodes import STOPS, ChancePolicy, chance_rows, double, register_chance_calls
+from helpers.in_flight_engine import InFlightCopy
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -124,3 +125,13 @@ def test_refused(make):
         make(branching="turn")
     with pytest.raises(ValueError, match=r"num_generations is 1; .*compares the rollouts"):
         make(branching=None, num_generations=1)
+
+
+def test_branches_know_the_versions_of_their_tokens(make, fit):
+    record = fit(make(engine=InFlightCopy(), num_mini_batches=1, **AHEAD), max_steps=3)
+    for number, groups in enumerate(record.groups):
+        rollouts = [rollout for group in groups for rollout in group]
+        assert any(rollout.branch_points for rollout in rollouts)
+        ages = [number - version for rollout in rollouts for version in rollout.weight_versions]
+        assert min(ages) >= 0
+        assert max(ages) == record.metrics[number]["rollout/staleness/max"] <= 1

@@ -85,6 +85,16 @@ def test_resume_at_every_step_is_exact(make_module, make_data, make_trainer, par
         assert same(undisturbed, parameters(fit(tmp_path / f"step={step}.ckpt"))), f"resumed after step {step}"
 
 
+def test_two_batches_ahead(make_module, make_data, make_trainer):
+    record = Rollouts()
+    module = make_module(**{**AHEAD, "max_staleness": 2})
+    make_trainer(max_steps=6, callbacks=[record]).fit(module, data := make_data())
+    assert record.ages[0] == 0
+    assert set(record.ages[1:]) <= {1.0, 2.0}  # depends on timing
+    for number, groups in enumerate(record.groups):
+        assert [group.prompt_ids for group in groups] == [prompt.token_ids for prompt in data.peek(number)]
+
+
 def test_sampling_runs_during_the_update_and_ends_with_the_fit(make_module, make_data, make_trainer, monkeypatch):
     names, module = [], make_module(**AHEAD)
     generate = HFRolloutEngine.generate

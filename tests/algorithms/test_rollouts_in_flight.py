@@ -10,6 +10,7 @@ from helpers.in_flight_engine import InFlightEngine
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.training.sampling_threads import NAME
@@ -172,6 +173,21 @@ def test_a_resumed_run_has_what_was_sampled_and_samples_the_rest(fit, tmp_path, 
     assert {prompt: found[prompt] for prompt in kept} == kept
     assert after.steps[0]["rollout/staleness/max"] == 1
     assert after.steps[1]["rollout/staleness/max"] == 2
+
+
+def test_a_module_can_be_fitted_twice(fit, make_module, make_data, make_trainer):
+    def hold(engine, call, token):
+        if engine.version == 2:  # in flight at the end of the first fit
+            engine.wait(lambda: engine.version != 2)
+
+    engine = InFlightEngine(hold)
+    still = OptimizerConfig(learning_rate=1e-6)  # else the made-up log-probabilities are not the policy's any more
+    module = make_module(engine=engine, max_staleness=1, optimizer=still, **AHEAD)
+    for _ in range(2):
+        trained = Trained()
+        make_trainer(max_steps=2, callbacks=[trained], enable_checkpointing=False).fit(module, make_data())
+        assert len(trained.prompts) == 8
+        engine.hook = None
 
 
 def test_validation_samples_beside_the_threads(fit, make_module, make_data, make_trainer):

@@ -134,7 +134,14 @@ def test_batches_that_do_not_come_are_discarded():
     sample(queue)
     sample(queue)
     assert taken(queue, 2)[0] == [20, 21]
-    assert queue.last_number is None
+    assert not any(map(queue.has, range(3)))
+
+
+def test_batches_of_an_earlier_fit_are_discarded():
+    queue = RolloutQueue(1)
+    queue.submit(7, prompts(7))
+    queue.expect(0)  # the data start over
+    assert len(queue) == 0
 
 
 def test_overtaken_groups_replace_discarded_ones():
@@ -221,7 +228,7 @@ def test_the_state_has_what_was_sampled_and_names_the_rest():
 
     restored.load_state_dict(queue.state_dict(), prompts, join)
     assert restored.state_dict() == queue.state_dict()
-    assert (restored.version, restored.last_number, len(restored)) == (4, 1, 4)
+    assert (restored.version, restored.has(1), restored.has(2), len(restored)) == (4, True, False, 4)
     assert [entry.prompt.token_ids for entry in restored.start(True)] == [[1]]
     assert [entry.prompt.token_ids for entry in restored.start(True)] == [[10], [11]]
     restored.wait(1)
