@@ -6,7 +6,7 @@ calls the model twice per episode; verifiers' own harnesses start a program per 
 
     pip install 'pl-grouprl[verifiers]'
     python examples/verifiers_environment.py prepare .cache/letters_model
-    # start a sampling server with that model (docs/rollouts.md), in an environment with vLLM; then
+    python -m pl_grouprl.rollout.server --model .cache/letters_model --dtype float32  # in an environment with vLLM
     python examples/verifiers_environment.py train .cache/letters_model --url http://127.0.0.1:8000
 """
 
