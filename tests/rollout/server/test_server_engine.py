@@ -22,6 +22,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11], [12, 13], [14]]
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
+    monkeypatch.setattr(client_module, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(client_module, "_LONGEST_WAIT", 0.1)
     monkeypatch.delenv("PL_GROUPRL_TOKEN", raising=False)
 
@@ -261,7 +262,8 @@ def test_a_server_that_stays_away_ends_the_run(policy, servers):
     engine = make_engine(policy, server)
     engine.update_weights(weights(policy), version=1)
     server.close()
-    with pytest.raises(RuntimeError, match=f"at {server.url} did not come back within 3 seconds"):
+    engine._clients[0].timeout = 0.5
+    with pytest.raises(RuntimeError, match=f"at {server.url} did not come back within 0.5 seconds"):
         engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
     with pytest.raises(RuntimeError, match="did not come back"):
         engine.update_weights(weights(policy), version=2)
@@ -421,9 +423,9 @@ def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, pla
     with pytest.raises(SamplerLostError, match="it has gone"):
         engine.update_weights(weights(policy), version=1)
     assert engine._fleet is None  # nothing is broadcast in a group that was left
-    engine._clients[0].timeout = 1
+    engine._clients[0].timeout = 0.5
     server.before = hang
-    with pytest.raises(RuntimeError, match=r"have waited 1 seconds for NCCL, .* Stop the server and start it again"):
+    with pytest.raises(RuntimeError, match=r"have waited 0.5 seconds for NCCL, .* Stop the server and start it again"):
         engine.update_weights(weights(policy), version=2)
     assert Broadcaster.made == before + 2
 
