@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,7 +65,8 @@ def _longest(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
         scored = [r for r in group.rollouts if r.num_sampled_tokens and r.logprobs is not None]
         longest = sorted(scored, key=_num_tokens, reverse=True)[:_ROLLOUTS]
         if longest:
-            candidates.append(RolloutGroup(group.prompt_ids, longest, media=group.media))
+            rows = [replace(rollout, episode=None) for rollout in longest]  # compared one by one, in this order
+            candidates.append(RolloutGroup(group.prompt_ids, rows, media=group.media))
     return max(candidates, key=lambda group: len(group.prompt_ids) + _num_tokens(group.rollouts[0]), default=None)
 
 

@@ -94,7 +94,8 @@ def cache_argument(model: Any) -> str:
     Raises:
         ValueError: If it takes none.
     """
-    parameters = inspect.signature(model.forward).parameters
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT passes on any argument
+    parameters = inspect.signature(base.forward).parameters
     known = [name for name in ("past_key_values", "cache_params") if name in parameters]
     if not known:
         raise ValueError(

@@ -95,8 +95,11 @@ def test_the_trunk_stops_at_the_last_start(fit, critic):
 def test_the_gradient_is_that_of_whole_rollouts(fit, monkeypatch, gradients, critic, sharing):
     shortened, counts = fit(critic=CRITICS[critic], sharing=sharing, **CUT)
     with monkeypatch.context() as patch:
-        lengths = [len(r.token_ids) for group in shortened.last_rollouts.groups for r in group.rollouts]
-        patch.setattr(ppo_module, "shorten", lambda groups, ends: shorten(groups, lengths))
+
+        def keep_all(groups, ends):
+            return shorten(groups, [len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+
+        patch.setattr(ppo_module, "shorten", keep_all)
         whole, whole_counts = fit(critic=CRITICS[critic], sharing=sharing, **CUT)
     assert whole_counts.rows == counts.rows
     assert sum(whole_counts.tokens) > sum(counts.tokens) or sharing == "repeated"  # the longest row may stay

@@ -30,6 +30,8 @@ from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall
 
 NEVER = 1000.0
+SOON = 0.3
+"""Time limit of calls, in seconds: for those that hang, and enough for the others."""
 
 
 @pytest.fixture
@@ -266,19 +268,19 @@ def test_environments_are_made_and_reset_in_the_order_of_the_rows(make):
 
 
 def test_a_tool_that_hangs_is_abandoned_and_the_episode_goes_on(make, hang):
-    runner = make([hang, multiply], timeout=1.0)
+    runner = make([hang, multiply], timeout=SOON)
     session = runner.begin([{}])[0]
     results = run(runner, ToolCall("hang", {}), ToolCall("multiply", {"a": 2, "b": 3}), session=session)
     assert contents(results) == [
-        ("hang", "{'error': 'Tool hang took longer than 1.0 seconds.'}", "timeout"),
+        ("hang", f"{{'error': 'Tool hang took longer than {SOON} seconds.'}}", "timeout"),
         ("multiply", "6", None),
     ]
-    assert results[0].seconds == 1.0
+    assert results[0].seconds == SOON
     assert run(runner, ToolCall("multiply", {"a": 2, "b": 2}), session=session)[0].content == "4"
 
 
 def test_an_environment_survives_a_tool_that_hangs(make, hang):
-    runner = make([hang], Echo, timeout=1.0)
+    runner = make([hang], Echo, timeout=SOON)
     session = runner.begin([{}])[0]
     results = run(runner, ToolCall("hang", {}), ToolCall("say", {"text": "still here"}), session=session)
     assert [result.failure for result in results] == ["timeout", None]
@@ -290,7 +292,7 @@ def test_an_environment_that_hangs_is_lost_and_replaced(make, hang):
             """Wait."""
             hang()
 
-    runner = make([], Hangs, timeout=1.0)
+    runner = make([], Hangs, timeout=SOON)
     session, other = runner.begin([{}, {}])
     lost = session.environment
     results = run(runner, ToolCall("hang", {}), ToolCall("add", {"number": 1}), session=session)
@@ -305,7 +307,7 @@ def test_an_environment_that_hangs_is_lost_and_replaced(make, hang):
 
 def test_too_many_threads_that_hang_end_the_run(make, hang, monkeypatch):
     monkeypatch.setattr(lanes, "MAX_BLOCKED_THREADS", 2)
-    runner = make([hang], timeout=1.0)
+    runner = make([hang], timeout=SOON)
     assert run(runner, ToolCall("hang", {}))[0].failure == "timeout"
     with pytest.raises(RuntimeError, match=r"2 threads hang in tools or environments, the last one in 'hang'.*workers"):
         run(runner, ToolCall("hang", {}))
@@ -327,7 +329,7 @@ def test_an_async_tool_is_cancelled(make):
             """Wait."""
             await sleep()
 
-    runner = make([], Sleeps, timeout=1.0)
+    runner = make([], Sleeps, timeout=SOON)
     session = runner.begin([{}])[0]
     results = run(runner, ToolCall("sleep", {}), ToolCall("async_add", {"number": 1}), session=session)
     assert [result.failure for result in results] == ["timeout", None]
@@ -347,19 +349,21 @@ def test_an_async_tool_that_ignores_cancellation_is_abandoned(make, monkeypatch)
                 except asyncio.CancelledError:
                     continue
 
-    runner = make([], Stays, timeout=1.0)
+    runner = make([], Stays, timeout=SOON)
     session = runner.begin([{}])[0]
     stay, add = ToolCall("stay", {}), ToolCall("async_add", {"number": 1})
     assert run(runner, stay, session=session)[0].failure == "timeout"
     assert run(runner, add, session=session)[0].failure == "exited"
 
 
-def test_an_async_tool_that_blocks_its_loop_is_abandoned(make, gate):
+def test_an_async_tool_that_blocks_its_loop_is_abandoned(make, gate, monkeypatch):
+    monkeypatch.setattr("pl_grouprl.episodes.dispatch.GRACE_SECONDS", SOON)
+
     async def block() -> None:
         """Block."""
         gate.wait(NEVER)
 
-    runner = make([block, async_multiply], timeout=1.0)
+    runner = make([block, async_multiply], timeout=SOON)
     session = runner.begin([{}])[0]
     multiplied = ToolCall("async_multiply", {"a": 2, "b": 3})
     blocked = "{'error': 'Tool block did not end, because its event loop was blocked.'}"

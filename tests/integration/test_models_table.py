@@ -92,9 +92,9 @@ def test_a_family_that_hangs_or_crashes_does_not_end_the_others(register, monkey
     ends = {"llama": lambda: time.sleep(60), "gpt2": lambda: os._exit(3)}
     monkeypatch.setattr(models_table, "try_family", lambda family, backend: ends[family.model_type]())
     chosen = [family for family in models_table.select(["llama", "gpt2"]) if not family.variant]
-    reasons = {one.family.model_type: (one.status, one.reason) for one in models_table.sweep(chosen, timeout=3.0)}
+    reasons = {one.family.model_type: (one.status, one.reason) for one in models_table.sweep(chosen, timeout=1.0)}
     assert reasons["gpt2"] == ("not built", "Its process ended with code 3.")
-    assert reasons["llama"] == ("not built", "It takes longer than 3 seconds.")
+    assert reasons["llama"] == ("not built", "It takes longer than 1 seconds.")
 
 
 def test_a_page_that_is_no_longer_true_is_told(register, tmp_path, capsys):

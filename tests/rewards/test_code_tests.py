@@ -76,7 +76,7 @@ def test_in_worker_processes():
 
 def test_a_worker_that_takes_too_long_leaves_no_program():
     reward = CodeTests(limits=SandboxLimits(timeout=1000.0))
-    workers = RewardWorkers(prepare_rewards(reward), 1, timeout=3.0)
+    workers = RewardWorkers(prepare_rewards(reward), 1, timeout=1.5)
     before = programs()
     try:
         group = RolloutGroup([1], [Rollout([7], text=block("while True: pass"))], columns={"tests": STDIN})
@@ -109,10 +109,10 @@ def test_rows_without_tests_and_completions_without_a_block():
     assert reward(completions, tests=[STDIN[:1]] * 3 + [None]) == [0.0, 0.0, 1.0, None]
 
 
-@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
-def test_programs_that_cheat_pass_nothing(code, record_property):
-    limits = SandboxLimits(timeout=2.0, memory_limit_mb=128)
-    (reward,) = rewards_of([code], [STDIN[0], CALLS[0]], limits=limits)
+@pytest.mark.parametrize("name", CHEATS)
+def test_programs_that_cheat_pass_nothing(name, record_property):
+    limits = SandboxLimits(timeout=0.5 if name in ("loops", "floods") else 2.0, memory_limit_mb=128)
+    (reward,) = rewards_of([CHEATS[name]], [STDIN[0], CALLS[0]], limits=limits)
     assert reward == 0
     record_property("figure", f"reward {reward} of 2 tests")
 

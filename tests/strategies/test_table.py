@@ -107,8 +107,8 @@ def test_the_processes_of_a_run_that_times_out_are_ended(tmp_path, monkeypatch):
         "time.sleep(600)\n"
     )
     monkeypatch.setattr(table_train, "SCRIPT", script)
-    with pytest.raises(table_train.RunFailedError, match=r"longer than 3 s:\nwaiting"):
-        table_train.train(tmp_path / "run", {}, time_limit=3.0)
+    with pytest.raises(table_train.RunFailedError, match=r"longer than 2 s:\nwaiting"):
+        table_train.train(tmp_path / "run", {}, time_limit=2.0)
     status = Path("/proc", (tmp_path / "run" / "child").read_text(), "status")
     for _ in range(100):
         if not status.exists() or "zombie" in status.read_text():

@@ -66,7 +66,7 @@ def test_at_the_timeout_all_that_a_script_has_started_ends(script, tmp_path):
         "time.sleep(1000)\n"
     )
     with pytest.raises(ScriptFailedError, match="rank 0 was killed at the timeout"):
-        run_script(own, tmp_path / "pid", timeout=3.0)
+        run_script(own, tmp_path / "pid", timeout=1.5)
     status = Path("/proc", (tmp_path / "pid").read_text(), "status")
     while status.exists() and "zombie" not in status.read_text():
         time.sleep(0.01)
