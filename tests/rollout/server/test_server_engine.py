@@ -726,7 +726,7 @@ def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, pla
         engine.update_weights(weights(policy), version=1)
     assert engine._fleet is None  # nothing is broadcast in a group that was left
     assert server.paused
-    engine._servers[0].timeout = 1
+    engine._servers[0].timeout = 0.5
     engine._servers[0].__dict__.pop("_http")
     server.before = hang
     with pytest.raises(RuntimeError, match=r"have waited 0.5 seconds for NCCL, .* Stop the server and start it again"):
