@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from pl_grouprl.utilities.random_state import random_state, set_random_state
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+_LOGGERS = ("httpx", "httpx2")
+"""Loggers that vLLM silences."""
+
 _BACKENDS: tuple[Any, Any] = (torch.backends.cuda, torch.backends.mkldnn)
 
 
@@ -27,7 +31,7 @@ class EngineProcess:
 
     vLLM assumes that it owns the process: it seeds random numbers; sets environment variables, the precision of float32
     products, the number of threads and the GPU's current stream; replaces functions of torch; freezes the garbage
-    collector; and destroys the default process group on exit. It does not touch signal handlers.
+    collector; silences loggers; and destroys the default process group on exit. It does not touch signal handlers.
 
     Args:
         device: The trainer's device, which the engine uses too.
@@ -78,6 +82,7 @@ class EngineProcess:
             torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
             self._created_group = True
         frozen = gc.get_freeze_count()
+        levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _LOGGERS]
         try:
             with self.inside(), unique_shared_memory(self._device):
                 engine = build()
@@ -89,6 +94,8 @@ class EngineProcess:
         finally:
             if not frozen:
                 gc.unfreeze()
+            for logger, level in levels:
+                logger.setLevel(level)
         return engine
 
     def stop(self, engine: LLMEngine | None) -> None:
