@@ -65,6 +65,7 @@ class FakeSampler:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server.handle_error = lambda *_: None  # clients that go away
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
