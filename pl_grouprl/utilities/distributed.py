@@ -11,6 +11,9 @@ import torch
 
 T = TypeVar("T")
 
+_FIRST_BYTES = 4096
+"""What most values take that ranks tell each other; larger ones are gathered in two collectives."""
+
 
 def num_ranks() -> int:
     """Number of processes that train together; 1 without a process group."""
@@ -41,15 +44,30 @@ def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = No
     """
     if num_ranks() == 1:
         return [value]
-    from torchmetrics.utilities.distributed import gather_all_tensors
-
     stream = io.BytesIO()
     torch.save(value, stream)
-    sent = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
     return [
-        torch.load(io.BytesIO(received.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
-        for received in gather_all_tensors(sent, group=group)
+        torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+        for received in _gather_bytes(stream.getvalue(), device, group)
     ]
+
+
+def _gather_bytes(own: bytes, device: torch.device | str, group: Any) -> list[bytes]:
+    """Gather bytes from every rank: their number along with the first ones, and the others only if there are any."""
+    first = _gather_padded(len(own).to_bytes(8, "little") + own[:_FIRST_BYTES], 8 + _FIRST_BYTES, device, group)
+    lengths = [int.from_bytes(received[:8], "little") for received in first]
+    received = [received[8:] for received in first]
+    if max(lengths) > _FIRST_BYTES:
+        others = _gather_padded(own[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES, device, group)
+        received = [start + rest for start, rest in zip(received, others, strict=True)]
+    return [whole[:length] for whole, length in zip(received, lengths, strict=True)]
+
+
+def _gather_padded(own: bytes, length: int, device: torch.device | str, group: Any) -> list[bytes]:
+    sent = torch.frombuffer(bytearray(own.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+    received = [torch.empty_like(sent) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(received, sent, group=group)
+    return [each.cpu().numpy().tobytes() for each in received]
 
 
 def reduce_over_ranks(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.scripts import run_script
 
 from pl_grouprl.utilities import distributed
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, raise_on_all_ranks
@@ -10,6 +11,26 @@ def test_one_process():
     value = {"a": [1, None, "x"]}
     assert num_ranks() == 1
     assert gather_plain(value) == [value]
+
+
+GATHER = """
+import torch
+from pl_grouprl.utilities.distributed import _FIRST_BYTES, gather_plain
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+texts = [size * "x" for size in (0, _FIRST_BYTES - 100, 2 * _FIRST_BYTES, 3 * _FIRST_BYTES)]
+for of_ranks in [[None, texts[0]], [{"a": [1.5, None]}, texts[1]], texts[:4:2], texts[3:1:-1], [7, {7: texts[1]}]]:
+    assert gather_plain(of_ranks[rank]) == of_ranks, of_ranks
+first, second = gather_plain(torch.arange(1000 * (1 + rank)))
+assert torch.equal(first, torch.arange(1000)) and torch.equal(second, torch.arange(2000))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_values_of_all_sizes_are_gathered(tmp_path):
+    (tmp_path / "script.py").write_text(GATHER)
+    run_script(tmp_path / "script.py", ranks=2)
 
 
 def test_seeds():
