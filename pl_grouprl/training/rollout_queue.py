@@ -118,7 +118,7 @@ class RolloutQueue:
             others = {at for at in self._sizes if not number <= at <= number + self._max_staleness}
             self._sizes = {at: size for at, size in self._sizes.items() if at not in others}
             surplus = len(self._entries) - sum(self._sizes.values())
-            discarded = sorted(self._entries, key=lambda entry: entry.number not in others)[:surplus]
+            discarded = sorted(self._entries, key=lambda entry: entry.number not in others)[: max(surplus, 0)]
             self._entries = [entry for entry in self._entries if entry not in discarded]
 
     def submit(self, number: int, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup] | None = None) -> None:
@@ -265,6 +265,8 @@ class RolloutQueue:
                 found = prompts(saved["number"])
                 if saved["place"] < len(found):
                     self._entries.append(_restored(saved, found[saved["place"]], join))
+                elif saved["number"] in self._sizes:  # the batch has fewer prompts now
+                    self._sizes[saved["number"]] -= 1
             self._changed.notify_all()
 
     # Under the lock.

@@ -245,6 +245,26 @@ def test_groups_of_other_prompts_are_sampled_again():
     assert [entry.prompt.token_ids for entry in restored.start(True)] == [[50]]
 
 
+def test_a_batch_may_have_fewer_prompts_after_a_resume():
+    queue = RolloutQueue(2)
+    for number in (1, 2):
+        queue.submit(number, prompts(number))
+        sample(queue)
+        sample(queue)
+    restored = RolloutQueue(2)
+    restored.load_state_dict(
+        queue.state_dict(),
+        lambda number: prompts(number, count=3 - number),
+        lambda prompt, ids, own: RolloutGroup(ids, own),
+    )
+    restored.expect(1)
+    restored.set_version(1)
+    for number in (1, 2):
+        restored.wait(3 - number)
+        assert len(restored.take(number, 3 - number)[0]) == 3 - number
+    assert len(restored) == 0
+
+
 def test_metrics_are_those_of_all_ranks():
     assert staleness_metrics([]) == {}
     assert staleness_metrics([Staleness(6, 3, 1, 0), Staleness(2, 3, 2, 1)]) == {

@@ -19,7 +19,7 @@ from pl_grouprl.rollout.engine import check_request, prompt_limits
 from pl_grouprl.rollout.server.auth import TOKEN_VARIABLE
 from pl_grouprl.rollout.server.fleet import Fleet
 from pl_grouprl.rollout.server.labels import Labels
-from pl_grouprl.rollout.server.sampling import Sampling, run
+from pl_grouprl.rollout.server.sampling import Calls, Sampling
 from pl_grouprl.rollout.server.server import Server
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
 from pl_grouprl.rollout.vllm.requests import sampling_options
@@ -118,6 +118,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self._servers = [Server(url, token=token, timeout=timeout) for url in urls]
         self._labels = Labels(secrets.token_hex(8))
         self._fleet: Fleet | None = None
+        self._is_lost = False
+        self._calls = Calls()
 
     @property
     def weight_version(self) -> str | None:
@@ -146,11 +148,11 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         try:
             size = raise_on_all_ranks(lambda: self._update(weights, version), device, shared=SamplerLostError)
         except BaseException:
-            self.version = None
+            self.version, self._is_lost = None, True
             raise
         run_id, self.max_model_len = gather_plain([self._labels.run, self.max_model_len], device)[0]
         self._labels = Labels(run_id)
-        self.version = version
+        self.version, self._is_lost = version, False
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
     def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
@@ -232,6 +234,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         if media is not None and any(media):
             raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
         if version is None:
+            if self._is_lost:
+                raise SamplerLostError("the last update of the sampling servers has failed.")
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
         stop = policy.stop(sampling)
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
@@ -248,13 +252,17 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             options = [sampling_options(limited, seed=one, **tokens) for one in own_seeds]
             requests.append([{"token_ids": prompt, "sampling_params": option} for option in options])
         found = Sampling(self._servers, self.max_concurrent_requests, labels=self._labels, least=version, stop=stop)
-        groups = run(found.groups(requests))
+        groups = self._calls.run(found.groups(requests))
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 
     def close(self) -> None:
-        """Release the servers, which keep running; the next `update_weights` finds them again."""
-        self.version = None
+        """Release the servers, which keep running; the next `update_weights` finds them again.
+
+        Ends what other threads are sampling.
+        """
+        self.version, self._is_lost = None, False
+        self._calls.cancel()
         self._release_fleet()
 
     def _release_fleet(self) -> None:

@@ -9,6 +9,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -40,14 +41,55 @@ class _BrokenError(Exception):
     """An answer that broke off."""
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine, even if this thread already runs an event loop."""
+class Calls:
+    """Coroutines that several threads run, each in an event loop of its own."""
+
+    def __init__(self) -> None:
+        self._running: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = set()
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, even if this thread already runs an event loop.
+
+        Raises:
+            RuntimeError: If it was cancelled.
+        """
+        try:
+            return self._in_another_thread(main) if _has_loop() else asyncio.run(self._noted(main))
+        except asyncio.CancelledError:
+            raise RuntimeError("the engine was closed while it sampled.") from None
+
+    def _in_another_thread(self, main: Coroutine[Any, Any, T]) -> T:
+        with ThreadPoolExecutor(1, thread_name_prefix="sampling-servers") as pool:
+            call = pool.submit(asyncio.run, self._noted(main))
+            try:
+                return call.result()
+            except KeyboardInterrupt:
+                self.cancel()
+                raise
+
+    def cancel(self) -> None:
+        """End all that are running."""
+        for loop, task in list(self._running):
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def _noted(self, main: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        call = asyncio.get_running_loop(), task
+        self._running.add(call)
+        try:
+            return await main
+        finally:
+            self._running.discard(call)
+
+
+def _has_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main)
-    with ThreadPoolExecutor(1, thread_name_prefix="sampling-servers") as pool:
-        return pool.submit(asyncio.run, main).result()
+        return False
+    return True
 
 
 class Sampling:

@@ -28,6 +28,8 @@ DECIDED_BY_SERVER = {name: decides for name, decides in DECIDED_ALWAYS.items() i
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), DECIDED_ALWAYS["speculative_config"]),
     "api_key": "--token, which guards every route",
     "config": "the command line, which is checked",
+    **{name: f"--{name}, written out" for name in ("model", "host", "port", "token", "transfer")},
+    "uds": "--host and --port",
 }
 """The same for a server, which may have a tokenizer for other clients."""
 

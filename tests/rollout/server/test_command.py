@@ -55,6 +55,8 @@ def test_other_machines_need_a_token(capsys, host):
         (["--data-parallel-size", "2"], "--data-parallel-size is decided by the number of engines or servers"),
         (["--speculative-config.method", "ngram"], "--speculative-config.method is decided by the loss"),
         (["--spec-method", "ngram"], "--spec-method is decided by the loss"),
+        (["--hos", "0.0.0.0"], "--hos is decided by --host, written out"),
+        (["--uds", "/tmp/socket"], "--uds is decided by --host and --port"),
         (["--config", "file.yaml"], "--config is decided by the command line, which is checked"),
         (["--api-key", "k"], "--api-key is decided by --token, which guards every route"),
         (["--token", "a b\n"], "--token has characters not allowed in headers"),

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -532,6 +533,39 @@ def test_an_interruption_ends_what_is_sampled(policy, servers):
             engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_closing_ends_what_other_threads_sample(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    asked, answer = threading.Event(), threading.Event()
+
+    def hang(path):
+        if path == "/inference/v1/generate":
+            asked.set()
+            answer.wait(30)
+
+    server.before = hang
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, PROMPTS, SAMPLING, num_generations=1, seed=0)
+        asked.wait(30)
+        engine.close()
+        with pytest.raises(RuntimeError, match="the engine was closed while it sampled"):
+            call.result(20)
+        answer.set()
+
+
+def test_after_a_failed_update_the_weights_are_lost(policy, servers):
+    server = servers()
+    engine = make_engine(policy, server)
+    engine.update_weights(weights(policy), version=1)
+    server.close()
+    engine._servers[0].timeout = 0.2
+    with pytest.raises(RuntimeError, match="did not come back"):
+        engine.update_weights(weights(policy), version=2)
+    with pytest.raises(SamplerLostError, match="the last update of the sampling servers has failed"):
+        engine.generate(PROMPTS, SAMPLING, num_generations=1, seed=0)
 
 
 class Letters:
