@@ -75,7 +75,7 @@ from pl_grouprl.training.run_options import FREE_OPTIONS, PASSED_ON, note_option
 from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.scorer import Scorer
-from pl_grouprl.training.setup_checks import check_before_loading, check_prompts_of_model
+from pl_grouprl.training.setup_checks import check_before_loading, check_groups_fit, check_prompts_of_model
 from pl_grouprl.training.step_timer import StepTimer, Throughput
 from pl_grouprl.training.token_rewards import rewards_per_token
 from pl_grouprl.training.trainer_options import refuse_compiled
@@ -577,7 +577,8 @@ class RLModule(pl.LightningModule, ABC):
         """Verify that sharing prefixes changes only time, then share them until the end of the fit.
 
         Raises:
-            ValueError: If the module or a part that it trains is compiled, or the Trainer has nothing to clip.
+            ValueError: If the module or a part that it trains is compiled, the Trainer has nothing to clip, or groups
+                that cannot be split may exceed the token budget.
         """
         self.prefix_sharing.close()  # of a fit that an exception has ended
         parts = self.optimized_parts()
@@ -587,6 +588,7 @@ class RLModule(pl.LightningModule, ABC):
         self.collector.open()
         self.optimization.reset()
         self.prefix_sharing.open(self.scored_models(), self.parity_reports)
+        check_groups_fit(self)
 
     def on_train_start(self) -> None:
         """Continue a resumed run where it stood."""

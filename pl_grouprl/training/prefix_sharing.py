@@ -25,6 +25,9 @@ class PrefixSharing:
         backend: Attention backend for shared prefixes; see `pl_grouprl.attention.shared_prefix`.
         verify: Compare shared with repeated prefixes before the first step.
 
+    Attributes:
+        dense: Names of the open models that get dense masks, so that their groups cannot be split.
+
     Raises:
         ValueError: If an option is unknown.
     """
@@ -37,6 +40,7 @@ class PrefixSharing:
         self.sharing: Sharing = sharing
         self.backend = backend
         self.verify = verify
+        self.dense: list[str] = []
         self._contexts = contextlib.ExitStack()
 
     def open(self, models: Mapping[str, Any], reports: Callable[[], list[ParityReport]]) -> None:
@@ -66,6 +70,8 @@ class PrefixSharing:
             # Patched for the whole fit, because activation checkpointing repeats the forward during the backward.
             with self._run.support.whole_weights(model):  # entering runs a short forward
                 patch = self._contexts.enter_context(shared_prefix(model, self.backend))
+            if patch.dense:
+                self.dense.append(name)
             how = f"{type(model).__name__}, attention backend {self.backend!r}: {patch.describe()}"
             named.setdefault(how, []).append(name)
         for how, names in named.items():
@@ -74,6 +80,7 @@ class PrefixSharing:
     def close(self) -> None:
         """Restore the models."""
         self._contexts.close()
+        self.dense.clear()
 
 
 def _refuse_attention_dropout(name: str, model: Any) -> None:

@@ -107,6 +107,31 @@ def _check_fit(module: Any) -> None:
         )
 
 
+def check_groups_fit(module: Any) -> None:
+    """Refuse a token budget below the largest possible group if a model gets dense masks, for which no group is split.
+
+    Args:
+        module: An `RLModule` whose models share prefixes, attached to its Trainer.
+
+    Raises:
+        ValueError: Names the models, the budget, the size of a group and the remedy.
+    """
+    budget, names = module.max_tokens_per_micro_batch, module.prefix_sharing.dense
+    prompts = prompts_of_stage(module.trainer, module.trainer.state.fn.value).get("train", ())
+    if budget is None or not names or not prompts:
+        return
+    prompt = max(prompt.num_tokens for prompt in prompts)
+    completion = module.episodes.longest_completion(module.sampling.max_new_tokens, budget)
+    largest = prompt + module.max_rollouts * completion
+    if largest > budget:
+        raise ValueError(
+            f"max_tokens_per_micro_batch is {budget}, but a group may have {largest} tokens (a prompt of {prompt} and "
+            f"{module.max_rollouts} rollouts of {completion}), and {' and '.join(names)} cannot be run on a part of a "
+            "group: the layers compute with the attention mask themselves. Raise it, lower num_generations or "
+            "sampling.max_new_tokens, or pass sharing='repeated'."
+        )
+
+
 def check_lengths_of_teacher(module: Any) -> None:
     """Refuse training prompts whose rollouts may become longer than the teacher reads.
 

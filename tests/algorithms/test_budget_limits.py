@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.types import SamplingConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+from models_table import select
+from tiny_families import build
 
 
 @pytest.mark.parametrize(
@@ -39,3 +48,25 @@ def test_the_smallest_budget_trains(make_module, make_data, make_trainer):
 def test_a_budget_of_a_prompt_with_a_rollout_is_no_warning(make_module, make_data, make_trainer, recwarn):
     make_trainer(max_steps=1).fit(make_module(max_tokens_per_micro_batch=25), make_data())
     assert not [warning for warning in recwarn if "max_tokens_per_micro_batch" in str(warning.message)]
+
+
+class SelectingPolicy:
+    """Its layers select tokens, so they get dense masks of whole rows."""
+
+    def load(self):
+        return build(next(family for family in select(["deepseek_v32"]) if family.name == "deepseek_v32")).train()
+
+    def load_tokenizer(self):
+        return digit_tokenizer()
+
+
+def test_a_group_that_cannot_be_split_must_fit(make_module, make_data, make_trainer, scripted_engine):
+    options = {"policy": SelectingPolicy(), "engine": scripted_engine}
+    message = (
+        r"is 39, but a group may have 40 tokens \(a prompt of 20 and 4 rollouts of 5\), and policy cannot"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_trainer(max_steps=1).fit(make_module(max_tokens_per_micro_batch=39, **options), make_data())
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(make_module(max_tokens_per_micro_batch=40, **options), make_data())
+    assert trainer.global_step == 1
