@@ -62,9 +62,7 @@ class SelectingPolicy:
 
 def test_a_group_that_cannot_be_split_must_fit(make_module, make_data, make_trainer, scripted_engine):
     options = {"policy": SelectingPolicy(), "engine": scripted_engine}
-    message = (
-        r"is 39, but a group may have 40 tokens \(a prompt of 20 and 4 rollouts of 5\), and policy cannot"
-    )
+    message = r"is 39, but a group may have 40 tokens \(a prompt of 20 and 4 rollouts of 5\), and policy cannot"
     with pytest.raises(ValueError, match=message):
         make_trainer(max_steps=1).fit(make_module(max_tokens_per_micro_batch=39, **options), make_data())
     trainer = make_trainer(max_steps=1)
