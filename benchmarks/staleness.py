@@ -50,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return content
 
 
+def share_of_even_ids(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    """Reward of a model with random weights, whose completions rarely earn another one: share of even token ids."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
 def run_or_read(seed: int, max_staleness: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run once, unless the result is in the folder.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import time
@@ -19,7 +20,8 @@ from pl_grouprl.rollout.engine import check_request, prompt_limits
 from pl_grouprl.rollout.server.auth import TOKEN_VARIABLE
 from pl_grouprl.rollout.server.fleet import Fleet
 from pl_grouprl.rollout.server.labels import Labels
-from pl_grouprl.rollout.server.sampling import Calls, Sampling
+from pl_grouprl.rollout.server.pool import ServerPool
+from pl_grouprl.rollout.server.sequences import PromptRequest
 from pl_grouprl.rollout.server.server import Server
 from pl_grouprl.rollout.vllm.model_folder import SamplerDtype
 from pl_grouprl.rollout.vllm.requests import sampling_options
@@ -119,7 +121,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self._labels = Labels(secrets.token_hex(8))
         self._fleet: Fleet | None = None
         self._is_lost = False
-        self._calls = Calls()
+        self._tokenizer: Any = None
+        self._pool = ServerPool(self._servers, max_concurrent_requests)
 
     @property
     def weight_version(self) -> str | None:
@@ -128,7 +131,9 @@ class VLLMServerRolloutEngine(HoldsPolicy):
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
-        self._policy = BoundPolicy(model, tokenizer)
+        if self._policy is None or self._policy.model is not model or self._tokenizer is not tokenizer:
+            self._tokenizer = tokenizer
+            self._policy = BoundPolicy(model, copy.deepcopy(tokenizer))  # other threads decode
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -250,9 +255,9 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             limited = replace(sampling, max_new_tokens=limit)
             prompt = [int(token) for token in prompt]
             options = [sampling_options(limited, seed=one, **tokens) for one in own_seeds]
-            requests.append([{"token_ids": prompt, "sampling_params": option} for option in options])
-        found = Sampling(self._servers, self.max_concurrent_requests, labels=self._labels, least=version, stop=stop)
-        groups = self._calls.run(found.groups(requests))
+            bodies = [{"token_ids": prompt, "sampling_params": option} for option in options]
+            requests.append(PromptRequest(bodies, stop, self._labels, version))
+        groups = self._pool.sample(requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 
@@ -262,7 +267,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         Ends what other threads are sampling.
         """
         self.version, self._is_lost = None, False
-        self._calls.cancel()
+        self._pool.cancel()
         self._release_fleet()
 
     def _release_fleet(self) -> None:

@@ -1,0 +1,190 @@
+"""Prompts of several calls at several servers that have no model."""
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.fake_sampler import FakeSampler
+
+from pl_grouprl.rollout.server import pool as pool_module
+from pl_grouprl.rollout.server import server as server_module
+from pl_grouprl.rollout.server.labels import Labels
+from pl_grouprl.rollout.server.pool import ServerPool
+from pl_grouprl.rollout.server.sequences import PromptRequest
+from pl_grouprl.rollout.server.server import Server
+from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.sync.sampler import SamplerLostError
+
+LABELS = Labels("run")
+ROLLOUTS = "/inference/v1/generate"
+
+
+@pytest.fixture(autouse=True)
+def _no_long_pauses(monkeypatch):
+    monkeypatch.setattr(server_module, "_LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(pool_module, "_FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture
+def fakes():
+    made = [FakeSampler(), FakeSampler()]
+    for fake in made:
+        fake.label = LABELS.of(1)
+    yield made
+    for fake in made:
+        fake.close()
+
+
+class Busy:
+    """Counts the requests that a fake answers at the same time, each for a moment."""
+
+    def __init__(self, fake):
+        self.now = self.most = self.total = 0
+        self._lock = threading.Lock()
+        answer = fake.generate
+
+        def generate(body):
+            with self._lock:
+                self.now, self.total = self.now + 1, self.total + 1
+                self.most = max(self.most, self.now)
+            time.sleep(0.02)
+            with self._lock:
+                self.now -= 1
+            return answer(body)
+
+        fake.generate = generate
+
+
+def pool_of(fakes, at_once=64, timeout=20.0):
+    return ServerPool([Server(fake.url, timeout=timeout) for fake in fakes], at_once)
+
+
+def request(token, sequences=1):
+    body = {"token_ids": [token], "sampling_params": {"seed": token, "max_tokens": 3, "stop_token_ids": []}}
+    return PromptRequest(sequences * [body], StopStrings(None, ()), LABELS, least=1)
+
+
+def in_threads(pool, count):
+    """One call for each prompt, all at once."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(lambda token: pool.sample([request(token)]), range(count)))
+
+
+def test_calls_of_threads_share_the_limit(fakes):
+    busy = [Busy(fake) for fake in fakes]
+    pool = pool_of(fakes, at_once=2)
+    found = in_threads(pool, 12)
+    assert found == [pool.sample([request(token)]) for token in range(12)]
+    assert [one.most for one in busy] == [2, 2]
+
+
+def test_calls_of_threads_are_split_evenly(fakes):
+    held = threading.Barrier(8, timeout=30)  # all are being answered at the same time
+    for fake in fakes:
+        fake.before = lambda path: held.wait() and None if path == ROLLOUTS else None
+    in_threads(pool_of(fakes), 8)
+    assert [len(fake.asked) for fake in fakes] == [4, 4]
+
+
+def test_sequences_of_a_prompt_have_one_server(fakes):
+    pool_of(fakes).sample([request(1, sequences=3), request(2, sequences=3)])
+    found = [Counter(body["token_ids"][0] for body in fake.asked) for fake in fakes]
+    assert found in ([{1: 3}, {2: 3}], [{2: 3}, {1: 3}])
+
+
+def test_a_server_that_is_away_does_not_hold_up_the_others(fakes):
+    away, up = fakes
+    away.close()
+    groups = pool_of([away, up], timeout=60.0).sample([request(token) for token in range(4)])
+    assert len(groups) == len(up.asked) == 4
+    assert not away.asked
+
+
+def test_a_server_that_comes_back_takes_part_again(fakes):
+    late, up = fakes
+    late.before = lambda path: (503, {"error": "starting"})
+    pool = pool_of([late, up], at_once=1)
+
+    def count(path):
+        if path == ROLLOUTS and len(up.asked) == 3:
+            late.before = lambda path: None
+            while not late.asked:
+                time.sleep(0.01)
+
+    up.before = count
+    pool.sample([request(token) for token in range(8)])
+    assert late.asked
+    assert len(late.asked) + len(up.asked) == 8
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_that_has_too_much_to_do_is_asked_again(fakes, status):
+    fake = fakes[0]
+    refusals = iter(range(4))
+    fake.before = lambda path: (
+        (status, {"error": "later"}) if path == ROLLOUTS and next(refusals, None) is not None else None
+    )
+    assert len(pool_of([fake]).sample([request(1)])) == 1
+    assert len(fake.asked) == 1
+
+
+def test_a_prompt_that_always_breaks_off_ends_its_call_alone(fakes):
+    for fake in fakes:
+        answer = fake.generate
+        fake.generate = lambda body, answer=answer: (
+            (500, {"error": "this one"}) if body["token_ids"] == [3] else answer(body)
+        )
+    pool = pool_of(fakes)
+    with ThreadPoolExecutor(2) as threads:
+        bad = threads.submit(pool.sample, [request(3)])
+        good = [pool.sample([request(token)]) for token in (4, 5, 6)]
+        with pytest.raises(RuntimeError, match="broke off a rollout 5 times, most recently: .* answers 500: this one"):
+            bad.result()
+    assert len(good) == 3
+    assert not pool._calls
+
+
+def test_a_refused_request_ends_its_call_alone(fakes):
+    refused = threading.Event()
+
+    def answer(path):
+        if path != ROLLOUTS:
+            return None
+        if refused.is_set():
+            return None
+        refused.set()
+        return 400, {"error": {"message": "too long"}}
+
+    fakes[0].before = answer
+    pool = pool_of(fakes[:1])
+    with pytest.raises(ValueError, match="answers 400: too long"):
+        pool.sample([request(1)])
+    assert len(pool.sample([request(1)])) == 1
+
+
+def test_a_lost_server_ends_all_calls(fakes):
+    lost, other = fakes
+    released = threading.Event()
+
+    def restart(path):
+        if path == ROLLOUTS:
+            lost.restart()
+            raise ConnectionAbortedError
+
+    lost.before = restart
+    other.before = lambda path: released.wait(30) and None if path == ROLLOUTS else None
+    pool = pool_of(fakes)
+    with ThreadPoolExecutor(6) as threads:
+        calls = [threads.submit(pool.sample, [request(token), request(token + 10)]) for token in range(6)]
+        errors = [call.exception() for call in calls]
+    released.set()
+    assert [type(error) for error in errors] == 6 * [SamplerLostError]
+
+
+def test_no_thread_stays(fakes):
+    before = threading.active_count()
+    pool_of(fakes).sample([request(1)])
+    assert not [thread for thread in threading.enumerate() if thread.name == "sampling-servers"]
+    assert threading.active_count() <= before + 2  # of the fakes' connections
