@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_m
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.rollout_queue import Staleness, staleness_metrics
-from pl_grouprl.training.rollouts_ahead import RolloutsAhead
+from pl_grouprl.training.rollouts_ahead import RolloutsAhead, leave_out
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.run_state import PerRankState
 from pl_grouprl.training.sampler import Sampler
@@ -161,7 +162,7 @@ class Collector:
         """Checkpoint part: the rollouts sampled ahead; of a run without, None."""
         ahead = self.ahead
         if ahead is None:
-            return PerRankState(self._run, lambda: None, lambda per_rank: None)
+            return PerRankState(self._run, lambda: None, partial(leave_out, reason="max_staleness is 0"))
         return PerRankState(self._run, ahead.state_dict, ahead.load_state_dicts)
 
     def collect(self, batch: PromptBatch) -> CollectedRollouts:
@@ -260,6 +261,8 @@ class Collector:
                 break
             prompts = self._data.draw_extra(missing, rollout_number=batch.rollout_number, attempt=attempt)
             groups = self._sample(prompts, batch.rollout_number, attempt)
+            if self.ahead is not None:
+                self.ahead.mark_current(groups)
             more = CollectedRollouts(groups, groups, self._rewarder.start(groups))
             self._wait(more)
             generated += groups

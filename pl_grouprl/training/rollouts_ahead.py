@@ -14,7 +14,7 @@ from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
-from pl_grouprl.training.rollout_queue import RolloutQueue, Staleness, sampled_versions
+from pl_grouprl.training.rollout_queue import RolloutQueue, Staleness, sampled_versions, version_of_all
 from pl_grouprl.training.rollout_sources import CopySource, InFlightSource, RolloutSource
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler import Sampler
@@ -139,6 +139,12 @@ class RolloutsAhead:
             self._state = queue.state_dict()
         self._queue = self._source = None
 
+    def mark_current(self, groups: Sequence[RolloutGroup]) -> None:
+        """Set the version of groups that were sampled from the current weights, outside of the queue."""
+        assert self._queue is not None
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            rollout.weight_versions = version_of_all(rollout, self._queue.version)
+
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -153,11 +159,8 @@ class RolloutsAhead:
         """Restore this rank's groups from those of all saved ranks. What cannot be restored is sampled again."""
         entries = [entry for state in per_rank if state is not None for entry in state["entries"]]
         again = sum("rollouts" not in entry for entry in entries)
-        if entries and len(per_rank) != num_ranks():
-            rank_zero_info(
-                f"The checkpoint has {len(entries)} groups of rollouts that {len(per_rank)} ranks had queued; this run "
-                f"has {num_ranks()} and leaves them out. Prompts of the next batches are sampled again."
-            )
+        if len(per_rank) != num_ranks():
+            leave_out(per_rank, f"{len(per_rank)} ranks had queued them, this run has {num_ranks()}")
             return
         self._state = per_rank[self._run.global_rank]
         if again:
@@ -174,6 +177,16 @@ class RolloutsAhead:
     def _join(self, prompt: Prompt, token_ids: list[int], rollouts: list[Rollout]) -> RolloutGroup:
         """A group whose prompt's tokens may be those with an environment's observation."""
         return self._sampler.group([replace(prompt.open(), token_ids=token_ids)], [rollouts])[0]
+
+
+def leave_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
+    """Say that a run leaves out the groups of a checkpoint."""
+    count = sum(len(state["entries"]) for state in per_rank if state is not None)
+    if count:
+        rank_zero_info(
+            f"The checkpoint has {count} groups of rollouts that were sampled ahead. They are left out, because {reason}. "
+            "Prompts of the next batches are sampled again."
+        )
 
 
 def _all_from(group: RolloutGroup, version: int) -> bool:
