@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.serving import Server
 
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
-from helpers.serving import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
