@@ -15,7 +15,7 @@ WORKDIR /opt/pl_grouprl
 COPY constraints.txt pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY configs configs
 COPY pl_grouprl pl_grouprl
-RUN pip install --no-cache-dir --constraint constraints.txt '.[bitsandbytes,datasets,deepspeed,judge,lora,math,tasks]'
+RUN pip install --no-cache-dir --constraint constraints.txt '.[bitsandbytes,datasets,deepspeed,lora,math,tasks]'
 
 WORKDIR /home/trainer
 USER 1000

@@ -666,7 +666,9 @@ class RLModule(pl.LightningModule, ABC):
         buffer.updates_done = batch.update_index + 1
         if buffer.updates_done == self.updates_per_rollout:
             self.micro_batcher.cache.clear()
-        shown = {"reward": buffer.metrics["reward"], "prefix/token_ratio": metrics.pop("prefix/token_ratio")}
+        shown = {"reward": buffer.metrics["reward"]}
+        if token_ratio := metrics.pop("prefix/token_ratio"):  # 0 if no rank trained anything
+            shown["prefix/token_ratio"] = token_ratio
         log_numbers(self, shown, prog_bar=True)
         hidden = {name: value for name, value in buffer.metrics.items() if name not in shown}
         log_numbers(self, {**hidden, **metrics, "num_tokens": float(self.num_tokens)})

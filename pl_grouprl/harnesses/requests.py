@@ -7,11 +7,11 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pl_grouprl.episodes.limits import EpisodeLimits, smallest
-from pl_grouprl.rollout.vllm.requests import check_temperature
+from pl_grouprl.rollout.vllm.requests import check_temperature, sampling_options
 from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
@@ -22,9 +22,6 @@ _NO_WEIGHTS = "default"
 
 _NOT_FINITE = -9999.0
 """The log-probability by which vLLM says NaN."""
-
-_NEVER = -100.0
-"""Logit bias of tokens that are never sampled: vLLM's minimum, a probability of e^-100."""
 
 
 @dataclass
@@ -79,20 +76,13 @@ class Sampled:
         if room < 1:
             talk.ran_out = True
             raise ValueError(f"the run's limits leave the episode no room for a token after {len(token_ids)}")
-        params, sampling = asked["sampling_params"], self.sampling
-        sent = {
-            "max_tokens": room,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "seed": self._seed(params["seed"], token_ids),
-            "logprobs": 0,  # of the sampled token only
-            "stop_token_ids": self._end_ids(params),
-            "ignore_eos": True,  # end_ids includes the end token
-            "detokenize": False,
-            **({"logit_bias": {str(token): _NEVER for token in self.never}} if self.never else {}),
-        }
+        params = asked["sampling_params"]
+        sent = sampling_options(
+            replace(self.sampling, max_new_tokens=room),
+            end_ids=self._end_ids(params),
+            never=self.never,
+            seed=self._seed(params["seed"], token_ids),
+        )
         return {"token_ids": token_ids, "sampling_params": sent}
 
     def _check_tokens(self, token_ids: Sequence[int], asked: Mapping[str, Any]) -> None:

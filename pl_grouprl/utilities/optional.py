@@ -11,7 +11,6 @@ from pl_grouprl.utilities.systems import require_system
 BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 DATASETS_AVAILABLE = find_spec("datasets") is not None
 MATH_VERIFY_AVAILABLE = find_spec("math_verify") is not None
-HTTPX_AVAILABLE = find_spec("httpx") is not None
 PEFT_AVAILABLE = find_spec("peft") is not None
 REASONING_GYM_AVAILABLE = find_spec("reasoning_gym") is not None
 RENDERERS_AVAILABLE = find_spec("renderers") is not None

@@ -93,3 +93,4 @@ def test_a_batch_in_which_nothing_is_trained(step):
     gradients, metrics, _ = step(rewards=lambda completions, **columns: [None] * len(completions))
     assert all(gradient is None for gradient in gradients.values())
     assert metrics["loss"] == 0
+    assert "prefix/token_ratio" not in metrics  # no rollout was run with prefixes shared or repeated

@@ -28,7 +28,7 @@ def test_the_run_decides_how_turns_are_sampled():
     params = sent["sampling_params"]
     assert (params["temperature"], params["top_k"], params["max_tokens"]) == (0.7, 5, 10)
     assert params["stop_token_ids"] == [2, 6]  # 99 is not in the vocabulary
-    assert params["logit_bias"] == {"9": -100.0}
+    assert params["logit_bias"] == {9: -100.0}  # JSON makes the key a string
     assert params["ignore_eos"] is True
     assert "model" not in sent
 

@@ -27,15 +27,17 @@ def free_port() -> int:
 class Server:
     """`python -m pl_grouprl.rollout.server` on a port that stays the same when it is started again."""
 
-    def __init__(self, model: Path, log: Path, *options: str, token: str | None = None) -> None:
-        self.model, self.log, self.options, self.token = model, log, options, token
+    def __init__(
+        self, model: Path, log: Path, *options: str, token: str | None = None, python: str | Path = sys.executable
+    ) -> None:
+        self.model, self.log, self.options, self.token, self.python = model, log, options, token, python
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Server:
         """Start it; `wait` until it answers."""
-        command = [sys.executable, "-m", "pl_grouprl.rollout.server", "--model", str(self.model)]
+        command = [str(self.python), "-m", "pl_grouprl.rollout.server", "--model", str(self.model)]
         command += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
         command += ["--distributed-executor-backend", "uni"]  # the worker shares the engine's process: sooner there
         environment = {

@@ -19,7 +19,6 @@ from pl_grouprl.rewards.judge.rubric import Rubric
 from pl_grouprl.rewards.judge.verdicts import Grader, Verdict
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.background_loop import BackgroundLoop
-from pl_grouprl.utilities.optional import HTTPX_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class Judge:
             latest replies. A reply is reused only for an identical request.
 
     Raises:
-        ModuleNotFoundError: If httpx is not installed (extra `judge`).
         ValueError: If an option is out of range or malformed.
     """
 
@@ -89,7 +87,6 @@ class Judge:
         max_retries: int = 5,
         cache_dir: str | None = None,
     ) -> None:
-        require(HTTPX_AVAILABLE, "Judge", "judge")
         check_options(
             {
                 "Judge.scale": (scale, scale[0] < scale[1], "the lowest grade, then the highest"),

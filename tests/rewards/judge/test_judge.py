@@ -16,7 +16,6 @@ from helpers.judge_server import Answer, judge_server, reply
 
 from pl_grouprl.rewards import Judge, RewardConfigurationError, apply_rewards, check_columns, prepare_rewards
 from pl_grouprl.rewards.judge import client
-from pl_grouprl.rewards.judge import judge as judge_module
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
 KEY = "sk-very-secret"
@@ -408,9 +407,3 @@ def test_secrets_in_options_are_refused_without_showing_them(options):
     with pytest.raises(ValueError, match=r"Judge.*variable") as caught:
         Judge(**{"base_url": "http://localhost/v1", "model": "m", "rubric": "Count."} | options)
     assert KEY not in str(caught.value)
-
-
-def test_without_httpx_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setattr(judge_module, "HTTPX_AVAILABLE", False)
-    with pytest.raises(ModuleNotFoundError, match=r"Judge needs an optional package; .*pl-grouprl\[judge\]"):
-        Judge("http://localhost/v1", "m", "Count.")
