@@ -428,7 +428,7 @@ class RLModule(pl.LightningModule, ABC):
             by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
-            divide=partial(_trained_and_idle, self),
+            split_idle=partial(_trained_and_idle, self),
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._reward_metrics: dict[str, float] = {}  # of the validation batch

@@ -148,7 +148,7 @@ class PolicyObjective:
         extremes: dict[str, Tensor] = {}
         if "rollout_logprobs" in batch.tokens:
             weights = self._importance_weights(batch, old_logprobs_N)
-            loss_N = loss_N * weights.weights_N  # 1 unless `importance_sampling` is set: metrics only
+            loss_N = loss_N * weights.weights_N  # all 1 with `importance_sampling: none`, which only logs them
             metrics |= weights.metrics
             extremes |= weights.extremes
         assert scores.entropy_N is not None
@@ -159,6 +159,7 @@ class PolicyObjective:
             metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
         if self.entropy_coef > 0:
             loss_N = loss_N - self.entropy_coef * scores.entropy_N
+        # Only a sum: `Optimization.divide` divides it by the denominator of the whole optimizer step.
         numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=self._norm, **rollouts)
         denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)
         if self.router_aux_loss_coef > 0:

@@ -184,8 +184,8 @@ def leave_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
     count = sum(len(state["entries"]) for state in per_rank if state is not None)
     if count:
         rank_zero_info(
-            f"The checkpoint has {count} groups of rollouts that were sampled ahead. They are left out, because {reason}. "
-            "Prompts of the next batches are sampled again."
+            f"The checkpoint has {count} groups of rollouts that were sampled ahead. They are left out, because "
+            f"{reason}. Prompts of the next batches are sampled again."
         )
 
 

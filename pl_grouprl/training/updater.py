@@ -34,8 +34,8 @@ class Updater:
         compute_loss: Loss sums of a micro-batch.
         loss_denominators: Their denominators, from per-token quantities alone; see `RLModule`.
         owner: Class that has these methods, for errors.
-        divide: Divides a buffer into rollouts to encode, and those whose loss is 0; returns None, on all ranks alike,
-            if `compute_loss` may need all of them.
+        split_idle: Splits a buffer into rollouts to encode, and those whose loss is 0; returns None, on all ranks
+            alike, if `compute_loss` may need all of them.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Updater:
         compute_loss: ComputeLoss,
         loss_denominators: Denominators,
         owner: str,
-        divide: Callable[[RolloutBuffer], tuple[RolloutBuffer, RolloutBuffer] | None] = lambda buffer: None,
+        split_idle: Callable[[RolloutBuffer], tuple[RolloutBuffer, RolloutBuffer] | None] = lambda buffer: None,
     ) -> None:
         self._run = run
         self._micro_batcher = micro_batcher
         self._optimization = optimization
         self._compute_loss, self._loss_denominators, self._owner = compute_loss, loss_denominators, owner
-        self._divide = divide
+        self._split_idle = split_idle
 
     def update(
         self, buffer: RolloutBuffer, members: Sequence[int], accumulation: Accumulation
@@ -67,17 +67,17 @@ class Updater:
         Returns:
             The loss of the last micro-batch, to be differentiated by the caller, and the metrics of the update.
         """
-        divided = self._divide(buffer)
-        trained = buffer if divided is None else divided[0]
+        trained_and_idle = self._split_idle(buffer)
+        trained = buffer if trained_and_idle is None else trained_and_idle[0]
         schedule = self._micro_batcher.for_update(trained, _with_rollouts(trained, members))
-        has_all = schedule.number == 1 and divided is None  # then the only micro-batch knows the denominators
+        has_all = schedule.number == 1 and trained_and_idle is None  # then the only micro-batch knows the denominators
         if not has_all:
             self._optimization.add_denominators(self._denominators(buffer, members), self._run.device)
         sums = LossAccumulator()
         with self._micro_batcher.naming_memory():
             loss = self._run_schedule(schedule, sums, accumulation, has_all=has_all)
-        if divided is not None:
-            sums.add_denominators(self._denominators(divided[1], members))
+        if trained_and_idle is not None:
+            sums.add_denominators(self._denominators(trained_and_idle[1], members))
         if not has_all:
             self._check_denominators(sums, buffer, members)
         device = self._run.device

@@ -81,9 +81,7 @@ def read(server: Server, response: httpx.Response) -> Any:
         raise ValueError(str(error)) if error.status in (400, 422) else error from None
 
 
-async def _sequence(
-    http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any]
-) -> Rollout:
+async def _sequence(http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any]) -> Rollout:
     """Sample one sequence, again if an update aborts it."""
     while True:
         completion, stopped, choice = Completion(request.stop), False, None

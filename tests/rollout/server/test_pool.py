@@ -140,7 +140,7 @@ def test_a_prompt_that_always_breaks_off_ends_its_call_alone(fakes):
     with ThreadPoolExecutor(2) as threads:
         bad = threads.submit(pool.sample, [request(3)])
         good = [pool.sample([request(token)]) for token in (4, 5, 6)]
-        with pytest.raises(RuntimeError, match="broke off a rollout 5 times, most recently: .* answers 500: this one"):
+        with pytest.raises(RuntimeError, match=r"broke off a rollout 5 times, most recently: .* answers 500: this one"):
             bad.result()
     assert len(good) == 3
     assert not pool._calls
