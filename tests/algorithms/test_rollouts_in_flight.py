@@ -175,6 +175,27 @@ def test_a_resumed_run_has_what_was_sampled_and_samples_the_rest(fit, tmp_path, 
     assert after.steps[1]["rollout/staleness/max"] == 2
 
 
+def test_a_resumed_run_that_samples_nothing_ahead_says_so(fit, tmp_path, caplog):
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(InFlightEngine(), callbacks=[saving], max_steps=2)
+    with caplog.at_level("INFO"):
+        fit(InFlightEngine(), k=0, ckpt_path=tmp_path / "step=1.ckpt", max_steps=2, allow_changed=["max_staleness"])
+    assert "4 groups of rollouts that were sampled ahead. They are left out, because max_staleness is 0" in caplog.text
+
+
+def test_replacements_have_the_version_of_the_current_weights(fit):
+    """The engine has numbers of its own, from 1."""
+    calls = []
+
+    def first_are_equal(completions, **columns):
+        calls.append(len(completions))
+        return [0.0 if sum(calls) <= 16 else float(place) for place in range(len(completions))]
+
+    trained, *_ = fit(InFlightEngine(), max_steps=2, dynamic_sampling=True, rewards=[first_are_equal])
+    assert trained.steps[0]["dynamic_sampling/generation_batches"] == 2
+    assert {v for group in trained.groups[0] for r in group.rollouts for v in r.weight_versions} == {0}
+
+
 def test_a_module_can_be_fitted_twice(fit, make_module, make_data, make_trainer):
     def hold(engine, call, token):
         if engine.version == 2:  # in flight at the end of the first fit
