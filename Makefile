@@ -20,7 +20,7 @@ test-verifiers: .venv-verifiers/installed .venv-vllm/installed
 	.venv-verifiers/bin/python -m pytest tests/harnesses -m 'not gpu'
 
 test-vllm: .venv-vllm/installed
-	$(VLLM)/python -m pytest -m 'vllm and not slow and not gpu'
+	$(VLLM)/python -m pytest -m 'vllm and not gpu'
 
 # The same tests with the oldest versions that pyproject.toml allows, which take 7 GB: that torch brings its CUDA.
 test-oldest: .venv-oldest/installed
