@@ -196,28 +196,30 @@ class ServerPool:
 
     async def _watch(self, member: _Member) -> None:
         """Make a server take part while it can be reached. An error of its own ends all calls."""
-        silence = min(max(member.server.timeout, _SILENCE[0]), _SILENCE[1])
-        timeout = httpx.Timeout(silence, read=None)
+        http = None
         try:
-            async with httpx.AsyncClient(timeout=timeout, **member.server.options) as http:
-                member.http = http
-                while True:
-                    self._check(member, await self._reach(member, http))
-                    member.broken = asyncio.get_running_loop().create_future()
-                    member.state = "up"
-                    self._distribute()
-                    try:
-                        await _until_one_fails(
-                            _raise(member.broken), self._ask(member, http, silence), self._ask_label(member, http)
-                        )
-                    except (BrokenError, httpx.TransportError) as error:
-                        await self._pause(member, error)
+            silence = min(max(member.server.timeout, _SILENCE[0]), _SILENCE[1])
+            http = httpx.AsyncClient(timeout=httpx.Timeout(silence, read=None), **member.server.options)
+            member.http = http
+            while True:
+                self._check(member, await self._reach(member, http))
+                member.broken = asyncio.get_running_loop().create_future()
+                member.state = "up"
+                self._distribute()
+                try:
+                    await _until_one_fails(
+                        _raise(member.broken), self._ask(member, http, silence), self._ask_label(member, http)
+                    )
+                except (BrokenError, httpx.TransportError) as error:
+                    await self._pause(member, error)
         except Exception as error:
             for job in list(self._unfinished):
                 self._finish(job, error)
         finally:
-            member.watcher = None
+            member.watcher = None  # before this waits, so that the next call begins anew
             member.reset()
+            if http is not None:
+                await http.aclose()
 
     async def _pause(self, member: _Member, error: Exception) -> None:
         """Let others have the prompts of a server that broke off, for a while."""
