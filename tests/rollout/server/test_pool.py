@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.fake_sampler import FakeSampler
 
-from pl_grouprl.rollout.server import pool as pool_module
+from pl_grouprl.rollout.server import distribution as distribution_module
 from pl_grouprl.rollout.server import server as server_module
+from pl_grouprl.rollout.server.distribution import Distribution
 from pl_grouprl.rollout.server.labels import Labels
 from pl_grouprl.rollout.server.pool import ServerPool
 from pl_grouprl.rollout.server.sequences import PromptRequest
@@ -25,7 +26,7 @@ ROLLOUTS = "/inference/v1/generate"
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
     monkeypatch.setattr(server_module, "_LONGEST_WAIT", 0.1)
-    monkeypatch.setattr(pool_module, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(distribution_module, "_FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture
@@ -208,8 +209,24 @@ def test_what_ends_the_watch_ends_all_calls_and_the_next_begins_anew(fakes, monk
     fakes[0].before = hold
     pool = pool_of(fakes[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(ServerPool, "_ask_label", fail)
+        patch.setattr(Distribution, "_ask_label", fail)
         with pytest.raises(KeyError, match="the watch"):
             pool.sample([request(token) for token in range(200)])
     held.set()
+    assert len(pool.sample([request(1)])) == 1
+
+
+def test_after_an_interruption_the_next_call_begins_anew(fakes, monkeypatch):
+    join = threading.Thread.join
+
+    def interrupt(self, timeout=None):
+        if self.name == "sampling-servers":
+            raise KeyboardInterrupt
+        join(self, timeout)
+
+    pool = pool_of(fakes)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.sample([request(1)])
     assert len(pool.sample([request(1)])) == 1

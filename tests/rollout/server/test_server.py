@@ -17,7 +17,7 @@ from helpers.tiny_tokenizers import letters_tokenizer
 
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
-from pl_grouprl.rollout.server.pool import ServerPool
+from pl_grouprl.rollout.server.distribution import Distribution
 from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.sync.stream import checkpoint_weights
 from pl_grouprl.types import SamplingConfig
@@ -304,7 +304,7 @@ def test_rollouts_of_a_client_that_fails_are_stopped(servers, monkeypatch):
         raise KeyError("the watch")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ServerPool, "_ask_label", fail)
+        patch.setattr(Distribution, "_ask_label", fail)
         with pytest.raises(KeyError, match="the watch"):
             engine.generate([[1, 2]], LONG, num_generations=640, seed=0)  # minutes of work
     started = time.monotonic()

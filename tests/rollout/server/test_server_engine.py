@@ -17,9 +17,9 @@ from helpers.tiny_models import tiny_model
 
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+from pl_grouprl.rollout.server import distribution as distribution_module
 from pl_grouprl.rollout.server import engine as engine_module
 from pl_grouprl.rollout.server import fleet as fleet_module
-from pl_grouprl.rollout.server import pool as pool_module
 from pl_grouprl.rollout.server import server as server_module
 from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
@@ -32,7 +32,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11], [12, 13], [14]]
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
     monkeypatch.setattr(server_module, "_LONGEST_WAIT", 0.1)
-    monkeypatch.setattr(pool_module, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(distribution_module, "_FIRST_PAUSE", 0.01)
     monkeypatch.delenv("PL_GROUPRL_TOKEN", raising=False)
 
 
