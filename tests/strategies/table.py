@@ -28,8 +28,11 @@ from table_train import RunFailedError, train
 ALGORITHMS = ("GRPO", "GROUP PPO")
 LOSS_TOLERANCE = 1e-4
 """Of float32, over ten steps that each build on the one before."""
-LOGIT_TOLERANCE = {"cpu": 1e-6, "gpu": 1e-4}
-"""Of float32, by where the policy was trained; the exported one is looked at on the CPU."""
+LOGIT_TOLERANCE = {"cpu": 1e-5, "gpu": 1e-4}
+"""Of float32 logits up to 4, by where the policy was trained; the exported one is looked at on the CPU.
+
+One process with all threads rounds other sums than two with one each: by 2e-6 on some CPUs.
+"""
 CUT = {"max_tokens_per_micro_batch": 64}
 """Smaller than the largest groups, see table_run.py: several passes a step, and groups that are split."""
 CUT_EPISODES = {"max_tokens_per_micro_batch": 160}
