@@ -97,7 +97,8 @@ async def _sequence(http: httpx.AsyncClient, server: Server, request: PromptRequ
             raise BrokenError("the answer ended before its rollout did")
         if stopped or choice["finish_reason"] != "abort":
             return _rollout(server, request, completion, choice)
-        request.check(await read_label(http, server), server)
+        label = read(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
+        request.check(label, server)
 
 
 async def _choices(http: httpx.AsyncClient, server: Server, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

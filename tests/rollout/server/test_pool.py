@@ -230,3 +230,18 @@ def test_after_an_interruption_the_next_call_begins_anew(fakes, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             pool.sample([request(1)])
     assert len(pool.sample([request(1)])) == 1
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_fails_after_an_abort_is_asked_again(fakes, status):
+    fake, answer = fakes[0], fakes[0].generate
+    refusals = iter([(status, {"error": "later"})])
+
+    def abort(body):
+        fake.before = lambda path: next(refusals, None) if path == "/weight_info" else None
+        fake.generate = answer
+        return {"choices": [{"token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_versions": None}]}
+
+    fake.generate = abort
+    assert len(pool_of([fake]).sample([request(1)])) == 1
+    assert next(refusals, None) is None
