@@ -32,6 +32,9 @@ _FORESTS = {
 }
 """The forests to try, by a backend's maximum depth."""
 
+_STRIDE = 7919
+"""Between the tokens of the check, around the vocabulary: a prime, so that none repeats in a small one."""
+
 _NUM_REPEATED = 5
 """Number of different tokens in the check of a model whose layers select tokens."""
 
@@ -55,8 +58,8 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
     """
     decoder = find_decoder(model)
     layout = _FORESTS[max_depth]
-    tokens = torch.arange(layout.num_tokens, device=decoder.device)[None]
-    tokens = tokens % (_NUM_REPEATED if selects else _vocabulary_size(decoder))
+    numbers = torch.arange(layout.num_tokens, device=decoder.device)[None]
+    tokens = _ordinary_tokens(numbers % _NUM_REPEATED if selects else numbers, decoder)
     paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
     longest = max(paths, key=len)
     selections = SmallSelections()
@@ -122,7 +125,7 @@ def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
         columns + 20 * (number // 2) + 7 * number * (columns >= start) for number, (_, start, _) in enumerate(spans)
     ]
     kept = [(columns >= first) & (columns < stop) for first, _, stop in spans]
-    return {"input_ids": torch.stack(rows) % _vocabulary_size(decoder), "attention_mask": torch.stack(kept).long()}
+    return {"input_ids": _ordinary_tokens(torch.stack(rows), decoder), "attention_mask": torch.stack(kept).long()}
 
 
 def _what_differs(found: Tensor, expected: Tensor, difference: float, selects: bool) -> tuple[str, ...]:
@@ -156,8 +159,13 @@ def _is_shift_invariant(decoder: PreTrainedModel, tokens: Tensor) -> bool:
     return compare(there, here).relative_mean <= tolerance_of(computing_dtype(decoder)).moved
 
 
-def _vocabulary_size(decoder: PreTrainedModel) -> int:
-    return int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
+def _ordinary_tokens(numbers: Tensor, decoder: PreTrainedModel) -> Tensor:
+    """Different tokens for different numbers, from all over the vocabulary.
+
+    Its beginning often has special tokens, on which trained models may amplify the rounding of bfloat16 by far more.
+    """
+    vocabulary_size = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
+    return (numbers * _STRIDE + vocabulary_size // 3) % vocabulary_size
 
 
 def _without_remedy(reason: str) -> str:

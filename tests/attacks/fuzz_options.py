@@ -35,6 +35,7 @@ if __name__ == "__main__":  # as a command; under pytest, conftest.py has done s
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart
@@ -46,6 +47,8 @@ from pl_grouprl.utilities.arguments import known_options
 SECONDS_PER_CASE = 60
 ALGORITHMS = (GRPO, PPO, GroupPPO, Distillation)
 CALLBACKS = (CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart)
+RENAMED = {"rollout_ahead": "max_staleness"}
+"""Former names of options; errors have the new ones."""
 TRAINER: dict[str, Any] = {
     "max_steps": int,
     "max_epochs": int,
@@ -176,7 +179,7 @@ def value(rng: random.Random, hint: Any, name: str) -> Any:
 
 
 def options(rng: random.Random, known: dict[str, Any], most: int, *, typed: bool = False) -> dict[str, Any]:
-    """Some options by name, a few of them unknown. Lightning's Trainer only gets values of the right type."""
+    """Some options by name, a few of them unknown. What Lightning reads only gets values of the right type."""
     names = [name for name in known if name not in FIXED]
     chosen = rng.sample(names, min(rng.randrange(most + 1), len(names)))
     found = {name: (valid_value if typed else value)(rng, known[name], name) for name in chosen}
@@ -195,7 +198,8 @@ def draw(rng: random.Random) -> Case:
         case.trainer = options(rng, TRAINER, 2, typed=case.form == "python")
     if rng.random() < 0.3:
         cls = rng.choice(CALLBACKS)
-        case.callbacks = [(cls, options(rng, known_options(cls, cls)[0], 2))]
+        typed = case.form == "python" and issubclass(cls, ModelCheckpoint)
+        case.callbacks = [(cls, options(rng, known_options(cls, cls)[0], 2, typed=typed))]
     groups = (case.model, case.data, case.trainer, *(own for _, own in case.callbacks))
     case.drawn = [name for group in groups for name in names_of(group)]
     return case
@@ -239,7 +243,11 @@ def run_yaml(case: Case, folder: Path) -> None:
     from pl_grouprl import cli
 
     def plain(options: dict[str, Any]) -> dict[str, Any]:
-        return {name: None if own is object else own for name, own in options.items()}  # YAML has no classes
+        """The options without classes, which YAML does not have."""
+        return {
+            name: None if own is object else plain(own) if isinstance(own, dict) else own
+            for name, own in options.items()
+        }
 
     def entry(path: str, own: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"class_path": f"pl_grouprl.{path}", "init_args": more | own}
@@ -305,7 +313,8 @@ def outcome(case: Case) -> tuple[str, str]:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         text = GIVEN.sub("", str(error))  # jsonargparse repeats its whole input
-        if any(re.search(rf"\b{re.escape(name)}\b", text) for name in case.drawn):
+        names = [*case.drawn, *(RENAMED[name] for name in case.drawn if name in RENAMED)]
+        if any(re.search(rf"\b{re.escape(name)}\b", text) for name in names):
             return "refused", said
         frames = traceback.extract_tb(error.__traceback__)
         return "finding", f"{said} [{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}]"
@@ -319,6 +328,7 @@ def quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric", "pl_grouprl")]
     levels, environment = [logger.level for logger in loggers], dict(os.environ)
     alarm, threads = signal.getsignal(signal.SIGALRM), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
@@ -331,6 +341,7 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
         signal.signal(signal.SIGALRM, alarm)
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
         os.environ.clear()
         os.environ.update(environment)
 

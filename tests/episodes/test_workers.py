@@ -261,12 +261,14 @@ def test_closing_ends_running_and_waiting_calls(make, tmp_path):
 
 
 SCRIPT = """
+import signal
 import sys
 from helpers import worker_tools as tools
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that run in the background ignore it
     runner = ToolRunner([tools.hang_with_child, tools.process_id], workers=1)
     session = runner.begin([{}])[0]
     call = ToolCall("process_id", {}) if sys.argv[1] == "end" else ToolCall("hang_with_child", {"file": "ids"})

@@ -64,6 +64,8 @@ def import_everything() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     torch.set_num_threads(1)
+    # After a fork torch makes its pool of threads anew, and fails if two threads come to that at the same time.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     get_checkpoint_conversion_mapping("qwen3")  # builds the table of all models: a quarter of a second
     gc.freeze()
     gc.enable()

@@ -1,5 +1,6 @@
 """docs/models.md is what is found by running: some families always, all of them where slow tests run."""
 
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -64,7 +65,8 @@ def test_the_page_names_every_family_of_the_installed_transformers():
 def test_no_family_is_wrong_and_the_page_is_what_the_command_writes():
     outcomes = sweep(select(None))
     assert [f"{one.family.name}: {one.reason}" for one in outcomes if one.status == "wrong" or not one.expected] == []
-    assert page(outcomes, "auto") == PAGE
+    bounds = re.compile(r"< 1e-\d+")  # of rounding, which machines differ in
+    assert bounds.sub("<", page(outcomes, "auto")) == bounds.sub("<", PAGE)
 
 
 @pytest.mark.parametrize(
