@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
-from pl_grouprl.rollout.server.sequences import BrokenError, PromptRequest, end, read, read_label, sample
+from pl_grouprl.rollout.server.sequences import BrokenError, BusyError, PromptRequest, end, read, read_label, sample
 from pl_grouprl.rollout.server.server import RefusedError, Server
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
@@ -52,6 +54,7 @@ class _Member:
         server: The server.
         state: `unknown` until it was asked for its label.
         jobs: What it samples.
+        most: Most jobs that it took, after it refused one more.
         breaks: How often it broke off since it last finished a job.
         watcher: Watches it.
         http: Its client, while it is watched.
@@ -66,7 +69,7 @@ class _Member:
 
     def reset(self) -> None:
         """Forget what was known of it."""
-        self.state, self.breaks = "unknown", 0
+        self.state, self.breaks, self.most = "unknown", 0, math.inf
         self.http: httpx.AsyncClient | None = None
         self.broken: asyncio.Future[Exception] | None = None
 
@@ -107,7 +110,7 @@ class Distribution:
         present = [member for member in self._members if member.state != "away"]
         most = min(self._at_once, -(-len(self._unfinished) // max(len(present), 1)))
         while self._waiting:
-            free = [member for member in present if member.state == "up" and len(member.jobs) < most]
+            free = [one for one in present if one.state == "up" and len(one.jobs) < min(most, one.most)]
             if not free:
                 return
             job = self._waiting.popleft()
@@ -115,8 +118,9 @@ class Distribution:
                 self._start(min(free, key=lambda member: len(member.jobs)), job)
 
     def _start(self, member: _Member, job: _Job) -> None:
-        def leave(_: asyncio.Task[None]) -> None:
-            member.jobs.discard(job)
+        def leave(task: asyncio.Task[None]) -> None:
+            if job.task is task:  # else it has begun again, perhaps here
+                member.jobs.discard(job)
             self._distribute()
 
         member.jobs.add(job)
@@ -129,6 +133,11 @@ class Distribution:
             assert member.http is not None
             rollouts = await sample(member.http, member.server, job.request)
         except (BrokenError, httpx.TransportError) as error:
+            member.jobs.discard(job)
+            if isinstance(error, BusyError) and member.jobs:  # it goes on with these
+                member.most = len(member.jobs)
+                self._waiting.appendleft(job)
+                return
             job.breaks += 1
             if job.breaks == _BROKEN:
                 self._finish(job, _broke_off(member, error))
@@ -140,6 +149,7 @@ class Distribution:
             self._finish(job, error)
         else:
             member.breaks = 0
+            member.most += 1  # perhaps it takes more by now
             self._finish(job, rollouts)
 
     def _finish(self, job: _Job, result: list[Rollout] | Exception) -> None:
@@ -207,7 +217,8 @@ class Distribution:
         """Ask the server now and then: rollouts may take long, but not without an answer to this."""
         while True:
             await asyncio.sleep(_HEARTBEAT)
-            read(member.server, await http.get("/health", timeout=silence))
+            with suppress(BusyError):  # it answers
+                read(member.server, await http.get("/health", timeout=silence))
             tick()
 
     async def _ask_label(self, member: _Member, http: httpx.AsyncClient) -> None:
@@ -215,7 +226,8 @@ class Distribution:
         while True:
             await asyncio.sleep(_HEARTBEAT)
             response = await http.get("/weight_info", timeout=member.server.timeout)
-            self._check(member, read(member.server, response)["weight_version"])
+            with suppress(BusyError):
+                self._check(member, read(member.server, response)["weight_version"])
 
     def _check(self, member: _Member, label: str) -> None:
         for job in self._unfinished:

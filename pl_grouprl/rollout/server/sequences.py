@@ -24,12 +24,13 @@ T = TypeVar("T")
 _NOT_FINITE = -9999.0
 """The log-probability by which vLLM says NaN."""
 
-_TOO_MANY = 429
-"""Status of a server, or a proxy before it, that has too much to do."""
-
 
 class BrokenError(Exception):
     """An answer that broke off."""
+
+
+class BusyError(BrokenError):
+    """A server has too much to do."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ async def sample(http: httpx.AsyncClient, server: Server, request: PromptRequest
     """Sample the sequences of a prompt side by side.
 
     Raises:
-        BrokenError: If the server breaks off an answer.
+        BrokenError: If the server breaks off an answer, or has too much to do.
         httpx.TransportError: If it is away.
         SamplerLostError: If it has lost its weights.
         WeightsMismatchError: If it has other weights.
@@ -76,7 +77,9 @@ def read(server: Server, response: httpx.Response) -> Any:
     try:
         return server.read(response)
     except RefusedError as error:
-        if error.status >= 500 or error.status == _TOO_MANY:
+        if error.is_busy:
+            raise BusyError(str(error)) from error
+        if error.status >= 500:
             raise BrokenError(str(error)) from error
         raise ValueError(str(error)) if error.status in (400, 422) else error from None
 

@@ -15,6 +15,9 @@ from pl_grouprl.rollout.server.auth import check_token
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 """Seconds between two attempts to reach a server."""
 
+_TOO_MANY = 429
+"""Status of a server, or a proxy before it, that has too much to do."""
+
 _NO_SAMPLER = "this is not a sampling server; start one with python -m pl_grouprl.rollout.server."
 
 
@@ -23,10 +26,12 @@ class RefusedError(RuntimeError):
 
     Attributes:
         status: HTTP status.
+        is_busy: Whether the server, or a proxy before it, has too much to do.
     """
 
     def __init__(self, url: str, status: int, reason: str) -> None:
         self.status = status
+        self.is_busy = status == _TOO_MANY
         super().__init__(f"the sampling server at {url} answers {status}: {reason[:2000]}")
 
 
@@ -97,8 +102,8 @@ class Server:
             wait = min(2 * wait, _LONGEST_WAIT)
 
     def passing(self, error: Exception) -> Exception:
-        """Return an error that may pass: the server is away, or starting, or stopping. Raise others."""
-        if isinstance(error, RefusedError) and error.status < 500:
+        """Return an error that may pass: the server is away, or busy, or starting, or stopping. Raise others."""
+        if isinstance(error, RefusedError) and error.status < 500 and not error.is_busy:
             raise error
         return error
 

@@ -245,3 +245,30 @@ def test_a_server_that_fails_after_an_abort_is_asked_again(fakes, status):
     fake.generate = abort
     assert len(pool_of([fake]).sample([request(1)])) == 1
     assert next(refusals, None) is None
+
+
+def test_a_server_that_is_busy_goes_on_with_what_it_has(fakes, monkeypatch):
+    monkeypatch.setattr(distribution_module, "_HEARTBEAT", 0.01)
+    fake, answer = fakes[0], fakes[0].generate
+    lock, looks, looked = threading.Lock(), iter(range(3)), threading.Event()
+    now = refused = 0
+
+    def generate(body):
+        nonlocal now, refused
+        with lock:
+            if now == 2:
+                refused += 1
+                return 429, {"error": "later"}
+            now += 1
+        looked.wait(30)
+        with lock:
+            now -= 1
+            return answer(body)
+
+    def look(path):
+        if path == "/health" and refused >= 10 and next(looks, None) is None:
+            looked.set()
+
+    fake.generate, fake.before = generate, look
+    assert len(pool_of([fake]).sample([request(token) for token in range(12)])) == 12
+    assert len(fake.asked) == 12  # none was given up and begun again
