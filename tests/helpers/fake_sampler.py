@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -28,10 +29,11 @@ class FakeSampler:
         headers: Of the last request.
     """
 
-    def __init__(self, port: int = 0, instance: str = "first", folder: str | None = None, **info) -> None:
+    def __init__(self, port: int = 0, instance: str | None = None, folder: str | None = None, **info) -> None:
         model = {"model_type": "llama", "vocab_size": 61, "max_model_len": 512, "dtype": "float32"}
         self.info = {
-            **{"instance": instance, "folder": folder, "backend": "pl_grouprl", "logprobs_mode": "processed_logprobs"},
+            **{"instance": instance or secrets.token_hex(8), "folder": folder},
+            **{"backend": "pl_grouprl", "logprobs_mode": "processed_logprobs"},
             **{**model, **info},
         }
         self.label, self.owner, self.paused, self.updating = "default", None, None, False

@@ -188,6 +188,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         infos = [_reached(server) for server in self._servers]
         for server, info in zip(self._servers, infos, strict=True):
             self._check_server(server.url, info, infos[0])
+        if len({info["instance"] for info in infos}) < len(infos):
+            raise ValueError(f"urls is {self.urls}, of which two are the same server; leave one out.")
         self.max_model_len = min(info["max_model_len"] for info in infos)
         if self._fleet is None or not self._fleet.is_same(infos):
             self._release_fleet()

@@ -704,6 +704,14 @@ def test_a_server_of_another_model_is_refused(policy, servers, info, message):
         make_engine(policy, servers(**info)).update_weights(weights(policy), version=1)
 
 
+def test_a_server_under_two_names_is_refused(policy, servers):
+    url = servers().url
+    engine = VLLMServerRolloutEngine([url, f"{url}/"], timeout=3)
+    engine.bind(policy)
+    with pytest.raises(ValueError, match="of which two are the same server; leave one out"):
+        engine.update_weights(weights(policy), version=1)
+
+
 def test_transfer_must_be_that_of_the_server(policy, servers):
     with pytest.raises(ValueError, match="has backend 'pl_grouprl', not 'nccl'; start it with --transfer nccl"):
         make_engine(policy, servers(), transfer="nccl").update_weights(weights(policy), version=1)
