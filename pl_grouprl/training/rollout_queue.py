@@ -1,7 +1,7 @@
-"""Groups of rollouts between the threads that sample them and the updates that train them.
+"""The queue between the threads that sample rollouts and the main thread that trains on them.
 
-Weights have a version: the number of batches of rollouts that were trained before. The staleness of a token is the
-version that is trained next less the version that it was sampled from.
+The version of the weights is the number of rollout batches that were trained on so far. A token's staleness is the
+version about to be updated minus the version that sampled the token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.progress import tick
 
 Join = Callable[[Prompt, list[int], list[Rollout]], RolloutGroup]
-"""(prompt, tokens that it was sampled with, its rollouts) -> their group."""
+"""Builds a group from (prompt, prompt tokens as sampled, rollouts)."""
 
 
 @dataclass(eq=False)
@@ -28,14 +28,14 @@ class QueuedGroup:
     """A prompt and, once it is sampled, its group.
 
     Attributes:
-        number: The batch of prompts that it belongs to.
-        place: Its place among this rank's prompts of that batch.
+        number: Number of the prompt batch that it belongs to.
+        place: Its index among this rank's prompts of that batch.
         prompt: The prompt.
-        attempt: How many times it was sampled and dropped before.
-        version: Of the weights when its sampling started; None while it waits for that.
-        syncs: Syncs of the weights until then.
-        group: The group, once it is sampled.
-        is_settled: Whether the versions of its tokens are the run's, not the engine's.
+        attempt: How often it was sampled before and dropped as stale.
+        version: Version of the weights when sampling started; None before that.
+        syncs: Number of weight syncs before sampling started.
+        group: The rollouts; None until they are finished.
+        is_settled: Whether token versions were translated from the engine's numbering to the run's.
     """
 
     number: int
@@ -48,7 +48,7 @@ class QueuedGroup:
     is_settled: bool = False
 
     def versions(self) -> list[int]:
-        """The version of each sampled token; if none was sampled, that of the start."""
+        """Version of each sampled token; if there is none, the version at the start of sampling."""
         assert self.group is not None
         found = [version for rollout in self.group.rollouts for version in sampled_versions(rollout)]
         return found or [self.version or 0]
@@ -56,7 +56,14 @@ class QueuedGroup:
 
 @dataclass
 class Staleness:
-    """Staleness of the sampled tokens that a rank has taken, as sums that ranks can exchange."""
+    """Staleness of the tokens in one rank's batch, as sums that can be combined across ranks.
+
+    Attributes:
+        tokens: Number of sampled tokens.
+        total: Sum of their staleness.
+        largest: Largest staleness.
+        dropped: Groups dropped as stale since the previous batch.
+    """
 
     tokens: int = 0
     total: int = 0
@@ -65,7 +72,7 @@ class Staleness:
 
 
 def staleness_metrics(per_rank: Sequence[Staleness]) -> dict[str, float]:
-    """Metrics over all ranks; none without ranks."""
+    """Metrics over all ranks; empty if `per_rank` is."""
     if not per_rank:
         return {}
     tokens, total = sum(one.tokens for one in per_rank), sum(one.total for one in per_rank)
@@ -77,10 +84,11 @@ def staleness_metrics(per_rank: Sequence[Staleness]) -> dict[str, float]:
 
 
 class RolloutQueue:
-    """Groups in the order in which their prompts were submitted: waiting, being sampled, or sampled.
+    """Prompts in submission order, each waiting, being sampled, or finished.
 
-    One thread, the main one, submits and takes; others `start` and `finish`. What is submitted is taken exactly once.
-    A group whose oldest token is more than `max_staleness` old is not taken but sampled again.
+    The main thread submits prompts and takes groups; sampling threads call `start`, then `finish` or `fail`. Each
+    prompt's group is taken exactly once, unless `expect` discards it; if its oldest token is staler than
+    `max_staleness` by then, the prompt is sampled again first.
 
     Args:
         max_staleness: Largest staleness of a token that may be trained.
@@ -94,9 +102,9 @@ class RolloutQueue:
         self._changed = threading.Condition()
         self._entries: list[QueuedGroup] = []
         self._sizes: dict[int, int] = {}
-        """Prompts of each batch that is submitted and not yet trained."""
+        """Number of prompts of each batch that was submitted but not yet taken."""
         self._versions: list[tuple[int, int]] = []
-        """The engine's version and ours of each sync."""
+        """(engine's version, run's version) of each sync, in order."""
         self.version = 0
         self._syncs = self._running = self._dropped = 0
         self._is_paused = self._is_closed = False
@@ -107,22 +115,25 @@ class RolloutQueue:
         return len(self._entries)
 
     def has(self, number: int) -> bool:
-        """Whether the prompts of a batch are submitted, and the batch is not trained yet."""
+        """Whether a batch was submitted but not yet taken."""
         return number in self._sizes
 
     # The main thread.
 
     def expect(self, number: int) -> None:
-        """Discard as many groups as belong to batches that do not follow: an epoch ended early, or data start over."""
+        """Forget batches that will not be trained next, and discard as many groups as they had prompts.
+
+        Happens if an epoch ended early, or the data start over. Groups of those batches are discarded first.
+        """
         with self._changed:
-            others = {at for at in self._sizes if not number <= at <= number + self._max_staleness}
-            self._sizes = {at: size for at, size in self._sizes.items() if at not in others}
+            others = {batch for batch in self._sizes if not number <= batch <= number + self._max_staleness}
+            self._sizes = {batch: size for batch, size in self._sizes.items() if batch not in others}
             surplus = len(self._entries) - sum(self._sizes.values())
             discarded = sorted(self._entries, key=lambda entry: entry.number not in others)[: max(surplus, 0)]
             self._entries = [entry for entry in self._entries if entry not in discarded]
 
     def submit(self, number: int, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup] | None = None) -> None:
-        """Queue the prompts of a batch, with their groups if they have just been sampled."""
+        """Queue the prompts of a batch, together with their groups if those are already sampled."""
         with self._changed:
             self._sizes[number] = len(prompts)
             entries = [QueuedGroup(number, place, prompt) for place, prompt in enumerate(prompts)]
@@ -132,11 +143,11 @@ class RolloutQueue:
             self._changed.notify_all()
 
     def set_version(self, version: int, engine_version: int | None = None) -> None:
-        """Tell that the weights are in place from which groups are sampled from now on.
+        """Record that the sampler now has these weights; also ends the wait after a lost sampler.
 
         Args:
-            version: Their version.
-            engine_version: The engine's number of it, which it reports in `Rollout.weight_versions`.
+            version: The run's version of them.
+            engine_version: The engine's number for it, as reported in `Rollout.weight_versions`.
         """
         with self._changed:
             self.version, self._lost = version, None
@@ -147,7 +158,7 @@ class RolloutQueue:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which nothing is sampled; waits for what is being sampled."""
+        """Context in which nothing is sampled: waits for running groups and starts no others."""
         with self._changed:
             self._is_paused = True
         try:
@@ -160,15 +171,15 @@ class RolloutQueue:
                 self._changed.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait until `take` can take so many groups.
+        """Wait until `count` groups are finished, and every running group that cannot wait for the next batch.
 
-        That includes every group that would be too old for the next batch. None is dropped for being slow, which would
-        favour short rollouts; a slow one is overtaken for as long as its tokens may still be trained.
+        Later groups may overtake a slow one, but only while its tokens are fresh enough for another batch.
+        Slow groups are never dropped, which would bias training towards short rollouts.
 
         Raises:
             BaseException: What a sampling thread raised.
-            SamplerLostError: If the sampler has lost its weights; they must be sent again, then `set_version`.
-            RuntimeError: If fewer are submitted.
+            SamplerLostError: If the sampler lost its weights; send them again, then call `set_version`.
+            RuntimeError: If fewer than `count` groups were submitted.
         """
         with self._changed:
             if count > len(self._entries):
@@ -178,11 +189,14 @@ class RolloutQueue:
                 raise self._error or self._lost  # type: ignore[misc]
 
     def take(self, number: int, count: int) -> tuple[list[RolloutGroup], Staleness]:
-        """Take finished groups as those of a batch, the ones with the oldest tokens first; `wait` comes before.
+        """Remove and return finished groups for a batch, those with the oldest tokens first. Call `wait` before.
 
         Args:
-            number: The batch.
-            count: How many.
+            number: Number of the batch.
+            count: How many groups.
+
+        Returns:
+            The groups, and the staleness of their tokens.
         """
         with self._changed:
             finished = [entry for entry in self._entries if entry.group is not None]
@@ -194,7 +208,7 @@ class RolloutQueue:
         return [entry.group for entry in taken if entry.group is not None], staleness
 
     def close(self) -> None:
-        """Start nothing any more."""
+        """Let no more sampling start."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -202,13 +216,13 @@ class RolloutQueue:
     # The threads.
 
     def start(self, whole_batch: bool) -> list[QueuedGroup]:
-        """Wait for prompts to sample, then mark them as started.
+        """Wait until prompts may be sampled, and mark them as started.
 
         Args:
-            whole_batch: Return all that wait of the first batch, otherwise one.
+            whole_batch: Whether to start all waiting prompts of the first batch, or only one.
 
         Returns:
-            Them; none if the queue is closed.
+            The started entries; empty if the queue is closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._may_start())
@@ -222,7 +236,7 @@ class RolloutQueue:
             return started
 
     def finish(self, entries: Sequence[QueuedGroup], groups: Sequence[RolloutGroup]) -> None:
-        """Put in the groups of what was started."""
+        """Store the groups that were sampled for started entries."""
         with self._changed:
             self._running -= 1
             for entry, group in zip(entries, groups, strict=True):
@@ -231,7 +245,7 @@ class RolloutQueue:
         tick()
 
     def fail(self, entries: Sequence[QueuedGroup], error: BaseException) -> None:
-        """End the run with an error; or, if the sampler was lost, wait for the next sync and start again."""
+        """Record an error for `wait` to raise. If the sampler was lost, the entries start again after the next sync."""
         with self._changed:
             self._running -= 1
             if isinstance(error, SamplerLostError):
@@ -246,49 +260,52 @@ class RolloutQueue:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers: what was sampled, without columns, and which prompts were not."""
+        """The queue as plain containers: finished groups without data columns, and which prompts are unfinished."""
         with self._changed:
-            self._settle()
-            return {"version": self.version, "sizes": dict(self._sizes), "entries": list(map(_state, self._entries))}
+            self._translate_versions()
+            return {"version": self.version, "sizes": dict(self._sizes), "entries": list(map(_to_state, self._entries))}
 
     def load_state_dict(self, state: dict[str, Any], prompts: Callable[[int], Sequence[Prompt]], join: Join) -> None:
-        """Restore a state. What was not sampled, or with other prompts, is sampled again.
+        """Restore a state. Unfinished groups, and those whose prompt has changed, are sampled again.
 
         Args:
             state: What `state_dict` returned.
-            prompts: This rank's prompts of a batch.
-            join: Makes a group of a prompt and its rollouts.
+            prompts: Returns this rank's prompts of a batch, by its number.
+            join: Rebuilds a group.
         """
         with self._changed:
             self.version, self._sizes = state["version"], dict(state["sizes"])
             for saved in state["entries"]:
                 found = prompts(saved["number"])
                 if saved["place"] < len(found):
-                    self._entries.append(_restored(saved, found[saved["place"]], join))
-                elif saved["number"] in self._sizes:  # the batch has fewer prompts now
+                    self._entries.append(_restored_entry(saved, found[saved["place"]], join))
+                elif saved["number"] in self._sizes:  # the batch now has fewer prompts
                     self._sizes[saved["number"]] -= 1
             self._changed.notify_all()
 
-    # Under the lock.
+    # Called while holding the lock.
 
     def _may_start(self) -> bool:
         blocked = self._is_paused or self._lost or self._error
         return not blocked and any(entry.version is None for entry in self._entries)
 
     def _is_ready(self, count: int) -> bool:
-        self._settle()
+        self._translate_versions()
         self._drop_stale()
         running = [entry for entry in self._entries if entry.version is not None and entry.group is None]
         finished = sum(entry.group is not None for entry in self._entries)
         return finished >= count and not any(self._is_due(entry) for entry in running)
 
     def _is_due(self, entry: QueuedGroup) -> bool:
-        """Whether its tokens would be too old for the next batch."""
+        """Whether a running group must be waited for, because its tokens would be too old for the next batch."""
         assert entry.version is not None
         return self.version - entry.version >= self._max_staleness
 
-    def _settle(self) -> None:
-        """Number the versions of sampled tokens as ours, by the syncs so far; without any, they have the start's."""
+    def _translate_versions(self) -> None:
+        """Translate token versions of finished groups to the run's numbering.
+
+        If the engine reports none, all tokens get the version at the start of sampling.
+        """
         for entry in self._entries:
             if entry.group is None or entry.is_settled:
                 continue
@@ -297,17 +314,17 @@ class RolloutQueue:
                     assert entry.version is not None
                     rollout.weight_versions = version_of_all(rollout, entry.version)
                 else:
-                    rollout.weight_versions = list(map(self._own_version, rollout.weight_versions))
+                    rollout.weight_versions = list(map(self._run_version, rollout.weight_versions))
             entry.is_settled = True
 
-    def _own_version(self, engine_version: int) -> int:
+    def _run_version(self, engine_version: int) -> int:
         if not self._versions or engine_version == NOT_SAMPLED:
             return engine_version
         place = bisect_right(self._versions, engine_version, key=lambda pair: pair[0])
         return self._versions[max(place - 1, 0)][1]
 
     def _drop_stale(self) -> None:
-        """Queue the prompts of groups that are too old again, before others, so that as many groups come as before."""
+        """Replace groups that are too old by their prompts, to be sampled again, at the same place in the queue."""
         for place, entry in enumerate(self._entries):
             if entry.group is not None and self.version - min(entry.versions()) > self._max_staleness:
                 self._dropped += 1
@@ -327,19 +344,19 @@ class RolloutQueue:
 
 
 def sampled_versions(rollout: Rollout) -> list[int]:
-    """The version of each token that the model wrote."""
+    """Version of each sampled token, without those that were not sampled, such as tool output."""
     versions = rollout.weight_versions or []
     mask = [1] * len(versions) if rollout.loss_mask is None else rollout.loss_mask
     return [version for version, bit in zip(versions, mask, strict=True) if bit and version != NOT_SAMPLED]
 
 
 def version_of_all(rollout: Rollout, version: int) -> list[int]:
-    """`Rollout.weight_versions` of a rollout whose tokens all come from one version."""
+    """The `Rollout.weight_versions` of a rollout sampled from a single version."""
     mask = [1] * len(rollout.token_ids) if rollout.loss_mask is None else rollout.loss_mask
     return [version if bit else NOT_SAMPLED for bit in mask]
 
 
-def _state(entry: QueuedGroup) -> dict[str, Any]:
+def _to_state(entry: QueuedGroup) -> dict[str, Any]:
     plain = {"number": entry.number, "place": entry.place, "attempt": entry.attempt}
     if entry.group is None:
         return plain
@@ -351,7 +368,7 @@ def _state(entry: QueuedGroup) -> dict[str, Any]:
     }
 
 
-def _restored(saved: dict[str, Any], prompt: Prompt, join: Join) -> QueuedGroup:
+def _restored_entry(saved: dict[str, Any], prompt: Prompt, join: Join) -> QueuedGroup:
     entry = QueuedGroup(saved["number"], saved["place"], prompt, saved["attempt"])
     if saved.get("prompt") != derive_seed(*prompt.token_ids):
         return entry

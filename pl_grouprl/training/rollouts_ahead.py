@@ -25,11 +25,11 @@ from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.options import drop_none
 
 END_SECONDS = 5.0
-"""How long the end of a run waits for requests that are in flight."""
+"""Seconds to wait at the end of a run for requests in flight."""
 
 
 class RolloutsAhead:
-    """Queues the prompts of the next batches, and takes as many finished groups as a batch has prompts.
+    """Has prompts sampled ahead by threads, and hands out finished groups, one for each prompt of a batch.
 
     Args:
         run: The run.
@@ -38,12 +38,12 @@ class RolloutsAhead:
         max_staleness: Largest staleness of a token, in batches of prompts; at least 1.
         sampling: How rollouts are sampled.
         num_generations: Rollouts per prompt.
-        branching: How they branch; None for not at all.
-        episodes: Makes the episode loop of the threads; None for plain completions.
-        load_policy: Loads the initial policy, for a copy of one whose weights are shards.
+        branching: How rollouts branch; None if they do not.
+        episodes: Makes the episode loop that the threads use, or None for plain completions.
+        load_policy: Loads the initial policy; used to build a full copy when the policy's weights are shards.
 
     Attributes:
-        data: The data module, which knows the next prompts.
+        data: The data module, whose `peek` returns the prompts of later batches.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RolloutsAhead:
 
     def open(self) -> None:
         """Prepare for a fit."""
-        self.close()  # of a fit that an exception has ended
+        self.close()  # an earlier fit may have ended with an exception
         run, sampler, queue = self._run, self._sampler, RolloutQueue(self._max_staleness)
         options = drop_none(
             episodes=self._make_episodes(), branching=self._branching, stop=sampler.stop_for_threads(self._sampling)
@@ -86,9 +86,9 @@ class RolloutsAhead:
         self._threads = SamplingThreads(queue, self._source.sample, whole_batches=self._source.whole_batches)
 
     def take(self, batch: PromptBatch) -> tuple[list[RolloutGroup], Staleness]:
-        """Wait for the groups of a training batch: this rank's, and as many as it has prompts. Collective.
+        """Wait for one finished group per prompt of this rank's batch, and remove them from the queue. Collective.
 
-        They need not belong to the prompts of this batch. Their `group_id` is unique over all ranks.
+        The groups may come from prompts of other batches. Each gets a `group_id` that is unique across ranks.
         """
         assert self._queue is not None
         assert self._source is not None
@@ -96,18 +96,18 @@ class RolloutsAhead:
         with self._timer.part("wait_for_rollouts"):
             self._restore(queue)
             queue.expect(batch.rollout_number)
-            self._source.refresh(count, lambda: self._get_ready(queue, batch))
+            self._source.refresh(count, lambda: self._submit_and_wait(queue, batch))
             groups, staleness = queue.take(batch.rollout_number, count)
             self._next_version = queue.version + 1
-            fresh = [group for group in groups if _all_from(group, queue.version)]
+            fresh = [group for group in groups if _is_sampled_from(group, queue.version)]
             self._source.check(fresh)
         rank, ranks = self._run.global_rank, num_ranks()
         for place, group in enumerate(groups):
             group.group_id = rank + ranks * place
         return groups, staleness
 
-    def _get_ready(self, queue: RolloutQueue, batch: PromptBatch) -> None:
-        """Submit prompts of this batch and of those that may be sampled ahead, and wait."""
+    def _submit_and_wait(self, queue: RolloutQueue, batch: PromptBatch) -> None:
+        """Submit the prompts of this and the next `max_staleness` batches, then wait for as many groups as needed now."""
         assert self._threads is not None
         assert self._source is not None
         queue.set_version(self._next_version, getattr(self._sampler.engine, "version", None))
@@ -115,17 +115,17 @@ class RolloutsAhead:
         if not queue.has(number):
             with self._timer.part("rollout"):
                 queue.submit(number, batch.prompts, self._source.sample_now(batch))
-        for at in range(number + 1, number + self._max_staleness + 1):
-            if not queue.has(at):
-                queue.submit(at, self.data.peek(at))
+        for later in range(number + 1, number + self._max_staleness + 1):
+            if not queue.has(later):
+                queue.submit(later, self.data.peek(later))
         self._threads.grow(min(len(queue), self._source.max_threads))
         queue.wait(len(batch.prompts))
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the threads. What was sampled stays, for a checkpoint or another fit.
+        """End the threads. Finished groups are kept for a checkpoint or the next fit.
 
         Args:
-            at_once: Do not wait for what is being sampled longer than a few seconds.
+            at_once: Wait at most `END_SECONDS` for running requests, even if they cannot be stopped.
         """
         queue, threads, self._threads = self._queue, self._threads, None
         if queue is None or threads is None:
@@ -140,7 +140,7 @@ class RolloutsAhead:
         self._queue = self._source = None
 
     def mark_current(self, groups: Sequence[RolloutGroup]) -> None:
-        """Set the version of groups that were sampled from the current weights, outside of the queue."""
+        """Label groups that bypassed the queue as sampled from the current weights."""
         assert self._queue is not None
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             rollout.weight_versions = version_of_all(rollout, self._queue.version)
@@ -148,7 +148,7 @@ class RolloutsAhead:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The groups that are queued and sampled on this rank; None if there are none."""
+        """State of this rank's queue, for a checkpoint; None if no fit has begun and nothing was restored."""
         if self._state is None and self._queue is not None:
             assert self._source is not None
             self._source.finish()
@@ -156,7 +156,11 @@ class RolloutsAhead:
         return self._state
 
     def load_state_dicts(self, per_rank: Sequence[dict[str, Any] | None]) -> None:
-        """Restore this rank's groups from those of all saved ranks. What cannot be restored is sampled again."""
+        """Set the state that the next `take` restores. With another number of ranks, the saved groups are left out.
+
+        Args:
+            per_rank: What `state_dict` returned on each rank that saved.
+        """
         entries = [entry for state in per_rank if state is not None for entry in state["entries"]]
         again = sum("rollouts" not in entry for entry in entries)
         if len(per_rank) != num_ranks():
@@ -171,16 +175,16 @@ class RolloutsAhead:
     def _restore(self, queue: RolloutQueue) -> None:
         state, self._state = self._state, None
         if state is not None:
-            queue.load_state_dict(state, self.data.peek, self._join)
+            queue.load_state_dict(state, self.data.peek, self._rebuild_group)
             self._next_version = queue.version + 1
 
-    def _join(self, prompt: Prompt, token_ids: list[int], rollouts: list[Rollout]) -> RolloutGroup:
-        """A group whose prompt's tokens may be those with an environment's observation."""
+    def _rebuild_group(self, prompt: Prompt, token_ids: list[int], rollouts: list[Rollout]) -> RolloutGroup:
+        """Rebuild a saved group; its prompt tokens may include an environment's observation."""
         return self._sampler.group([replace(prompt.open(), token_ids=token_ids)], [rollouts])[0]
 
 
 def leave_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
-    """Say that a run leaves out the groups of a checkpoint."""
+    """Log that the groups of a checkpoint are not restored, and why."""
     count = sum(len(state["entries"]) for state in per_rank if state is not None)
     if count:
         rank_zero_info(
@@ -189,21 +193,21 @@ def leave_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
         )
 
 
-def _all_from(group: RolloutGroup, version: int) -> bool:
+def _is_sampled_from(group: RolloutGroup, version: int) -> bool:
     return all(found == version for rollout in group.rollouts for found in sampled_versions(rollout))
 
 
 class CloseRolloutsAhead(pl.Callback):
-    """Ends the threads after an exception, when Lightning does not call `teardown`."""
+    """Ends the sampling threads after an exception, because Lightning then skips `teardown`."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """End them; the original exception is still raised."""
+        """End the threads; Lightning then raises the original exception."""
         collector: Any = pl_module.collector
         collector.close(at_once=True)
 
 
 def check_max_staleness(module: pl.LightningModule, engine: Any, corrected: bool) -> None:
-    """Refuse, at setup, options that cannot be combined with sampling ahead.
+    """Raise at setup if other options rule out sampling ahead.
 
     Args:
         module: The module, attached to its Trainer.
@@ -229,8 +233,8 @@ def check_max_staleness(module: pl.LightningModule, engine: Any, corrected: bool
         ),
         (
             in_flight and not (isinstance(engine, SyncedRolloutEngine) and declares(engine, "takes_prompt_indices")),
-            f"engine is {name}, which declares updates_in_flight but lacks update_weights or takes_prompt_indices, by "
-            "which each prompt has random numbers of its own",
+            f"engine is {name}, which declares updates_in_flight but lacks update_weights or takes_prompt_indices "
+            "(needed to seed each prompt separately)",
         ),
         (
             not in_flight and type(precision) not in (Precision, MixedPrecision),
