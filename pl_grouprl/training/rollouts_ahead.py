@@ -107,7 +107,7 @@ class RolloutsAhead:
         return groups, staleness
 
     def _submit_and_wait(self, queue: RolloutQueue, batch: PromptBatch) -> None:
-        """Submit the prompts of this and the next `max_staleness` batches, then wait for as many groups as needed now."""
+        """Submit the prompts of this and the next `max_staleness` batches; wait for as many groups as one batch has."""
         assert self._threads is not None
         assert self._source is not None
         queue.set_version(self._next_version, getattr(self._sampler.engine, "version", None))
