@@ -144,7 +144,7 @@ def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str |
         functions += [
             (module.critic, "values", ("forward", "values")),
             (ppo, "hidden_states", ("forward", "values")),
-            (ppo, "shorten", "packing"),
+            (ppo, "truncate_rollouts", "packing"),
             (module, "_value_loss", "loss"),
         ]
     if isinstance(module, group_ppo.GroupPPO):

@@ -26,7 +26,7 @@ from pl_grouprl.models import Critic, CriticSource, PolicyCopyCritic, Pretrained
 from pl_grouprl.models.lora_critic import TiedCritic
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
-from pl_grouprl.packing import ScoringBatch, shorten
+from pl_grouprl.packing import ScoringBatch, truncate_rollouts
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.group_rewards import episode_leaf_weights
 from pl_grouprl.training.loss_sums import LossSums
@@ -379,7 +379,7 @@ class PPO(RLModule):
             return critic.values(batch.scoring, batch.scoring.predict_index_N[chosen_N], states=states)
         rows_BT = to_rows(chosen_N.cpu(), torch.tensor(batch.scoring.rollout_lengths))
         ends_B = (rows_BT * torch.arange(1, rows_BT.shape[1] + 1)).amax(dim=1) if rows_BT.shape[1] else rows_BT.sum(1)
-        short = shorten(batch.groups, ends_B)
+        short = truncate_rollouts(batch.groups, ends_B)
         scoring = batch.repack(short.groups)
         kept_M = chosen_N[short.kept_index_M.to(chosen_N.device)]
         return critic.values(scoring, scoring.predict_index_N[kept_M])

@@ -70,7 +70,7 @@ def _read(
     if mask is None:
         raise NotImplementedError(f"a compiled layer {OWN_MASK}")
     layout = _layout(*forest_of_marker(marker))
-    return layout, LayerOptions(scale, softcap, sinks, window).rule(mask, layout).narrowed(layout)
+    return layout, LayerOptions(scale, softcap, sinks, window).rule(mask, layout).simplified(layout)
 
 
 @torch.library.custom_op(

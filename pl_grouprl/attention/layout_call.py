@@ -22,7 +22,7 @@ class LayoutCall:
         ran: For each of those, the kind of layer and what ran it.
         only: Kind of the layers that run the chosen backend, while others run the reference; None for all layers.
         shards: How the row is split over ranks; None if this rank has all of it.
-        states: States of the given tokens; if no tokens are given, records those of the row's tokens.
+        states: States of the prefilled tokens; if there are none, records those of the row's tokens.
         columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
         dense: Whether layers get a dense mask, because they compute with it, instead of a marker.
     """

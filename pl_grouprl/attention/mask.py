@@ -74,7 +74,7 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
             return None if wrapped is None else wrapped(*args, **kwargs)
         rule = read_mask_function(kwargs["mask_function"])
         if call.dense:
-            return forest_mask(rule.without_options().narrowed(call.layout), call, wrapped, kwargs)
+            return forest_mask(rule.without_options().simplified(call.layout), call, wrapped, kwargs)
         return mark(rule, call)
 
     return make_mask

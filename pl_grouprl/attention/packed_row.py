@@ -47,11 +47,11 @@ def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
 
     Synchronizes with the device, unless they are the layout's own tensor, as from `pack`.
     """
-    own_T = layout.positions_on(positions_T.device)[layout.given :]
+    own_T = layout.positions_on(positions_T.device)[layout.num_prefilled :]
     if positions_T.is_set_to(own_T):
         return
     offsets_T = positions_T - own_T
-    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)[layout.given :]
+    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)[layout.num_prefilled :]
     if not torch.equal(offsets_T, offsets_T[roots]):
         raise ValueError(
             "position_ids do not continue from a prefix to its suffixes; pass prefix_layout.position_ids, or "

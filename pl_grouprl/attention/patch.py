@@ -207,7 +207,7 @@ class SharedPrefix:
         kwargs |= self._as_packed_row(kwargs, layout)
         kwargs["prefix_layout"].states = states
         records = states is not None and states.records
-        self._report(kwargs, layout, part="prompt" if records else "slice" if layout.given else None)
+        self._report(kwargs, layout, part="prompt" if records else "slice" if layout.num_prefilled else None)
         if group is not None:
             kwargs |= shard_call(self.model, kwargs, group)
         start_packed_masks(kwargs["prefix_layout"])
@@ -228,7 +228,7 @@ class SharedPrefix:
         """Arguments of a decoder call on a packed row."""
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         positions = kwargs.get("position_ids")
-        positions = layout.position_ids[layout.given :] if positions is None else positions
+        positions = layout.position_ids[layout.num_prefilled :] if positions is None else positions
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
         columns_T = None if rows is None else rows.columns_T
         call = _DecoderCall(

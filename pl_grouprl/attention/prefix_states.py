@@ -1,8 +1,8 @@
 """Layer states with which later calls continue earlier tokens, so that a group need not fit into one call.
 
 These are the keys and values of attention layers, and the final states of stateful layers. A call on the prompt fills a
-`PrefixStates`. Calls whose layout marks the prompt's tokens as given read it. A call on a branch also fills another,
-for calls that continue both.
+`PrefixStates`. Calls whose layout marks the prompt's tokens as prefilled read it. A call on a branch also fills
+another, for calls that continue both.
 
 Legend: K key/value heads, S tokens that run, D head size.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.recorded import Given, Leaf, Name, States
+from pl_grouprl.attention.recorded import Leaf, Name, Prefilled, States
 from pl_grouprl.packing import SharedPrefixLayout
 
 
@@ -24,7 +24,7 @@ class PrefixStates:
     """Tensors by layer and name. Pass it to a decoder as `prefix_states`, together with `prefix_layout`.
 
     Args:
-        path: The states of the given tokens: of the prompt, then of each branch down to the tokens that run.
+        path: The states of the prefilled tokens: of the prompt, then of each branch down to the tokens that run.
         record: Whether the call fills it with the states of the tokens that run.
         recomputes: Whether activation checkpointing runs the layers again in the backward pass.
 
@@ -78,10 +78,10 @@ class PrefixStates:
         """
         last = {name: states for states in self._path for name in states.get(layer, ())}
         _check_found(layer, last)
-        return {name: Given((states,), layer, name).join() for name, states in last.items()}
+        return {name: Prefilled((states,), layer, name).join() for name, states in last.items()}
 
     def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> JoinedStates:
-        """Prepend the keys and values of the given tokens; record those of the tokens that run, if recording.
+        """Prepend the keys and values of the prefilled tokens; record those of the tokens that run, if recording.
 
         Args:
             layer: The attention module.
@@ -90,14 +90,14 @@ class PrefixStates:
             value: Values, likewise.
 
         Raises:
-            RuntimeError: If there are none of the given tokens.
+            RuntimeError: If there are none of the prefilled tokens.
         """
         if self.records:
-            length = layout.segments[1 if layout.given else 0].length  # without the padding of a sequence group
+            length = layout.segments[1 if layout.num_prefilled else 0].length  # without the padding of a sequence group
             self.keep(layer, ("key",), key[:, :, :length])
             self.keep(layer, ("value",), value[:, :, :length])
-        path = self._path if layout.given else ()
-        if layout.given:
+        path = self._path if layout.num_prefilled else ()
+        if layout.num_prefilled:
             _check_found(layer, any(layer in states for states in path))
         return JoinedStates(path, layer, key, value, by_parts=not self._recomputes)
 
@@ -111,13 +111,13 @@ def _check_found(layer: nn.Module, found: object) -> None:
 
 
 class JoinedStates:
-    """Keys and values of the given tokens and of those that run, concatenated.
+    """Keys and values of the prefilled tokens and of those that run, concatenated.
 
     In the context `saved_by_parts`, autograd saves the parts in place of the concatenation, which would be another copy
     of the path in each layer, for each branch on it.
 
     Args:
-        path: The states of the given tokens.
+        path: The states of the prefilled tokens.
         layer: The attention module.
         key: Keys of the tokens that run, shape [1, K, S, D].
         value: Values, likewise.
@@ -132,15 +132,15 @@ class JoinedStates:
         self, path: Sequence[States], layer: nn.Module, key: Tensor, value: Tensor, *, by_parts: bool = True
     ) -> None:
         self._by_parts = by_parts and len(path) > 0
-        self._parts = [(Given(path, layer, (name,)), own) for name, own in (("key", key), ("value", value))]
-        self.key, self.value = (given.join(own, dim=2) for given, own in self._parts)
+        self._parts = [(Prefilled(path, layer, (name,)), own) for name, own in (("key", key), ("value", value))]
+        self.key, self.value = (prefilled.join(own, dim=2) for prefilled, own in self._parts)
 
     def saved_by_parts(self) -> AbstractContextManager[Any]:
         """Context in which autograd saves the parts, wherever it would save a view of `key` or `value`."""
         if not self._by_parts:
             return nullcontext()
         storages = [joined.untyped_storage()._cdata for joined in (self.key, self.value)]
-        parts = [(given, own.detach()) for given, own in self._parts]
+        parts = [(prefilled, own.detach()) for prefilled, own in self._parts]
 
         def pack(tensor: Tensor) -> Any:
             storage = tensor.untyped_storage()._cdata
@@ -151,8 +151,8 @@ class JoinedStates:
         def unpack(saved: Any) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
-            (given, own), *view = saved
-            return given.concatenated(own, dim=2).as_strided(*view)
+            (prefilled, own), *view = saved
+            return prefilled.concatenated(own, dim=2).as_strided(*view)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -161,15 +161,17 @@ def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout)
     """Refuse a row that does not match the states.
 
     Raises:
-        ValueError: If tokens are given without their states, or a row to be recorded has more than one segment.
+        ValueError: If prefilled tokens come without their states, or a row to be recorded has more than one segment.
     """
     if states is None:
-        if layout.given:
+        if layout.num_prefilled:
             raise ValueError(
-                f"prefix_layout has given={layout.given}; pass the states of these tokens as prefix_states."
+                f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states of these tokens as "
+                "prefix_states."
             )
     elif (
-        states.records and sum(bool(segment.length) for segment in layout.segments if segment.start >= layout.given) > 1
+        states.records
+        and sum(bool(segment.length) for segment in layout.segments if segment.start >= layout.num_prefilled) > 1
     ):
         raise ValueError(
             "prefix_states can record a row of one prompt or one branch only; pass its layout, without rollouts."

@@ -42,7 +42,7 @@ States = dict[nn.Module, dict[Name, Leaf]]
 """The tensors of one call, by layer and name."""
 
 
-class Given(NamedTuple):
+class Prefilled(NamedTuple):
     """A tensor of each call of a path.
 
     Attributes:
@@ -91,14 +91,16 @@ def _concatenated(leaves: Sequence[Leaf], own: Tensor | None, dim: int) -> Tenso
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Given, leaves: Sequence[Leaf], dim: int, own: Tensor | None, anchor: Tensor) -> Tensor:
-        ctx.given, ctx.dim = given, dim
+    def forward(
+        ctx: Any, prefilled: Prefilled, leaves: Sequence[Leaf], dim: int, own: Tensor | None, anchor: Tensor
+    ) -> Tensor:
+        ctx.prefilled, ctx.dim = prefilled, dim
         ctx.own_size = 0 if own is None else own.shape[dim]
         return _concatenated(leaves, own, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        leaves = ctx.given.leaves()
+        leaves = ctx.prefilled.leaves()
         *parts, own = gradients[0].split([*(leaf.data.shape[ctx.dim] for leaf in leaves), ctx.own_size], ctx.dim)
         for leaf, part in zip(leaves, parts, strict=True):
             if leaf.recorded.requires_grad:

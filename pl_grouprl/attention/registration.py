@@ -170,7 +170,7 @@ def _attend_packed(
         joined = call.states.join(module, call.layout, key, value)
         key, value, saving = joined.key, joined.value, joined.saved_by_parts()
     rule = options.rule(marked.rule, call.layout)
-    kind, rule = rule.kind, rule.narrowed(call.layout)
+    kind, rule = rule.kind, rule.simplified(call.layout)
     if scales_by_row(module):
         query = rescale_by_column(module, query, call.layout, call.columns_T)
     backend = ORACLE if call.only not in (None, kind) else backend.resolve(query, key, value, call.layout, rule)

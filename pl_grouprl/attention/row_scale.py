@@ -29,7 +29,7 @@ def rescale_by_column(
         layout: Layout of the packed row.
         columns_T: Columns of the tokens in the caller's rows; by default each sequence begins in column 0.
     """
-    columns = layout.positions_on(query.device)[layout.given :] if columns_T is None else columns_T
+    columns = layout.positions_on(query.device)[layout.num_prefilled :] if columns_T is None else columns_T
     rows = torch.arange(len(columns), device=query.device)
     ratio_T = _factor(module, columns) / _factor(module, rows)
     return query * ratio_T[:, None].to(query.dtype)

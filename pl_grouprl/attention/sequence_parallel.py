@@ -168,8 +168,8 @@ def _with_padding(layout: SharedPrefixLayout, num_padding: int) -> SharedPrefixL
     def extended() -> SharedPrefixLayout:
         lengths = [segment.length for segment in layout.segments]
         parents = [segment.parent for segment in layout.segments]
-        parent = 0 if layout.given else None  # given tokens are the root of all other segments
-        return SharedPrefixLayout([*lengths, num_padding], [*parents, parent], given=layout.given)
+        parent = 0 if layout.num_prefilled else None  # prefilled tokens are the root of all other segments
+        return SharedPrefixLayout([*lengths, num_padding], [*parents, parent], num_prefilled=layout.num_prefilled)
 
     return layout.memo(("padding", num_padding), extended)
 

@@ -195,9 +195,9 @@ class SharedPrefixCallback(Callback):
         counts: dict[SharedPrefix, list[tuple[int, int]]] = {}
         for patch, call in self._trained:
             if (layout := call.layout) is not None:
-                groups = 0 if layout.given else layout.num_groups
+                groups = 0 if layout.num_prefilled else layout.num_groups
                 # Empty rollouts follow a prompt or branch that runs by itself; a slice starts with what it continues.
-                segments = 1 if call.part == "prompt" else len(layout.segments) - bool(layout.given)
+                segments = 1 if call.part == "prompt" else len(layout.segments) - bool(layout.num_prefilled)
                 counts.setdefault(patch, []).append((groups, segments))
         sums = [
             (sum(groups for groups, _ in pairs), sum(segments for _, segments in pairs)) for pairs in counts.values()

@@ -57,7 +57,9 @@ class ModelCost:
 
     def shared(self, layout: SharedPrefixLayout) -> float:
         """Operations of the decoder for the packed row."""
-        runs = [(segment.position, segment.length) for segment in layout.segments if segment.start >= layout.given]
+        runs = [
+            (segment.position, segment.length) for segment in layout.segments if segment.start >= layout.num_prefilled
+        ]
         return self._of_runs(runs)
 
     def repeated(self, layout: SharedPrefixLayout) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder
 from pl_grouprl.attention.prefix_states import PrefixStates
-from pl_grouprl.attention.recorded import Given, Leaf, Name, States
+from pl_grouprl.attention.recorded import Leaf, Name, Prefilled, States
 from pl_grouprl.attention.support import has_dynamic_rope
 from pl_grouprl.media.inputs import check_batch_media
 from pl_grouprl.media.positions import media_position_ids
@@ -126,8 +126,8 @@ class PrefixPass:
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         """Run a slice; return the states of the prompt's last token, the path and the slice, shape [1 + K + S, D]."""
         prefix = self.states(model)
-        given = PrefixStates(prefix.path, record=False, recomputes=_recomputes(model))
-        return prefix.followed_by(run_decoder(model, batch, **self._media(model, batch), prefix_states=given))
+        states = PrefixStates(prefix.path, record=False, recomputes=_recomputes(model))
+        return prefix.followed_by(run_decoder(model, batch, **self._media(model, batch), prefix_states=states))
 
     def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
         """Extra arguments of a slice after images or videos: its position ids, and token types that say text."""
@@ -195,7 +195,7 @@ class Prefix:
 
     def followed_by(self, hidden: Tensor) -> Tensor:
         """The hidden states of the path, then those of a slice, shape [1 + K + S, D]."""
-        return Given(self.path, self._backbone, _HIDDEN).join(hidden)
+        return Prefilled(self.path, self._backbone, _HIDDEN).join(hidden)
 
     def loss(self, loss_scale: float) -> Tensor:
         """A zero whose backward propagates the collected gradients."""

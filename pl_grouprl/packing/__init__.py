@@ -8,12 +8,19 @@ from pl_grouprl.packing.drawing import draw_forest
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
 from pl_grouprl.packing.repeat import repeat_rows
 from pl_grouprl.packing.rows import RowPlan, plan_repeated_rows, plan_rows
-from pl_grouprl.packing.shorten import ShortenedGroups, shorten
 from pl_grouprl.packing.splits import Branch, SplitGroup, SplitShape
 from pl_grouprl.packing.trie import Trie, build_trie
+from pl_grouprl.packing.truncation import TruncatedGroups, truncate_rollouts
 from pl_grouprl.utilities.moved import moved
 
-__getattr__ = moved(__name__, {"ModelCost": "pl_grouprl.models.ModelCost"})
+__getattr__ = moved(
+    __name__,
+    {
+        "ModelCost": "pl_grouprl.models.ModelCost",
+        "ShortenedGroups": "pl_grouprl.packing.truncation.TruncatedGroups",
+        "shorten": "pl_grouprl.packing.truncation.truncate_rollouts",
+    },
+)
 
 __all__ = [
     "Branch",
@@ -22,10 +29,10 @@ __all__ = [
     "Segment",
     "SharedPrefixLayout",
     "Sharing",
-    "ShortenedGroups",
     "SplitGroup",
     "SplitShape",
     "Trie",
+    "TruncatedGroups",
     "balance",
     "build_trie",
     "draw_forest",
@@ -34,5 +41,5 @@ __all__ = [
     "plan_repeated_rows",
     "plan_rows",
     "repeat_rows",
-    "shorten",
+    "truncate_rollouts",
 ]

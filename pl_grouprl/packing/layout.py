@@ -49,15 +49,15 @@ class SharedPrefixLayout:
         lengths: Tokens of each segment, in row order.
         parents: Index of each segment's parent, or None for a root.
         group_ids: A name for each segment's group; by default the index of its root.
-        given: Number of leading tokens that ran in an earlier call, whose states are passed in: they are keys, but not
-            queries. 0, or the length of the first segment, which must then be the only root.
+        num_prefilled: Number of leading tokens that ran in an earlier call, whose states are passed in: they are
+            keys, but not queries. 0, or the length of the first segment, which must then be the only root.
 
     Attributes:
         num_tokens: T.
 
     Raises:
-        ValueError: If the arguments differ in length, a length is negative, the order is not depth-first, or `given` is
-            another number.
+        ValueError: If the arguments differ in length, a length is negative, the order is not depth-first, or
+            `num_prefilled` is another number.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class SharedPrefixLayout:
         parents: Sequence[int | None],
         group_ids: Sequence[Hashable] | None = None,
         *,
-        given: int = 0,
+        num_prefilled: int = 0,
     ) -> None:
         _check_forest(lengths, parents, group_ids)
-        _check_given(given, lengths, parents)
+        _check_prefilled(num_prefilled, lengths, parents)
         segments: list[Segment] = []
         roots: list[int] = []
         start = 0
@@ -81,7 +81,7 @@ class SharedPrefixLayout:
             start += length
         self.segments: tuple[Segment, ...] = tuple(segments)
         self.num_tokens: int = start
-        self.given = given
+        self.num_prefilled = num_prefilled
         self._memo: dict[Hashable, Any] = {}
 
     @classmethod
@@ -90,14 +90,14 @@ class SharedPrefixLayout:
         groups: Sequence[tuple[int, Sequence[int]]],
         group_ids: Sequence[Hashable] | None = None,
         *,
-        given: int = 0,
+        num_prefilled: int = 0,
     ) -> SharedPrefixLayout:
         """Lay out prompts, each followed by its rollouts.
 
         Args:
             groups: Prompt length and rollout lengths of each group.
             group_ids: A name for each group; by default its root's index.
-            given: Length of the only group's prompt, if it ran in an earlier call.
+            num_prefilled: Length of the only group's prompt, if it ran in an earlier call.
 
         Raises:
             ValueError: If `group_ids` does not have one entry per group.
@@ -112,12 +112,12 @@ class SharedPrefixLayout:
             lengths += [prefix_len, *suffix_lens]
             parents += [None, *[root] * len(suffix_lens)]
             names += [root if group_ids is None else group_ids[number]] * (1 + len(suffix_lens))
-        return cls(lengths, parents, names, given=given)
+        return cls(lengths, parents, names, num_prefilled=num_prefilled)
 
     @property
     def num_queries(self) -> int:
-        """Tokens that run: all but the given ones."""
-        return self.num_tokens - self.given
+        """Tokens that run: all but the prefilled ones."""
+        return self.num_tokens - self.num_prefilled
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -181,7 +181,7 @@ class SharedPrefixLayout:
     @property
     def attention_pairs(self) -> int:
         """Number of pairs of a query and a visible key, over the tokens that run."""
-        run = [segment for segment in self.segments if segment.start >= self.given]
+        run = [segment for segment in self.segments if segment.start >= self.num_prefilled]
         return sum(s.length * s.position + s.length * (s.length + 1) // 2 for s in run)
 
     @property
@@ -249,11 +249,11 @@ class SharedPrefixLayout:
         )
 
 
-def _check_given(given: int, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
-    if given and (given != lengths[0] or list(parents).count(None) > 1):
+def _check_prefilled(num_prefilled: int, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
+    if num_prefilled and (num_prefilled != lengths[0] or list(parents).count(None) > 1):
         raise ValueError(
-            f"given is {given}; it must be the length of the first segment ({lengths[0]}), which all others continue, "
-            "or 0."
+            f"num_prefilled is {num_prefilled}; it must be the length of the first segment ({lengths[0]}), which all "
+            "others continue, or 0."
         )
 
 

@@ -64,17 +64,17 @@ def pack_slice(
     if not rollouts:
         raise ValueError("rollout_indices is empty; a slice has at least one rollout.")
     # Packing after a one-token stand-in for the prompt gives exactly these indices.
-    path, given = prefix.path_ids, prefix.num_tokens
+    path, num_prefilled = prefix.path_ids, prefix.num_tokens
     stand_in = RolloutGroup([0], rollouts, 0 if group.group_id is None else group.group_id)
     batch = pack([stand_in], path=path, min_saved_tokens=min_saved_tokens, device=device)
-    num_merged = 2 if path else 1  # the stand-in and the path become one given segment
+    num_merged = 2 if path else 1  # the stand-in and the path become one prefilled segment
     segments = batch.layout.segments[num_merged:]
-    lengths = [given, *(segment.length for segment in segments)]
+    lengths = [num_prefilled, *(segment.length for segment in segments)]
     parents = [None, *(segment.parent - num_merged + 1 for segment in segments if segment.parent is not None)]
     tokens = batch.model_inputs["input_ids"][:, 1 + len(path) :]
     if not tokens.numel():
         tokens, lengths = tokens.new_zeros(1, 1), [*lengths[:-1], 1]
-    layout = SharedPrefixLayout(lengths, parents, [stand_in.group_id] * len(lengths), given=given)
+    layout = SharedPrefixLayout(lengths, parents, [stand_in.group_id] * len(lengths), num_prefilled=num_prefilled)
     return _after(prefix, batch, tokens, layout)
 
 
@@ -87,7 +87,7 @@ def pack_branch(token_ids: Sequence[int], prefix: PathRun, device: torch.device 
         device: Device of the batch's tensors.
     """
     batch = pack([RolloutGroup(list(token_ids), [Rollout([])])], device=device)
-    layout = SharedPrefixLayout([prefix.num_tokens, len(token_ids), 0], [None, 0, 1], given=prefix.num_tokens)
+    layout = SharedPrefixLayout([prefix.num_tokens, len(token_ids), 0], [None, 0, 1], num_prefilled=prefix.num_tokens)
     return _after(prefix, batch, batch.model_inputs["input_ids"], layout)
 
 
@@ -95,7 +95,7 @@ def _after(prefix: PathRun, batch: ScoringBatch, tokens: Tensor, layout: SharedP
     """A batch whose tokens continue those of `prefix`, in another layout."""
     inputs = {
         "input_ids": tokens,
-        "position_ids": layout.position_ids[None, layout.given :].to(tokens.device),
+        "position_ids": layout.position_ids[None, layout.num_prefilled :].to(tokens.device),
         "prefix_layout": layout,
     }
     return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix, sequence_group=prefix.batch.sequence_group)

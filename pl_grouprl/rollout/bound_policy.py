@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from pl_grouprl.utilities.distributed import derive_seed
 
 
 class BoundPolicy:
-    """A policy and its tokenizer, with what engines need to know about them.
+    """A policy and its tokenizer, with what engines need to know about them. Several threads may use it.
 
     Args:
         model: A transformers decoder; its weights may be shards.
@@ -26,6 +27,7 @@ class BoundPolicy:
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self._decoding = threading.Lock()
         self.never = sorted(placeholder_ids(model).values())
 
     def check(
@@ -58,13 +60,14 @@ class BoundPolicy:
 
     def stop(self, sampling: SamplingConfig) -> StopStrings:
         """Strings that end a completion."""
-        return StopStrings(self.tokenizer, sampling.stop)
+        return StopStrings(self.tokenizer, sampling.stop, self._decoding)
 
     def decode(self, rollouts: Iterable[Rollout]) -> None:
         """Set the text of rollouts, if there is a tokenizer."""
         if self.tokenizer is not None:
-            for rollout in rollouts:
-                rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+            with self._decoding:
+                for rollout in rollouts:
+                    rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
 
 
 class HoldsPolicy:

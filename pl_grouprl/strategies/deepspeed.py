@@ -165,7 +165,7 @@ class DeepSpeedSupport(StrategySupport):
         assert isinstance(total, Tensor)
         return total.sqrt() / self.engine.optimizer.loss_scale
 
-    def drop(self, parameters: Sequence[nn.Parameter]) -> None:
+    def skip_in_next_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Exclude parameters from the next optimizer step, including its moments."""
         self._steps.drop(self._groups(parameters))
 

@@ -117,7 +117,7 @@ class StrategySupport:
         for gradient in self.gradients(parameters):
             gradient.clamp_(-limit, limit)
 
-    def drop(self, parameters: Sequence[nn.Parameter]) -> None:
+    def skip_in_next_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Exclude parameters from the next optimizer step: AdamW skips parameters without a gradient."""
         for parameter in parameters:
             parameter.grad = None

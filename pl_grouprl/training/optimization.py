@@ -103,7 +103,7 @@ class Optimization:
             if factor != 1:
                 support.scale(parts[name], factor)
             if total == 0:
-                support.drop(parts[name])
+                support.skip_in_next_step(parts[name])
         self._denominators.clear()
         norms = {name: support.norm(parameters) for name, parameters in parts.items()}
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms.values()]))
@@ -119,7 +119,7 @@ class Optimization:
             return
         self.nonfinite_steps += 1
         for parameters in parts.values():
-            support.drop(parameters)
+            support.skip_in_next_step(parameters)
         rank_zero_warn(f"gradient norm is {float(norm)} at step {step}; the step is skipped.")
         if self.nonfinite_steps >= self.max_nonfinite_steps:
             raise RuntimeError(

@@ -24,7 +24,7 @@ LAYOUTS = {
     "a group": SharedPrefixLayout.from_groups([(300, [129, 1, 70])]),
     "groups": SharedPrefixLayout.from_groups([(127, [5, 128]), (130, [300, 6])]),
     "whole blocks": SharedPrefixLayout.from_groups([(256, [128, 128])]),
-    "given": SharedPrefixLayout.from_groups([(200, [129, 3])], given=200),
+    "prefilled": SharedPrefixLayout.from_groups([(200, [129, 3])], num_prefilled=200),
     "less than a block": SharedPrefixLayout.from_groups([(5, [3])]),
 }
 RULES = {"full": {}, "window": {"window": 90}, "chunks": {"chunk": 64}}
@@ -62,7 +62,7 @@ def test_blocks_are_those_of_the_dense_mask(name, rule, pairs, monkeypatch):
         quick=[
             *((name, "full", False) for name in LAYOUTS),
             *(("groups", rule, True) for rule in RULES),
-            ("given", "window", True),
+            ("prefilled", "window", True),
             ("a group", "chunks", False),
         ],
     ),

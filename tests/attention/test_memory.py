@@ -72,7 +72,7 @@ def attend(layout, rule, backend=None):
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, KV_HEADS, KV_HEADS)
     tensors = [torch.randn(1, n, TOKENS, HEAD_SIZE, generator=generator, requires_grad=True) for n in heads]
-    rule = rule.narrowed(layout)
+    rule = rule.simplified(layout)
     backend = backend or choose(*tensors, rule)
     with Saved() as saved, Made() as made:
         out = backend(*tensors, layout, rule)

@@ -83,7 +83,7 @@ def test_auto_passes_over_a_backend_that_cannot_run_the_layout():
     assert choice.choose(*TENSORS, AttentionRule(0.3), layout=forest).name == "cascade"
     shallow = SharedPrefixLayout([2, 1], [None, 0])
     assert choice.choose(*TENSORS, AttentionRule(0.3), layout=shallow).name == "flat"
-    register_backend(replace(OWN, name="whole", takes_given=False, preference=lambda *_: 100))
-    given = SharedPrefixLayout([2, 1], [None, 0], given=2)
+    register_backend(replace(OWN, name="whole", takes_prefilled=False, preference=lambda *_: 100))
+    given = SharedPrefixLayout([2, 1], [None, 0], num_prefilled=2)
     assert choice.choose(*TENSORS, AttentionRule(0.3), layout=given).name == "flat"
     assert choice.choose(*TENSORS, AttentionRule(0.3), layout=shallow).name == "whole"

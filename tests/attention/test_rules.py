@@ -310,28 +310,28 @@ def test_prefix_grouper_refuses_every_feature(rule, what):
 def test_a_block_across_segments_is_refused():
     layout = SharedPrefixLayout([3, 0, 2, 2], [None, 0, 1, 0])
     within = AttentionRule(SCALE, blocks=(-1, 4, -1, 5, 5, 6, -1))
-    assert within.narrowed(layout) == within
+    assert within.simplified(layout) == within
     # An image that follows another without a token between them is one with it where the prefix is repeated.
     beyond = [((-1, 4, 4, 4, 5, -1, -1), 3), ((-1, 4, 4, -1, -1, 4, -1), 5), ((-1, 4, 4, 5, -1, -1, -1), 3)]
     for blocks, token in beyond:
         message = rf"token {token} of the packed row is in the same block as the last token of its prefix .*end the"
         with pytest.raises(NotImplementedError, match=message):
-            dataclasses.replace(within, blocks=blocks).narrowed(layout)
+            dataclasses.replace(within, blocks=blocks).simplified(layout)
 
 
 def test_a_noncontiguous_block_is_refused():
     rule = AttentionRule(SCALE, blocks=(0, -1, 0, -1))
     with pytest.raises(NotImplementedError, match="have others between them"):
-        rule.narrowed(SharedPrefixLayout([4], [None]))
+        rule.simplified(SharedPrefixLayout([4], [None]))
 
 
 def test_limits_without_effect_are_dropped():
     layout = SharedPrefixLayout.from_groups([(5, [3, 2])])  # sequences of 8 and 7 tokens
     for limit, kept in ((7, 7), (8, None), (9, None)):
-        assert AttentionRule(SCALE, window=limit).narrowed(layout).window == kept
-        assert AttentionRule(SCALE, chunk=limit).narrowed(layout).chunk == kept
-    assert AttentionRule(SCALE, blocks=(-1,) * 10).narrowed(layout) == AttentionRule(SCALE)
-    assert AttentionRule(SCALE, blocks=(0,) * 2 + (-1,) * 8).narrowed(layout).blocks is not None
+        assert AttentionRule(SCALE, window=limit).simplified(layout).window == kept
+        assert AttentionRule(SCALE, chunk=limit).simplified(layout).chunk == kept
+    assert AttentionRule(SCALE, blocks=(-1,) * 10).simplified(layout) == AttentionRule(SCALE)
+    assert AttentionRule(SCALE, blocks=(0,) * 2 + (-1,) * 8).simplified(layout).blocks is not None
 
 
 def test_kinds_in_words():

@@ -18,16 +18,39 @@ import torch
 from helpers.serving import Server
 from helpers.tiny_tokenizers import bytes_tokenizer, letters_tokenizer
 
+from pl_grouprl.rollout.engine import Capability
 from pl_grouprl.types import Rollout, SamplingConfig
+from pl_grouprl.utilities.options import drop_none
 
-ENGINES = {"hf": (), "vllm": (pytest.mark.vllm,), "vllm_server": (pytest.mark.vllm,)}
 FAMILIES = ("llama", "qwen2_tied", "qwen3", "qwen3_tied", "qwen2_window", "qwen3_moe", "gpt2")
-STARTED = {
-    "hf": {*FAMILIES, "letters", "digits", "bytes"},
-    "vllm": {"llama", "qwen2_tied", "qwen3", "qwen3_tied", "letters", "digits", "bytes"},
-    "vllm_server": {"qwen3", "letters"},
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What of the contract an engine is tried with.
+
+    Attributes:
+        policies: Policies of `new_policy` that it is started with.
+        capabilities: All that it declares; tests that need others leave it out.
+        marks: Marks of its tests.
+    """
+
+    policies: set[str]
+    capabilities: set[Capability]
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+
+_OF_ALL: set[Capability] = {"reserves_max_new_tokens", "takes_prompt_indices", "takes_limits"}
+ENGINES = {
+    "hf": Tried({*FAMILIES, "letters", "digits", "bytes"}, {*_OF_ALL, "samples_from_copies", "keeps_caches"}),
+    "vllm": Tried(
+        {"llama", "qwen2_tied", "qwen3", "qwen3_tied", "letters", "digits", "bytes"},
+        {*_OF_ALL, "keeps_caches"},
+        (pytest.mark.vllm,),
+    ),
+    "vllm_server": Tried({"qwen3", "letters"}, {*_OF_ALL, "updates_in_flight"}, (pytest.mark.vllm,)),
 }
-"""Policies that each engine is tried with: a vLLM takes 4 s to start, a server's process 25 s (2 CPU cores)."""
+"""A vLLM takes 4 s to start, a server's process 25 s (2 CPU cores)."""
 
 _SMALL = {
     **{"vocab_size": 24, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None},
@@ -51,17 +74,16 @@ _POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def on(*policies: str, engines: tuple[str, ...] = tuple(ENGINES)) -> Any:
-    """Give a test its `subject`: every engine with each of these policies.
+def on(*policies: str, engines: tuple[str, ...] = tuple(ENGINES), needs: tuple[Capability, ...] = ()) -> Any:
+    """Give a test its `subject`: each engine that declares what the test `needs`, with each of these policies.
 
-    `letters` and `digits` have a tokenizer and end tokens, `bytes` a tokenizer, the others are families of models. An
-    engine is left out where it is not `STARTED` with any of them.
+    `letters` and `digits` have a tokenizer and end tokens, `bytes` a tokenizer, the others are families of models.
     """
     params = [
-        pytest.param(f"{engine}-{policy}", marks=ENGINES[engine])
+        pytest.param(f"{engine}-{policy}", marks=ENGINES[engine].marks)
         for engine in engines
         for policy in policies
-        if policy in STARTED[engine]
+        if policy in ENGINES[engine].policies and ENGINES[engine].capabilities.issuperset(needs)
     ]
     return pytest.mark.parametrize("subject", params, indirect=True)
 
@@ -92,14 +114,9 @@ class Subject:
         **options: Any,
     ) -> list[list[Rollout]]:
         """Sample; `limits` are `max_new_tokens` of each prompt, `options` go to the `SamplingConfig`."""
-        return self.engine.generate(
-            prompts,
-            SamplingConfig(**options),
-            num_generations=num_generations,
-            seed=seed,
-            prompt_indices=prompt_indices,
-            max_new_tokens=limits,
-        )
+        given = drop_none(prompt_indices=prompt_indices, max_new_tokens=limits)
+        sampling = SamplingConfig(**options)
+        return self.engine.generate(prompts, sampling, num_generations=num_generations, seed=seed, **given)
 
     def sync(self) -> None:
         """Let the engine see what was done to the policy's weights."""

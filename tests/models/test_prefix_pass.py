@@ -15,7 +15,7 @@ from helpers.variants import VARIANTS, variant
 from torch import Tensor
 
 from pl_grouprl.attention import find_decoder, shared_prefix
-from pl_grouprl.attention.recorded import Given, Leaf
+from pl_grouprl.attention.recorded import Leaf, Prefilled
 from pl_grouprl.models import Critic, LoRAAdapter, ValueHead, hidden_states, score
 from pl_grouprl.models.adapter_layers import adapters_off
 from pl_grouprl.models.prefix_pass import PrefixPass
@@ -309,7 +309,7 @@ def test_gradients_of_many_slices_are_added_in_float32():
     """In bfloat16 a sum of ones stops growing at 256."""
     leaf = Leaf(torch.zeros(3, dtype=torch.bfloat16, requires_grad=True))
     layer = torch.nn.Identity()
-    given = Given([{layer: {("key",): leaf}}], layer, ("key",))
+    given = Prefilled([{layer: {("key",): leaf}}], layer, ("key",))
     for _ in range(600):
         given.join(torch.zeros(2, dtype=torch.bfloat16)).sum().backward()
     torch.testing.assert_close(leaf.gradient, torch.full((3,), 600.0), atol=0, rtol=0)
@@ -333,7 +333,7 @@ def test_a_branch_is_reported_as_a_prompt_is():
     with shared_prefix(model) as patch:
         branch = PrefixPass(RolloutGroup([1, 2, 3], []), "cpu").branch([4, 5])
         branch.states(model)
-        assert (patch.last_call.part, patch.last_call.layout.given) == ("prompt", 3)
+        assert (patch.last_call.part, patch.last_call.layout.num_prefilled) == ("prompt", 3)
         hidden_states(model, pack_slice(RolloutGroup([1, 2, 3], [Rollout([4, 5, 6])]), [0], branch))
         assert patch.last_call.part == "slice"
 
@@ -346,7 +346,7 @@ def test_indices_of_a_slice_by_hand():
     assert batch.model_inputs["position_ids"].tolist() == [[4, 5, 6, 4, 5]]
     assert batch.predict_index_N.tolist() == [0, 1, 2, 0, 4]
     assert batch.final_index_B.tolist() == [3, 0, 5]
-    assert batch.layout.given == 4
+    assert batch.layout.num_prefilled == 4
     assert batch.num_tokens_run == 5
     assert batch.padding_fraction == 0
     with pytest.raises(ValueError, match="rollout_indices is empty"):

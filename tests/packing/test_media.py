@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pl_grouprl.packing import pack
-from pl_grouprl.packing.shorten import shorten
+from pl_grouprl.packing.truncation import truncate_rollouts
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
@@ -49,9 +49,9 @@ def test_images_of_a_group_without_rollouts_are_left_out():
     assert pack(empty).model_inputs["pixel_values"][:, 0].tolist() == [20]
 
 
-def test_shortened_groups_keep_their_images():
-    shortened, _ = shorten(groups(), [1, 0, 0, 1, 0])
-    assert [set(group.media) for group in shortened] == [set(group.media) for group in groups()]
+def test_truncated_groups_keep_their_images():
+    truncated, _ = truncate_rollouts(groups(), [1, 0, 0, 1, 0])
+    assert [set(group.media) for group in truncated] == [set(group.media) for group in groups()]
 
 
 @pytest.mark.parametrize(

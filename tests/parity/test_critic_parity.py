@@ -10,7 +10,7 @@ from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.models.critic import check_critic_parity
 from pl_grouprl.models.critic_sources import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
-from pl_grouprl.packing import pack, shorten
+from pl_grouprl.packing import pack, truncate_rollouts
 
 pytestmark = pytest.mark.usefixtures("layers_checked_once")
 
@@ -117,7 +117,7 @@ def test_a_value_sees_nothing_from_its_token_on(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shortened_rollouts_give_the_same_values_at_the_starts(family):
+def test_truncated_rollouts_give_the_same_values_at_the_starts(family):
     """What GROUP PPO trains its critic on: starts alone, and no token run behind the last of them."""
     groups = random_groups(3, [(8, [6, 0, 9]), (5, [4])])
     starts = [[0, 2], [], [0, 1, 5], [3]]
@@ -127,7 +127,7 @@ def test_shortened_rollouts_give_the_same_values_at_the_starts(family):
     chosen = torch.tensor([offset + s for offset, own in zip(offsets, starts, strict=True) for s in own])
     is_start_N = torch.zeros(19, dtype=torch.bool)
     is_start_N[chosen] = True
-    short_groups, kept_index_M = shorten(groups, [3, 0, 6, 4])
+    short_groups, kept_index_M = truncate_rollouts(groups, [3, 0, 6, 4])
     short = pack(short_groups)
     assert short.num_tokens_run == batch.num_tokens_run - 6
     found = []

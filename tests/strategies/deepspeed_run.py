@@ -110,11 +110,11 @@ class TwoParts(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_step < self.options.get("critic_warmup_steps", 0):
-            self.support.drop(self.parts()["policy"])
+            self.support.skip_in_next_step(self.parts()["policy"])
         norms = {name: self.support.norm(own) for name, own in self.parts().items()}
         self.norms.append({name: float(norm) for name, norm in norms.items()})
         if not all(norm.isfinite() for norm in norms.values()):
-            self.support.drop([p for own in self.parts().values() for p in own])
+            self.support.skip_in_next_step([p for own in self.parts().values() for p in own])
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

@@ -1,7 +1,7 @@
 """The interface of attention backends.
 
-Legend: T packed tokens, S of them that run (all but the layout's given tokens), H query heads, K key/value heads (H is
-a multiple of K), D head size.
+Legend: T packed tokens, S of them that run (all but the prefilled tokens), H query heads, K key/value heads (H is a
+multiple of K), D head size.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Backend:
         attend: The computation.
         refusal: Says why it cannot serve given tensors.
         max_depth: Maximum depth of a forest: 1 for prompts with rollouts; None for no limit.
-        takes_given: Whether it runs rows whose first tokens ran in an earlier call (`SharedPrefixLayout.given`).
+        takes_prefilled: Whether it runs rows with prefilled tokens (`SharedPrefixLayout.num_prefilled`).
         in_compiled_layers: Whether it runs inside layers compiled by torch.compile.
         preference: Its priority under `auto`; by default never chosen.
         explicit: Its gradient as functions; without it, the backward pass of compiled layers runs `attend` again.
@@ -63,7 +63,7 @@ class Backend:
     attend: Attend
     refusal: Refusal = lambda query, key, value, rule: None
     max_depth: int | None = None
-    takes_given: bool = True
+    takes_prefilled: bool = True
     in_compiled_layers: bool = True
     preference: Preference = lambda query, key, value, rule: None
     explicit: ExplicitGradient | None = None
@@ -75,11 +75,11 @@ class Backend:
         return MIN_SAVED_TOKENS if self.max_depth is None else None
 
     def runs(self, layout: SharedPrefixLayout | None) -> bool:
-        """Whether the backend can run a layout, by `max_depth` and `takes_given`; None means every layout."""
+        """Whether the backend can run a layout, by `max_depth` and `takes_prefilled`; None means every layout."""
         if layout is None:
-            return self.takes_given and self.max_depth is None
+            return self.takes_prefilled and self.max_depth is None
         deep = self.max_depth is not None and max(layout.depths, default=0) > self.max_depth
-        return not deep and (self.takes_given or not layout.given)
+        return not deep and (self.takes_prefilled or not layout.num_prefilled)
 
     def resolve(
         self,
@@ -106,7 +106,7 @@ class Backend:
 
         Raises:
             ValueError: If the row and the layout differ in tokens, or the forest is deeper than the backend can run.
-            RuntimeError: If the backend cannot serve the device, dtype, rule, given tokens or need of a gradient.
+            RuntimeError: If the backend cannot serve the device, dtype, rule, prefilled tokens or need of a gradient.
         """
         if query.shape[0] != 1 or query.shape[2] != layout.num_queries or key.shape[2] != layout.num_tokens:
             raise ValueError(
@@ -114,7 +114,7 @@ class Backend:
                 f"got queries of shape [{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one "
                 f"packed row, of shape [1, {layout.num_queries}]."
             )
-        if layout.given and not self.takes_given:
+        if layout.num_prefilled and not self.takes_prefilled:
             raise RuntimeError(
                 f"attention backend {self.name!r} refuses: it cannot run rollouts whose prompt ran in an earlier call "
                 "(a group split into slices); use backend 'auto', or a larger token budget."

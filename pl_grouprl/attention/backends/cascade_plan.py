@@ -94,12 +94,12 @@ class Chain:
 
 
 def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> CascadePlan:
-    """Turn a layout into calls, once per layout, rule and device. Given tokens do not query."""
+    """Turn a layout into calls, once per layout, rule and device. Prefilled tokens do not query."""
     if rule.window is None:
         pieces = cut(layout, rule.chunk)
         chains = _chains(pieces, CHAIN.get(device.type, CHAIN["cpu"]))
-        own = _own_call(pieces, chains, layout.given)
-        others = _ancestor_calls(pieces, chains, layout.given, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
+        own = _own_call(pieces, chains, layout.num_prefilled)
+        others = _ancestor_calls(pieces, chains, layout.num_prefilled, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
     else:
         own, others = _windowed(layout, rule.window), []
     others += [] if rule.blocks is None else _calls_ahead_in_blocks(rule.blocks)
@@ -197,19 +197,23 @@ def _worth_copying(num_keys: int, lengths: list[int], most_keys: int) -> bool:
     return num_keys + max(lengths, default=0) <= most_keys and num_keys * len(lengths) <= MOST_COPIES * sum(lengths)
 
 
-def _own_call(pieces: list[Piece], chains: list[Chain], given: int) -> VarlenCall:
+def _own_call(pieces: list[Piece], chains: list[Chain], num_prefilled: int) -> VarlenCall:
     """The call in which every piece attends to its chain."""
-    queries = [slice(piece.start - given, piece.stop - given) for piece in pieces if piece.start >= given]
-    keys = [chain.keys for piece, chain in zip(pieces, chains, strict=True) if piece.start >= given]
+    queries = [
+        slice(piece.start - num_prefilled, piece.stop - num_prefilled)
+        for piece in pieces
+        if piece.start >= num_prefilled
+    ]
+    keys = [chain.keys for piece, chain in zip(pieces, chains, strict=True) if piece.start >= num_prefilled]
     return _call([[run] for run in queries], keys, causal=True)
 
 
-def _ancestor_calls(pieces: list[Piece], chains: list[Chain], given: int, long_run: int) -> list[VarlenCall]:
+def _ancestor_calls(pieces: list[Piece], chains: list[Chain], num_prefilled: int, long_run: int) -> list[VarlenCall]:
     below: dict[int, list[slice]] = {}
     for piece, chain in zip(pieces, chains, strict=True):
-        above = chain.parent if piece.start >= given else None
+        above = chain.parent if piece.start >= num_prefilled else None
         while above is not None:
-            _extend(below.setdefault(above, []), slice(piece.start - given, piece.stop - given))
+            _extend(below.setdefault(above, []), slice(piece.start - num_prefilled, piece.stop - num_prefilled))
             above = chains[above].parent
     calls = []
     for depth in sorted({chains[number].depth for number in below}):
@@ -245,9 +249,9 @@ def _length(runs: list[slice]) -> int:
 def _windowed(layout: SharedPrefixLayout, window: int) -> VarlenCall:
     queries, keys = [], []
     for segment in layout.segments:
-        if not segment.length or segment.start < layout.given:
+        if not segment.length or segment.start < layout.num_prefilled:
             continue
-        queries.append([slice(segment.start - layout.given, segment.stop - layout.given)])
+        queries.append([slice(segment.start - layout.num_prefilled, segment.stop - layout.num_prefilled)])
         keys.append([*_tail(layout, segment.parent, window - 1), slice(segment.start, segment.stop)])
     return _call(queries, keys, causal=True, window=window)
 

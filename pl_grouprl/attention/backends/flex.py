@@ -43,7 +43,7 @@ def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.de
 
     sees = visibility_function(layout, rule, device)
     tokens = torch.arange(layout.num_tokens, device=device)
-    query_tokens = tokens[layout.given :]
+    query_tokens = tokens[layout.num_prefilled :]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(query_tokens[query], key)

@@ -68,4 +68,4 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
     return None
 
 
-PREFIX_GROUPER = Backend("prefix_grouper", _attend, _refusal, max_depth=1, takes_given=False)
+PREFIX_GROUPER = Backend("prefix_grouper", _attend, _refusal, max_depth=1, takes_prefilled=False)

@@ -16,7 +16,7 @@ from pl_grouprl.packing import SharedPrefixLayout
 def dense_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Tensor:
     """Which token (row) sees which (column), shape [S, T], bool."""
     tokens = torch.arange(layout.num_tokens, device=device)
-    return visibility_function(layout, rule, device)(tokens[layout.given :, None], tokens[None, :])
+    return visibility_function(layout, rule, device)(tokens[layout.num_prefilled :, None], tokens[None, :])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:

@@ -58,16 +58,16 @@ class AttentionRule:
         }
         return tuple(name for name, value in named.items() if value is not None)
 
-    def narrowed(self, layout: SharedPrefixLayout) -> AttentionRule:
+    def simplified(self, layout: SharedPrefixLayout) -> AttentionRule:
         """Drop what has no effect on a row: a window or chunk at least as long as every sequence, empty blocks.
 
         Raises:
             NotImplementedError: If a block spans two segments (so the prefix would depend on what follows it), is not
-                contiguous, or follows given tokens.
+                contiguous, or follows prefilled tokens.
         """
         longest = max(layout.repeated_lengths, default=0)
         has_blocks = self.blocks is not None and _has_blocks(self.blocks, layout)
-        if has_blocks and layout.given:
+        if has_blocks and layout.num_prefilled:
             raise NotImplementedError(
                 "the rollouts of a group that is run in slices have tokens with bidirectional attention; use a larger "
                 "token budget."
@@ -117,7 +117,7 @@ def visibility_function(layout: SharedPrefixLayout, rule: AttentionRule, device:
 
 def _has_blocks(blocks: tuple[int, ...], layout: SharedPrefixLayout) -> bool:
     """Whether any token that runs is in a block; refuses blocks that extend past a segment with children."""
-    if layout.given:
+    if layout.num_prefilled:
         return max(blocks, default=-1) >= 0
     for segment in layout.segments:
         if segment.parent is None or not segment.length:

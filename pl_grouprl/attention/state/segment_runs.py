@@ -31,7 +31,7 @@ class Batch:
         tokens: Index of each of these tokens among the tokens that run, int64.
         starts: Index of the final state that each row starts from, shape [R], int64; None if all start from zero.
         keeps_state: Whether other runs start from the final states. These are numbered in batch order; the final state
-            of given tokens, if any, comes first.
+            of prefilled tokens, if any, comes first.
     """
 
     size: tuple[int, int]
@@ -80,7 +80,7 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
     runs = _runs(layout)
     batches: list[Batch] = []
     outputs = torch.empty(layout.num_queries, dtype=torch.long)
-    num_states, num_tokens = int(layout.given > 0), 0
+    num_states, num_tokens = int(layout.num_prefilled > 0), 0
     for group in _groups(runs, pad_roots):
         length = max(len(run.tokens) for run in group)
         keeps_state, starts = group[0].keeps_state, None
@@ -110,10 +110,10 @@ def _runs(layout: SharedPrefixLayout) -> list[_Run]:
     continuations: list[_Run] = []  # per segment, the start and first tokens of its children's runs
     for index, segment in enumerate(layout.segments):
         above = _Run([], None, 0) if segment.parent is None else continuations[segment.parent]
-        if segment.start < layout.given:
+        if segment.start < layout.num_prefilled:
             continuations.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
             continue
-        tokens = [*above.tokens, *range(segment.start - layout.given, segment.stop - layout.given)]
+        tokens = [*above.tokens, *range(segment.start - layout.num_prefilled, segment.stop - layout.num_prefilled)]
         run = _Run(tokens, above.start, above.level, num_outputs=segment.length)
         continuations.append(run)
         if index not in leaves and len(tokens) > (0 if run.start is None else 1):

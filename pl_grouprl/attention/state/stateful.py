@@ -197,11 +197,11 @@ def _plan(call: LayoutCall, mixer: nn.Module, device: torch.device) -> RunPlan:
 
 
 class _States:
-    """Final states of runs by kind, concatenated in run order, after that of given tokens."""
+    """Final states of runs by kind, concatenated in run order, after that of prefilled tokens."""
 
     def __init__(self, call: LayoutCall, mixer: nn.Module) -> None:
         self._kept: dict[tuple[str | int, ...], Tensor] = {}
-        if call.states is not None and call.layout.given:
+        if call.states is not None and call.layout.num_prefilled:
             self._kept = call.states.last(mixer)
 
     def record_final(self, call: LayoutCall, mixer: nn.Module) -> None:

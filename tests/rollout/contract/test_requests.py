@@ -2,6 +2,7 @@
 
 import gc
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from helpers.engines import ENGINES, new_engine, on, surroundings
 from helpers.rollouts import PROMPTS
 
 from pl_grouprl.rollout import RolloutEngine
-from pl_grouprl.rollout.engine import declares
+from pl_grouprl.rollout.engine import Capability, declares
 from pl_grouprl.types import SamplingConfig
 
 
@@ -81,15 +82,13 @@ def test_an_empty_stop_string_is_refused(subject):
         subject.sample([[1]], max_new_tokens=2, stop=("a", ""))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in ENGINES.items()])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=tried.marks) for name, tried in ENGINES.items()])
 def test_an_engine_without_a_policy_says_so(name):
     engine = new_engine(name)
     assert isinstance(engine, RolloutEngine)
-    assert declares(engine, "reserves_max_new_tokens")
-    assert declares(engine, "takes_prompt_indices")
-    assert declares(engine, "takes_limits")
-    assert declares(engine, "samples_from_copies") == (name == "hf")
-    assert declares(engine, "keeps_caches") == (name != "vllm_server")
+    assert {capability for capability in get_args(Capability) if declares(engine, capability)} == (
+        ENGINES[name].capabilities
+    )
     with pytest.raises(ValueError, match=r"has no model; .*bind"):
         engine.generate([[1]], SamplingConfig(), num_generations=1, seed=0)
 

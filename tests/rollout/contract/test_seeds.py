@@ -40,7 +40,7 @@ def test_other_prompts_and_rollouts_change_nothing(subject):
     assert_same([whole[0][:1]], alone)
 
 
-@on("qwen3")
+@on("qwen3", needs=("takes_prompt_indices",))
 def test_prompt_indices_name_the_random_numbers(subject):
     options = {"seed": 1, "max_new_tokens": 16, "stop_token_ids": (4,)}
     whole = subject.sample(PROMPTS, 3, **options)

@@ -16,6 +16,8 @@ LONG = [[(7 * place + first) % 24 for place in range(150)] for first in (1, 2)]
 RESULT = [7, 8, 9]
 """What the model reads between two turns."""
 
+TURNS = ("takes_limits", "takes_prompt_indices")
+
 
 def cut(groups, limits):
     """Rollouts as they would be with a limit for each prompt."""
@@ -30,7 +32,7 @@ def cut(groups, limits):
     ]
 
 
-@on("qwen3")
+@on("qwen3", needs=("takes_limits",))
 def test_each_prompt_has_its_limit(subject):
     """`max_new_tokens` of the sampling options, smaller than some, is not read then."""
     options = {"seed": 1, "stop_token_ids": (4,)}
@@ -40,7 +42,7 @@ def test_each_prompt_has_its_limit(subject):
         assert_same(subject.sample(PROMPTS, 3, limits=limits, max_new_tokens=4, **options), cut(whole, limits))
 
 
-@on("letters")
+@on("letters", needs=("takes_limits",))
 def test_limits_and_stop_strings(subject):
     options = {"seed": 2, "temperature": 2.0, "stop": ("a", "f", "q")}
     whole, limits = subject.sample(PROMPTS, 10, max_new_tokens=12, **options), [12, 2, 1, 7, 4]
@@ -48,7 +50,7 @@ def test_limits_and_stop_strings(subject):
     assert_same(subject.sample(PROMPTS, 10, limits=limits, **options), cut(whole, limits))
 
 
-@on("qwen3")
+@on("qwen3", needs=("takes_limits",))
 def test_the_longest_sequences_are_served_together(subject):
     lengths = {250: 6, 255: 1, 1: 255}
     groups = subject.sample([[1] * length for length in lengths], 2, limits=list(lengths.values()))
@@ -63,7 +65,7 @@ def test_the_longest_sequences_are_served_together(subject):
         ([250, 7], r"prompts\[1\] has 250 tokens, which with max_new_tokens=7 exceeds the model's max_position"),
     ],
 )
-@on("qwen3")
+@on("qwen3", needs=("takes_limits",))
 def test_limits_that_cannot_be_served(subject, limits, message):
     with pytest.raises(ValueError, match=message):
         subject.sample([[1], [1] * 250], limits=limits, max_new_tokens=1)
@@ -91,7 +93,7 @@ def assert_sampled_from(model, prompts, groups):
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
 
 
-@on("qwen3")
+@on("qwen3", needs=TURNS)
 def test_turns_continue_rollouts(subject):
     """Three turns, some episodes of which have ended before."""
     prompts, limits = [*PROMPTS[:2], *LONG], [6, 20, 30, 3]
@@ -106,7 +108,7 @@ def test_turns_continue_rollouts(subject):
                 histories[index] = history
 
 
-@on("qwen3")
+@on("qwen3", needs=TURNS)
 def test_any_episodes_in_any_order_sample_the_same(subject):
     histories = continued(PROMPTS, subject.sample(PROMPTS, 2, max_new_tokens=6, stop_token_ids=(4,)))
     limits = [3 + index for index in range(10)]
@@ -125,7 +127,7 @@ def test_any_episodes_in_any_order_sample_the_same(subject):
         assert_same(turn(indices), [whole[index] for index in indices])
 
 
-@on("qwen3")
+@on("qwen3", needs=TURNS)
 def test_no_episodes_give_none(subject):
     with keeping_caches(subject.engine):
         assert subject.sample([], seed=5, prompt_indices=[], limits=[]) == []
@@ -149,7 +151,7 @@ def test_new_weights_encode_the_history_again(subject):
         subject.sync()
 
 
-@on("qwen3")
+@on("qwen3", needs=("takes_prompt_indices",))
 def test_branches_continue_beginnings_of_rollouts(subject):
     """A prompt that ends inside a rollout of the call before, once per branch; streams are named by their index."""
     with keeping_caches(subject.engine):

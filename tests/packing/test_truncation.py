@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pl_grouprl.packing import pack, shorten
+from pl_grouprl.packing import pack, truncate_rollouts
 from pl_grouprl.types import Rollout, RolloutGroup
 
 GROUPS = [
@@ -27,8 +27,8 @@ def test_final_positions_have_the_last_tokens(sharing):
     assert batch.model_inputs["input_ids"].flatten()[batch.final_index_B].tolist() == [5, 3, 6, 9]
 
 
-def test_shortened_by_hand():
-    groups, kept_index_M = shorten(GROUPS, [1, 0, 1, 1])
+def test_truncated_by_hand():
+    groups, kept_index_M = truncate_rollouts(GROUPS, [1, 0, 1, 1])
     assert [[r.token_ids for r in group.rollouts] for group in groups] == [[[4], [], [6]], [], [[8]]]
     assert groups[0].rollouts[0].loss_mask == [1]
     assert groups[0].group_id == "first"
@@ -38,7 +38,7 @@ def test_shortened_by_hand():
 
 @pytest.mark.parametrize("lengths", [[2, 0, 1, 2], [0, 0, 0, 0], torch.tensor([2, 0, 0, 1])])
 def test_the_index_selects_the_kept_tokens(lengths):
-    groups, kept_index_M = shorten(GROUPS, lengths)
+    groups, kept_index_M = truncate_rollouts(GROUPS, lengths)
     whole, short = pack(GROUPS), pack(groups)
     for name in ("targets_N", "rollout_index_N", "loss_mask_N"):
         assert torch.equal(getattr(whole, name)[kept_index_M], getattr(short, name))
@@ -47,7 +47,7 @@ def test_the_index_selects_the_kept_tokens(lengths):
 
 def test_mismatched_lengths_are_refused():
     with pytest.raises(ValueError, match="lengths_B has 2 entries for 4 rollouts; pass one per rollout"):
-        shorten(GROUPS, [1, 0])
+        truncate_rollouts(GROUPS, [1, 0])
     for wrong in (3, -1):
         with pytest.raises(ValueError, match=rf"lengths_B\[2\] is {wrong}, but the rollout has 1 tokens; pass 0 to 1"):
-            shorten(GROUPS, [1, 0, wrong, 1])
+            truncate_rollouts(GROUPS, [1, 0, wrong, 1])

@@ -17,7 +17,7 @@ from torch import Tensor
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
-class ShortenedGroups(NamedTuple):
+class TruncatedGroups(NamedTuple):
     """Groups with truncated rollouts, and the original indices of their tokens.
 
     Attributes:
@@ -30,7 +30,7 @@ class ShortenedGroups(NamedTuple):
     kept_index_M: Tensor
 
 
-def shorten(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -> ShortenedGroups:
+def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -> TruncatedGroups:
     """Keep the first tokens of each rollout.
 
     The value V[t] is read where token t is predicted, so for values up to token s of a rollout keep s + 1 tokens (one
@@ -53,7 +53,7 @@ def shorten(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -
                 f"lengths_B[{number}] is {length}, but the rollout has {tokens} tokens; pass 0 to {tokens}."
             )
     remaining = iter(lengths)
-    shortened = [
+    truncated = [
         RolloutGroup(
             group.prompt_ids,
             [_first_tokens(rollout, next(remaining)) for rollout in group.rollouts],
@@ -62,7 +62,7 @@ def shorten(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -
         )
         for group in groups
     ]
-    return ShortenedGroups(shortened, _kept_index(full, lengths))
+    return TruncatedGroups(truncated, _kept_index(full, lengths))
 
 
 def _first_tokens(rollout: Rollout, length: int) -> Rollout:

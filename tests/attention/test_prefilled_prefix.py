@@ -1,6 +1,6 @@
 """Rows whose first tokens were run before: what the others see of them, against each sequence on its own.
 
-Legend: T packed tokens, P of them given, S = T - P that are run, H query heads, K key/value heads, D head size.
+Legend: T packed tokens, P of them prefilled, S = T - P that are run, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def with_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.
 
 
 def assert_same(backend: str, forest: Forest, rule: Rule, heads: tuple[int, int], sinks: bool, **sizes: int) -> None:
-    given = forest.lengths[0]
+    prefix = forest.lengths[0]
     *states, sinks_H = inputs = tensors(forest, heads, **sizes)
     inputs = inputs if sinks else states
     expected = attention_by_sequence(*states, forest, SCALE, rule, sinks_H if sinks else None)
     ours = AttentionRule(SCALE, rule.window, rule.chunk, rule.softcap, sinks_H if sinks else None)
-    layout = SharedPrefixLayout(*forest, given=given)
+    layout = SharedPrefixLayout(*forest, num_prefilled=prefix)
     query, key, value = states
-    found = get_backend(backend)(query[:, :, given:], key, value, layout, ours.narrowed(layout))
-    for one, other in zip(with_gradients(found, inputs), with_gradients(expected[:, given:], inputs), strict=True):
+    found = get_backend(backend)(query[:, :, prefix:], key, value, layout, ours.simplified(layout))
+    for one, other in zip(with_gradients(found, inputs), with_gradients(expected[:, prefix:], inputs), strict=True):
         assert (one - other).norm() < 1e-12 * other.norm().clamp(min=1)
 
 
@@ -88,18 +88,18 @@ def test_the_kernel_of_cuda(monkeypatch, name):
 @pytest.mark.parametrize("name", RULES)
 def test_flex_scores(name):
     forest = random_forest(3, 2, roots=1)
-    given, rule = forest.lengths[0], rule_of(name, 5)
+    prefix, rule = forest.lengths[0], rule_of(name, 5)
     query, key, value, sinks = (tensor.detach() for tensor in tensors(forest, (4, 2)))
     ours = AttentionRule(SCALE, rule.window, rule.chunk, rule.softcap, sinks)
-    layout = SharedPrefixLayout(*forest, given=given)
-    found = get_backend("flex")(query[:, :, given:], key, value, layout, ours)
+    layout = SharedPrefixLayout(*forest, num_prefilled=prefix)
+    found = get_backend("flex")(query[:, :, prefix:], key, value, layout, ours)
     expected = attention_by_sequence(query, key, value, forest, SCALE, rule, sinks)
-    torch.testing.assert_close(found, expected[:, given:])
+    torch.testing.assert_close(found, expected[:, prefix:])
 
 
 def test_prefix_grouper_refuses():
     query, key, value, _ = tensors(Forest([2, 3], [None, 0]), (4, 2))
-    layout = SharedPrefixLayout([2, 3], [None, 0], given=2)
+    layout = SharedPrefixLayout([2, 3], [None, 0], num_prefilled=2)
     with pytest.raises(RuntimeError, match="'prefix_grouper' refuses"):
         get_backend("prefix_grouper")(query[:, :, 2:], key, value, layout, AttentionRule(SCALE))
 
@@ -107,40 +107,42 @@ def test_prefix_grouper_refuses():
 def test_queries_of_the_whole_row_are_an_error():
     query, key, value, _ = tensors(Forest([2, 3], [None, 0]), (4, 2))
     with pytest.raises(ValueError, match="5 tokens, of which 3 are run"):
-        get_backend("cascade")(query, key, value, SharedPrefixLayout([2, 3], [None, 0], given=2), AttentionRule(SCALE))
+        get_backend("cascade")(
+            query, key, value, SharedPrefixLayout([2, 3], [None, 0], num_prefilled=2), AttentionRule(SCALE)
+        )
 
 
 def test_token_counts_of_a_layout():
     """A prompt of 3 tokens that was run before, and rollouts of 2 and 1: 3 tokens are run for sequences of 5 and 4."""
-    layout = SharedPrefixLayout.from_groups([(3, [2, 1])], given=3)
-    assert (layout.num_tokens, layout.num_queries, layout.given) == (6, 3, 3)
+    layout = SharedPrefixLayout.from_groups([(3, [2, 1])], num_prefilled=3)
+    assert (layout.num_tokens, layout.num_queries, layout.num_prefilled) == (6, 3, 3)
     assert layout.token_ratio == 3
     assert layout.attention_pairs == 4 + 5 + 4
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
 
 
 @pytest.mark.parametrize(("lengths", "parents"), [([2, 3], [None, 0]), ([3, 1, 2], [None, 0, None])])
-def test_only_the_tokens_of_the_only_root_can_be_given(lengths, parents):
-    with pytest.raises(ValueError, match="given is 3"):
-        SharedPrefixLayout(lengths, parents, given=3)
+def test_only_the_tokens_of_the_only_root_can_be_prefilled(lengths, parents):
+    with pytest.raises(ValueError, match="num_prefilled is 3"):
+        SharedPrefixLayout(lengths, parents, num_prefilled=3)
 
 
 def test_images_after_the_prompt_are_refused_and_those_inside_are_dropped():
-    layout = SharedPrefixLayout([4, 2, 1], [None, 0, 0], given=4)
-    assert AttentionRule(SCALE, blocks=(-1, -1, -1)).narrowed(layout).blocks is None
+    layout = SharedPrefixLayout([4, 2, 1], [None, 0, 0], num_prefilled=4)
+    assert AttentionRule(SCALE, blocks=(-1, -1, -1)).simplified(layout).blocks is None
     with pytest.raises(NotImplementedError, match="bidirectional attention"):
-        AttentionRule(SCALE, blocks=(-1, 0, 0)).narrowed(layout)
+        AttentionRule(SCALE, blocks=(-1, 0, 0)).simplified(layout)
 
 
 @pytest.mark.parametrize("lengths", [[4, 2, 1], [4, 1, 1, 1], [5, 1, 2, 1, 1]])
 def test_a_marker_has_the_blocks_of_the_tokens_that_run(lengths):
-    layout = SharedPrefixLayout(lengths, [None] + [0] * (len(lengths) - 1), given=lengths[0])
+    layout = SharedPrefixLayout(lengths, [None] + [0] * (len(lengths) - 1), num_prefilled=lengths[0])
     rule = MaskRule(window=3, blocks=(-1,) * layout.num_queries)
     assert from_marker(to_marker(rule, layout)) == rule
 
 
 def test_states_continue_from_the_prompt():
-    plan = plan_runs(SharedPrefixLayout([4, 2, 0, 3], [None, 0, 0, 0], given=4), pad_roots=True, device="cpu")
+    plan = plan_runs(SharedPrefixLayout([4, 2, 0, 3], [None, 0, 0, 0], num_prefilled=4), pad_roots=True, device="cpu")
     (batch,) = plan.batches
     assert batch.starts.tolist() == [0, 0]
     assert batch.tokens.tolist() == [2, 3, 4, 0, 1]
@@ -150,7 +152,7 @@ def test_states_continue_from_the_prompt():
 def test_the_decoder_gets_the_states_of_the_prompt():
     decoder = find_decoder(tiny_model("llama"))
     tokens = torch.arange(1, 8)[None]
-    whole, given = SharedPrefixLayout([4, 3], [None, 0]), SharedPrefixLayout([4, 3], [None, 0], given=4)
+    whole, rest_of_it = SharedPrefixLayout([4, 3], [None, 0]), SharedPrefixLayout([4, 3], [None, 0], num_prefilled=4)
     with shared_prefix(decoder), torch.no_grad():
         recorder = PrefixStates(record=True)
         expected = decoder(input_ids=tokens, prefix_layout=whole).last_hidden_state
@@ -158,16 +160,16 @@ def test_the_decoder_gets_the_states_of_the_prompt():
             input_ids=tokens[:, :4], prefix_layout=SharedPrefixLayout([4], [None]), prefix_states=recorder
         ).last_hidden_state
         states = PrefixStates([recorder.pop_all()], record=False)
-        rest = decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=states).last_hidden_state
+        rest = decoder(input_ids=tokens[:, 4:], prefix_layout=rest_of_it, prefix_states=states).last_hidden_state
         torch.testing.assert_close(torch.cat([prompt, rest], dim=1), expected)
-        with pytest.raises(ValueError, match="has given=4; pass the states of these tokens"):
-            decoder(input_ids=tokens[:, 4:], prefix_layout=given)
+        with pytest.raises(ValueError, match="has num_prefilled=4; pass the states of these tokens"):
+            decoder(input_ids=tokens[:, 4:], prefix_layout=rest_of_it)
         with pytest.raises(ValueError, match="input of shape"):
-            decoder(input_ids=tokens, prefix_layout=given, prefix_states=states)
+            decoder(input_ids=tokens, prefix_layout=rest_of_it, prefix_states=states)
         with pytest.raises(ValueError, match="one prompt or one branch only"):
             decoder(input_ids=tokens, prefix_layout=whole, prefix_states=PrefixStates(record=True))
         with pytest.raises(RuntimeError, match="has nothing for a LlamaAttention"):
-            decoder(input_ids=tokens[:, 4:], prefix_layout=given, prefix_states=PrefixStates(record=False))
+            decoder(input_ids=tokens[:, 4:], prefix_layout=rest_of_it, prefix_states=PrefixStates(record=False))
 
 
 def test_a_layer_that_runs_twice_in_a_call_is_refused():

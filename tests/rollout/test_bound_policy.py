@@ -1,0 +1,41 @@
+import threading
+
+from helpers.tiny_models import tiny_model
+
+from pl_grouprl.rollout.bound_policy import BoundPolicy
+from pl_grouprl.types import Rollout, SamplingConfig
+
+
+class OneAtATime:
+    """A tokenizer that counts the threads in its `decode`; the first one stays until it is released."""
+
+    def __init__(self):
+        self.inside = self.most = 0
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def decode(self, token_ids, skip_special_tokens):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entered.set()
+        self.released.wait(30)
+        self.inside -= 1
+        return "text"
+
+
+def test_threads_take_turns_with_the_tokenizer():
+    tokenizer = OneAtATime()
+    policy = BoundPolicy(tiny_model("qwen3"), tokenizer)
+    rollout, found = Rollout([1]), []
+    stop = policy.stop(SamplingConfig(stop=("ex",)))
+    threads = [
+        threading.Thread(target=lambda: policy.decode([rollout])),
+        threading.Thread(target=lambda: found.extend(stop.found([[2]]))),
+    ]
+    threads[0].start()
+    assert tokenizer.entered.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)  # time to get in, if it could
+    tokenizer.released.set()
+    for thread in threads:
+        thread.join(30)
+    assert (rollout.text, found, tokenizer.most) == ("text", [True], 1)
