@@ -59,7 +59,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             rollouts. Rollouts have no limit; a health check every few seconds detects dead servers.
         transfer: How weights are sent: `http`, through shared memory where a server is on this machine, or `nccl` from
             GPU to GPU, for servers with `--transfer nccl`.
-        dtype: Required dtype of the servers; `auto` accepts any, but the same on all.
+        dtype: Required dtype of the servers; `auto` accepts any that all servers share.
         bucket_mib: Size of the buckets of weights, in MiB.
         adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
         max_concurrent_requests: Number of prompts per rank that a server works on at a time.

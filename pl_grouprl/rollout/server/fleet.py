@@ -112,7 +112,7 @@ class Fleet:
         server.rpc("begin_update", self._labels.run)
 
     def _connect(self) -> None:
-        """Make the workers of all servers join the trainer's NCCL group, unless they have."""
+        """Make the workers of all servers join the trainer's NCCL group, unless they have joined."""
         from pl_grouprl.rollout.server.nccl import Broadcaster
 
         if self._broadcaster is None:
