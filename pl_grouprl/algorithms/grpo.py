@@ -1,6 +1,6 @@
 """GRPO and its relatives: critic-free policy gradients whose baseline is the group of rollouts of a prompt.
 
-Legend: B rollouts, E episodes (the rows of one counted once), N response tokens of all rollouts, concatenated.
+Legend: B rollouts, E episodes (all rows of an episode count once), N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class GRPO(RLModule):
 
     @property
     def needs_old_scores(self) -> bool:
-        """Also if the estimator needs the norm of each token's score."""
+        """As in `RLModule`, and if the estimator needs the norm of each token's score."""
         return super().needs_old_scores or self.advantage_estimator.needs_score_norms
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Whether the estimator says so."""
+        """Whether the estimator skips rollouts whose advantages are all 0."""
         return self.advantage_estimator.skips_rollouts
 
     def old_score_options(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class GRPO(RLModule):
         return super().old_score_options() | drop_none(score_norm=self.advantage_estimator.needs_score_norms or None)
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Compare rollouts, or tokens, with their group and the batch."""
+        """Put the advantages into the buffer: rollouts, or tokens, compared with their group and the batch."""
         groups = subtract_kl_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
         if self.advantage_estimator.per_token:
             norms = None if scores is None else scores.score_norm_N
@@ -180,7 +180,7 @@ class GRPO(RLModule):
         return (process_N + advantages_E.repeat_interleave(rewards.lengths_E))[rewards.own_N]
 
     def rollout_options(self) -> dict[str, Any]:
-        """Add what decides the advantages."""
+        """Add the options that decide the advantages."""
         return super().rollout_options() | {
             "advantage_estimator": describe(self.advantage_estimator),
             "multi_objective_aggregation": self.multi_objective_aggregation,

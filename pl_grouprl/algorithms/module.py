@@ -1,4 +1,4 @@
-"""A run from top to bottom: the hooks of Lightning in the order in which they run, each a few lines that call a part.
+"""A run from top to bottom: Lightning's hooks in the order in which they run, each a few lines that call a part.
 
 `RLModule` begins with its options, the parts made from them, and what an algorithm fills in; the hooks follow, `setup`
 first.
@@ -11,7 +11,7 @@ A training batch:
 3. `on_before_optimizer_step` finishes the gradients, `configure_gradient_clipping` clips them, `optimizer_step` steps.
 4. `on_train_batch_end` logs where the time went.
 
-Legend: N response tokens of all rollouts one after another.
+Legend: N response tokens of all rollouts, concatenated.
 """
 
 from __future__ import annotations
@@ -116,22 +116,24 @@ class RLModule(pl.LightningModule, ABC):
     scored; every time, one mini-batch of them is trained. Optimization is Lightning's automatic one: clipping,
     accumulation and precision are options of the Trainer.
 
-    A Trainer with a logger also gets a `RunSummary`, if it has none, and logs every step in place of Lightning's every
-    50th; any other `log_every_n_steps` stays. `pl_grouprl.default_callbacks()` has what the configurations use.
+    A Trainer with a logger also gets a `RunSummary`, if it has none, and logs every step instead of Lightning's default
+    of every 50th; any other `log_every_n_steps` stays. `pl_grouprl.default_callbacks()` returns the callbacks that the
+    configurations use.
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. None where
-            the environment rewards itself (`get_reward`).
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. None if
+            the environment computes the reward (`get_reward`).
         optimizer: AdamW and its schedule.
-        sharing: `shared` encodes once what the rollouts of a group have in common: the prompt, and their own beginnings
-            where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per rollout.
+        sharing: `shared` encodes once what the rollouts of a group have in common: the prompt, and common beginnings of
+            rollouts where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per
+            rollout.
         share_across_groups: Also encode once what the prompts of a row have in common at their beginning, such as a
             system prompt. Only for text.
         attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
         verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
-        max_nonfinite_steps: Abort after so many steps in a row whose loss or gradient is NaN or infinite. A single one
-            is skipped on all ranks: weights and optimizer state stay as they are.
+        max_nonfinite_steps: Abort after this many steps in a row whose loss or gradient is NaN or infinite. A single
+            one is skipped on all ranks: weights and optimizer state stay as they are.
         rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits forever.
         allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or dotted prefix:
             `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. All others that decide what is optimized must
@@ -144,15 +146,15 @@ class RLModule(pl.LightningModule, ABC):
             contract). They run with your rights; see `pl_grouprl.episodes.tools`.
         environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories,
             of which the row's column `environment` chooses one. See `pl_grouprl.episodes.environment`.
-        harness: Plays the episodes with an outside library, on the servers of `engine`; see
+        harness: Plays the episodes with an external library, on the servers of `engine`; see
             `pl_grouprl.harnesses.Verifiers`. Its reward is added to `rewards`.
         max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.
-        max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens` is
-            what it writes in the whole episode.
+        max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens`
+            limits the whole episode.
         max_episode_tokens: Most tokens after the prompt, results of tools included; None is no limit but the model's.
-        tool_timeout: Seconds that a call of a tool may take; None is any time.
-        tool_workers: Processes per rank that run tools and environments, killed where a call takes too long; 0 runs
-            them in threads, which cannot be stopped.
+        tool_timeout: Seconds that a call of a tool may take; None is no limit.
+        tool_workers: Processes per rank that run tools and environments, killed if a call takes too long; 0 runs them
+            in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
         rewritten_history: What to do with a chat template that changes earlier turns once others follow, such as by
             dropping their thinking: `refuse` it, or re-render the conversation before each turn and begin a `new_row`
@@ -164,12 +166,12 @@ class RLModule(pl.LightningModule, ABC):
         reward_workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn.
             Async functions and reward models stay in this one; see `RewardWorkers`.
         reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or
-            for one rollout with verl's signature. It is then killed with what it started, and has failed. None: any
-            time.
+            for one rollout with verl's signature. A longer call is killed with what it started, and fails. None is no
+            limit.
         reward_memory_limit_mb: MiB of address space of each reward worker, its imports included; a call that needs
-            more has failed. None: no limit.
+            more fails. None is no limit.
         reward_retries: How often a call that raised is repeated.
-        max_failed_share: Share of the rollouts of a rank on which a function may fail before that ends the run.
+        max_failed_share: Share of a rank's rollouts on which a reward function may fail; a larger share ends the run.
         seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
             resumed run continues exactly.
         num_generations: Rollouts per prompt.
@@ -183,18 +185,18 @@ class RLModule(pl.LightningModule, ABC):
             3.2): prompts that give nothing to learn are replaced by others of the training data.
         max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`,
             including the first time. If groups are still missing then, the batch is smaller.
-        max_staleness: Rollouts are sampled up to so many batches of prompts ahead, while earlier ones are trained. It
-            bounds the staleness of each token: the version of the weights that is trained less the one that it was
-            sampled from, counted in batches. 0 samples them in turn, from the current weights.
+        max_staleness: Rollouts are sampled up to this many batches of prompts ahead, while earlier ones are trained. It
+            bounds the staleness of each token: the version of the weights that is trained minus the version that
+            sampled the token, counted in batches. 0 samples each batch when it is trained, from the current weights.
         rollout_ahead: Former name of `max_staleness`, for 0 and 1.
         max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
             has a reward. Each of them logs a warning and trains nothing.
         max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
             packed into as many rows as that takes; a larger group is split: its prompt is encoded once and its rollouts
-            follow in slices of so many tokens. The result is the same, unless a loss compares the tokens of one
+            follow in slices of this many tokens. The result is the same, unless a loss compares the tokens of one
             micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
-            that a row may be as many times as long. It divides the number of ranks.
+            that a row may be that many times as long. It must divide the number of ranks.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
             `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`.
         policy_loss_options: Further options of that loss, by the names of its arguments.
@@ -203,8 +205,8 @@ class RLModule(pl.LightningModule, ABC):
         epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).
         epsilon_high: How far it may rise above 1; None is `epsilon`.
         epsilon_max: Upper bound of the ratio itself, instead of both (what TRL's `epsilon_high` means for `cispo`);
-            None is none. Only for `cispo`.
-        delta: Upper limit of the ratio where the advantage is negative (dual clip); None is none. Only for `ppo`.
+            None is no bound. Only for `cispo`.
+        delta: Upper bound of the ratio where the advantage is negative (dual clip); None is no bound. Only for `ppo`.
         beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
         kl_type: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
         kl_in: Where the penalty goes: into the `loss`, or into the `reward` of each token.
@@ -216,17 +218,17 @@ class RLModule(pl.LightningModule, ABC):
             rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
         importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
             `pl_grouprl.functional.importance`.
-        importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is none.
+        importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is no bound.
         importance_sampling_high: Its upper bound.
 
     Attributes:
         policy: The model, once `configure_model` has run.
         reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start
             and never part of a checkpoint. A policy with an adapter needs none, see `reference_policy`; its frozen
-            weights are no part of a checkpoint either.
+            weights are not part of a checkpoint either.
         last_rollouts: The latest training rollouts with their rewards and advantages.
-        starts_over: For parts of the saved state, the option with their initial value: if it is changed on purpose,
-            the part starts over.
+        starts_over: Maps parts of the saved state to the option with their initial value: if a resumed run changes the
+            option on purpose, the part starts over.
         free_options: Options that may differ when a run is resumed. A subclass may add to them.
 
     Raises:
@@ -369,7 +371,7 @@ class RLModule(pl.LightningModule, ABC):
             retries=reward_retries,
             max_failed_share=max_failed_share,
             max_unrewarded_batches=max_unrewarded_batches,
-            environments=self.episodes.exposes_environments and not max_staleness,  # which resets them too early
+            environments=self.episodes.exposes_environments and not max_staleness,  # ahead resets them too early
         )
         self.evaluator = Evaluator(self.rewarder.functions, pass_threshold)
         self.collector = Collector(
@@ -425,7 +427,7 @@ class RLModule(pl.LightningModule, ABC):
             self,
             self.micro_batcher,
             self.optimization,
-            by_name(self, "compute_loss"),  # by name: also what is set on the instance, or on a deep copy
+            by_name(self, "compute_loss"),  # by name, to find what is set on the instance or on a deep copy
             by_name(self, "loss_denominators"),
             type(self).__name__,
             split_idle=partial(_trained_and_idle, self),
@@ -451,8 +453,8 @@ class RLModule(pl.LightningModule, ABC):
         """Put `advantages` into the buffer, and whatever else the loss needs.
 
         Args:
-            buffer: Rollouts with `token_rewards`: rewards per token where functions gave such, the rest of the reward
-                at the last trained token, less the KL penalty of each token if that is part of the reward.
+            buffer: Rollouts with `token_rewards`: rewards per token where functions return them, the rest of the reward
+                at the last trained token, minus the KL penalty of each token if that is part of the reward.
             scores: The policy's scores, shape [N], if `needs_old_scores`.
         """
 
@@ -466,7 +468,7 @@ class RLModule(pl.LightningModule, ABC):
         return self.objective.loss(batch, scores, self.policy, routers)
 
     def loss_denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
-        """What `compute_loss` divides by, known before it is called; override both alike.
+        """The denominators of `compute_loss`, known before it is called; override both or neither.
 
         Args:
             tokens: Per-token quantities of some rollouts, by name, shape [N].
@@ -486,13 +488,13 @@ class RLModule(pl.LightningModule, ABC):
     def needs_old_scores(self) -> bool:
         """Whether the policy scores the rollouts before the updates, which costs a forward.
 
-        Not if it does not change between the updates of a batch of rollouts.
+        Not needed if the policy does not change between the updates of a batch of rollouts.
         """
         steps_between_updates = self.trainer.accumulate_grad_batches % self.updates_per_rollout != 0
         return steps_between_updates or self.kl_penalty.needs_old_logprobs
 
     def old_score_options(self) -> dict[str, Any]:
-        """What to compute besides old log-probabilities, in the same forward: keywords of `score`."""
+        """Keyword arguments of `score` for what to compute in the same forward as old log-probabilities."""
         return {}
 
     # Before anything is loaded: refuse what cannot work.
@@ -503,7 +505,7 @@ class RLModule(pl.LightningModule, ABC):
         check_before_loading(self, stage)
         self.collector.set_up(getattr(self.trainer, "datamodule", None))
         self.sampler.reset()
-        self.rewarder.close()  # of a run that an exception has ended
+        self.rewarder.close()  # may still be open after an exception
         encoding = getattr(getattr(self.trainer, "datamodule", None), "encoding", None)
         self.episodes.set_up(getattr(encoding, "chat_template_kwargs", {}))
         if stage != "predict":
@@ -518,8 +520,8 @@ class RLModule(pl.LightningModule, ABC):
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         closers: list[pl.Callback] = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
         closers += [CloseRolloutsAhead()] if self.max_staleness else []
-        own = replace_earlier(self.trainer, [FreezeLoadedObjects(), *watchdogs, *closers])
-        return [*callbacks_of_module(self.trainer), *own]
+        required = replace_earlier(self.trainer, [FreezeLoadedObjects(), *watchdogs, *closers])
+        return [*callbacks_of_module(self.trainer), *required]
 
     def configure_model(self) -> None:
         """Load the models, and shard them if the strategy leaves that to the module. Idempotent."""
@@ -580,7 +582,7 @@ class RLModule(pl.LightningModule, ABC):
             ValueError: If the module or a part that it trains is compiled, the Trainer has nothing to clip, or groups
                 that cannot be split may exceed the token budget.
         """
-        self.prefix_sharing.close()  # of a fit that an exception has ended
+        self.prefix_sharing.close()  # may still be open after an exception
         parts = self.optimized_parts()
         refuse_compiled({"module": self, **{f"module.{name}": part for name, (part, _) in parts.items()}})
         refuse_clipping_nothing(self.trainer.gradient_clip_val, [config.max_grad_norm for _, config in parts.values()])
@@ -611,7 +613,7 @@ class RLModule(pl.LightningModule, ABC):
         """Collect new rollouts when a new prompt batch begins.
 
         Raises:
-            TypeError: If the batch comes from a loader that is not about rollouts.
+            TypeError: If the batch is not a `PromptBatch`.
         """
         check_batch(batch)
         self.timer.start()
@@ -620,7 +622,8 @@ class RLModule(pl.LightningModule, ABC):
             self.throughput.start()
             self.last_rollouts = self.collect_rollouts(batch)
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            # Lightning would do it after the first micro-batches; during a forward FSDP1 would keep its gradients.
+            # Lightning would do it too late, after the first micro-batches; in `training_step`, which FSDP1 wraps as a
+            # forward, FSDP1 would keep its gradients.
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad()
 
@@ -701,7 +704,7 @@ class RLModule(pl.LightningModule, ABC):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip parts with a `max_grad_norm` by it; the others together as the Trainer is told."""
+        """Clip each part that has a `max_grad_norm` by it, and the others together by the Trainer's options."""
         parts = self.optimized_parts()
         limits = {name: config.max_grad_norm for name, (_, config) in parts.items()}
         clip_gradients(parameters_by_part(parts), limits, self.support, gradient_clip_val, gradient_clip_algorithm)
@@ -735,11 +738,11 @@ class RLModule(pl.LightningModule, ABC):
     # Validation, test and predict.
 
     def on_validation_start(self) -> None:
-        """Set the random numbers aside: a validation within a run does not use those of the training."""
+        """Set training's random numbers aside, so that validation does not use them up."""
         self.random_numbers.set_aside()
 
     def on_validation_end(self) -> None:
-        """Continue with the training's random numbers."""
+        """Continue with training's random numbers."""
         self.random_numbers.continue_training()
 
     def on_predict_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -823,7 +826,7 @@ class RLModule(pl.LightningModule, ABC):
         seed: Sequence[int | str],
         branching: Branching | None = None,
     ) -> list[RolloutGroup]:
-        """Sample rollouts of each prompt, in evaluation mode. A rank may have no prompt, but all ranks call it.
+        """Sample rollouts of each prompt, in evaluation mode. All ranks must call it, even one without prompts.
 
         The images and videos of the prompts are processed here.
 
@@ -832,7 +835,7 @@ class RLModule(pl.LightningModule, ABC):
             sampling: How to sample.
             num_generations: Rollouts of each prompt.
             seed: Names the random numbers, together with the module's seed.
-            branching: How rollouts branch; None for not at all.
+            branching: How rollouts branch; None if they do not.
 
         Returns:
             Groups whose `group_id` is the position of the prompt in the batch of all ranks.
@@ -848,7 +851,7 @@ class RLModule(pl.LightningModule, ABC):
         return score(model, batch, temperature=self.sampling.temperature, **kwargs)
 
     def call_wrapped(self, function: Callable[[], T]) -> T:
-        """Call a function that runs a model's forward, in whatever the strategy wraps `training_step` in."""
+        """Call a function that runs a model's forward, wrapped by the strategy as it wraps `training_step`."""
         return self.support.call(self, "_call", function)
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -857,7 +860,7 @@ class RLModule(pl.LightningModule, ABC):
     # Checkpoints.
 
     def rollout_options(self) -> dict[str, Any]:
-        """Options, by name and as plain values, that unfinished rollouts in a checkpoint must be resumed under."""
+        """Options, by name and as plain values, that must not change if a checkpoint has unfinished rollouts."""
         plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()}
         return {
             "num_generations": self.num_generations,
@@ -889,7 +892,7 @@ class RLModule(pl.LightningModule, ABC):
         """Load all parts.
 
         Raises:
-            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that may not.
+            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that must not.
         """
         self.run_checkpoint.load(checkpoint)
 
@@ -954,7 +957,7 @@ def _needs_whole_episodes(module: RLModule) -> bool:
 
 
 def _trained_and_idle(module: RLModule, buffer: RolloutBuffer) -> tuple[RolloutBuffer, RolloutBuffer] | None:
-    """Divide a buffer, if the loss is ours and does not balance the routers over all tokens."""
+    """Split a buffer into trained and idle rollouts; None if the loss is custom or balances routers over all tokens."""
     if _has_custom_loss(module) or module.objective.router_aux_loss_coef > 0:
         return None
     by_advantages = module.skips_zero_advantages and module.objective.is_zero_without_advantages

@@ -1,7 +1,7 @@
 """A local server between a harness and the sampling servers.
 
-A harness sends its model's turns here. The gateway chooses a server, sets seeds and limits, and refuses tokens of other
-weights. It also keeps the servers' token from the harness.
+A harness sends its model's turns here. The gateway chooses a server, sets seeds and limits, and refuses tokens sampled
+from other weights. It also hides the servers' access token from the harness.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BODY = 256 << 20
 """Maximum size in bytes of a request."""
 
 _DUE_TO_REQUEST = (400, 413, 422)
-"""Statuses of a server that says that this request is wrong, not all."""
+"""HTTP statuses that blame the request, not the server."""
 
 
 class Gateway:
@@ -34,7 +34,7 @@ class Gateway:
         token: The servers' token, if they have one.
 
     Attributes:
-        base_url: For the harness's client, with a secret path that other programs of this machine do not know.
+        base_url: URL for the harness's client, with a secret path that other programs on this machine do not know.
     """
 
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
@@ -48,15 +48,15 @@ class Gateway:
         self._client: Any = None
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
         from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
         path = f"/{secrets.token_urlsafe(16)}"
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_get(f"{path}/v1/models", _no_models)
         app.router.add_post(f"{path}/inference/v1/generate", self._generate)
-        # Turns may take any time: the environment's own limits end them. A connection kept open might be one that the
-        # server is about to close.
+        # Turns may take any time: the environment's limits end them. Connections are not kept alive, because the server
+        # might be about to close them.
         connector = TCPConnector(limit=0, force_close=True)
         self._client = ClientSession(timeout=ClientTimeout(None, sock_connect=30), connector=connector)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -73,7 +73,7 @@ class Gateway:
         self._runner = self._client = None
 
     def begin(self, sampled: Sampled) -> asyncio.Future[Any]:
-        """Serve a round of episodes; the result fails as soon as none of its rollouts can be trained."""
+        """Serve a round of episodes; the returned future gets the error that makes all its rollouts unusable."""
         self._sampled, self._server_of = sampled, {}
         self._failed = asyncio.get_running_loop().create_future()
         return self._failed
@@ -102,7 +102,7 @@ class Gateway:
             body = sampled.request(episode, await request.json())
             answered = await self._ask("POST", self._url(episode), "/inference/v1/generate", body)
             return web.json_response(sampled.answer(episode, body["token_ids"], answered))
-        except ValueError as error:  # of this episode alone
+        except ValueError as error:  # fails only this episode
             return web.json_response(_error(str(error)), status=400)
         except (RuntimeError, ArithmeticError) as error:
             if not failed.done():
@@ -130,7 +130,7 @@ class Gateway:
 
 
 async def _no_models(request: Any) -> Any:
-    """No limit on prompts that clients would check themselves."""
+    """List no models, so that clients find no prompt limit to enforce themselves."""
     from aiohttp import web
 
     return web.json_response({"data": []})

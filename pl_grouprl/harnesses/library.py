@@ -1,4 +1,4 @@
-"""All that is used of the library `verifiers`, which is imported when it is needed."""
+"""Everything that this package uses of the library `verifiers`, imported when it is needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MODEL = "policy"
 
 
 def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
-    """The library's config of an environment.
+    """Read the library's config of an environment.
 
     Raises:
-        ValueError: If there is no such taskset, the config is refused, or an agent would not be sampled as the run
-            says.
+        ValueError: If there is no such taskset, the library refuses the config, or the config sets the sampling of an
+            agent that the policy plays.
     """
     from pydantic import ValidationError
     from verifiers.v1.configs.agent import agent_config_fields
@@ -34,8 +34,8 @@ def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
     for name, agent in agent_config_fields(read).items():
         if agent.client is None and agent.sampling is not None:
             raise ValueError(
-                f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays as the run's `sampling` "
-                "says; leave it out, or give the agent a client of its own."
+                f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays with the run's "
+                "`sampling`; leave it out, or give the agent a client of its own."
             )
     return read
 
@@ -47,7 +47,7 @@ def _check_exists(taskset: str) -> None:
         taskset_class(taskset)
     except (ModuleNotFoundError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"Verifiers.taskset is {taskset!r}, which the library verifiers cannot load ({error}). It has "
+            f"Verifiers.taskset is {taskset!r}, which the library verifiers cannot load ({error}). It includes "
             f"{', '.join(bundled_tasksets())}; packages that depend on it: {', '.join(installed_packages()) or 'none'}."
         ) from error
 
@@ -72,12 +72,12 @@ def installed_packages() -> list[str]:
 
 
 def load_tasks(config: Any, seed: int, limit: int | None) -> list[Any]:
-    """Data of the tasks of a taskset, in random order; of one without end, its first ones in its own.
+    """Load the data of a taskset's tasks, in random order; an endless one gives its first tasks in its own order.
 
     Args:
         config: See `read_config`.
         seed: Determines the order.
-        limit: Most tasks to return; None is all.
+        limit: Most tasks to return; None returns all.
 
     Raises:
         ValueError: If the taskset has no end and there is no limit.
@@ -96,11 +96,11 @@ def load_tasks(config: Any, seed: int, limit: int | None) -> list[Any]:
 
 
 def renderer_config(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
-    """Config of what turns messages into tokens: the library's for the tokenizer's model, or else its chat template.
+    """Config of the renderer, which turns messages into tokens.
 
     Args:
         tokenizer: The policy's tokenizer.
-        options: `name` and the options of another; None chooses by the tokenizer's name.
+        options: Its `name` and options; None is the library's for the tokenizer's model, or else the chat template.
 
     Raises:
         ValueError: If the options are refused.
@@ -135,7 +135,7 @@ class Environment:
 
     Args:
         config: See `read_config`.
-        base_url: Of the gateway.
+        base_url: URL of the gateway.
         tokenizer_folder: Where the policy's tokenizer is saved.
         renderer: See `renderer_config`.
         max_concurrent: Most episodes at a time.
@@ -153,12 +153,12 @@ class Environment:
         self._semaphore = asyncio.Semaphore(max_concurrent)
 
     def serving(self) -> AbstractAsyncContextManager[Any]:
-        """What episodes share: tool servers, and the server that catches the harness's calls of its model."""
+        """Context of what episodes share: tool servers, and the server that intercepts the harness's model calls."""
         serving: AbstractAsyncContextManager[Any] = self._env.serving()
         return serving
 
     async def play(self, ask: Ask, sampling: Mapping[str, Any]) -> Any:
-        """Play one episode; what fails in it is recorded in the result."""
+        """Play one episode; the result records its errors."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.types import SamplingConfig
 

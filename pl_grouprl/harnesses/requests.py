@@ -1,4 +1,4 @@
-"""Requests of a harness to the model, as the run wants them sampled, and what the server answers."""
+"""Translates a harness's requests into those of the run, and the server's answers back."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.progress import tick
 
 _NO_WEIGHTS = "default"
-"""Version that vLLM reports after a start, before it received weights."""
+"""Version that vLLM reports before it has received weights."""
 
 _NOT_FINITE = -9999.0
-"""The log-probability by which vLLM says NaN."""
+"""Log-probability that vLLM reports in place of one that is not finite."""
 
 
 @dataclass
-class _Talk:
-    """What is known of an episode's requests."""
+class _Usage:
+    """The tokens of an episode so far.
+
+    Attributes:
+        first_length: Length of the first prompt.
+        written: Number of tokens that the model wrote.
+        ran_out: Whether a request was refused for lack of room.
+    """
 
     first_length: int
     written: int = 0
@@ -39,12 +45,12 @@ class Sampled:
 
     Attributes:
         sampling: How the run samples.
-        version: Version of the weights that must answer.
+        version: Version of the weights that must sample all tokens.
         limits: Limits on an episode, besides `sampling.max_new_tokens`.
-        max_model_len: Longest sequence of model and server, prompt included; None is no limit.
+        max_model_len: Longest sequence that model and server take, prompt included; None is no limit.
         end_ids: Tokens that end a turn, in addition to the harness's.
         never: Tokens that are never sampled.
-        vocab_size: Tokens from here on are refused, since they would kill the server; None if unknown.
+        vocab_size: Token ids from here on are refused, because they would crash the server; None if unknown.
     """
 
     sampling: SamplingConfig
@@ -54,12 +60,12 @@ class Sampled:
     end_ids: Sequence[int] = ()
     never: Sequence[int] = ()
     vocab_size: int | None = None
-    _talks: dict[str, _Talk] = field(default_factory=dict)
+    _usage: dict[str, _Usage] = field(default_factory=dict)
     _asked: Counter[tuple[int, bytes]] = field(default_factory=Counter)
     _exchanges: set[bytes] = field(default_factory=set)
 
     def request(self, episode: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The request to send to the server for one of the harness.
+        """Translate a request of the harness into the one to send to the server.
 
         Args:
             episode: Name of the episode.
@@ -71,10 +77,10 @@ class Sampled:
         """
         token_ids = list(asked.get("token_ids") or [])
         self._check_tokens(token_ids, asked)
-        talk = self._talks.setdefault(episode, _Talk(len(token_ids)))
-        room = self._room(talk, len(token_ids))
+        usage = self._usage.setdefault(episode, _Usage(len(token_ids)))
+        room = self._room(usage, len(token_ids))
         if room < 1:
-            talk.ran_out = True
+            usage.ran_out = True
             raise ValueError(f"the run's limits leave the episode no room for a token after {len(token_ids)}")
         params = asked["sampling_params"]
         sent = sampling_options(
@@ -98,19 +104,19 @@ class Sampled:
         ids = {*self.end_ids, *params.get("stop_token_ids", ())}
         return sorted(token for token in ids if token < (self.vocab_size or math.inf))
 
-    def _room(self, talk: _Talk, length: int) -> int:
+    def _room(self, usage: _Usage, length: int) -> int:
         limits = self.limits
         room = smallest(
-            self.sampling.max_new_tokens - talk.written,
+            self.sampling.max_new_tokens - usage.written,
             limits.max_turn_tokens,
             None if self.max_model_len is None else self.max_model_len - length,
-            None if limits.max_episode_tokens is None else talk.first_length + limits.max_episode_tokens - length,
+            None if limits.max_episode_tokens is None else usage.first_length + limits.max_episode_tokens - length,
         )
         assert room is not None
         return room
 
     def _seed(self, seed: int, token_ids: Sequence[int]) -> int:
-        """Seed of a turn: of the rollout, what the model reads, and how often the rollout has asked with that before.
+        """Seed of a turn, from the rollout's seed, the tokens that the model reads, and how often they were sent.
 
         With the rollout's seed alone, all its turns would get the same random numbers.
         """
@@ -123,11 +129,11 @@ class Sampled:
 
         Args:
             episode: Name of the episode.
-            token_ids: What was sent.
-            answered: What the server answered.
+            token_ids: The tokens that were sent.
+            answered: The server's answer.
 
         Raises:
-            SamplerLostError: If the server has lost its weights.
+            SamplerLostError: If the server has lost its weights, or broke off the turn.
             WeightsMismatchError: If other weights sampled some of the tokens.
             FloatingPointError: If the model's logits are not finite.
         """
@@ -143,7 +149,7 @@ class Sampled:
                 "the model's logits are not finite (NaN or infinite) in vLLM; check its weights and dtype."
             )
         tick(len(written))
-        self._talks[episode].written += len(written)
+        self._usage[episode].written += len(written)
         self._exchanges.add(digest([*token_ids, *written]))
         content = [
             {"token": f"token_id:{token}", "logprob": value, "top_logprobs": []}
@@ -156,10 +162,10 @@ class Sampled:
 
     def ran_out(self, episode: str) -> bool:
         """Whether a request of the episode was refused because it had no room."""
-        return episode in self._talks and self._talks[episode].ran_out
+        return episode in self._usage and self._usage[episode].ran_out
 
     def was_sampled(self, token_ids: Sequence[int]) -> bool:
-        """Whether these tokens are exactly what the model read and wrote in one of the requests."""
+        """Whether the tokens are exactly what the model read and wrote in one of the requests."""
         return digest(token_ids) in self._exchanges
 
 
@@ -172,8 +178,8 @@ def check_version(found: str | None, expected: str) -> None:
     """Refuse weights of another version.
 
     Raises:
-        SamplerLostError: If the server has none, or others of this run (what a failed update has left).
-        WeightsMismatchError: If it has those of another run.
+        SamplerLostError: If the server has no weights, or others of this run (after a failed update).
+        WeightsMismatchError: If it has weights of another run.
     """
     if found == expected:
         return

@@ -1,4 +1,4 @@
-"""Where the episodes of an outside harness run: an event loop in a thread, with an environment and its gateway."""
+"""Runs the episodes of an external harness: an environment and its gateway, in the event loop of a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeEnvironment = Callable[[str, str], Any]
 
 @functools.cache
 def loop_of_process(process_id: int) -> BackgroundLoop:
-    """The event loop of all stages of a process: the library renderers has a lock that keeps to the first loop."""
+    """The event loop that all stages of a process share, because the library renderers has a lock bound to one loop."""
     return BackgroundLoop("harness")
 
 
@@ -30,7 +30,7 @@ class Stage:
     Args:
         urls: URLs of the sampling servers.
         token: Their token.
-        tokenizer: The policy's; the harness loads a copy.
+        tokenizer: The policy's tokenizer, of which the harness loads a copy.
         make_environment: Makes the environment.
     """
 
@@ -51,7 +51,7 @@ class Stage:
             raise
 
     async def _start(self) -> None:
-        """Begin to serve, in a task of its own: what it opens has to be closed by the same task."""
+        """Start to serve in a separate task, because the task that opens the environment must also close it."""
         ready = asyncio.Event()
         self._serving = asyncio.create_task(self._serve(ready))
         waiting = asyncio.create_task(ready.wait())
@@ -71,10 +71,10 @@ class Stage:
             await self._gateway.close()
 
     def play(self, asks: Sequence[Any], sampled: Sampled, sampling: Mapping[str, Any]) -> list[Any]:
-        """Play episodes at the same time.
+        """Play episodes concurrently; return them in the order of `asks`.
 
         Args:
-            asks: What to play, in order.
+            asks: The episodes to play.
             sampled: Answers the harness's requests.
             sampling: What the environment records as the sampling options.
 
@@ -101,11 +101,11 @@ class Stage:
                 await playing
 
     def close(self) -> None:
-        """End what serves. Idempotent."""
+        """Stop the environment and the gateway. Idempotent."""
         self._loop.submit("stop", self._stop()).result()
         self._folder.cleanup()
 
     async def _stop(self) -> None:
         self._is_over.set()
-        with contextlib.suppress(Exception):  # of the start, which has raised it
+        with contextlib.suppress(Exception):  # raised by `_start` already
             await self._serving

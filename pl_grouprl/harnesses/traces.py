@@ -23,10 +23,10 @@ class Row:
 
     Attributes:
         token_ids: All tokens, the prompt included.
-        loss_mask: 1 for what the model wrote in this branch first.
+        loss_mask: 1 for tokens that the model wrote, unless an earlier branch trains them.
         logprobs: Log-probability of each token, 0 if it is not trained.
         prompt: Messages that open the conversation.
-        messages: The others, the first of them the model's.
+        messages: The other messages, beginning with one of the model.
     """
 
     token_ids: list[int]
@@ -48,7 +48,7 @@ class Played:
     Attributes:
         rows: Its branches that are trained.
         reward: The sum of its rewards; NaN if it failed.
-        numbers: Rewards before weighting and metrics, by name.
+        numbers: Metrics and unweighted rewards, by name.
         finish_reason: Why it ended.
         tool_counts: See `Rollout.tool_counts`.
         failure: Why it failed; None if it did not.
@@ -67,7 +67,7 @@ def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str],
 
     Args:
         episode: An `Episode` of verifiers.
-        was_sampled: Checks that tokens to train are those of the server.
+        was_sampled: Whether the server sampled exactly these tokens.
         ran_out: Whether the trace of this id was refused tokens because of the run's limits.
 
     Raises:
@@ -78,8 +78,8 @@ def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str],
     if len(trained) > 1:
         names = [trace.agent.name for trace in trained]
         raise ValueError(
-            f"an episode of {episode.env.id!r} trains {len(trained)} agent runs ({', '.join(names)}), but a rollout is "
-            "one; use an environment that sets `trainable` for one of them only."
+            f"an episode of {episode.env.id!r} trains {len(trained)} agent runs ({', '.join(names)}), but a rollout "
+            "holds only one; use an environment that sets `trainable` for one of them only."
         )
     if not trained:
         return Played(failure=_last_error(episode.errors) or "no agent ran that is trained")
@@ -99,7 +99,7 @@ def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str],
 
 
 def _failure(episode: Any, trace: Any, rows: Sequence[Row], out_of_room: bool, is_unscored: bool) -> str | None:
-    """Why an episode has no reward; a harness may end as if nothing had happened when its model failed."""
+    """Why an episode has no reward; None if it has one. A harness may end normally although its model calls failed."""
     errors = [*trace.errors, *episode.errors]
     if not (episode.ok and trace.ok):
         return _last_error(errors) or "the episode failed"
@@ -122,11 +122,11 @@ def _numbers(trace: Any) -> dict[str, float]:
 
 
 def read_rows(trace: Any, was_sampled: WasSampled) -> list[Row]:
-    """The branches of a trace that have something to train; what several have in common is trained in the first.
+    """The branches of a trace that have something to train; tokens of several branches are trained in the first.
 
     Raises:
         ValueError: If there are images.
-        RuntimeError: If tokens to train are not those of the server.
+        RuntimeError: If the server did not sample the tokens to train.
     """
     rows: list[Row] = []
     trained: set[int] = set()
@@ -150,7 +150,7 @@ def _row(nodes: Sequence[Any], new: Sequence[bool], opening: Messages) -> Row:
         row.logprobs += [next(logprobs) if trained else 0.0 for trained in mask]
     messages = [_message(node.message) for node in nodes]
     first = next(place for place, node in enumerate(nodes) if node.sampled)
-    if opening and messages[: len(opening)] == opening:  # earlier turns may be read again in other tokens
+    if opening and messages[: len(opening)] == opening:  # earlier turns may be re-tokenized, and so not sampled
         first = min(first, len(opening))
     row.prompt, row.messages = messages[:first], messages[first:]
     return row
@@ -164,8 +164,8 @@ def _check_branch(branch: Any, nodes: Sequence[Any], new: Sequence[bool], was_sa
         read += node.token_ids
         if is_new and (len(node.logprobs) != sum(node.mask) or not was_sampled(read)):
             raise RuntimeError(
-                f"the harness reports {len(read)} tokens of an episode, of which it says that the model wrote the last "
-                f"{sum(node.mask)}, but no server was asked for exactly these; such rollouts cannot be trained."
+                f"the harness reports {len(read)} tokens of an episode, the last {sum(node.mask)} as written by the "
+                "model, but no server read and wrote exactly these; such rollouts cannot be trained."
             )
 
 
@@ -186,11 +186,11 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def make_group(prompt: Prompt, episodes: Sequence[Played], reward_name: str) -> tuple[Prompt, list[Rollout]]:
-    """The prompt as all rows of a group begin, and the group's rollouts.
+    """The prompt, with the tokens that all rows of a group begin with, and the group's rollouts.
 
     Args:
-        prompt: The data set's.
-        episodes: The group's.
+        prompt: The prompt in the data set.
+        episodes: The group's episodes.
         reward_name: Name of the reward.
 
     Raises:
@@ -201,15 +201,15 @@ def make_group(prompt: Prompt, episodes: Sequence[Played], reward_name: str) -> 
     if prompts and not shared:
         raise ValueError(
             f"the contexts of an episode of {prompt.where or 'a task'} begin with different tokens, so its rollouts do "
-            "not share a prompt; use a chat format that begins with the same token, whatever follows."
+            "not share a prompt; use a chat format that always begins with the same token."
         )
     rollouts = [
-        rollout for name, one in enumerate(episodes) for rollout in _rollouts(one, name, shared, prompt, reward_name)
+        rollout for index, one in enumerate(episodes) for rollout in _rollouts(one, index, shared, prompt, reward_name)
     ]
     return (replace(prompt, token_ids=prompts[0][:shared]) if prompts else prompt), rollouts
 
 
-def _rollouts(played: Played, name: int, shared: int, prompt: Prompt, reward_name: str) -> list[Rollout]:
+def _rollouts(played: Played, index: int, shared: int, prompt: Prompt, reward_name: str) -> list[Rollout]:
     rows = [
         Rollout(
             row.token_ids[shared:],
@@ -219,7 +219,7 @@ def _rollouts(played: Played, name: int, shared: int, prompt: Prompt, reward_nam
             messages=row.messages,
             prompt=None if row.prompt == prompt.prompt else row.prompt,
             num_observation_tokens=row.prompt_length - shared,
-            episode=name if len(played.rows) > 1 else None,
+            episode=index if len(played.rows) > 1 else None,
         )
         for row in played.rows
     ] or [Rollout([], [], [], messages=[])]

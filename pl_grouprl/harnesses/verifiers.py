@@ -28,13 +28,13 @@ _SPLITS = ("val", "test", "train")
 
 @runtime_checkable
 class ServedEngine(Protocol):
-    """An engine whose sampling servers others may use, too.
+    """An engine whose sampling servers others may call directly.
 
     Attributes:
-        urls: URLs of the servers, which are vLLM's own.
+        urls: URLs of the vLLM servers.
         token: Their token; None if they have none.
-        weight_version: The servers' name for the weights that they received last; None before the first.
-        max_model_len: Longest sequence of every server; None if unknown.
+        weight_version: The servers' label for the latest weights; None before the first update.
+        max_model_len: Longest sequence that every server takes; None if unknown.
     """
 
     urls: list[str]
@@ -45,28 +45,28 @@ class ServedEngine(Protocol):
 
 @checked_arguments
 class Verifiers:
-    """An environment of the library verifiers, for `harness` of an algorithm and as prompts of a data module.
+    """An environment of the library verifiers, for the `harness` of an algorithm and the prompts of a data module.
 
     The library's harness plays the episodes, and calls the policy on the engine's servers. A group is `num_generations`
-    episodes of a task. The branches of an episode's trace become rows of it (`Rollout.episode`), in which the tokens
-    that the policy wrote are trained; its rewards are the environment's.
+    episodes of a task. Each branch of an episode's trace becomes a row of the episode (`Rollout.episode`), and the
+    tokens that the policy wrote in it are trained. The rewards are the environment's.
 
     As a source of prompts it has the columns `prompt`, `data_source` (the taskset) and `extra_info`, with the task.
 
-    Each turn of the model has a seed, derived from the rollout's and from what the model reads in it; whatever else is
-    random in the environment is not reproducible.
+    Each turn of the model has a seed, derived from the rollout's seed and from what the model reads. Anything else that
+    is random in the environment is not reproducible.
 
     Args:
         taskset: The taskset, by the name of an installed package or module, or of one that comes with the library.
-        config: Everything else of the library's environment: its `[env]` block. `agent: {harness: {id: "null"},
-            runtime: {type: subprocess}}` plays a chat in a local process; by default it is the taskset's harness, or
+        config: The rest of the environment's config, the library's `[env]` block. `agent: {harness: {id: "null"},
+            runtime: {type: subprocess}}` plays a chat in a local process; the default is the taskset's harness, or
             else `bash`, in a sandbox of Prime Intellect.
         size: Most tasks of the split `train`; None takes all that are left.
         val_size: Number of tasks of the split `val`.
         test_size: Number of tasks of the split `test`.
-        seed: Order of the tasks, from which `val`, `test` and `train` are taken in this order. A taskset without end
-            keeps its own.
-        renderer: What turns messages into tokens, by the library renderers: its `name` and options. None is the one for
+        seed: Decides the order of the tasks: `val` takes the first, then `test`, then `train`. An endless taskset keeps
+            its own order.
+        renderer: Turns messages into tokens: `name` and options of one in the library renderers. None is the one for
             the tokenizer's model, or else the tokenizer's chat template (`name: default`), which has no tools.
         max_concurrent: Most episodes at a time on each rank.
 
@@ -104,7 +104,7 @@ class Verifiers:
         self._stage: Stage | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what runs, which is started when it is needed."""
+        """Leave out the stage, which is started again when it is needed."""
         return vars(self) | {"_stage": None}
 
     @property
@@ -119,7 +119,7 @@ class Verifiers:
             split: `train`, `val` or `test`.
 
         Raises:
-            ValueError: If there is no such split, there are too few tasks, or a task has no prompt of text.
+            ValueError: If there is no such split, there are too few tasks, or a task has no text prompt.
         """
         if split not in self.sizes:
             raise ValueError(f"Verifiers has no split {split!r}; it has {sorted(self.sizes)}.")
@@ -152,7 +152,7 @@ class Verifiers:
         return _TaskReward(self.name)
 
     def check(self, engine: object, samplings: Sequence[SamplingConfig], max_staleness: int = 0) -> None:
-        """Refuse, before anything is loaded, what does not go together with a harness.
+        """Refuse options that a harness does not support, before anything is loaded.
 
         Raises:
             ArgumentError: If the engine has no servers.
@@ -198,10 +198,12 @@ class Verifiers:
             limits: Limits on an episode.
 
         Returns:
-            The prompts, each as all rows of its group begin, and each prompt's rollouts, one per row of an episode.
+            The prompts, each with the tokens that all rows of its group begin with, and each prompt's rollouts, one per
+            row of an episode.
 
         Raises:
-            RuntimeError: If all episodes fail, or tokens to train are not those of the server.
+            ValueError: If an episode trains several agents or has images, or a group's rows share no prompt.
+            RuntimeError: If all episodes fail, or no server sampled the tokens to train.
             SamplerLostError: If a server has lost its weights.
             WeightsMismatchError: If a server has other weights.
         """
@@ -232,7 +234,7 @@ class Verifiers:
         return self._stage
 
     def close(self) -> None:
-        """End what runs; the next `play` starts it again. Idempotent."""
+        """Stop the harness; the next `play` starts it again. Idempotent."""
         if self._stage is not None:
             self._stage.close()
             self._stage = None
@@ -242,10 +244,10 @@ class _TaskReward(EnvironmentReward):
     """The reward of an environment of verifiers."""
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a row of another source.
+        """Refuse a row that is not from this taskset.
 
         Raises:
-            ValueError: Says which.
+            ValueError: Names the row's taskset.
         """
         info = columns.get("extra_info")
         found = info.get("taskset") if isinstance(info, Mapping) else None
@@ -273,7 +275,7 @@ def _sampled(
 
 
 def _messages(task: Any) -> Messages:
-    """The messages that open a task's episode; for display and length checks: the harness makes its own."""
+    """The messages that open a task's episode, only for display and length checks: the harness makes its own."""
     if task.prompt is None:
         raise ValueError(
             f"task {task.name or task.idx!r} has no prompt, because its user opens the conversation; Verifiers needs "
@@ -289,7 +291,7 @@ def _messages(task: Any) -> Messages:
 
 
 def _report_failures(episodes: Sequence[Played]) -> None:
-    """Warn of episodes without a reward because they failed; they are not trained.
+    """Warn of failed episodes, which have no reward and are not trained.
 
     Raises:
         RuntimeError: If all have failed.

@@ -24,12 +24,12 @@ def checksum(weight: Tensor, first_column: int = 0) -> int:
     """Compute the checksum of a weight, or of a shard of one.
 
     Args:
-        weight: Any dtype and device. The last axis is the columns; with four or more axes (convolutions), all axes but
-            the first are. A vector is one column.
+        weight: Any dtype and device. The last axis holds the columns; with four or more axes (convolutions), all axes
+            but the first do. A vector is one column.
         first_column: Index of a shard's first column in the whole weight.
 
     Returns:
-        A signed 64-bit integer. Rows of zeros add nothing, so padding does not count. Zeros have no sign.
+        A signed 64-bit integer. Rows of zeros add nothing, so padding does not count; -0.0 counts as 0.0.
     """
     weight_RC = _rows(weight.detach())
     rows = max(1, _CHUNK // max(1, weight_RC.shape[-1]))

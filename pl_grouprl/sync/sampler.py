@@ -31,7 +31,7 @@ class SyncedSampler(Protocol):
     shards.
 
     Attributes:
-        adapter: `merged`: it takes adapters merged into the weights; `separate`: the base once, then only the adapter.
+        adapter: `merged`: takes weights with adapters merged; `separate`: takes the base once, then only the adapter.
         version: Version of the weights that it has, as far as this process knows; None if none were sent.
     """
 

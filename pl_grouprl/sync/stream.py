@@ -33,8 +33,8 @@ def checkpoint_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
     Args:
         model: A transformers model, with or without PEFT layers, or a `PeftModel`.
         weights: Names, as in `model.named_parameters()`, and whole values of all parameters and persistent buffers, on
-            any device. Tied ones come once; those of a module are consecutive, and must not change until the last of
-            them was read. They are not modified.
+            any device. A tied weight comes once. The weights of a module are consecutive, and must not change until the
+            last of them was read. They are not modified.
 
     Yields:
         Name and detached value. Each may be released when the next is requested.

@@ -1,4 +1,4 @@
-"""Decides when to send the policy's weights to a sampler, and resends them if it lost them."""
+"""Decides when to send the policy's weights to a sampler, and resends them if the sampler lost them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_RESTARTS = 3
 
 
 class PolicyOwner(Protocol):
-    """Has the policy: a module, or a part of one."""
+    """A module that has the policy, or a part of one."""
 
     @property
     def policy(self) -> Any:
@@ -63,7 +63,7 @@ class WeightSync:
     an error on one rank ends the run on all.
 
     Args:
-        timed: Context that charges time to the part `weight_sync` of the step.
+        timed: Given the name of a part of the step, returns a context that charges its time to that part.
     """
 
     def __init__(self, timed: Timed) -> None:
@@ -73,7 +73,7 @@ class WeightSync:
         self.forget()
 
     def forget(self) -> None:
-        """Send all weights before the sampler is used again."""
+        """Make the next sync send all weights."""
         self._sent: int | None = None
         self._sent_base: int | None = None
 
@@ -157,7 +157,7 @@ def read_to_the_end(*streams: Iterable[Named]) -> Iterator[list[Iterator[Named]]
     Args:
         *streams: Collective streams of weights, in order.
     """
-    parts: list[Iterator[Named]] = [islice(stream, None) for stream in streams]  # readers cannot close these
+    parts: list[Iterator[Named]] = [islice(stream, None) for stream in streams]  # which readers cannot close
     try:
         yield parts
     finally:
@@ -174,7 +174,7 @@ def _skip_to_last(streams: list[Iterator[Named]]) -> Iterator[Named]:
 
 
 def check_adapter(engine: object, policy: nn.Module) -> None:
-    """Refuse a synced engine for a quantized policy, and one that takes adapters separately for a policy without one.
+    """Refuse a synced engine if the policy is quantized, or lacks the adapter that the engine takes separately.
 
     Raises:
         ValueError: Says what to change.

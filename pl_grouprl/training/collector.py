@@ -44,7 +44,7 @@ class CollectedRollouts:
         mini_batches: The mini-batch of each group; empty on a single rank, where the buffer assigns them.
         metrics: Metrics of dynamic sampling and of the balance between ranks.
         sampler_reports: Whether every rollout of every rank has log-probabilities from the sampler.
-        staleness: Of this rank's rollouts that were sampled ahead; None if none were.
+        staleness: Staleness of this rank's rollouts that were sampled ahead; None if none were.
     """
 
     groups: list[RolloutGroup]
@@ -67,14 +67,14 @@ class Collector:
         timer: Measures the parts of a step.
         sampling: How rollouts are sampled.
         num_generations: Rollouts per prompt.
-        branching: How they branch; None for not at all.
+        branching: How rollouts branch; None if they do not.
         num_mini_batches: Mini-batches that the groups are split into.
         sharing: How groups will be packed, which determines their cost.
         seed: Seed of the split into mini-batches.
         mask_truncated_completions: Do not train rollouts that were truncated at `max_new_tokens`.
         dynamic_sampling: Replace groups whose rewards are all equal.
         max_generation_batches: Most rounds of sampling per batch under `dynamic_sampling`.
-        max_staleness: How many batches ahead rollouts are sampled during the updates; 0 samples none.
+        max_staleness: How many batches ahead rollouts are sampled during the updates; 0 samples none ahead.
         episodes: Returns the episode loop for the threads that sample ahead; None for plain completions.
         load_policy: Loads the initial policy; needed to sample ahead from a policy whose weights are shards.
 
@@ -148,18 +148,18 @@ class Collector:
             self.ahead.data = data
 
     def open(self) -> None:
-        """At the beginning of a fit, prepare to sample ahead."""
+        """Prepare to sample ahead, at the start of a fit."""
         if self.ahead is not None:
             self.ahead.open()
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the threads that sample ahead; after an exception at once."""
+        """End the threads that sample ahead; `at_once` after an exception."""
         if self.ahead is not None:
             self.ahead.close(at_once=at_once)
 
     @property
     def ahead_state(self) -> PerRankState:
-        """Checkpoint part: the rollouts sampled ahead; of a run without, None."""
+        """The rollouts sampled ahead, as a part of a checkpoint; None without `max_staleness`."""
         ahead = self.ahead
         if ahead is None:
             return PerRankState(self._run, lambda: None, partial(leave_out, reason="max_staleness is 0"))

@@ -143,11 +143,11 @@ class RolloutQueue:
             self._changed.notify_all()
 
     def set_version(self, version: int, engine_version: int | None = None) -> None:
-        """Record that the sampler now has these weights; also ends the wait after a lost sampler.
+        """Record the version that the sampler now has; also ends the wait after a lost sampler.
 
         Args:
-            version: The run's version of them.
-            engine_version: The engine's number for it, as reported in `Rollout.weight_versions`.
+            version: The version in the run's numbering.
+            engine_version: The same in the engine's numbering, which `Rollout.weight_versions` reports.
         """
         with self._changed:
             self.version, self._lost = version, None
@@ -171,7 +171,7 @@ class RolloutQueue:
                 self._changed.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait until `count` groups are finished, and every running group that cannot wait for the next batch.
+        """Wait for `count` finished groups, and for running ones that would be too stale for the next batch.
 
         Later groups may overtake a slow one, but only while its tokens are fresh enough for another batch.
         Slow groups are never dropped, which would bias training towards short rollouts.
@@ -208,7 +208,7 @@ class RolloutQueue:
         return [entry.group for entry in taken if entry.group is not None], staleness
 
     def close(self) -> None:
-        """Let no more sampling start."""
+        """Start no more sampling."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -249,7 +249,7 @@ class RolloutQueue:
         with self._changed:
             self._running -= 1
             if isinstance(error, SamplerLostError):
-                if any(entry.syncs == self._syncs for entry in entries):  # else the weights were sent again since
+                if any(entry.syncs == self._syncs for entry in entries):  # otherwise the weights were sent again since
                     self._lost = error
                 for entry in entries:
                     entry.version = None

@@ -1,4 +1,4 @@
-"""Where rollouts are sampled while others are trained: at an engine that takes weights in flight, or from a copy."""
+"""Sources of rollouts that are sampled while others are trained: an engine that takes weights in flight, or a copy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pl_grouprl.utilities.distributed import num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.options import drop_none
 
 MAX_THREADS = 128
-"""Most groups that a rank has in flight at an engine that takes weights in flight."""
+"""Most groups that a rank samples at a time with an `InFlightSource`."""
 
 Ready = Callable[[], None]
-"""Submits prompts and waits until the groups of the next batch are there."""
+"""Submits prompts, and waits until the groups of the next batch are finished."""
 
 
 class RolloutSource(Protocol):
-    """Samples in threads.
+    """Samples for the sampling threads.
 
     Attributes:
         whole_batches: Whether the prompts of a batch are sampled together.
@@ -36,42 +36,42 @@ class RolloutSource(Protocol):
     can_stop: bool
 
     def refresh(self, count: int, ready: Ready) -> None:
-        """Give it the policy's current weights, then call `ready`. Collective; an error on one rank ends all.
+        """Take the policy's current weights, then call `ready`. Collective; an error on one rank ends the run on all.
 
         Args:
-            count: Groups that `ready` waits for.
+            count: Number of groups that `ready` waits for.
             ready: Called again if the sampler was lost.
         """
         ...
 
     def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
-        """Sample what a thread has started."""
+        """Sample the entries that a thread has started."""
         ...
 
     def sample_now(self, batch: PromptBatch) -> list[RolloutGroup] | None:
-        """Sample a batch that was not submitted before, or None to have it submitted."""
+        """Sample a batch that was not submitted ahead; None leaves it to the threads."""
         ...
 
     def check(self, groups: Sequence[RolloutGroup]) -> None:
-        """Compare the sampler with the policy, once per run, by groups that have its current weights. Collective."""
+        """Compare the sampler with the policy, once per run, on groups from its current weights. Collective."""
         ...
 
     def finish(self) -> None:
-        """Before a checkpoint, wait for what would be lost."""
+        """Before a checkpoint, wait for groups that it would lose."""
         ...
 
     def stop(self) -> None:
-        """At the end, give up calls in flight if that is possible."""
+        """At the end, abort calls in flight if `can_stop`."""
         ...
 
 
 class InFlightSource:
-    """An engine with `updates_in_flight`: a call for each group, while the weights go to it from the main thread.
+    """Samples with an engine that declares `updates_in_flight`, a call per group, while the main thread sends weights.
 
     Args:
         run: The run.
         sampler: Has the engine.
-        arguments: Of `Sampler.sample_with`, behind the prompts.
+        arguments: Arguments of `Sampler.sample_with` after the prompts.
         options: Its keyword arguments.
     """
 
@@ -100,7 +100,7 @@ class InFlightSource:
         self._sampler.compare(groups, self._arguments[0])
 
     def finish(self) -> None:
-        """See `RolloutSource.finish`: what is in flight starts again after a resume."""
+        """See `RolloutSource.finish`. Does not wait: groups in flight start again after a resume."""
 
     def stop(self) -> None:
         """See `RolloutSource.stop`."""
@@ -108,13 +108,15 @@ class InFlightSource:
 
 
 class CopySource:
-    """An engine with `samples_from_copies`: one thread samples batch by batch, from weights that change in between.
+    """Samples from a copy of the policy, with an engine that declares `samples_from_copies`.
+
+    One thread samples batch by batch; the weights change in between.
 
     Args:
         run: The run.
         sampler: Has the engine.
-        queue: What the thread samples.
-        arguments: Of `Sampler.sample_with`, behind the prompts.
+        queue: The queue whose prompts the thread samples.
+        arguments: Arguments of `Sampler.sample_with` after the prompts.
         options: Its keyword arguments.
         load: Loads the initial policy; see `PolicyCopy`.
     """
@@ -137,7 +139,7 @@ class CopySource:
         self._arguments, self._options = arguments, options
 
     def refresh(self, count: int, ready: Ready) -> None:
-        """See `RolloutSource.refresh`. Waits for the groups of this batch first, so that their weights are certain."""
+        """See `RolloutSource.refresh`. First waits for the batch, so that timing does not decide its weights."""
         device = self._run.device
         raise_on_all_ranks(lambda: self._queue.wait(min(count, len(self._queue))), device)
         with self._queue.paused():
@@ -150,12 +152,12 @@ class CopySource:
             return _sample(self._run, self._sampler, engine, entries, self._arguments, self._options)
 
     def sample_now(self, batch: PromptBatch) -> list[RolloutGroup]:
-        """See `RolloutSource.sample_now`. From the policy itself: the thread has nothing to do for this batch."""
+        """See `RolloutSource.sample_now`. Samples from the policy itself, on the main thread."""
         branching = drop_none(branching=self._options.get("branching"))
         return self._run.generate(batch.prompts, *self._arguments, seed=("rollout", batch.rollout_number), **branching)
 
     def check(self, groups: Sequence[RolloutGroup]) -> None:
-        """See `RolloutSource.check`: a copy is the policy."""
+        """See `RolloutSource.check`. Does nothing: a copy equals the policy."""
 
     def finish(self) -> None:
         """See `RolloutSource.finish`."""
@@ -166,7 +168,7 @@ class CopySource:
 
 
 class ThreadEngine:
-    """An engine as sampling threads see it: without its collective methods, and every token has a version.
+    """An engine for sampling threads: without collective methods, and with a version for every token.
 
     Args:
         engine: An engine with a version.
@@ -180,15 +182,15 @@ class ThreadEngine:
 
     @property
     def max_model_len(self) -> int | None:
-        """The engine's."""
+        """The engine's limit; None if it has none."""
         length: int | None = getattr(self._engine, "max_model_len", None)
         return length
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """The main thread binds it."""
+        """Do nothing: the main thread binds the engine."""
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Rollout]]:
-        """Sample; tokens without a version have the one that the engine had before."""
+        """Sample; tokens without a version get the one that the engine had before the call."""
         version = self._engine.version
         groups: list[list[Rollout]] = self._engine.generate(*args, **kwargs)
         for rollout in (rollout for group in groups for rollout in group):

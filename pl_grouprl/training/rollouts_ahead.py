@@ -29,7 +29,7 @@ END_SECONDS = 5.0
 
 
 class RolloutsAhead:
-    """Has prompts sampled ahead by threads, and hands out finished groups, one for each prompt of a batch.
+    """Samples prompts ahead in threads, and hands out finished groups, one for each prompt of a batch.
 
     Args:
         run: The run.

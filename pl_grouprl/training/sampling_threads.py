@@ -10,7 +10,7 @@ from pl_grouprl.training.rollout_queue import QueuedGroup, RolloutQueue
 from pl_grouprl.types import RolloutGroup
 
 Sample = Callable[[Sequence[QueuedGroup]], list[RolloutGroup]]
-"""Samples what a thread has started."""
+"""Samples the entries that a thread has started."""
 
 NAME = "rollouts-ahead"
 """Name of the threads."""
@@ -32,17 +32,17 @@ class SamplingThreads:
         self._threads: list[threading.Thread] = []
 
     def grow(self, count: int) -> None:
-        """Have at least so many threads."""
+        """Start threads until there are `count`."""
         while len(self._threads) < count:
             thread = threading.Thread(target=self._run, name=f"{NAME}-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for them to end after the queue was closed.
+        """Wait for the threads to end after the queue was closed.
 
         Args:
-            seconds: How long at most; None for as long as it takes.
+            seconds: Longest wait; None waits as long as it takes.
 
         Returns:
             Whether all have ended.

@@ -1,6 +1,6 @@
 """Start a sampling server: `python -m pl_grouprl.rollout.server --model PATH_OR_NAME`.
 
-The server is vLLM's own. This command puts together its options and environment, then becomes it.
+The server is vLLM's. This command prepares its options and environment, then replaces itself with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line. What it does not know goes to vLLM."""
+    """The command line. Options that it does not know go to vLLM."""
     parser = argparse.ArgumentParser(
         prog="python -m pl_grouprl.rollout.server",
         description="Starts vLLM's server for a trainer (VLLMServerRolloutEngine), which sends the weights.",
@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Become vLLM's server, or print its command."""
+    """Replace this process with vLLM's server, or print its command."""
     parser = make_parser()
     options, further = parser.parse_known_args(arguments)
     options.token = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     from pl_grouprl.rollout.server.reaper import start_reaper
 
-    environment[FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="pl-grouprl-", dir=_memory())
+    environment[FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="pl-grouprl-", dir=_shared_memory())
     if options.token:
         environment[TOKEN_VARIABLE] = options.token
     start_reaper(environment[FOLDER_VARIABLE])
@@ -75,7 +75,7 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
     if not 0 < options.port < 65536:
         raise ValueError(f"--port is {options.port}; it must be from 1 to 65535.")
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
-        raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION is set, with which vLLM unpickles messages; unset it.")
+        raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION is set, which makes vLLM unpickle messages; unset it.")
     for option in further:
         if (name := _decided(option)) is not None:
             raise ValueError(f"{option.partition('=')[0]} is decided by {DECIDED_BY_SERVER[name]}; leave it out.")
@@ -89,7 +89,7 @@ _SHORT = {"-q": "quantization", "-dp": "data_parallel_size", "-sc": "speculative
 
 
 def _decided(option: str) -> str | None:
-    """The argument that an option sets, if users cannot set it. vLLM takes abbreviations, and `--no-` before a name."""
+    """The argument that an option sets, if users may not set it. vLLM takes abbreviations, and the prefix `--no-`."""
     if not option.startswith("--"):
         return _SHORT.get(option.partition("=")[0])
     name = option.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_").removeprefix("no_")
@@ -97,14 +97,14 @@ def _decided(option: str) -> str | None:
 
 
 def _arguments(options: argparse.Namespace, further: Sequence[str]) -> list[str]:
-    """Arguments of vLLM's server: the user's, then those that are decided."""
+    """Arguments of vLLM's server: the user's, then those that users may not set."""
     decided = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
     decided |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
     decided["middleware"] = "pl_grouprl.rollout.server.auth.TokenAuth"
     if not _has_tokenizer(options.model) and "--tokenizer" not in further:
         decided["skip_tokenizer_init"] = True
-    own = {"model": options.model, "host": options.host, "port": options.port}
-    return [*_flags(own), *further, *_flags(decided)]
+    parsed = {"model": options.model, "host": options.host, "port": options.port}
+    return [*_flags(parsed), *further, *_flags(decided)]
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
@@ -119,13 +119,13 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def _has_tokenizer(model: str) -> bool:
-    """Whether a model has a tokenizer, with which vLLM also serves chats; a name on the Hub is taken to have one."""
+    """Whether a model has a tokenizer, which lets vLLM also serve chats; a name on the Hub is assumed to have one."""
     folder = Path(model)
     return not folder.is_dir() or any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
-def _memory() -> str | None:
-    """Folder in shared memory, if the system has one."""
+def _shared_memory() -> str | None:
+    """The system's folder in shared memory, if it has one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108 (the folder in it has a unique name)
 
 

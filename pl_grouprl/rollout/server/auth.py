@@ -1,4 +1,4 @@
-"""Who may ask a server: the token, and the addresses that it may listen on. vLLM loads `TokenAuth` as a middleware."""
+"""Access to a server: its token, and the addresses it may listen on. vLLM loads `TokenAuth` as middleware."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Application = Callable[[Scope, Any, Any], Awaitable[None]]
 class TokenAuth:
     """Passes requests with `Authorization: Bearer TOKEN` to an ASGI application, and refuses others.
 
-    The token is read from the environment variable PL_GROUPRL_TOKEN, and compared in constant time. Without one,
-    requests pass whose Host, and Origin if they have one, are loopback names: web pages are refused, even those that
-    use DNS rebinding.
+    The token is read from the environment variable PL_GROUPRL_TOKEN, and compared in constant time. Without a token,
+    only requests whose Host and Origin (if present) are loopback names pass, so web pages are refused, even with DNS
+    rebinding.
 
     Args:
         app: The application.
@@ -81,7 +81,7 @@ def check_token(token: str | None, name: str) -> None:
         name: The option that sets it.
 
     Raises:
-        ValueError: If it is empty, or has other characters than printable ASCII, or blanks around it.
+        ValueError: If it is empty, has characters other than printable ASCII, or begins or ends with a blank.
     """
     if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
         raise ValueError(f"{name} has characters not allowed in headers; use printable ASCII without blanks.")
@@ -108,7 +108,7 @@ def _hostname(address: bytes) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host."""
+    """Whether a host is a loopback address or `localhost`, so that only this machine can reach it."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -17,27 +17,27 @@ from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
 
 _HEARTBEAT = 5.0
-"""Seconds between two looks at a server that samples."""
+"""Seconds between two health checks of a server."""
 
 _SILENCE = (15.0, 60.0)
-"""Bounds on the seconds after which a silent server counts as away: `timeout`, clamped to these. Only its engine may be
-silent for longer, for `timeout`: the first rollouts may wait for a compiler."""
+"""A server that is silent for `timeout` seconds, clamped to these bounds, counts as away. Its engine may be silent for
+all of `timeout`, because the first rollouts may wait for a compiler."""
 
-_BROKEN = 5
-"""Give up after a server, or all of them a prompt, broke off this many times."""
+_MAX_BREAKS = 5
+"""Give up when a server breaks off this many times in a row, or a prompt is broken off this many times."""
 
 _FIRST_PAUSE = 0.5
 """Seconds until a server that broke off is asked again; doubles each time."""
 
 
 class _Job:
-    """A prompt until it is sampled.
+    """A prompt to sample.
 
     Attributes:
-        request: What a server is asked for.
-        result: Its rollouts.
-        task: Samples it, at a server.
-        breaks: How often that was broken off.
+        request: The request to send.
+        result: Future of its rollouts.
+        task: The task that samples it; None before the first.
+        breaks: How often a server broke it off.
     """
 
     def __init__(self, request: PromptRequest) -> None:
@@ -48,17 +48,17 @@ class _Job:
 
 
 class _Member:
-    """A server.
+    """A server and its state.
 
     Attributes:
         server: The server.
-        state: `unknown` until it was asked for its label.
-        jobs: What it samples.
-        most: Most jobs that it took, after it refused one more.
+        state: `unknown` at first, then `up` or `away`.
+        jobs: The jobs that it is sampling.
+        max_jobs: Most jobs to give it: lowered when it refuses one, raised by each that it finishes.
         breaks: How often it broke off since it last finished a job.
-        watcher: Watches it.
+        watcher: The task that watches it.
         http: Its client, while it is watched.
-        broken: Set to the reason when it breaks off.
+        broken: Future of the error with which it breaks off.
     """
 
     def __init__(self, server: Server) -> None:
@@ -68,20 +68,20 @@ class _Member:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was known of it."""
-        self.state, self.breaks, self.most = "unknown", 0, math.inf
+        """Forget what is known about the server."""
+        self.state, self.breaks, self.max_jobs = "unknown", 0, math.inf
         self.http: httpx.AsyncClient | None = None
         self.broken: asyncio.Future[Exception] | None = None
 
 
 class Distribution:
-    """Distributes prompts over servers, and watches these.
+    """Distributes prompts over servers, and watches the servers.
 
-    What a server breaks off starts again, there or at another one.
+    A prompt that a server breaks off starts again, on the same server or another.
 
     Args:
         servers: The servers.
-        at_once: Prompts that each works on at a time.
+        at_once: Number of prompts that a server works on at a time.
     """
 
     def __init__(self, servers: Sequence[Server], at_once: int) -> None:
@@ -91,7 +91,7 @@ class Distribution:
         self._unfinished: set[_Job] = set()
 
     async def sample(self, requests: Sequence[PromptRequest]) -> list[list[Rollout]]:
-        """Sample prompts, beside those of other calls; see `ServerPool.sample`."""
+        """Sample prompts, concurrently with other calls; see `ServerPool.sample`."""
         jobs = [_Job(request) for request in requests]
         self._waiting.extend(jobs)
         self._unfinished.update(jobs)
@@ -106,11 +106,14 @@ class Distribution:
             await end(job.task for job in jobs if job.task is not None)
 
     def _distribute(self) -> None:
-        """Let free servers begin, the least busy first. None gets more than its share, even if it answers first."""
+        """Start waiting jobs on free servers, the least busy first.
+
+        No server gets more than its share, even if it is the first to answer.
+        """
         present = [member for member in self._members if member.state != "away"]
-        most = min(self._at_once, -(-len(self._unfinished) // max(len(present), 1)))
+        share = min(self._at_once, -(-len(self._unfinished) // max(len(present), 1)))
         while self._waiting:
-            free = [one for one in present if one.state == "up" and len(one.jobs) < min(most, one.most)]
+            free = [one for one in present if one.state == "up" and len(one.jobs) < min(share, one.max_jobs)]
             if not free:
                 return
             job = self._waiting.popleft()
@@ -119,7 +122,7 @@ class Distribution:
 
     def _start(self, member: _Member, job: _Job) -> None:
         def leave(task: asyncio.Task[None]) -> None:
-            if job.task is task:  # else it has begun again, perhaps here
+            if job.task is task:  # otherwise it has started again, perhaps on this server
                 member.jobs.discard(job)
             self._distribute()
 
@@ -128,18 +131,18 @@ class Distribution:
         job.task.add_done_callback(leave)
 
     async def _work(self, member: _Member, job: _Job) -> None:
-        """Sample a prompt at a server."""
+        """Sample a prompt on a server."""
         try:
             assert member.http is not None
             rollouts = await sample(member.http, member.server, job.request)
         except (BrokenError, httpx.TransportError) as error:
             member.jobs.discard(job)
-            if isinstance(error, BusyError) and member.jobs:  # it goes on with these
-                member.most = len(member.jobs)
+            if isinstance(error, BusyError) and member.jobs:  # it keeps its jobs, but takes no more
+                member.max_jobs = len(member.jobs)
                 self._waiting.appendleft(job)
                 return
             job.breaks += 1
-            if job.breaks == _BROKEN:
+            if job.breaks == _MAX_BREAKS:
                 self._finish(job, _broke_off(member, error))
             else:
                 self._waiting.appendleft(job)
@@ -149,7 +152,7 @@ class Distribution:
             self._finish(job, error)
         else:
             member.breaks = 0
-            member.most += 1  # perhaps it takes more by now
+            member.max_jobs += 1  # it may have room for more now
             self._finish(job, rollouts)
 
     def _finish(self, job: _Job, result: list[Rollout] | Exception) -> None:
@@ -162,7 +165,7 @@ class Distribution:
             job.result.set_result(result)
 
     async def _watch(self, member: _Member) -> None:
-        """Make a server take part while it can be reached. An error of its own ends all calls."""
+        """Use a server while it can be reached. A permanent error fails all calls."""
         http = None
         try:
             silence = min(max(member.server.timeout, _SILENCE[0]), _SILENCE[1])
@@ -183,16 +186,16 @@ class Distribution:
             for job in list(self._unfinished):
                 self._finish(job, error)
         finally:
-            member.watcher = None  # before this waits, so that the next call begins anew
+            member.watcher = None  # before the `await`, so that the next call starts a new one
             member.reset()
             if http is not None:
                 await http.aclose()
 
     async def _pause(self, member: _Member, error: Exception) -> None:
-        """Let others have the prompts of a server that broke off, for a while."""
+        """Give the prompts of a server that broke off to the others, and leave it alone for a while."""
         member.state = "away"
         member.breaks += 1
-        if member.breaks == _BROKEN:
+        if member.breaks == _MAX_BREAKS:
             raise _broke_off(member, error) from error
         tasks = {job: job.task for job in member.jobs if job.task is not None}
         await end(tasks.values())
@@ -201,7 +204,7 @@ class Distribution:
         await asyncio.sleep(_FIRST_PAUSE * 2 ** (member.breaks - 1))
 
     async def _reach(self, member: _Member, http: httpx.AsyncClient) -> str:
-        """See `Server.wait`."""
+        """`Server.wait`, as a coroutine."""
         reason: Exception | None = None
         for seconds in member.server.pauses():
             try:
@@ -214,15 +217,15 @@ class Distribution:
         raise member.server.away(reason)
 
     async def _ask(self, member: _Member, http: httpx.AsyncClient, silence: float) -> None:
-        """Ask the server now and then: rollouts may take long, but not without an answer to this."""
+        """Check the server's health every few seconds: rollouts may take long, but a live server answers this."""
         while True:
             await asyncio.sleep(_HEARTBEAT)
-            with suppress(BusyError):  # it answers
+            with suppress(BusyError):  # busy, so alive
                 read(member.server, await http.get("/health", timeout=silence))
             tick()
 
     async def _ask_label(self, member: _Member, http: httpx.AsyncClient) -> None:
-        """The same for its engine, and for the weights, which another trainer may change."""
+        """Check every few seconds that the engine answers too, and that no other trainer has changed its weights."""
         while True:
             await asyncio.sleep(_HEARTBEAT)
             response = await http.get("/weight_info", timeout=member.server.timeout)
@@ -236,7 +239,7 @@ class Distribution:
 
 def _broke_off(member: _Member, error: Exception) -> RuntimeError:
     return RuntimeError(
-        f"the sampling server at {member.server.url} broke off a rollout {_BROKEN} times, most recently: "
+        f"the sampling server at {member.server.url} broke off a rollout {_MAX_BREAKS} times, most recently: "
         f"{type(error).__name__}: {error}. See its log."
     )
 

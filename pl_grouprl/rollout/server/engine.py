@@ -33,7 +33,7 @@ from pl_grouprl.utilities.distributed import gather_plain, own_rank, raise_on_al
 from pl_grouprl.utilities.options import check_options
 
 _BACKENDS = {"http": "pl_grouprl", "nccl": "nccl"}
-"""vLLM's name of each transfer."""
+"""vLLM's name for each transfer."""
 
 
 @checked_arguments
@@ -41,33 +41,33 @@ class VLLMServerRolloutEngine(HoldsPolicy):
     """Samples with vLLM servers, started by `python -m pl_grouprl.rollout.server` with the policy's model.
 
     Rank 0 sends the weights to all servers in parallel, and then verifies checksums of the weights that their layers
-    loaded. Every rank sends its prompts; each goes to the next free server. The trainer does not need vLLM unless
-    weights go by NCCL.
+    loaded. Every rank sends its prompts; each prompt goes to the next free server. The trainer does not need vLLM
+    unless weights go by NCCL.
 
     Reproducible: each sequence has its own seed, derived from (seed, index of the prompt, number of the rollout), so
     the numbers of servers and ranks do not matter. Other sequences in the batch may change the last bits of a
     probability, and so, rarely, a token.
 
-    Waits for a server that does not answer. A restarted server without weights raises `SamplerLostError`, one whose
-    weights another trainer changed `WeightsMismatchError`.
+    Waits for a server that does not answer. Raises `SamplerLostError` for a server that was restarted without weights,
+    and `WeightsMismatchError` for one whose weights another trainer has changed.
 
     Args:
         urls: URLs of the servers, `http://host:port`; an empty list is refused.
         token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted: beyond
             this machine, use TLS (`https://`) or a tunnel.
-        timeout: Seconds that a server may be unreachable before the run ends, and time limit of calls other than
-            rollouts. Rollouts have none; servers are asked every few seconds whether they are alive.
+        timeout: Seconds that a server may be unreachable before the run ends, and the time limit of calls other than
+            rollouts. Rollouts have no limit; a health check every few seconds detects dead servers.
         transfer: How weights are sent: `http`, through shared memory where a server is on this machine, or `nccl` from
             GPU to GPU, for servers with `--transfer nccl`.
-        dtype: Required dtype of the servers; `auto` accepts any.
+        dtype: Required dtype of the servers; `auto` accepts any that all servers share.
         bucket_mib: Size of the buckets of weights, in MiB.
         adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
         max_concurrent_requests: Number of prompts per rank that a server works on at a time.
-        in_flight: What becomes of sequences that are being sampled while `update_weights` is called: `keep`, they go on
-            with the new weights, or `restart`, they start again.
+        in_flight: What `update_weights` does with sequences that are being sampled: `keep` continues them with the new
+            weights, `restart` starts them again.
 
     Attributes:
-        urls: As passed, in a list.
+        urls: The URLs, as a list.
         token: The servers' token; None if they have none.
         max_model_len: Maximum length of prompt plus completion on every server; None before the first
             `update_weights`.
@@ -126,14 +126,14 @@ class VLLMServerRolloutEngine(HoldsPolicy):
 
     @property
     def weight_version(self) -> str | None:
-        """The servers' label of the weights that they received last; None before the first."""
+        """The servers' label for the latest weights; None before the first update."""
         return None if self.version is None else self._labels.of(self.version)
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
         if self._policy is None or self._policy.model is not model or self._tokenizer is not tokenizer:
             self._tokenizer = tokenizer
-            self._policy = BoundPolicy(model, copy.deepcopy(tokenizer))  # other threads decode
+            self._policy = BoundPolicy(model, copy.deepcopy(tokenizer))  # a copy, because other threads decode
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -179,13 +179,13 @@ class VLLMServerRolloutEngine(HoldsPolicy):
                 pause="keep" if self.in_flight == "keep" else "abort",
             )
         except BaseException:
-            if self.transfer == "nccl":  # workers may still be waiting in that group
+            if self.transfer == "nccl":  # workers may still be waiting in its NCCL group
                 self._release_fleet()
             raise
 
     def _ready(self) -> Fleet:
-        """The servers in their current state, after checking that they serve this policy."""
-        infos = [_reached(server) for server in self._servers]
+        """Check that the servers serve this policy; return their fleet, a new one if a server was restarted."""
+        infos = [_wait_and_describe(server) for server in self._servers]
         for server, info in zip(self._servers, infos, strict=True):
             self._check_server(server.url, info, infos[0])
         if len({info["instance"] for info in infos}) < len(infos):
@@ -251,12 +251,12 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             "never": [token for token in policy.never if token < self._vocab_size],
         }
         requests = []
-        for prompt, own_seeds, limit in zip(
+        for prompt, prompt_seeds, limit in zip(
             prompts, seeds, prompt_limits(prompts, sampling, max_new_tokens), strict=True
         ):
             limited = replace(sampling, max_new_tokens=limit)
             prompt = [int(token) for token in prompt]
-            options = [sampling_options(limited, seed=one, **tokens) for one in own_seeds]
+            options = [sampling_options(limited, seed=one, **tokens) for one in prompt_seeds]
             bodies = [{"token_ids": prompt, "sampling_params": option} for option in options]
             requests.append(PromptRequest(bodies, stop, self._labels, version))
         groups = self._pool.sample(requests)
@@ -264,9 +264,9 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         return groups
 
     def close(self) -> None:
-        """Release the servers, which keep running; the next `update_weights` finds them again.
+        """Release the servers, which keep running, and cancel what other threads are sampling.
 
-        Ends what other threads are sampling.
+        The next `update_weights` connects again.
         """
         self.version, self._is_lost = None, False
         self._pool.cancel()
@@ -278,8 +278,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             self._fleet = None
 
 
-def _reached(server: Server) -> dict[str, Any]:
-    """What a server says about itself, once it can be reached."""
+def _wait_and_describe(server: Server) -> dict[str, Any]:
+    """Wait until a server can be reached; return its description."""
     server.wait()
     try:
         return server.describe()

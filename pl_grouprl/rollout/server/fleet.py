@@ -38,7 +38,7 @@ class Fleet:
 
     Args:
         servers: The servers.
-        infos: What each says about itself (`Server.describe`).
+        infos: Description of each server (`Server.describe`).
         labels: Labels of the run's weights.
 
     Attributes:
@@ -72,22 +72,27 @@ class Fleet:
         bucket_bytes: int,
         pause: Literal["keep", "abort"],
     ) -> int:
-        """Replace the weights of all servers; they sample again once all have been compared.
+        """Replace the weights of all servers, which sample again once the weights of all have been verified.
 
         A server is labelled as updating while its weights are incomplete, and stays paused if the update fails.
 
         Args:
             weights: Name and value of each, in the servers' dtype.
             version: Their version.
-            checksums: The checksum of each, which `weights` fills in.
+            checksums: The checksum of each; reading `weights` fills it in.
             bucket_bytes: Size of a bucket.
-            pause: What becomes of running sequences.
+            pause: What to do with running sequences.
 
         Returns:
-            Bytes that were sent.
+            Number of bytes sent.
+
+        Raises:
+            SamplerLostError: If a server was restarted or broke off.
+            WeightsMismatchError: If a server loaded other weights, or another trainer uses it.
+            RefusedError: If a server refuses a call.
         """
         try:
-            with self._judging():
+            with self._naming_cause():
                 self._on_all(partial(self._begin, pause))
                 if self._by_nccl:
                     self._connect()
@@ -107,7 +112,7 @@ class Fleet:
         server.rpc("begin_update", self._labels.run)
 
     def _connect(self) -> None:
-        """Make the workers of all servers join a group of the trainer's, unless they are in it."""
+        """Make the workers of all servers join the trainer's NCCL group, unless they have joined."""
         from pl_grouprl.rollout.server.nccl import Broadcaster
 
         if self._broadcaster is None:
@@ -121,15 +126,15 @@ class Fleet:
         server.post("/resume")
 
     def _abandon(self, server: Server) -> None:
-        """Mark the weights as lost, and end what is sampled from them. Best effort."""
+        """Mark the weights as lost, and abort what is sampled from them. Best effort."""
         with suppress(httpx.HTTPError, RefusedError):
             if server.label() == self._labels.updating:
                 server.post("/update_weight_version", {"new_version": self._labels.lost})
                 server.post("/pause", params={"mode": "abort"})
 
     @contextmanager
-    def _judging(self) -> Iterator[None]:
-        """Name the cause of a failure: a server that was lost, or another trainer."""
+    def _naming_cause(self) -> Iterator[None]:
+        """Replace an error by its cause if a server was lost or another trainer uses it."""
         try:
             yield
         except httpx.TransportError as error:
@@ -142,7 +147,7 @@ class Fleet:
             raise
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        """Send weights; the next bucket is gathered while one is on its way. Returns their bytes."""
+        """Send weights, gathering the next bucket while one is on its way. Returns the number of bytes."""
         total = 0
         calls: list[Future[None]] = []
         for bucket in buckets(((name, weight.cpu()) for name, weight in weights), bucket_bytes):
@@ -191,7 +196,7 @@ class Fleet:
 
 
 def _end(names: list[str], server: Server) -> list[Any]:
-    """Finish the update, drop what old weights have computed, and return the checksums of the workers."""
+    """Finish the update, drop what was computed from the old weights, and return each worker's checksums."""
     server.post("/finish_weight_update", {})
     server.rpc("refresh_stale_weights")
     if not server.post("/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
@@ -235,7 +240,7 @@ def _collective(server: Server, path: str, body: dict[str, Any]) -> None:
 
 
 def _wait(calls: Sequence[Future[T]]) -> list[T]:
-    """Wait for all, then raise the first error."""
+    """Wait for all calls; return their results, or raise the first error."""
     for call in calls:
         call.exception()
     return [call.result() for call in calls]

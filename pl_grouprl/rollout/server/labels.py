@@ -1,4 +1,4 @@
-"""The labels that weights have on servers: whose they are, and which version."""
+"""Labels of the weights on servers: the run that sent them, and their version."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 
 _FRESH = "default"
-"""vLLM's label of weights that nobody has sent."""
+"""vLLM's label before any weights were sent."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels that one run gives.
+    """The labels of one run's weights.
 
     Attributes:
         run: The run's id, the same on all ranks.
@@ -23,7 +23,7 @@ class Labels:
     run: str
 
     def of(self, version: int) -> str:
-        """Label of a version that was sent and compared."""
+        """Label of a version that was sent and verified."""
         return f"{self.run}:{version}"
 
     @property
@@ -33,7 +33,7 @@ class Labels:
 
     @property
     def lost(self) -> str:
-        """Label of what a failed update has left."""
+        """Label after a failed update."""
         return f"{self.run}:lost"
 
     def version(self, label: str, least: int, url: str) -> int | None:
@@ -46,7 +46,7 @@ class Labels:
 
         Raises:
             SamplerLostError: If the server was restarted, or an update has failed.
-            WeightsMismatchError: If the weights are another trainer's, or older.
+            WeightsMismatchError: If the weights are another trainer's, or older than `least`.
         """
         found = f"the sampling server at {url} has weights {label!r}, not {self.of(least)!r}."
         if label in (_FRESH, self.lost):
@@ -70,6 +70,10 @@ class Labels:
             count: Tokens of the sequence; further ones are left out.
             least: See `version`.
             url: See `version`.
+
+        Raises:
+            SamplerLostError: See `version`.
+            WeightsMismatchError: See `version`; also if the spans do not cover the tokens.
         """
         versions: list[int] = []
         for span in spans or ():
@@ -79,6 +83,6 @@ class Labels:
             versions += [version] * (span["end"] - span["start"])
         if len(versions) < count:
             raise WeightsMismatchError(
-                f"the sampling server at {url} does not say from which weights its tokens are: {spans!r}."
+                f"the sampling server at {url} does not report which weights sampled its tokens: {spans!r}."
             )
         return versions[:count]

@@ -1,4 +1,4 @@
-"""Weights by NCCL: the trainer's rank 0 broadcasts to the workers of all servers. Has both ends; needs GPUs.
+"""Weights by NCCL: the trainer's rank 0 broadcasts them to the workers of all servers. Needs GPUs at both ends.
 
 The communicator's id is sent over HTTP, because vLLM's alternative, a TCPStore, unpickles messages.
 """
@@ -22,10 +22,10 @@ _PACKS = 2
 
 
 def check_device() -> None:
-    """Refuse a machine without NCCL.
+    """Refuse a machine without a CUDA GPU, which NCCL needs.
 
     Raises:
-        ValueError: If this machine has no CUDA GPU.
+        ValueError: If there is none.
     """
     if not torch.cuda.is_available():
         raise ValueError(
@@ -35,12 +35,12 @@ def check_device() -> None:
 
 
 def init_info(unique_id: str, rank_offset: int, world_size: int) -> dict[str, Any]:
-    """The message with which vLLM's workers join the trainer's group.
+    """The message that makes vLLM's workers join the trainer's group.
 
     Args:
         unique_id: Id of the communicator, base64.
         rank_offset: Rank of this server's first worker; the trainer is rank 0.
-        world_size: Number of the trainer plus the workers of all servers.
+        world_size: 1 for the trainer, plus the number of workers of all servers.
     """
     return {
         "nccl_unique_id_b64": unique_id,
@@ -57,8 +57,8 @@ class Broadcaster:
 
     Args:
         workers: Number of workers of each server.
-        join: Per server, makes its workers join; takes `unique_id`, `rank_offset` and `world_size`, and returns when
-            they have joined.
+        join: Per server, a function that makes its workers join; takes `unique_id`, `rank_offset` and `world_size`,
+            and returns when they have joined.
         pool: Runs `join` and `announce`; needs a thread per server.
     """
 
@@ -73,10 +73,10 @@ class Broadcaster:
             pool.submit(
                 one, unique_id=base64.b64encode(identity).decode(), rank_offset=1 + before, world_size=world_size
             )
-            for one, before in zip(join, _sums(workers), strict=True)
+            for one, before in zip(join, _sums_before(workers), strict=True)
         ]
         _raise_early(joining)
-        self._ending = threading.Lock()
+        self._close_lock = threading.Lock()
         self._group = uid_init_process_group(identity, 0, world_size, torch.cuda.current_device())
         for future in joining:
             future.result()
@@ -86,8 +86,8 @@ class Broadcaster:
 
         Args:
             bucket: Tensors on the GPU, in the servers' dtype.
-            announce: Per server, sends `names`, `dtype_names` and `shapes`; returns when the server has received the
-                bucket, and raises without retrying if it fails.
+            announce: Per server, a function that sends `names`, `dtype_names` and `shapes`; returns when the server has
+                received the bucket, and raises without retrying if it fails.
             pool: See the class.
 
         Raises:
@@ -120,7 +120,7 @@ class Broadcaster:
 
     def close(self) -> None:
         """Leave the group, even during a broadcast. Idempotent."""
-        with self._ending:
+        with self._close_lock:
             self._group.destroy()
 
     def _abort_if_failed(self, announced: Future[Any]) -> None:
@@ -133,7 +133,7 @@ def _value(item: tuple[str, Tensor]) -> Tensor:
     return item[1]
 
 
-def _sums(counts: Sequence[int]) -> list[int]:
+def _sums_before(counts: Sequence[int]) -> list[int]:
     return [sum(counts[:index]) for index in range(len(counts))]
 
 

@@ -1,4 +1,4 @@
-"""Servers as one sampler, which several threads use at once."""
+"""A pool of servers that samples for several threads at once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pl_grouprl.utilities.background_loop import BackgroundLoop
 
 
 class ServerPool:
-    """Samples with several servers; thread-safe. While there are calls, a thread runs their event loop.
+    """Samples on several servers; thread-safe. A background thread runs the event loop while there are calls.
 
     Args:
         servers: The servers.
-        at_once: Prompts that each works on at a time.
+        at_once: Number of prompts that a server works on at a time.
     """
 
     def __init__(self, servers: Sequence[Server], at_once: int) -> None:
@@ -29,13 +29,13 @@ class ServerPool:
         self._calls: set[Future[Any]] = set()
 
     def sample(self, requests: Sequence[PromptRequest]) -> list[list[Rollout]]:
-        """Sample prompts, beside those of other threads.
+        """Sample each prompt's rollouts; other threads may call this at the same time.
 
         Raises:
             SamplerLostError: If a server has lost its weights.
-            WeightsMismatchError: If it has other weights.
-            ValueError: If it refuses a request.
-            RuntimeError: If it stays away, breaks off again and again, or if `cancel` was called.
+            WeightsMismatchError: If a server has other weights.
+            ValueError: If a server refuses a request.
+            RuntimeError: If a server stays unreachable or keeps breaking off, or `cancel` was called.
         """
         if not requests:
             return []
@@ -48,10 +48,10 @@ class ServerPool:
         finally:
             if call is not None:
                 call.cancel()  # after an interruption
-            self._leave()
+            self._stop_if_idle()
 
     def cancel(self) -> None:
-        """End all calls."""
+        """Cancel all calls; each raises a RuntimeError."""
         with self._lock:
             for call in self._calls:
                 call.cancel()
@@ -65,12 +65,12 @@ class ServerPool:
             self._calls.add(call)
             return call
 
-    def _leave(self) -> None:
-        """End the loop if all calls have ended."""
+    def _stop_if_idle(self) -> None:
+        """Stop the loop if all calls have ended."""
         with self._lock:
             self._calls = {call for call in self._calls if not call.done()}
             if self._calls or self._running is None:
                 return
             loop, _ = self._running
-            self._running = None  # first, as an interruption may end this
+            self._running = None  # first, in case an interruption ends this method
         loop.close()

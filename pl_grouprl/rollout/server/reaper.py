@@ -1,4 +1,4 @@
-"""A process that outlives the server: it kills vLLM's processes, which survive a killed server, and cleans up."""
+"""A process that outlives the server, kills the vLLM processes that it leaves running, and removes its folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _INTERVAL = 1.0
 
 
 def start_reaper(folder: str) -> None:
-    """Start the reaper; it finds this process, or what replaces it by `exec`, as its parent.
+    """Start the reaper of this process, or of the program that replaces it by `exec`.
 
     Args:
-        folder: Removed in the end.
+        folder: Folder to remove when the process has ended.
     """
     command = [sys.executable, __file__, str(os.getpid()), folder]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 (this file)
@@ -28,9 +28,9 @@ def watch(server: int, folder: str) -> None:
 
     Args:
         server: Process id of the server, the parent of this process.
-        folder: The folder.
+        folder: Folder to remove.
     """
-    import psutil  # vLLM needs it too
+    import psutil  # installed with vLLM
 
     started = set()
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The sequences of one prompt at one server: one request each."""
+"""Samples the sequences of one prompt on one server, with a request for each."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from pl_grouprl.utilities.progress import tick
 T = TypeVar("T")
 
 _NOT_FINITE = -9999.0
-"""The log-probability by which vLLM says NaN."""
+"""Log-probability that vLLM reports in place of one that is not finite."""
 
 
 class BrokenError(Exception):
-    """An answer that broke off."""
+    """A server broke off an answer."""
 
 
 class BusyError(BrokenError):
-    """A server has too much to do."""
+    """A server is overloaded."""
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """What a server is asked for.
+    """A request for the sequences of a prompt.
 
     Attributes:
-        bodies: The body of `/inference/v1/generate` of each sequence.
+        bodies: Body of the call of `/inference/v1/generate` for each sequence.
         stop: Strings that end a sequence.
         labels: Labels of the run's weights.
         least: The oldest version that tokens may be sampled from.
@@ -50,16 +50,16 @@ class PromptRequest:
     least: int
 
     def check(self, label: str, server: Server) -> None:
-        """Refuse weights that are lost, older, or another trainer's; see `Labels.version`."""
+        """Refuse weights that are lost, too old, or another trainer's; see `Labels.version`."""
         self.labels.version(label, self.least, server.url)
 
 
 async def sample(http: httpx.AsyncClient, server: Server, request: PromptRequest) -> list[Rollout]:
-    """Sample the sequences of a prompt side by side.
+    """Sample the sequences of a prompt concurrently.
 
     Raises:
-        BrokenError: If the server breaks off an answer, or has too much to do.
-        httpx.TransportError: If it is away.
+        BrokenError: If the server breaks off an answer, or is overloaded.
+        httpx.TransportError: If it cannot be reached.
         SamplerLostError: If it has lost its weights.
         WeightsMismatchError: If it has other weights.
         ValueError: If it refuses the request.
@@ -73,7 +73,14 @@ async def read_label(http: httpx.AsyncClient, server: Server) -> str:
 
 
 def read(server: Server, response: httpx.Response) -> Any:
-    """What an answer to a rollout says; a server that fails, or has too much to do, has broken it off."""
+    """Decode an answer while rollouts are sampled.
+
+    Raises:
+        BusyError: If the server is overloaded.
+        BrokenError: If it failed.
+        ValueError: If it rejects the request as invalid.
+        RefusedError: If it refuses for another reason.
+    """
     try:
         return server.read(response)
     except RefusedError as error:
@@ -85,7 +92,7 @@ def read(server: Server, response: httpx.Response) -> Any:
 
 
 async def _sequence(http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any]) -> Rollout:
-    """Sample one sequence, again if an update aborts it."""
+    """Sample one sequence; start again if an update aborts it."""
     while True:
         completion, stopped, choice = Completion(request.stop), False, None
         named = {**body, "request_id": secrets.token_hex(8), "stream": bool(request.stop)}
@@ -93,7 +100,7 @@ async def _sequence(http: httpx.AsyncClient, server: Server, request: PromptRequ
             reason = choice["finish_reason"]
             if not (stopped or reason == "abort"):
                 stopped = completion.add(*_new_tokens(choice), reason)
-                if stopped:  # vLLM ends the sequence, and says which weights it is from
+                if stopped:  # vLLM then ends the sequence and reports its weights
                     name = f"generate-tokens-{named['request_id']}"
                     await http.post("/inference/v1/abort_requests", json={"request_ids": [name]})
         if choice is None or choice["finish_reason"] is None:
@@ -105,7 +112,7 @@ async def _sequence(http: httpx.AsyncClient, server: Server, request: PromptRequ
 
 
 async def _choices(http: httpx.AsyncClient, server: Server, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """What vLLM answers, part by part if there are stop strings to look for."""
+    """The answer of vLLM, streamed in parts if there are stop strings to look for."""
     async with http.stream("POST", "/inference/v1/generate", json=body) as response:
         if not body["stream"] or response.status_code != 200:
             await response.aread()
@@ -135,7 +142,7 @@ def _new_tokens(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all; if one fails, end the others first."""
+    """Run all at once; if one fails, end the others before raising."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""One sampling server, seen from the trainer: the calls that update its weights. Sampling is in `sampling`."""
+"""The trainer's client of one sampling server, for updating its weights; `sequences` does the sampling."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 """Seconds between two attempts to reach a server."""
 
 _TOO_MANY = 429
-"""Status of a server, or a proxy before it, that has too much to do."""
+"""HTTP status of an overloaded server or proxy."""
 
 _NO_SAMPLER = "this is not a sampling server; start one with python -m pl_grouprl.rollout.server."
 
 
 class RefusedError(RuntimeError):
-    """The server understood a request and refuses it.
+    """The server answered with an error.
 
     Attributes:
         status: HTTP status.
-        is_busy: Whether the server, or a proxy before it, has too much to do.
+        is_busy: Whether the server, or a proxy in front of it, is overloaded.
     """
 
     def __init__(self, url: str, status: int, reason: str) -> None:
@@ -36,12 +36,12 @@ class RefusedError(RuntimeError):
 
 
 class Server:
-    """The address of a server; thread-safe. Calls are not retried.
+    """A client of one server; thread-safe. Calls are not retried.
 
     Args:
         url: `http://host:port`, or `https://...`.
         token: The server's token.
-        timeout: Seconds that it may be away, and limit of each call.
+        timeout: Seconds that it may be unreachable, and the time limit of each call.
 
     Raises:
         ValueError: If the url or the token is malformed.
@@ -49,7 +49,7 @@ class Server:
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0) -> None:
         self._parts = urlsplit(url)
-        if not _is_server(self._parts):
+        if not _is_server_url(self._parts):
             raise ValueError(f"urls has {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
         check_token(token, "token")
         self.url = url.rstrip("/")
@@ -57,16 +57,16 @@ class Server:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
 
     def post(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
-        """Call a route; `options` are httpx's. Returns the answer.
+        """Post to a route, with httpx's `options`; return the decoded answer.
 
         Raises:
-            RefusedError: If it refuses.
-            httpx.TransportError: If it is away.
+            RefusedError: If the server answers with an error.
+            httpx.TransportError: If it cannot be reached, or takes too long.
         """
         return self.read(self._http.post(path, json=body, **options))
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the workers (`rollout.vllm.worker.WeightReceiver`). Returns the result of each."""
+        """Call a method of all workers (`rollout.vllm.worker.WeightReceiver`); return each worker's result."""
         answer = self.post("/collective_rpc", {"method": method, "args": list(args)})
         return answer["results"] if answer else []
 
@@ -75,7 +75,7 @@ class Server:
         return self.read(self._http.get("/weight_info"))["weight_version"]
 
     def describe(self) -> dict[str, Any]:
-        """What its first worker says about itself (`WeightReceiver.describe`), and the number of `workers`."""
+        """The description of its first worker (`WeightReceiver.describe`), and the number of `workers`."""
         workers = self.rpc("describe")
         return {**workers[0], "workers": len(workers)}
 
@@ -83,7 +83,8 @@ class Server:
         """Wait until the server can be reached. Returns the label of its weights.
 
         Raises:
-            RuntimeError: If it stays away for longer than `timeout`.
+            RefusedError: If it refuses, such as for a wrong token.
+            RuntimeError: If it stays unreachable for longer than `timeout`.
         """
         reason: Exception | None = None
         for seconds in self.pauses():
@@ -95,20 +96,20 @@ class Server:
         raise self.away(reason)
 
     def pauses(self) -> Iterator[float]:
-        """Seconds to wait between attempts to reach the server, until it has been away for too long."""
+        """Seconds to wait between attempts to reach the server, until `timeout` has passed."""
         wait, ends = _FIRST_WAIT, time.monotonic() + self.timeout
         while time.monotonic() + wait < ends:
             yield wait
             wait = min(2 * wait, _LONGEST_WAIT)
 
     def passing(self, error: Exception) -> Exception:
-        """Return an error that may pass: the server is away, or busy, or starting, or stopping. Raise others."""
+        """Return an error that may pass (the server is unreachable, busy, starting or stopping); raise any other."""
         if isinstance(error, RefusedError) and error.status < 500 and not error.is_busy:
             raise error
         return error
 
     def away(self, reason: Exception | None) -> RuntimeError:
-        """The error of a server that stays away."""
+        """The error to raise for a server that stays unreachable."""
         return RuntimeError(
             f"the sampling server at {self.url} did not come back within {self.timeout:g} seconds "
             f"({type(reason).__name__}: {reason}). Start it (python -m pl_grouprl.rollout.server --model ... "
@@ -116,10 +117,10 @@ class Server:
         )
 
     def read(self, response: httpx.Response) -> Any:
-        """What an answer says.
+        """Decode an answer.
 
         Raises:
-            RefusedError: If it is a refusal, or not from a sampling server.
+            RefusedError: If it is an error, or not from a sampling server.
         """
         if response.status_code != 200:
             raise RefusedError(self.url, response.status_code, _reason(response))
@@ -130,7 +131,7 @@ class Server:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Options of httpx's clients: no proxies, and no connections that the server may have closed."""
+        """Options of httpx's clients: no proxies, and no keep-alive connections, which the server may have closed."""
         return {
             "base_url": self.url,
             "headers": self._headers,
@@ -145,7 +146,7 @@ class Server:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The reason of a refusal: vLLM has it in `error`, in `error.message` or in `detail`."""
+    """The reason for a refusal, which vLLM puts into `error`, `error.message` or `detail`."""
     if response.status_code == 404:
         return _NO_SAMPLER
     try:
@@ -156,7 +157,7 @@ def _reason(response: httpx.Response) -> str:
         return response.reason_phrase
 
 
-def _is_server(parts: SplitResult) -> bool:
+def _is_server_url(parts: SplitResult) -> bool:
     try:
         has_port = parts.port != 0
     except ValueError:

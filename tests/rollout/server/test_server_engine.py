@@ -619,7 +619,7 @@ def test_tokens_of_unknown_weights_are_refused(policy, servers):
         "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}]},
     }
     server.before = lambda path: {"choices": [choice]} if path == "/inference/v1/generate" else None
-    with pytest.raises(WeightsMismatchError, match="does not say from which weights its tokens are"):
+    with pytest.raises(WeightsMismatchError, match="does not report which weights sampled its tokens"):
         engine.generate([[1]], SAMPLING, num_generations=1, seed=0)
 
 
