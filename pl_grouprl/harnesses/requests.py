@@ -138,10 +138,12 @@ class Sampled:
             FloatingPointError: If the model's logits are not finite.
         """
         (choice,) = answered["choices"]
-        for span in choice["weight_versions"] or [{"version": None}]:
+        for span in choice["weight_versions"] or ():
             check_version(span["version"], self.version)
         if choice["finish_reason"] not in ("stop", "length"):
             raise SamplerLostError(f"the server ended a turn with finish reason {choice['finish_reason']!r}.")
+        if not choice["weight_versions"]:
+            raise WeightsMismatchError("the server does not report which weights sampled its tokens.")
         written = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if not all(value is not None and _NOT_FINITE < value < math.inf for value in logprobs):  # false for NaN
@@ -174,7 +176,7 @@ def digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
-def check_version(found: str | None, expected: str) -> None:
+def check_version(found: str, expected: str) -> None:
     """Refuse weights of another version.
 
     Raises:
@@ -184,7 +186,7 @@ def check_version(found: str | None, expected: str) -> None:
     if found == expected:
         return
     run, _, _ = expected.rpartition(":")
-    if found is None or found == _NO_WEIGHTS or found.startswith(f"{run}:"):
+    if found == _NO_WEIGHTS or found.startswith(f"{run}:"):
         raise SamplerLostError(f"the server has weights {found!r}, but {expected!r} is expected.")
     raise WeightsMismatchError(
         f"the server has weights of version {found!r}, but {expected!r} is expected. Does another trainer use this "

@@ -16,7 +16,7 @@ from pl_grouprl.harnesses.stage import Stage
 from pl_grouprl.harnesses.traces import Played, make_group, read_episode
 from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
-from pl_grouprl.rollout.limits import length_limits, vocabulary
+from pl_grouprl.rollout.limits import length_limits
 from pl_grouprl.types import Messages, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.annotations import ArgumentError
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -262,6 +262,7 @@ def _sampled(
     engine: ServedEngine, policy: Any, tokenizer: Any, sampling: SamplingConfig, limits: EpisodeLimits
 ) -> Sampled:
     bound = BoundPolicy(policy, tokenizer)
+    vocab_size = policy.config.get_text_config(decoder=True).vocab_size  # without placeholders beyond it: text only
     assert engine.weight_version is not None  # synced before sampling
     return Sampled(
         sampling,
@@ -269,8 +270,8 @@ def _sampled(
         limits,
         max_model_len=smallest(engine.max_model_len, *length_limits(policy).values()),
         end_ids=bound.end_ids(sampling),
-        never=bound.never,
-        vocab_size=vocabulary(policy),
+        never=[token for token in bound.never if token < vocab_size],
+        vocab_size=vocab_size,
     )
 
 

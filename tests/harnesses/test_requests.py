@@ -17,7 +17,7 @@ def ask(token_ids, seed=7, **params):
 
 def answer(token_ids, reason="length", version="run:1", logprob=-1.0):
     content = [{"token_id": token, "logprob": logprob} for token in token_ids]
-    spans = [{"version": version, "start": 0, "end": len(token_ids)}]
+    spans = None if version is None else [{"version": version, "start": 0, "end": len(token_ids)}]
     choice = {"token_ids": token_ids, "finish_reason": reason, "logprobs": {"content": content}}
     return {"choices": [{**choice, "weight_versions": spans}]}
 
@@ -98,8 +98,11 @@ def test_tokens_of_other_weights_are_refused():
     for version in ("default", "run:lost"):
         with pytest.raises(SamplerLostError, match=f"has weights '{version}', but 'run:1' is expected"):
             requests.answer("a", [3], answer([4], version=version))
-    with pytest.raises(SamplerLostError, match="finish reason 'abort'"):
-        requests.answer("a", [3], answer([4], reason="abort"))
+    for version in ("run:1", None):  # without a token, there is no version either
+        with pytest.raises(SamplerLostError, match="finish reason 'abort'"):
+            requests.answer("a", [3], answer([4], reason="abort", version=version))
+    with pytest.raises(WeightsMismatchError, match="does not report which weights"):
+        requests.answer("a", [3], answer([4], version=None))
     with pytest.raises(FloatingPointError, match="logits are not finite"):
         requests.answer("a", [3], answer([4], logprob=-9999.0))
     check_version("run:1", "run:1")

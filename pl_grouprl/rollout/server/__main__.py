@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Replace this process with vLLM's server, or print its command."""
     parser = make_parser()
     options, further = parser.parse_known_args(arguments)
-    options.token = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE)
+    options.token = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE) or None
     try:
         _check(options, further)
     except ValueError as error:
@@ -89,9 +89,12 @@ _SHORT = {"-q": "quantization", "-dp": "data_parallel_size", "-sc": "speculative
 
 
 def _decided(option: str) -> str | None:
-    """The argument that an option sets, if users may not set it. vLLM takes abbreviations, and the prefix `--no-`."""
+    """The argument that an option sets, if users may not set it.
+
+    vLLM takes abbreviations, the prefix `--no-`, and values that follow a short option without a blank.
+    """
     if not option.startswith("--"):
-        return _SHORT.get(option.partition("=")[0])
+        return next((decided for short, decided in _SHORT.items() if option.startswith(short)), None)
     name = option.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_").removeprefix("no_")
     return next((decided for decided in DECIDED_BY_SERVER if name and decided.startswith(name)), None)
 
@@ -101,7 +104,8 @@ def _arguments(options: argparse.Namespace, further: Sequence[str]) -> list[str]
     decided = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
     decided |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
     decided["middleware"] = "pl_grouprl.rollout.server.auth.TokenAuth"
-    if not _has_tokenizer(options.model) and "--tokenizer" not in further:
+    names = {option.partition("=")[0] for option in further}
+    if not _has_tokenizer(options.model) and "--tokenizer" not in names:
         decided["skip_tokenizer_init"] = True
     parsed = {"model": options.model, "host": options.host, "port": options.port}
     return [*_flags(parsed), *further, *_flags(decided)]

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -150,13 +150,16 @@ class Fleet:
         """Send weights, gathering the next bucket while one is on its way. Returns the number of bytes."""
         total = 0
         calls: list[Future[None]] = []
-        for bucket in buckets(((name, weight.cpu()) for name, weight in weights), bucket_bytes):
-            total += sum(weight.nbytes for _, weight in bucket)
-            _wait(calls)
-            calls = [
-                self._pool.submit(self._deliver, server, folder, bucket)
-                for server, folder in zip(self._servers, self._folders, strict=True)
-            ]
+        try:
+            for bucket in buckets(((name, weight.cpu()) for name, weight in weights), bucket_bytes):
+                total += sum(weight.nbytes for _, weight in bucket)
+                _wait(calls)
+                calls = [
+                    self._pool.submit(self._deliver, server, folder, bucket)
+                    for server, folder in zip(self._servers, self._folders, strict=True)
+                ]
+        finally:  # nothing is on its way any more when the weights are labelled, as lost if reading them failed
+            wait(calls)
         _wait(calls)
         return total
 

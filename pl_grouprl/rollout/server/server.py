@@ -18,6 +18,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 _TOO_MANY = 429
 """HTTP status of an overloaded server or proxy."""
 
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
 _NO_SAMPLER = "this is not a sampling server; start one with python -m pl_grouprl.rollout.server."
 
 
@@ -113,7 +115,8 @@ class Server:
         return RuntimeError(
             f"the sampling server at {self.url} did not come back within {self.timeout:g} seconds "
             f"({type(reason).__name__}: {reason}). Start it (python -m pl_grouprl.rollout.server --model ... "
-            f"--host {self._parts.hostname} --port {self._parts.port or 80}), or raise timeout."
+            f"--host {self._parts.hostname} --port {self._parts.port or _DEFAULT_PORTS[self._parts.scheme]}), or raise "
+            "timeout."
         )
 
     def read(self, response: httpx.Response) -> Any:

@@ -52,6 +52,8 @@ def test_other_machines_need_a_token(capsys, host):
         (["--no-enable-prefix-caching"], "--no-enable-prefix-caching is decided by the group"),
         (["--quantization", "fp8"], "--quantization is decided by the comparison of weights"),
         (["-q", "fp8"], "-q is decided by the comparison of weights"),
+        (["-qfp8"], "-qfp8 is decided by the comparison of weights"),
+        (["-sc.method=ngram"], "-sc.method is decided by the loss"),
         (["--data-parallel-size", "2"], "--data-parallel-size is decided by the number of engines or servers"),
         (["--speculative-config.method", "ngram"], "--speculative-config.method is decided by the loss"),
         (["--spec-method", "ngram"], "--spec-method is decided by the loss"),
@@ -59,8 +61,8 @@ def test_other_machines_need_a_token(capsys, host):
         (["--uds", "/tmp/socket"], "--uds is decided by --host and --port"),
         (["--config", "file.yaml"], "--config is decided by the command line, which is checked"),
         (["--api-key", "k"], "--api-key is decided by --token, which guards every route"),
-        (["--token", "a b\n"], "--token has characters not allowed in headers"),
-        (["--token", ""], "--token has characters not allowed in headers"),
+        (["--token", "a b\n"], "--token is empty, or has characters not allowed in headers"),
+        (["--token", ""], "--token is empty, or has characters not allowed in headers"),
     ],
 )
 def test_options_are_checked(capsys, arguments, message):
@@ -116,6 +118,14 @@ def test_a_tokenizer_is_loaded_if_there_is_one(capsys, on_gpus, tmp_path):
     (tmp_path / "tokenizer.json").touch()
     assert "--skip-tokenizer-init" not in printed(capsys, str(tmp_path))
     assert "--skip-tokenizer-init" not in printed(capsys, "Qwen/Qwen3-0.6B")
+    for option in (["--tokenizer", "other"], ["--tokenizer=other"]):
+        assert "--skip-tokenizer-init" not in printed(capsys, str(tmp_path / "model"), *option)
+
+
+def test_an_empty_variable_is_no_token(capsys, on_gpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GROUPRL_TOKEN", "")
+    assert printed(capsys, str(tmp_path))[0] == "VLLM_SERVER_DEV_MODE=1"
+    assert "there is no token" in refusal(capsys, "--host", "0.0.0.0")
 
 
 def test_a_token_is_not_printed(capsys, on_gpus, tmp_path, monkeypatch):

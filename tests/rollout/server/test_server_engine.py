@@ -136,6 +136,27 @@ def test_buckets_go_through_shared_memory_or_http(policy, servers, tmp_path, mon
     assert {tuple(way) for way in ways} == {("owner", "path" if shared else "safetensors")}
 
 
+def test_no_bucket_is_on_its_way_when_weights_are_lost(policy, servers, monkeypatch):
+    slow, fast = servers(), servers()
+    engine = make_engine(policy, slow, fast)
+    labels = []
+
+    def load(info):
+        time.sleep(0.1)
+        labels.append(slow.label)
+        return FakeSampler.load(slow, info)
+
+    def breaks_off():
+        yield from weights(policy)
+        raise OSError("no more weights")
+
+    monkeypatch.setattr(slow, "load", load)
+    with pytest.raises(OSError, match="no more weights"):
+        engine.update_weights(breaks_off(), version=1)
+    assert set(labels) == {engine._labels.updating}
+    assert slow.label == fast.label == engine._labels.lost
+
+
 def test_a_full_memory_is_not_filled_further(policy, servers, tmp_path, monkeypatch):
     monkeypatch.setattr(fleet_module, "_SPARE", 1 << 60)
     server = servers(folder=str(tmp_path))
