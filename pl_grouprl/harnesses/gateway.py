@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pl_grouprl.harnesses.requests import Sampled
+from pl_grouprl.harnesses.requests import RoundRequests
 from pl_grouprl.sync.sampler import SamplerLostError
 
 _EPISODE = "X-Session-ID"
@@ -41,7 +41,7 @@ class Gateway:
         self.base_url = ""
         self._urls = [url.rstrip("/") for url in urls]
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._sampled: Sampled | None = None
+        self._round_requests: RoundRequests | None = None
         self._failed: asyncio.Future[Any] | None = None
         self._server_of: dict[str, int] = {}
         self._runner: Any = None
@@ -72,15 +72,15 @@ class Gateway:
                 await part
         self._runner = self._client = None
 
-    def begin(self, sampled: Sampled) -> asyncio.Future[Any]:
+    def begin(self, round_requests: RoundRequests) -> asyncio.Future[Any]:
         """Serve a round of episodes; the returned future gets the error that makes all its rollouts unusable."""
-        self._sampled, self._server_of = sampled, {}
+        self._round_requests, self._server_of = round_requests, {}
         self._failed = asyncio.get_running_loop().create_future()
         return self._failed
 
     def end(self) -> None:
         """Refuse requests until the next round."""
-        self._sampled = self._failed = None
+        self._round_requests = self._failed = None
 
     async def versions(self) -> list[str]:
         """Version of the weights of each server.
@@ -94,14 +94,14 @@ class Gateway:
     async def _generate(self, request: Any) -> Any:
         from aiohttp import web
 
-        sampled, failed = self._sampled, self._failed
-        if sampled is None or failed is None or failed.done():
+        round_requests, failed = self._round_requests, self._failed
+        if round_requests is None or failed is None or failed.done():
             return web.json_response(_error("no rollouts are being sampled"), status=409)
         episode = request.headers.get(_EPISODE, "")
         try:
-            body = sampled.request(episode, await request.json())
+            body = round_requests.request(episode, await request.json())
             answered = await self._ask("POST", self._url(episode), "/inference/v1/generate", body)
-            return web.json_response(sampled.answer(episode, body["token_ids"], answered))
+            return web.json_response(round_requests.answer(episode, body["token_ids"], answered))
         except ValueError as error:  # fails only this episode
             return web.json_response(_error(str(error)), status=400)
         except (RuntimeError, ArithmeticError) as error:

@@ -118,7 +118,7 @@ def renderer_config(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
 
 
 @dataclass(frozen=True)
-class Ask:
+class EpisodeRequest:
     """An episode to play.
 
     Attributes:
@@ -157,13 +157,13 @@ class Environment:
         serving: AbstractAsyncContextManager[Any] = self._env.serving()
         return serving
 
-    async def play(self, ask: Ask, sampling: Mapping[str, Any]) -> Any:
+    async def play(self, episode: EpisodeRequest, sampling: Mapping[str, Any]) -> Any:
         """Play one episode; the result records its errors."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.types import SamplingConfig
 
         task_class = type(self._env.taskset).task_type()
-        task = task_class(task_class.data_type().model_validate_json(ask.task), self._config.taskset.task)
-        context = ModelContext(_MODEL, self._client, SamplingConfig(**sampling, seed=ask.seed))
+        task = task_class(task_class.data_type().model_validate_json(episode.task), self._config.taskset.task)
+        context = ModelContext(_MODEL, self._client, SamplingConfig(**sampling, seed=episode.seed))
         (slot,) = self._env.slots(task)
         return await self._env.run_slot(slot, context, self._semaphore)

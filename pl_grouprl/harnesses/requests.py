@@ -40,7 +40,7 @@ class _Usage:
 
 
 @dataclass
-class Sampled:
+class RoundRequests:
     """The requests of one round of episodes.
 
     Attributes:

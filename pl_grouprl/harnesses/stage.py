@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.harnesses.gateway import Gateway
-from pl_grouprl.harnesses.requests import Sampled, check_version
+from pl_grouprl.harnesses.requests import RoundRequests, check_version
 from pl_grouprl.utilities.background_loop import BackgroundLoop
 
 MakeEnvironment = Callable[[str, str], Any]
@@ -70,25 +70,27 @@ class Stage:
         finally:
             await self._gateway.close()
 
-    def play(self, asks: Sequence[Any], sampled: Sampled, sampling: Mapping[str, Any]) -> list[Any]:
-        """Play episodes concurrently; return them in the order of `asks`.
+    def play(self, episodes: Sequence[Any], round_requests: RoundRequests, sampling: Mapping[str, Any]) -> list[Any]:
+        """Play episodes concurrently; return them in the order of `episodes`.
 
         Args:
-            asks: The episodes to play.
-            sampled: Answers the harness's requests.
+            episodes: The episodes to play.
+            round_requests: Answers the harness's requests.
             sampling: What the environment records as the sampling options.
 
         Raises:
             SamplerLostError: If a server has lost its weights.
             WeightsMismatchError: If a server has other weights.
         """
-        return self._loop.submit("play", self._play(asks, sampled, sampling)).result()
+        return self._loop.submit("play", self._play(episodes, round_requests, sampling)).result()
 
-    async def _play(self, asks: Sequence[Any], sampled: Sampled, sampling: Mapping[str, Any]) -> list[Any]:
+    async def _play(
+        self, episodes: Sequence[Any], round_requests: RoundRequests, sampling: Mapping[str, Any]
+    ) -> list[Any]:
         for version in await self._gateway.versions():
-            check_version(version, sampled.version)
-        failed = self._gateway.begin(sampled)
-        playing = asyncio.gather(*(self._environment.play(ask, sampling) for ask in asks))
+            check_version(version, round_requests.version)
+        failed = self._gateway.begin(round_requests)
+        playing = asyncio.gather(*(self._environment.play(episode, sampling) for episode in episodes))
         try:
             both: list[asyncio.Future[Any]] = [playing, failed]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

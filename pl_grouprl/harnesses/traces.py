@@ -42,7 +42,7 @@ class Row:
 
 
 @dataclass
-class Played:
+class FinishedEpisode:
     """A finished episode.
 
     Attributes:
@@ -62,7 +62,7 @@ class Played:
     failure: str | None = None
 
 
-def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str], bool]) -> Played:
+def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str], bool]) -> FinishedEpisode:
     """Read a finished episode.
 
     Args:
@@ -82,11 +82,11 @@ def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str],
             "holds only one; use an environment that sets `trainable` for one of them only."
         )
     if not trained:
-        return Played(failure=_last_error(episode.errors) or "no agent ran that is trained")
+        return FinishedEpisode(failure=_last_error(episode.errors) or "no agent ran that is trained")
     (trace,) = trained
     out_of_room = ran_out(trace.id)
     rewards = [reward for reward in trace.rewards.values() if reward is not None]
-    played = Played(
+    played = FinishedEpisode(
         rows=read_rows(trace, was_sampled),
         numbers=_numbers(trace),
         finish_reason="length" if out_of_room or trace.is_truncated or trace.is_timeout else "stop",
@@ -185,7 +185,7 @@ def _message(message: Any) -> dict[str, Any]:
     return {"content": "", **plain}
 
 
-def make_group(prompt: Prompt, episodes: Sequence[Played], reward_name: str) -> tuple[Prompt, list[Rollout]]:
+def make_group(prompt: Prompt, episodes: Sequence[FinishedEpisode], reward_name: str) -> tuple[Prompt, list[Rollout]]:
     """The prompt, with the tokens that all rows of a group begin with, and the group's rollouts.
 
     Args:
@@ -209,7 +209,7 @@ def make_group(prompt: Prompt, episodes: Sequence[Played], reward_name: str) -> 
     return (replace(prompt, token_ids=prompts[0][:shared]) if prompts else prompt), rollouts
 
 
-def _rollouts(played: Played, index: int, shared: int, prompt: Prompt, reward_name: str) -> list[Rollout]:
+def _rollouts(played: FinishedEpisode, index: int, shared: int, prompt: Prompt, reward_name: str) -> list[Rollout]:
     rows = [
         Rollout(
             row.token_ids[shared:],

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.episodes.limits import EpisodeLimits, smallest
 from pl_grouprl.harnesses import library
-from pl_grouprl.harnesses.requests import Sampled, check_sampling
+from pl_grouprl.harnesses.requests import RoundRequests, check_sampling
 from pl_grouprl.harnesses.stage import Stage
-from pl_grouprl.harnesses.traces import Played, make_group, read_episode
+from pl_grouprl.harnesses.traces import FinishedEpisode, make_group, read_episode
 from pl_grouprl.rewards.environment import EnvironmentReward
 from pl_grouprl.rollout.bound_policy import BoundPolicy, sequence_seeds
 from pl_grouprl.rollout.limits import length_limits
@@ -209,17 +209,20 @@ class Verifiers:
         """
         if not prompts:
             return [], []
-        sampled = _sampled(engine, policy, tokenizer, sampling, limits)
+        round_requests = _round_requests(engine, policy, tokenizer, sampling, limits)
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        asks = [
-            library.Ask(prompt.columns["extra_info"]["task"], one)
+        episodes = [
+            library.EpisodeRequest(prompt.columns["extra_info"]["task"], one)
             for prompt, of_prompt in zip(prompts, seeds, strict=True)
             for one in of_prompt
         ]
         recorded = {"temperature": sampling.temperature, "max_tokens": sampling.max_new_tokens}
-        finished = iter(self._open(engine, tokenizer).play(asks, sampled, recorded))
+        finished = iter(self._open(engine, tokenizer).play(episodes, round_requests, recorded))
         played = [
-            [read_episode(next(finished), sampled.was_sampled, sampled.ran_out) for _ in range(num_generations)]
+            [
+                read_episode(next(finished), round_requests.was_sampled, round_requests.ran_out)
+                for _ in range(num_generations)
+            ]
             for _ in prompts
         ]
         _report_failures([episode for group in played for episode in group])
@@ -258,13 +261,13 @@ class _TaskReward(EnvironmentReward):
             )
 
 
-def _sampled(
+def _round_requests(
     engine: ServedEngine, policy: Any, tokenizer: Any, sampling: SamplingConfig, limits: EpisodeLimits
-) -> Sampled:
+) -> RoundRequests:
     bound = BoundPolicy(policy, tokenizer)
     vocab_size = policy.config.get_text_config(decoder=True).vocab_size  # without placeholders beyond it: text only
     assert engine.weight_version is not None  # synced before sampling
-    return Sampled(
+    return RoundRequests(
         sampling,
         engine.weight_version,
         limits,
@@ -291,7 +294,7 @@ def _messages(task: Any) -> Messages:
     return [*opening, *messages]
 
 
-def _report_failures(episodes: Sequence[Played]) -> None:
+def _report_failures(episodes: Sequence[FinishedEpisode]) -> None:
     """Warn of failed episodes, which have no reward and are not trained.
 
     Raises:

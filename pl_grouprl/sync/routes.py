@@ -72,7 +72,7 @@ class Routes:
                 yield target, weight
             for layer, inner in route.parts:
                 if (whole := gatherer.add(layer, inner, weight)) is not None:
-                    yield from merged(self.layers[layer], layer, whole)
+                    yield from merge_layer(self.layers[layer], layer, whole)
                     del whole
             del weight
         if awaited:
@@ -147,7 +147,7 @@ def _outermost(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def merged(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def merge_layer(layer: Any, name: str, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Merge the active adapters of a layer into a copy of its base.
 
     Args:

@@ -21,7 +21,7 @@ from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_m
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.rollout_queue import Staleness, staleness_metrics
-from pl_grouprl.training.rollouts_ahead import RolloutsAhead, leave_out
+from pl_grouprl.training.rollouts_ahead import RolloutsAhead, log_left_out
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.run_state import PerRankState
 from pl_grouprl.training.sampler import Sampler
@@ -162,7 +162,7 @@ class Collector:
         """The rollouts sampled ahead, as a part of a checkpoint; None without `max_staleness`."""
         ahead = self.ahead
         if ahead is None:
-            return PerRankState(self._run, lambda: None, partial(leave_out, reason="max_staleness is 0"))
+            return PerRankState(self._run, lambda: None, partial(log_left_out, reason="max_staleness is 0"))
         return PerRankState(self._run, ahead.state_dict, ahead.load_state_dicts)
 
     def collect(self, batch: PromptBatch) -> CollectedRollouts:

@@ -35,7 +35,7 @@ class QueuedGroup:
         version: Version of the weights when sampling started; None before that.
         syncs: Number of weight syncs before sampling started.
         group: The rollouts; None until they are finished.
-        is_settled: Whether token versions were translated from the engine's numbering to the run's.
+        has_run_versions: Whether token versions were translated from the engine's numbering to the run's.
     """
 
     number: int
@@ -45,7 +45,7 @@ class QueuedGroup:
     version: int | None = None
     syncs: int = 0
     group: RolloutGroup | None = None
-    is_settled: bool = False
+    has_run_versions: bool = False
 
     def versions(self) -> list[int]:
         """Version of each sampled token; if there is none, the version at the start of sampling."""
@@ -307,7 +307,7 @@ class RolloutQueue:
         If the engine reports none, all tokens get the version at the start of sampling.
         """
         for entry in self._entries:
-            if entry.group is None or entry.is_settled:
+            if entry.group is None or entry.has_run_versions:
                 continue
             for rollout in entry.group.rollouts:
                 if rollout.weight_versions is None:
@@ -315,7 +315,7 @@ class RolloutQueue:
                     rollout.weight_versions = version_of_all(rollout, entry.version)
                 else:
                     rollout.weight_versions = list(map(self._run_version, rollout.weight_versions))
-            entry.is_settled = True
+            entry.has_run_versions = True
 
     def _run_version(self, engine_version: int) -> int:
         if not self._versions or engine_version == NOT_SAMPLED:
@@ -374,4 +374,4 @@ def _restored_entry(saved: dict[str, Any], prompt: Prompt, join: Join) -> Queued
         return entry
     rollouts = [Rollout(**rollout) for rollout in saved["rollouts"]]
     group = join(prompt, saved["prompt_ids"], rollouts)
-    return replace(entry, version=saved["version"], group=group, is_settled=True)
+    return replace(entry, version=saved["version"], group=group, has_run_versions=True)

@@ -18,7 +18,7 @@ from pl_grouprl.utilities.options import drop_none
 MAX_THREADS = 128
 """Most groups that a rank samples at a time with an `InFlightSource`."""
 
-Ready = Callable[[], None]
+SubmitAndWait = Callable[[], None]
 """Submits prompts, and waits until the groups of the next batch are finished."""
 
 
@@ -35,12 +35,14 @@ class RolloutSource(Protocol):
     max_threads: int
     can_stop: bool
 
-    def refresh(self, count: int, ready: Ready) -> None:
-        """Take the policy's current weights, then call `ready`. Collective; an error on one rank ends the run on all.
+    def refresh(self, count: int, submit_and_wait: SubmitAndWait) -> None:
+        """Take the policy's current weights, then call `submit_and_wait`. Collective.
+
+        An error on one rank ends the run on all.
 
         Args:
-            count: Number of groups that `ready` waits for.
-            ready: Called again if the sampler was lost.
+            count: Number of groups that `submit_and_wait` waits for.
+            submit_and_wait: Called again if the sampler was lost.
         """
         ...
 
@@ -84,9 +86,9 @@ class InFlightSource:
         self._engine = ThreadEngine(sampler.engine)
         self._arguments, self._options = arguments, options
 
-    def refresh(self, count: int, ready: Ready) -> None:
+    def refresh(self, count: int, submit_and_wait: SubmitAndWait) -> None:
         """See `RolloutSource.refresh`."""
-        self._sampler.synced(ready)
+        self._sampler.synced(submit_and_wait)
 
     def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
         """See `RolloutSource.sample`."""
@@ -138,13 +140,13 @@ class CopySource:
         self._copy = PolicyCopy(run, sampler.engine, load)
         self._arguments, self._options = arguments, options
 
-    def refresh(self, count: int, ready: Ready) -> None:
+    def refresh(self, count: int, submit_and_wait: SubmitAndWait) -> None:
         """See `RolloutSource.refresh`. First waits for the batch, so that timing does not decide its weights."""
         device = self._run.device
         raise_on_all_ranks(lambda: self._queue.wait(min(count, len(self._queue))), device)
         with self._queue.paused():
             self._copy.fill()
-        raise_on_all_ranks(ready, device)
+        raise_on_all_ranks(submit_and_wait, device)
 
     def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
         """See `RolloutSource.sample`."""

@@ -164,7 +164,7 @@ class RolloutsAhead:
         entries = [entry for state in per_rank if state is not None for entry in state["entries"]]
         again = sum("rollouts" not in entry for entry in entries)
         if len(per_rank) != num_ranks():
-            leave_out(per_rank, f"{len(per_rank)} ranks had queued them, this run has {num_ranks()}")
+            log_left_out(per_rank, f"{len(per_rank)} ranks had queued them, this run has {num_ranks()}")
             return
         self._state = per_rank[self._run.global_rank]
         if again:
@@ -183,7 +183,7 @@ class RolloutsAhead:
         return self._sampler.group([replace(prompt.open(), token_ids=token_ids)], [rollouts])[0]
 
 
-def leave_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
+def log_left_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
     """Log that the groups of a checkpoint are not restored, and why."""
     count = sum(len(state["entries"]) for state in per_rank if state is not None)
     if count:

@@ -6,7 +6,7 @@ pytest.importorskip("aiohttp")
 
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.harnesses.gateway import Gateway
-from pl_grouprl.harnesses.requests import Sampled
+from pl_grouprl.harnesses.requests import RoundRequests
 from pl_grouprl.sync.sampler import SamplerLostError
 from pl_grouprl.types import SamplingConfig
 from tests.helpers.fake_vllm import FakeVLLM
@@ -22,7 +22,7 @@ def server():
 
 
 def sampled():
-    return Sampled(SamplingConfig(max_new_tokens=4), "run:1", EpisodeLimits(max_turn_tokens=2), vocab_size=VOCAB)
+    return RoundRequests(SamplingConfig(max_new_tokens=4), "run:1", EpisodeLimits(max_turn_tokens=2), vocab_size=VOCAB)
 
 
 def with_gateway(urls, use, token="secret"):

@@ -1,14 +1,14 @@
 import pytest
 
 from pl_grouprl.episodes.limits import EpisodeLimits
-from pl_grouprl.harnesses.requests import Sampled, check_sampling, check_version
+from pl_grouprl.harnesses.requests import RoundRequests, check_sampling, check_version
 from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 from pl_grouprl.types import SamplingConfig
 
 
 def sampled(limits=None, **options):
     sampling = SamplingConfig(max_new_tokens=10, temperature=0.7, top_k=5)
-    return Sampled(sampling, "run:1", limits or EpisodeLimits(), **{"end_ids": [2], "vocab_size": 50, **options})
+    return RoundRequests(sampling, "run:1", limits or EpisodeLimits(), **{"end_ids": [2], "vocab_size": 50, **options})
 
 
 def ask(token_ids, seed=7, **params):

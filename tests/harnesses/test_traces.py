@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pl_grouprl.harnesses.traces import Played, make_group, read_episode
+from pl_grouprl.harnesses.traces import FinishedEpisode, make_group, read_episode
 from pl_grouprl.types import Prompt, RolloutGroup
 from tests.helpers.fake_verifiers import branch, episode, node, reply, trace
 
@@ -124,7 +124,7 @@ def test_plain_rollouts_have_no_mask():
 
 
 def test_failed_episodes_stay_in_their_group():
-    group = group_of(Played(failure="no sandbox"), read(trace(branch(node([5]), reply([9], [1])))))
+    group = group_of(FinishedEpisode(failure="no sandbox"), read(trace(branch(node([5]), reply([9], [1])))))
     assert [rollout.token_ids for rollout in group.rollouts] == [[], [1]]
     assert math.isnan(group.rollouts[0].environment_reward)
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import httpx
 
-from pl_grouprl.rollout.server.sequences import BrokenError, BusyError, PromptRequest, end, read, read_label, sample
+from pl_grouprl.rollout.server.sequences import (
+    BrokenOffError,
+    BusyError,
+    PromptRequest,
+    cancel_all,
+    decode,
+    read_label,
+    sample,
+)
 from pl_grouprl.rollout.server.server import RefusedError, Server
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
@@ -81,11 +89,11 @@ class Distribution:
 
     Args:
         servers: The servers.
-        at_once: Number of prompts that a server works on at a time.
+        max_concurrent: Number of prompts that a server works on at a time.
     """
 
-    def __init__(self, servers: Sequence[Server], at_once: int) -> None:
-        self._at_once = at_once
+    def __init__(self, servers: Sequence[Server], max_concurrent: int) -> None:
+        self._max_concurrent = max_concurrent
         self._members = [_Member(server) for server in servers]
         self._waiting: deque[_Job] = deque()
         self._unfinished: set[_Job] = set()
@@ -103,7 +111,7 @@ class Distribution:
             return list(await asyncio.gather(*(job.result for job in jobs)))
         finally:
             self._unfinished.difference_update(jobs)
-            await end(job.task for job in jobs if job.task is not None)
+            await cancel_all(job.task for job in jobs if job.task is not None)
 
     def _distribute(self) -> None:
         """Start waiting jobs on free servers, the least busy first.
@@ -111,7 +119,7 @@ class Distribution:
         No server gets more than its share, even if it is the first to answer.
         """
         present = [member for member in self._members if member.state != "away"]
-        share = min(self._at_once, -(-len(self._unfinished) // max(len(present), 1)))
+        share = min(self._max_concurrent, -(-len(self._unfinished) // max(len(present), 1)))
         while self._waiting:
             free = [one for one in present if one.state == "up" and len(one.jobs) < min(share, one.max_jobs)]
             if not free:
@@ -135,7 +143,7 @@ class Distribution:
         try:
             assert member.http is not None
             rollouts = await sample(member.http, member.server, job.request)
-        except (BrokenError, httpx.TransportError) as error:
+        except (BrokenOffError, httpx.TransportError) as error:
             member.jobs.discard(job)
             if isinstance(error, BusyError) and member.jobs:  # it keeps its jobs, but takes no more
                 member.max_jobs = len(member.jobs)
@@ -180,7 +188,7 @@ class Distribution:
                     await _until_one_fails(
                         _raise(member.broken), self._ask(member, http, silence), self._ask_label(member, http)
                     )
-                except (BrokenError, httpx.TransportError) as error:
+                except (BrokenOffError, httpx.TransportError) as error:
                     await self._pause(member, error)
         except Exception as error:
             for job in list(self._unfinished):
@@ -198,7 +206,7 @@ class Distribution:
         if member.breaks == _MAX_BREAKS:
             raise _broke_off(member, error) from error
         tasks = {job: job.task for job in member.jobs if job.task is not None}
-        await end(tasks.values())
+        await cancel_all(tasks.values())
         self._waiting.extendleft(job for job, task in tasks.items() if task.cancelled())
         self._distribute()
         await asyncio.sleep(_FIRST_PAUSE * 2 ** (member.breaks - 1))
@@ -210,18 +218,18 @@ class Distribution:
             try:
                 return await read_label(http, member.server)
             except (httpx.TransportError, RefusedError) as error:
-                reason = member.server.passing(error)
+                reason = member.server.temporary_or_raise(error)
                 member.state = "away"
                 self._distribute()
                 await asyncio.sleep(seconds)
-        raise member.server.away(reason)
+        raise member.server.unreachable_error(reason)
 
     async def _ask(self, member: _Member, http: httpx.AsyncClient, silence: float) -> None:
         """Check the server's health every few seconds: rollouts may take long, but a live server answers this."""
         while True:
             await asyncio.sleep(_HEARTBEAT)
             with suppress(BusyError):  # busy, so alive
-                read(member.server, await http.get("/health", timeout=silence))
+                decode(member.server, await http.get("/health", timeout=silence))
             tick()
 
     async def _ask_label(self, member: _Member, http: httpx.AsyncClient) -> None:
@@ -230,7 +238,7 @@ class Distribution:
             await asyncio.sleep(_HEARTBEAT)
             response = await http.get("/weight_info", timeout=member.server.timeout)
             with suppress(BusyError):
-                self._check(member, read(member.server, response)["weight_version"])
+                self._check(member, decode(member.server, response)["weight_version"])
 
     def _check(self, member: _Member, label: str) -> None:
         for job in self._unfinished:
@@ -253,4 +261,4 @@ async def _until_one_fails(*parts: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        await end(tasks)
+        await cancel_all(tasks)

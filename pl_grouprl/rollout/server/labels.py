@@ -36,19 +36,19 @@ class Labels:
         """Label after a failed update."""
         return f"{self.run}:lost"
 
-    def version(self, label: str, least: int, url: str) -> int | None:
+    def version(self, label: str, min_version: int, url: str) -> int | None:
         """The version of a label; None during an update of this run.
 
         Args:
             label: A server's label.
-            least: The oldest version that is accepted.
+            min_version: The oldest version that is accepted.
             url: The server, for errors.
 
         Raises:
             SamplerLostError: If the server was restarted, or an update has failed.
-            WeightsMismatchError: If the weights are another trainer's, or older than `least`.
+            WeightsMismatchError: If the weights are another trainer's, or older than `min_version`.
         """
-        found = f"the sampling server at {url} has weights {label!r}, not {self.of(least)!r}."
+        found = f"the sampling server at {url} has weights {label!r}, not {self.of(min_version)!r}."
         if label in (_FRESH, self.lost):
             raise SamplerLostError(f"{found} It was restarted, or has lost an update.")
         run, _, version = label.rpartition(":")
@@ -58,17 +58,17 @@ class Labels:
             )
         if label == self.updating:
             return None
-        if int(version) < least:
+        if int(version) < min_version:
             raise WeightsMismatchError(f"{found} They are older than those of this run.")
         return int(version)
 
-    def of_tokens(self, spans: Iterable[Mapping[str, Any]] | None, count: int, least: int, url: str) -> list[int]:
+    def of_tokens(self, spans: Iterable[Mapping[str, Any]] | None, count: int, min_version: int, url: str) -> list[int]:
         """The version of each token of a sequence.
 
         Args:
             spans: vLLM's `weight_versions`: `version`, `start` and `end` of consecutive tokens.
             count: Tokens of the sequence; further ones are left out.
-            least: See `version`.
+            min_version: See `version`.
             url: See `version`.
 
         Raises:
@@ -77,7 +77,7 @@ class Labels:
         """
         versions: list[int] = []
         for span in spans or ():
-            version = self.version(span["version"], least, url)
+            version = self.version(span["version"], min_version, url)
             if version is None or span["start"] != len(versions):
                 break
             versions += [version] * (span["end"] - span["start"])

@@ -19,11 +19,11 @@ class ServerPool:
 
     Args:
         servers: The servers.
-        at_once: Number of prompts that a server works on at a time.
+        max_concurrent: Number of prompts that a server works on at a time.
     """
 
-    def __init__(self, servers: Sequence[Server], at_once: int) -> None:
-        self._servers, self._at_once = servers, at_once
+    def __init__(self, servers: Sequence[Server], max_concurrent: int) -> None:
+        self._servers, self._max_concurrent = servers, max_concurrent
         self._lock = threading.Lock()
         self._running: tuple[BackgroundLoop, Distribution] | None = None
         self._calls: set[Future[Any]] = set()
@@ -59,7 +59,7 @@ class ServerPool:
     def _begin(self, requests: Sequence[PromptRequest]) -> Future[list[list[Rollout]]]:
         with self._lock:
             if self._running is None:
-                self._running = BackgroundLoop("sampling-servers"), Distribution(self._servers, self._at_once)
+                self._running = BackgroundLoop("sampling-servers"), Distribution(self._servers, self._max_concurrent)
             loop, distribution = self._running
             call = loop.submit("rollouts", distribution.sample(requests))
             self._calls.add(call)

@@ -25,11 +25,11 @@ _NOT_FINITE = -9999.0
 """Log-probability that vLLM reports in place of one that is not finite."""
 
 
-class BrokenError(Exception):
+class BrokenOffError(Exception):
     """A server broke off an answer."""
 
 
-class BusyError(BrokenError):
+class BusyError(BrokenOffError):
     """A server is overloaded."""
 
 
@@ -41,24 +41,24 @@ class PromptRequest:
         bodies: Body of the call of `/inference/v1/generate` for each sequence.
         stop: Strings that end a sequence.
         labels: Labels of the run's weights.
-        least: The oldest version that tokens may be sampled from.
+        min_version: The oldest version that tokens may be sampled from.
     """
 
     bodies: Sequence[dict[str, Any]]
     stop: StopStrings
     labels: Labels
-    least: int
+    min_version: int
 
     def check(self, label: str, server: Server) -> None:
         """Refuse weights that are lost, too old, or another trainer's; see `Labels.version`."""
-        self.labels.version(label, self.least, server.url)
+        self.labels.version(label, self.min_version, server.url)
 
 
 async def sample(http: httpx.AsyncClient, server: Server, request: PromptRequest) -> list[Rollout]:
     """Sample the sequences of a prompt concurrently.
 
     Raises:
-        BrokenError: If the server breaks off an answer, or is overloaded.
+        BrokenOffError: If the server breaks off an answer, or is overloaded.
         httpx.TransportError: If it cannot be reached.
         SamplerLostError: If it has lost its weights.
         WeightsMismatchError: If it has other weights.
@@ -69,25 +69,25 @@ async def sample(http: httpx.AsyncClient, server: Server, request: PromptRequest
 
 async def read_label(http: httpx.AsyncClient, server: Server) -> str:
     """The label of a server's weights."""
-    return server.read(await http.get("/weight_info", timeout=server.timeout))["weight_version"]
+    return server.decode(await http.get("/weight_info", timeout=server.timeout))["weight_version"]
 
 
-def read(server: Server, response: httpx.Response) -> Any:
+def decode(server: Server, response: httpx.Response) -> Any:
     """Decode an answer while rollouts are sampled.
 
     Raises:
         BusyError: If the server is overloaded.
-        BrokenError: If it failed.
+        BrokenOffError: If it failed.
         ValueError: If it rejects the request as invalid.
         RefusedError: If it refuses for another reason.
     """
     try:
-        return server.read(response)
+        return server.decode(response)
     except RefusedError as error:
         if error.is_busy:
             raise BusyError(str(error)) from error
         if error.status >= 500:
-            raise BrokenError(str(error)) from error
+            raise BrokenOffError(str(error)) from error
         raise ValueError(str(error)) if error.status in (400, 422) else error from None
 
 
@@ -104,10 +104,10 @@ async def _sequence(http: httpx.AsyncClient, server: Server, request: PromptRequ
                     name = f"generate-tokens-{named['request_id']}"
                     await http.post("/inference/v1/abort_requests", json={"request_ids": [name]})
         if choice is None or choice["finish_reason"] is None:
-            raise BrokenError("the answer ended before its rollout did")
+            raise BrokenOffError("the answer ended before its rollout did")
         if stopped or choice["finish_reason"] != "abort":
             return _rollout(server, request, completion, choice)
-        label = read(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
+        label = decode(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
         request.check(label, server)
 
 
@@ -116,13 +116,13 @@ async def _choices(http: httpx.AsyncClient, server: Server, body: dict[str, Any]
     async with http.stream("POST", "/inference/v1/generate", json=body) as response:
         if not body["stream"] or response.status_code != 200:
             await response.aread()
-            yield read(server, response)["choices"][0]
+            yield decode(server, response)["choices"][0]
             return
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 message = json.loads(line.removeprefix("data: "))
                 if "error" in message:
-                    raise BrokenError(str(message["error"])[:2000])
+                    raise BrokenOffError(str(message["error"])[:2000])
                 for choice in message["choices"]:
                     yield choice
 
@@ -130,7 +130,7 @@ async def _choices(http: httpx.AsyncClient, server: Server, body: dict[str, Any]
 def _rollout(server: Server, request: PromptRequest, completion: Completion, last: dict[str, Any]) -> Rollout:
     rollout = completion.rollout()
     count = len(rollout.token_ids)
-    rollout.weight_versions = request.labels.of_tokens(last["weight_versions"], count, request.least, server.url)
+    rollout.weight_versions = request.labels.of_tokens(last["weight_versions"], count, request.min_version, server.url)
     tick(count)
     return rollout
 
@@ -147,10 +147,10 @@ async def _all(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await end(tasks)
+        await cancel_all(tasks)
 
 
-async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:

@@ -65,7 +65,7 @@ class Server:
             RefusedError: If the server answers with an error.
             httpx.TransportError: If it cannot be reached, or takes too long.
         """
-        return self.read(self._http.post(path, json=body, **options))
+        return self.decode(self._http.post(path, json=body, **options))
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all workers (`rollout.vllm.worker.WeightReceiver`); return each worker's result."""
@@ -74,7 +74,7 @@ class Server:
 
     def label(self) -> str:
         """The label of its weights."""
-        return self.read(self._http.get("/weight_info"))["weight_version"]
+        return self.decode(self._http.get("/weight_info"))["weight_version"]
 
     def describe(self) -> dict[str, Any]:
         """The description of its first worker (`WeightReceiver.describe`), and the number of `workers`."""
@@ -93,9 +93,9 @@ class Server:
             try:
                 return self.label()
             except (httpx.TransportError, RefusedError) as error:
-                reason = self.passing(error)
+                reason = self.temporary_or_raise(error)
                 time.sleep(seconds)
-        raise self.away(reason)
+        raise self.unreachable_error(reason)
 
     def pauses(self) -> Iterator[float]:
         """Seconds to wait between attempts to reach the server, until `timeout` has passed."""
@@ -104,13 +104,13 @@ class Server:
             yield wait
             wait = min(2 * wait, _LONGEST_WAIT)
 
-    def passing(self, error: Exception) -> Exception:
+    def temporary_or_raise(self, error: Exception) -> Exception:
         """Return an error that may pass (the server is unreachable, busy, starting or stopping); raise any other."""
         if isinstance(error, RefusedError) and error.status < 500 and not error.is_busy:
             raise error
         return error
 
-    def away(self, reason: Exception | None) -> RuntimeError:
+    def unreachable_error(self, reason: Exception | None) -> RuntimeError:
         """The error to raise for a server that stays unreachable."""
         return RuntimeError(
             f"the sampling server at {self.url} did not come back within {self.timeout:g} seconds "
@@ -119,7 +119,7 @@ class Server:
             "timeout."
         )
 
-    def read(self, response: httpx.Response) -> Any:
+    def decode(self, response: httpx.Response) -> Any:
         """Decode an answer.
 
         Raises:

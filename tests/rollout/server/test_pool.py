@@ -59,13 +59,13 @@ class Busy:
         fake.generate = generate
 
 
-def pool_of(fakes, at_once=64, timeout=20.0):
-    return ServerPool([Server(fake.url, timeout=timeout) for fake in fakes], at_once)
+def pool_of(fakes, max_concurrent=64, timeout=20.0):
+    return ServerPool([Server(fake.url, timeout=timeout) for fake in fakes], max_concurrent)
 
 
 def request(token, sequences=1):
     body = {"token_ids": [token], "sampling_params": {"seed": token, "max_tokens": 3, "stop_token_ids": []}}
-    return PromptRequest(sequences * [body], StopStrings(None, ()), LABELS, least=1)
+    return PromptRequest(sequences * [body], StopStrings(None, ()), LABELS, min_version=1)
 
 
 def in_threads(pool, count):
@@ -76,7 +76,7 @@ def in_threads(pool, count):
 
 def test_calls_of_threads_share_the_limit(fakes):
     busy = [Busy(fake) for fake in fakes]
-    pool = pool_of(fakes, at_once=2)
+    pool = pool_of(fakes, max_concurrent=2)
     found = in_threads(pool, 12)
     assert found == [pool.sample([request(token)]) for token in range(12)]
     assert [one.most for one in busy] == [2, 2]
@@ -108,7 +108,7 @@ def test_a_server_that_is_away_does_not_hold_up_the_others(fakes):
 def test_a_server_that_comes_back_takes_part_again(fakes):
     late, up = fakes
     late.before = lambda path: (503, {"error": "starting"})
-    pool = pool_of([late, up], at_once=1)
+    pool = pool_of([late, up], max_concurrent=1)
 
     def count(path):
         if path == ROLLOUTS and len(up.asked) == 3:
