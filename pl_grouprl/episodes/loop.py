@@ -1,5 +1,7 @@
 """Samples episodes in rounds: all open episodes write a turn, then their tools run, then they read the results.
 
+If the sampler takes several calls at once, each episode has its own rounds instead, and waits for no other.
+
 Sampled tokens are never re-tokenized: the next turn's prompt is this turn's prompt, its tokens, and the tokens of the
 tool results.
 
@@ -24,6 +26,7 @@ from pl_grouprl.episodes.tools import ToolCall, ToolResult
 from pl_grouprl.rollout.branch_loop import RoundSampler, first_own_token, fork_unfinished
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.types import Messages, Prompt, Rollout
+from pl_grouprl.utilities.threads import run_concurrently
 
 
 class EpisodeLoop:
@@ -89,7 +92,11 @@ class EpisodeLoop:
 
         try:
             sampler.raise_together(begin)
-            self._run_turns(sampler, episodes, max_new_tokens, branching)
+            if sampler.is_concurrent:
+                alone = [[episode] for episode in episodes]
+                run_concurrently([partial(self._run_turns, sampler, one, max_new_tokens, branching) for one in alone])
+            else:
+                self._run_turns(sampler, episodes, max_new_tokens, branching)
             sampler.raise_together(lambda: self.runner.finish([episode.session for episode in episodes]))
         finally:
             self.runner.release([episode.session for episode in episodes])

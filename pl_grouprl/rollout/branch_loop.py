@@ -62,6 +62,9 @@ class RoundSampler(Protocol[U]):
     max_length: int | None
     """Longest sequence that it can sample, prompt included; None if unknown."""
 
+    is_concurrent: bool
+    """Whether several threads may call it at once, each with other rollouts."""
+
     def sample(self, number: int, rollouts: Sequence[U], limits: Sequence[int]) -> list[Rollout]:
         """Continue each rollout by at most its limit, in round `number`; also called on ranks without rollouts."""
         ...

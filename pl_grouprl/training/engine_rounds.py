@@ -29,10 +29,13 @@ class EngineRounds:
         seed: Identifies this call's random numbers.
         base_seed: The run's seed.
         one_prompt: Whether all rollouts of a group start from the same prompt, as they do without environments. The
-            first round then samples the same tokens as a run without rounds.
+            first round then samples the same tokens as a run without rounds, unless rollouts advance alone.
+        may_advance_alone: Whether rollouts do not depend on each other, so that each may be continued by a thread of
+            its own, if the engine allows.
 
     Attributes:
         max_length: Longest sequence of model and engine, prompt included; None if unknown.
+        is_concurrent: Whether several threads may call `sample` at once, each with other rollouts.
     """
 
     def __init__(
@@ -45,11 +48,14 @@ class EngineRounds:
         *,
         base_seed: int,
         one_prompt: bool,
+        may_advance_alone: bool = False,
     ) -> None:
         self._run, self._engine, self._sampling = run, engine, sampling
-        self._num_generations, self._one_prompt = num_generations, one_prompt
         self._seed, self._base_seed = seed, base_seed
         self._is_collective = isinstance(engine, SyncedRolloutEngine)
+        takes_threads = declares(engine, "updates_in_flight") and not self._is_collective
+        self.is_concurrent = may_advance_alone and takes_threads
+        self._num_generations, self._one_prompt = num_generations, one_prompt and not self.is_concurrent
         lengths = [*length_limits(run.policy).values(), getattr(engine, "max_model_len", None)]
         self.max_length: int | None = min((length for length in lengths if length is not None), default=None)
 

@@ -177,6 +177,7 @@ class ThreadEngine:
     """
 
     takes_prompt_indices = True
+    updates_in_flight = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -242,6 +242,7 @@ class Sampler:
             seed,
             base_seed=self._seed,
             one_prompt=episodes is None or not episodes.runner.has_environments,
+            may_advance_alone=branching is None,
         )
         max_new_tokens = sampling.max_new_tokens
         with rounds.keeping_caches():

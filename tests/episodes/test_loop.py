@@ -1,5 +1,6 @@
-"""Episodes that cannot begin."""
+"""Episodes that cannot begin, and those that advance alone."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from helpers.worker_tools import Counter
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.episodes.runner import ToolRunner
-from pl_grouprl.types import Prompt
+from pl_grouprl.types import Prompt, Rollout
 
 
 def test_environments_are_released_if_a_prompt_cannot_be_rendered():
@@ -21,7 +22,7 @@ def test_environments_are_released_if_a_prompt_cannot_be_rendered():
     def encode_prompt(messages, tools):
         raise ValueError("the template refuses it")
 
-    sampler = SimpleNamespace(max_length=None, raise_together=lambda run: run())
+    sampler = SimpleNamespace(max_length=None, is_concurrent=False, raise_together=lambda run: run())
     runner = ToolRunner(environment_factory=factory)
     loop = EpisodeLoop(SimpleNamespace(encodes_prompts=True, encode_prompt=encode_prompt), runner, EpisodeLimits())
     prompts = [Prompt([1], prompt=[{"role": "user", "content": "Hello."}], columns={}) for _ in range(2)]
@@ -32,3 +33,87 @@ def test_environments_are_released_if_a_prompt_cannot_be_rendered():
         assert len(made) == 6  # the second time, those of the first are used again
     finally:
         runner.close()
+
+
+class Chat:
+    """Token 7 calls `meet`, token 8 calls `go_on`; other tokens call nothing."""
+
+    encodes_prompts = False
+    tokenizer = SimpleNamespace(decode=lambda token_ids, skip_special_tokens: str(token_ids))
+
+    def parse(self, token_ids, history, schemas):
+        name = {7: "meet", 8: "go_on"}.get(token_ids[0])
+        calls = [] if name is None else [{"type": "function", "function": {"name": name, "arguments": {}}}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def encode_results(self, results):
+        return [9]
+
+
+class Turns:
+    """Samples a turn of each rollout from several threads: the first turn of the two streams is 7 and 8, then 5."""
+
+    max_length = None
+    is_concurrent = True
+
+    def __init__(self, before=lambda number, stream: None):
+        self.before = before
+
+    def sample(self, number, rollouts, limits):
+        (rollout,) = rollouts
+        self.before(number, rollout.stream)
+        return [Rollout([5 if number else 7 + rollout.stream], finish_reason="stop")]
+
+    def raise_together(self, run):
+        run()
+
+    def any_open(self, is_open):
+        return is_open
+
+
+@pytest.fixture
+def run():
+    """Runs two episodes of a prompt with the tools `meet`, which waits for the event, and `go_on`."""
+    met, answers = threading.Event(), []
+
+    def meet() -> str:
+        """Wait for the other episode."""
+        answers.append(met.wait(30))
+        return "met"
+
+    def go_on() -> str:
+        """Go on at once."""
+        return "yes"
+
+    runner = ToolRunner([meet, go_on])
+    prompt = Prompt([1], prompt=[{"role": "user", "content": "Hello."}], columns={})
+
+    def run(sampler):
+        _, (rollouts,) = EpisodeLoop(Chat(), runner, EpisodeLimits()).run(sampler, [prompt], [0], 8, 2)
+        return [rollout.token_ids for rollout in rollouts], answers
+
+    run.met = met
+    yield run
+    runner.close()
+
+
+def test_no_episode_waits_for_the_tools_of_another(run):
+    def before(number, stream):
+        if (number, stream) == (1, 1):  # the second episode writes its last turn while the first one's tool waits
+            run.met.set()
+
+    assert run(Turns(before)) == ([[7, 9, 5], [8, 9, 5]], [True])
+
+
+def test_an_error_of_one_episode_is_raised_once_all_have_ended(run):
+    turns = []
+
+    def before(number, stream):
+        if (number, stream) == (1, 1):
+            run.met.set()
+            raise RuntimeError("the second turn fails")
+        turns.append((number, stream))
+
+    with pytest.raises(RuntimeError, match="the second turn fails"):
+        run(Turns(before))
+    assert (1, 0) in turns
