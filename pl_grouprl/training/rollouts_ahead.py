@@ -75,7 +75,7 @@ class RolloutsAhead:
         self.close()  # an earlier fit may have ended with an exception
         run, sampler, queue = self._run, self._sampler, RolloutQueue(self._max_staleness)
         options = drop_none(
-            episodes=self._make_episodes(), branching=self._branching, stop=sampler.stop_for_threads(self._sampling)
+            episodes=self._make_episodes(), branching=self._branching, stop=sampler.stop_strings(self._sampling)
         )
         arguments = self._sampling, self._num_generations
         if declares(sampler.engine, "updates_in_flight"):

@@ -130,12 +130,6 @@ class Sampler:
         if not self._check.is_done and gather_plain(bool(groups), self._run.device)[0]:
             self._check.run(self._run, self.engine, groups, sampling)
 
-    def stop_for_threads(self, sampling: SamplingConfig) -> StopStrings | None:
-        """Stop strings that several threads may use, with their own tokenizer; None if there are none."""
-        if not sampling.stop:
-            return None
-        return StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop, threading.Lock())
-
     def _generate(
         self,
         prompts: Sequence[Prompt],
@@ -173,7 +167,7 @@ class Sampler:
             episodes: Samples episodes; None for plain completions.
             branching: How rollouts branch; None for not at all.
             indices: Index of each prompt in the batch of all ranks; None if they are all that this rank has of it.
-            stop: Finds stop strings at branch points; None for the main thread's.
+            stop: Finds stop strings at branch points, in threads; None makes it, in the main thread.
         """
         prompts = [prompt.open() for prompt in prompts]
         by_prompt = (num_ranks() > 1 or indices is not None) and declares(engine, "takes_prompt_indices")
@@ -181,7 +175,7 @@ class Sampler:
         if self._harness is not None:
             return self._play(self._harness, engine, prompts, indices, sampling, num_generations, seed)
         if episodes is not None or branching is not None:
-            stop = stop or self._stop_strings(sampling)
+            stop = stop or self.stop_strings(sampling)
             loops = episodes, branching, stop
             return self._sample_in_rounds(loops, engine, prompts, indices, sampling, num_generations, seed)
         media = [dict(prompt.media) for prompt in prompts]
@@ -254,12 +248,12 @@ class Sampler:
                 rollouts = loop.run(rounds, prompts, indices, num_generations)
         return self.group(prompts, rollouts, indices)
 
-    def _stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
-        """Stop strings, with a private copy of the tokenizer, because threads must not share it."""
+    def stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
+        """Stop strings for branch points, which several threads may use; None if there are none. For the main thread."""
         if not sampling.stop:
             return None
         if self._stop is None or self._stop.stop != sampling.stop:
-            self._stop = StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop)
+            self._stop = StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop, threading.Lock())
         return self._stop
 
     def group(
