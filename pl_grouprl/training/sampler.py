@@ -249,7 +249,7 @@ class Sampler:
         return self.group(prompts, rollouts, indices)
 
     def stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
-        """Stop strings for branch points, which threads may share; None if there are none. Call it in the main thread."""
+        """Stop strings for branch points, which threads may share; None if there are none. For the main thread."""
         if not sampling.stop:
             return None
         if self._stop is None or self._stop.stop != sampling.stop:

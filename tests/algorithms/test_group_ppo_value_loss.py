@@ -9,7 +9,7 @@ from pl_grouprl.algorithms import PPO, GroupPPO
 from pl_grouprl.algorithms import ppo as ppo_module
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.models.lora_critic import LoRACritic
-from pl_grouprl.packing import shorten
+from pl_grouprl.packing import truncate_rollouts
 from pl_grouprl.types import SamplingConfig
 
 CRITICS = {"copy": PolicyCopyCritic(head_std=0.3), "lora": LoRACritic(r=4, head_std=0.3)}
@@ -93,17 +93,17 @@ def test_the_trunk_stops_at_the_last_start(fit, critic):
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
 @pytest.mark.parametrize("critic", CRITICS)
 def test_the_gradient_is_that_of_whole_rollouts(fit, monkeypatch, gradients, critic, sharing):
-    shortened, counts = fit(critic=CRITICS[critic], sharing=sharing, **CUT)
+    truncated, counts = fit(critic=CRITICS[critic], sharing=sharing, **CUT)
     with monkeypatch.context() as patch:
 
         def keep_all(groups, ends):
-            return shorten(groups, [len(rollout.token_ids) for group in groups for rollout in group.rollouts])
+            return truncate_rollouts(groups, [len(rollout.token_ids) for group in groups for rollout in group.rollouts])
 
-        patch.setattr(ppo_module, "shorten", keep_all)
+        patch.setattr(ppo_module, "truncate_rollouts", keep_all)
         whole, whole_counts = fit(critic=CRITICS[critic], sharing=sharing, **CUT)
     assert whole_counts.rows == counts.rows
     assert sum(whole_counts.tokens) > sum(counts.tokens) or sharing == "repeated"  # the longest row may stay
-    left, right = gradients(shortened), gradients(whole)
+    left, right = gradients(truncated), gradients(whole)
     scale = max(g.abs().max() for name, g in right.items() if name.startswith("critic"))
     assert scale > 1e-3
     for name, gradient in right.items():
