@@ -16,8 +16,8 @@ if __name__ == "__main__":  # reward workers import this script again
 @pytest.mark.parametrize(
     ("steps", "tools"),
     [
-        (5, []),
         (5, ["--tools", "worker"]),
+        pytest.param(5, [], marks=pytest.mark.slow),
         pytest.param(5, ["--tools", "threads"], marks=pytest.mark.slow),
         pytest.param(300, [], marks=pytest.mark.slow),
         pytest.param(300, ["--tools", "threads"], marks=pytest.mark.slow),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.scripts import run_script
+from helpers.sweeps import sweep
 from helpers.versions import needs
 
 from pl_grouprl.utilities.checkpoint_files import corruption_reason
@@ -37,7 +38,7 @@ trainer:
 
 
 @needs("deepspeed", "0.19.8")  # earlier ones compile something when they are imported
-@pytest.mark.parametrize("system", ["darwin", "win32"])
+@pytest.mark.parametrize("system", sweep(["darwin", "win32"], quick=["win32"]))
 def test_default_run_and_callback(system, tmp_path):
     small = tmp_path / "small.yaml"
     small.write_text(SMALL.format(folder=tmp_path), encoding="utf-8")
