@@ -17,7 +17,7 @@ from typing import Any
 
 from pl_grouprl.rollout.server.auth import TOKEN_VARIABLE, check_host, check_token
 from pl_grouprl.rollout.vllm.arguments import DECIDED_BY_SERVER, FOLDER_VARIABLE, common_arguments
-from pl_grouprl.utilities.optional import check_vllm_system
+from pl_grouprl.utilities import optional
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.token = options.token if options.token is not None else os.environ.get(TOKEN_VARIABLE) or None
     try:
         _check(options, further)
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *_arguments(options, further)]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
-    check_vllm_system("the sampling server")
+    optional.check_vllm_system("the sampling server")
     check_token(options.token, "--token")
     check_host(options.host, options.token)
     if not 0 < options.port < 65536:
@@ -83,6 +83,7 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
         from pl_grouprl.rollout.server.nccl import check_device
 
         check_device()
+    optional.require(optional.VLLM_AVAILABLE, "the sampling server", "vllm")
 
 
 _SHORT = {"-q": "quantization", "-dp": "data_parallel_size", "-sc": "speculative_config"}

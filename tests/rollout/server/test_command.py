@@ -74,6 +74,14 @@ def test_nccl_needs_a_gpu(capsys):
     assert "transfer is 'nccl', but this machine has no CUDA device" in refusal(capsys, "--transfer", "nccl")
 
 
+def test_a_missing_vllm_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("pl_grouprl.utilities.optional.VLLM_AVAILABLE", False)
+    assert (
+        "the sampling server needs an optional package; install it with `pip install 'pl-grouprl[vllm]'`"
+        in " ".join(refusal(capsys, "--print").split())
+    )
+
+
 def test_a_token_that_is_refused_is_not_shown(capsys, monkeypatch):
     monkeypatch.setenv("PL_GROUPRL_TOKEN", "sec ret\n")
     assert "sec" not in refusal(capsys)
@@ -87,6 +95,7 @@ def test_vllm_must_not_unpickle(capsys, monkeypatch):
 @pytest.fixture
 def on_gpus(monkeypatch):
     """As if vLLM were there."""
+    monkeypatch.setattr("pl_grouprl.utilities.optional.VLLM_AVAILABLE", True)
     monkeypatch.setattr("pl_grouprl.rollout.vllm.arguments.cpu_arguments", dict)
 
 
