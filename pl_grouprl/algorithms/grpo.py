@@ -140,6 +140,7 @@ class GRPO(RLModule):
             ((num_rollouts,), "one number per rollout"),
             ((num_tokens,), "one number per response token"),
         )
+        # With as many rollouts as tokens, the shape cannot tell.
         per_token = len(advantages) == num_tokens and (num_tokens != num_rollouts or has_token_rewards(groups))
         put = buffer.put if per_token else buffer.put_per_rollout
         put("advantages", advantages.float())

@@ -148,7 +148,7 @@ class PolicyObjective:
         extremes: dict[str, Tensor] = {}
         if "rollout_logprobs" in batch.tokens:
             weights = self._importance_weights(batch, old_logprobs_N)
-            loss_N = loss_N * weights.weights_N  # all 1 with `importance_sampling: none`, which only logs them
+            loss_N = loss_N * weights.weights_N  # 1 unless importance_sampling is set; the ratios are logged anyway
             metrics |= weights.metrics
             extremes |= weights.extremes
         assert scores.entropy_N is not None

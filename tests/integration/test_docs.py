@@ -127,7 +127,7 @@ def test_the_python_of_the_readme_trains(tmp_path, monkeypatch):
     assert {"checkpoints", "completions.jsonl", "curves.png", "policy", "summary.json"} <= {
         own.name for own in folder.iterdir()
     }
-    assert issubclass(names["MedianGRPO"], GRPO)
+    assert issubclass(names["MedianBaseline"], GRPO)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ def clipped_policy_loss(
 ) -> PolicyLoss:
     """Clip the ratio of each token (PPO, arXiv:1707.06347, eq. 7; asymmetric as in DAPO, arXiv:2503.14476).
 
-    L = -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A). With `delta`, the loss of tokens with A < 0 is at most
-    delta |A| (dual clip, arXiv:1912.09729). TRL's `delta` bounds the ratio itself, verl's `clip_ratio_c` the loss where
-    A < 0. These are equal if and only if delta >= 1 + epsilon_high, so smaller values are refused. (verl's default is
-    3, TRL's is no bound.)
+    L = -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A). With `delta`, the loss of tokens with A < 0 is at
+    most delta |A| (dual clip, arXiv:1912.09729). TRL's `delta` bounds the ratio itself, verl's `clip_ratio_c` the loss
+    where A < 0. These are equal if and only if delta >= 1 + epsilon_high, so smaller values are refused. (verl's default
+    is 3, TRL's is no bound.)
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
