@@ -35,8 +35,8 @@ def clipped_policy_loss(
 
     L = -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A). With `delta`, the loss of tokens with A < 0 is at
     most delta |A| (dual clip, arXiv:1912.09729). TRL's `delta` bounds the ratio itself, verl's `clip_ratio_c` the loss
-    where A < 0. These are equal if and only if delta >= 1 + epsilon_high, so smaller values are refused. (verl's default
-    is 3, TRL's is no bound.)
+    where A < 0. These are equal if and only if delta >= 1 + epsilon_high, so smaller values are refused. (verl's
+    default is 3, TRL's is no bound.)
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
