@@ -167,15 +167,14 @@ class Collector:
 
     def collect(self, batch: PromptBatch) -> CollectedRollouts:
         """Sample groups, start their rewards, and distribute them to ranks; `finish` waits for the rewards."""
-        staleness = None
-        if self.ahead is None:
-            generated = self._sample(batch.prompts, batch.rollout_number)
-        else:
-            generated, staleness = self.ahead.take(batch)
-        collected = CollectedRollouts(generated, generated, self._rewarder.start(generated), staleness=staleness)
+        ahead = self.ahead
+        generated = self._sample(batch.prompts, batch.rollout_number) if ahead is None else ahead.take(batch)
+        collected = CollectedRollouts(generated, generated, self._rewarder.start(generated))
         if self._dynamic_sampling:
             self._wait(collected)
             self._replace_uniform_groups(batch, collected)
+        if ahead is not None:
+            collected.staleness = ahead.measure(collected.groups)
         reports = all(rollout.logprobs is not None for group in collected.groups for rollout in group.rollouts)
         collected.sampler_reports = all(gather_plain(reports, self._run.device))
         self._distribute(collected, batch.rollout_number)

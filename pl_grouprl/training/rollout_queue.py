@@ -6,6 +6,7 @@ version about to be updated minus the version that sampled the token.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -47,11 +48,13 @@ class QueuedGroup:
     group: RolloutGroup | None = None
     has_run_versions: bool = False
 
-    def versions(self) -> list[int]:
-        """Version of each sampled token; if there is none, the version at the start of sampling."""
-        assert self.group is not None
-        found = [version for rollout in self.group.rollouts for version in sampled_versions(rollout)]
-        return found or [self.version or 0]
+    @property
+    def oldest(self) -> int:
+        """Version of the oldest token; that at the start of sampling while there is none."""
+        rollouts = [] if self.group is None else self.group.rollouts
+        return min(
+            (version for rollout in rollouts for version in sampled_versions(rollout)), default=self.version or 0
+        )
 
 
 @dataclass
@@ -87,8 +90,8 @@ class RolloutQueue:
     """Prompts in submission order, each waiting, being sampled, or finished.
 
     The main thread submits prompts and takes groups; sampling threads call `start`, then `finish` or `fail`. Each
-    prompt's group is taken exactly once, unless `expect` discards it; if its oldest token is staler than
-    `max_staleness` by then, the prompt is sampled again first.
+    prompt's group is taken exactly once, unless `expect` discards it. No group is taken whose oldest token is staler
+    than `max_staleness`: `wait` lets groups overtake others only as long as all can still be taken in time.
 
     Args:
         max_staleness: Largest staleness of a token that may be trained.
@@ -123,10 +126,13 @@ class RolloutQueue:
     def expect(self, number: int) -> None:
         """Forget batches that will not be trained next, and discard as many groups as they had prompts.
 
-        Happens if an epoch ended early, or the data start over. Groups of those batches are discarded first.
+        Happens if an epoch ended early, or the data start over. Groups of those batches are discarded first. Batches
+        that follow `number` without a gap stay, even more than `max_staleness` of them, as after a resume with a lower
+        limit.
         """
         with self._changed:
-            others = {batch for batch in self._sizes if not number <= batch <= number + self._max_staleness}
+            followers = itertools.takewhile(lambda batch: batch in self._sizes, itertools.count(number))
+            others = set(self._sizes) - set(followers)
             self._sizes = {batch: size for batch, size in self._sizes.items() if batch not in others}
             surplus = len(self._entries) - sum(self._sizes.values())
             discarded = sorted(self._entries, key=lambda entry: entry.number not in others)[: max(surplus, 0)]
@@ -171,9 +177,9 @@ class RolloutQueue:
                 self._changed.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait for `count` finished groups, and for running ones that would be too stale for the next batch.
+        """Wait for `count` finished groups, and for running ones that could not be taken in time later.
 
-        Later groups may overtake a slow one, but only while its tokens are fresh enough for another batch.
+        Later groups may overtake slow ones, but only while a later batch has room for these before they are too stale.
         Slow groups are never dropped, which would bias training towards short rollouts.
 
         Raises:
@@ -184,28 +190,37 @@ class RolloutQueue:
         with self._changed:
             if count > len(self._entries):
                 raise RuntimeError(f"{count} groups are to be taken from a queue of {len(self._entries)}; submit more.")
-            self._changed.wait_for(lambda: self._error or self._lost or self._is_ready(count))
-            if self._error or self._lost:
-                raise self._error or self._lost  # type: ignore[misc]
+            self._wait_for(lambda: self._is_ready(count))
 
-    def take(self, number: int, count: int) -> tuple[list[RolloutGroup], Staleness]:
+    def finish_started(self) -> None:
+        """Wait until all groups that may be sampled by now are finished.
+
+        Raises:
+            BaseException: What a sampling thread raised.
+        """
+        with self._changed:
+            self._wait_for(lambda: not self._running and not self._waiting())
+
+    def take(self, number: int, count: int) -> list[RolloutGroup]:
         """Remove and return finished groups for a batch, those with the oldest tokens first. Call `wait` before.
 
         Args:
             number: Number of the batch.
             count: How many groups.
-
-        Returns:
-            The groups, and the staleness of their tokens.
         """
         with self._changed:
-            finished = [entry for entry in self._entries if entry.group is not None]
-            taken = sorted(finished, key=lambda entry: min(entry.versions()))[:count]
+            taken = self._oldest_finished(count)
             self._entries = [entry for entry in self._entries if entry not in taken]
             self._sizes.pop(number, None)
-            staleness = self._measure(taken)
-            self._dropped = 0
-        return [entry.group for entry in taken if entry.group is not None], staleness
+        return [entry.group for entry in taken if entry.group is not None]
+
+    def measure(self, groups: Sequence[RolloutGroup]) -> Staleness:
+        """Staleness of the tokens of groups that are trained now; resets the count of dropped groups."""
+        with self._changed:
+            dropped, self._dropped = self._dropped, 0
+        rollouts = (rollout for group in groups for rollout in group.rollouts)
+        ages = [self.version - version for rollout in rollouts for version in sampled_versions(rollout)]
+        return Staleness(len(ages), sum(ages), max(ages, default=0), dropped)
 
     def close(self) -> None:
         """Start no more sampling."""
@@ -228,7 +243,7 @@ class RolloutQueue:
             self._changed.wait_for(lambda: self._is_closed or self._may_start())
             if self._is_closed:
                 return []
-            waiting = [entry for entry in self._entries if entry.version is None]
+            waiting = self._waiting()
             started = [entry for entry in waiting if entry.number == waiting[0].number] if whole_batch else waiting[:1]
             for entry in started:
                 entry.version, entry.syncs = self.version, self._syncs
@@ -263,15 +278,19 @@ class RolloutQueue:
         """The queue as plain containers: finished groups without data columns, and which prompts are unfinished."""
         with self._changed:
             self._translate_versions()
-            return {"version": self.version, "sizes": dict(self._sizes), "entries": list(map(_to_state, self._entries))}
+            entries = [self._to_state(entry) for entry in self._entries]
+            return {"version": self.version, "sizes": dict(self._sizes), "entries": entries}
 
-    def load_state_dict(self, state: dict[str, Any], prompts: Callable[[int], Sequence[Prompt]], join: Join) -> None:
+    def load_state_dict(self, state: dict[str, Any], prompts: Callable[[int], Sequence[Prompt]], join: Join) -> int:
         """Restore a state. Unfinished groups, and those whose prompt has changed, are sampled again.
 
         Args:
             state: What `state_dict` returned.
             prompts: Returns this rank's prompts of a batch, by its number.
             join: Rebuilds a group.
+
+        Returns:
+            How many finished groups were left out, because their prompt has changed.
         """
         with self._changed:
             self.version, self._sizes = state["version"], dict(state["sizes"])
@@ -282,40 +301,73 @@ class RolloutQueue:
                 elif saved["number"] in self._sizes:  # the batch now has fewer prompts
                     self._sizes[saved["number"]] -= 1
             self._changed.notify_all()
+            restored = sum(entry.group is not None for entry in self._entries)
+            return sum("rollouts" in saved for saved in state["entries"]) - restored
 
     # Called while holding the lock.
 
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._error or self._lost or condition())
+        if self._error or self._lost:
+            raise self._error or self._lost  # type: ignore[misc]
+
     def _may_start(self) -> bool:
-        blocked = self._is_paused or self._lost or self._error
-        return not blocked and any(entry.version is None for entry in self._entries)
+        return not (self._is_paused or self._lost or self._error) and bool(self._waiting())
+
+    def _waiting(self) -> list[QueuedGroup]:
+        """Entries that may be started: none that would be too stale when its batch is trained."""
+        first_batches = sorted(self._sizes)[: self._max_staleness + 1]
+        horizon = sum(self._sizes[number] for number in first_batches)
+        return [entry for entry in self._entries[:horizon] if entry.version is None]
+
+    def _oldest_finished(self, count: int) -> list[QueuedGroup]:
+        finished = [entry for entry in self._entries if entry.group is not None]
+        return sorted(finished, key=lambda entry: entry.oldest)[:count]
 
     def _is_ready(self, count: int) -> bool:
         self._translate_versions()
         self._drop_stale()
-        running = [entry for entry in self._entries if entry.version is not None and entry.group is None]
-        finished = sum(entry.group is not None for entry in self._entries)
-        return finished >= count and not any(self._is_due(entry) for entry in running)
+        taken = self._oldest_finished(count)
+        left = [entry for entry in self._entries if entry not in taken and entry.version is not None]
+        return len(taken) == count and not self._must_wait(left)
 
-    def _is_due(self, entry: QueuedGroup) -> bool:
-        """Whether a running group must be waited for, because its tokens would be too old for the next batch."""
-        assert entry.version is not None
-        return self.version - entry.version >= self._max_staleness
+    def _must_wait(self, left: Sequence[QueuedGroup]) -> bool:
+        """Whether groups that are left for later batches, some still running, would become too stale before.
+
+        Of those that must be taken until some batch, there may be no more than the batches until then have prompts.
+        """
+        later, room = [self._sizes[number] for number in sorted(self._sizes)[1:]], 0
+        for ahead in range(self._max_staleness):
+            due = [entry for entry in left if self.version + ahead - entry.oldest >= self._max_staleness]
+            if len(due) > room and any(entry.group is None for entry in due):
+                return True
+            room += later[ahead] if ahead < len(later) else 0
+        return False
 
     def _translate_versions(self) -> None:
         """Translate token versions of finished groups to the run's numbering.
 
-        If the engine reports none, all tokens get the version at the start of sampling.
+        Groups with tokens of weights that were sent since the last `set_version` are left for later: what version those
+        weights have is not known yet.
         """
+        newest = self._versions[-1][0] if self._versions else None
         for entry in self._entries:
             if entry.group is None or entry.has_run_versions:
                 continue
-            for rollout in entry.group.rollouts:
-                if rollout.weight_versions is None:
-                    assert entry.version is not None
-                    rollout.weight_versions = version_of_all(rollout, entry.version)
-                else:
-                    rollout.weight_versions = list(map(self._run_version, rollout.weight_versions))
-            entry.has_run_versions = True
+            found = [version for rollout in entry.group.rollouts for version in rollout.weight_versions or ()]
+            if newest is None or max(found, default=newest) <= newest:
+                for rollout in entry.group.rollouts:
+                    rollout.weight_versions = self._run_versions(entry, rollout)
+                entry.has_run_versions = True
+
+    def _run_versions(self, entry: QueuedGroup, rollout: Rollout) -> list[int]:
+        """Token versions in the run's numbering; that at the start of sampling if the engine reports none."""
+        if rollout.weight_versions is None:
+            assert entry.version is not None
+            return version_of_all(rollout, entry.version)
+        return (
+            rollout.weight_versions if entry.has_run_versions else list(map(self._run_version, rollout.weight_versions))
+        )
 
     def _run_version(self, engine_version: int) -> int:
         if not self._versions or engine_version == NOT_SAMPLED:
@@ -326,21 +378,23 @@ class RolloutQueue:
     def _drop_stale(self) -> None:
         """Replace groups that are too old by their prompts, to be sampled again, at the same place in the queue."""
         for place, entry in enumerate(self._entries):
-            if entry.group is not None and self.version - min(entry.versions()) > self._max_staleness:
+            if entry.group is not None and self.version - entry.oldest > self._max_staleness:
                 self._dropped += 1
                 again = QueuedGroup(entry.number, entry.place, entry.prompt, entry.attempt + 1)
                 self._entries[place] = again
                 self._changed.notify_all()
 
-    def _measure(self, taken: Sequence[QueuedGroup]) -> Staleness:
-        ages = [
-            self.version - version
-            for entry in taken
-            if entry.group is not None
-            for rollout in entry.group.rollouts
-            for version in sampled_versions(rollout)
-        ]
-        return Staleness(len(ages), sum(ages), max(ages, default=0), self._dropped)
+    def _to_state(self, entry: QueuedGroup) -> dict[str, Any]:
+        plain = {"number": entry.number, "place": entry.place, "attempt": entry.attempt}
+        if entry.group is None:
+            return plain
+        rollouts = entry.group.rollouts
+        return plain | {
+            "version": entry.version,
+            "prompt": derive_seed(*entry.prompt.token_ids),
+            "prompt_ids": entry.group.prompt_ids,
+            "rollouts": [rollout_state(one) | {"weight_versions": self._run_versions(entry, one)} for one in rollouts],
+        }
 
 
 def sampled_versions(rollout: Rollout) -> list[int]:
@@ -354,18 +408,6 @@ def version_of_all(rollout: Rollout, version: int) -> list[int]:
     """The `Rollout.weight_versions` of a rollout sampled from a single version."""
     mask = [1] * len(rollout.token_ids) if rollout.loss_mask is None else rollout.loss_mask
     return [version if bit else NOT_SAMPLED for bit in mask]
-
-
-def _to_state(entry: QueuedGroup) -> dict[str, Any]:
-    plain = {"number": entry.number, "place": entry.place, "attempt": entry.attempt}
-    if entry.group is None:
-        return plain
-    return plain | {
-        "version": entry.version,
-        "prompt": derive_seed(*entry.prompt.token_ids),
-        "prompt_ids": entry.group.prompt_ids,
-        "rollouts": [rollout_state(rollout) for rollout in entry.group.rollouts],
-    }
 
 
 def _restored_entry(saved: dict[str, Any], prompt: Prompt, join: Join) -> QueuedGroup:

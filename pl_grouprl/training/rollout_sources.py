@@ -11,7 +11,7 @@ from pl_grouprl.training.policy_copy import PolicyCopy
 from pl_grouprl.training.rollout_queue import QueuedGroup, RolloutQueue, version_of_all
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.options import drop_none
 
@@ -54,8 +54,13 @@ class RolloutSource(Protocol):
         """Sample a batch that was not submitted ahead; None leaves it to the threads."""
         ...
 
-    def check(self, groups: Sequence[RolloutGroup]) -> None:
-        """Compare the sampler with the policy, once per run, on groups from its current weights. Collective."""
+    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
+        """Compare the sampler with the policy, once per run. Collective.
+
+        Args:
+            groups: Groups from its current weights.
+            prompts: This rank's prompts. If the groups have no tokens, rank 0 samples one for the comparison.
+        """
         ...
 
     def finish(self) -> None:
@@ -97,9 +102,9 @@ class InFlightSource:
     def sample_now(self, batch: PromptBatch) -> None:
         """See `RolloutSource.sample_now`."""
 
-    def check(self, groups: Sequence[RolloutGroup]) -> None:
+    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
         """See `RolloutSource.check`."""
-        self._sampler.compare(groups, self._arguments[0])
+        self._sampler.compare(self._engine, groups, self._arguments[0], prompts)
 
     def finish(self) -> None:
         """See `RolloutSource.finish`. Does not wait: groups in flight start again after a resume."""
@@ -158,12 +163,12 @@ class CopySource:
         branching = drop_none(branching=self._options.get("branching"))
         return self._run.generate(batch.prompts, *self._arguments, seed=("rollout", batch.rollout_number), **branching)
 
-    def check(self, groups: Sequence[RolloutGroup]) -> None:
+    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
         """See `RolloutSource.check`. Does nothing: a copy equals the policy."""
 
     def finish(self) -> None:
         """See `RolloutSource.finish`."""
-        self._queue.wait(len(self._queue))
+        self._queue.finish_started()
 
     def stop(self) -> None:
         """See `RolloutSource.stop`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -85,7 +85,7 @@ class RolloutsAhead:
         self._queue = queue
         self._threads = SamplingThreads(queue, self._source.sample, whole_batches=self._source.whole_batches)
 
-    def take(self, batch: PromptBatch) -> tuple[list[RolloutGroup], Staleness]:
+    def take(self, batch: PromptBatch) -> list[RolloutGroup]:
         """Wait for one finished group per prompt of this rank's batch, and remove them from the queue. Collective.
 
         The groups may come from prompts of other batches. Each gets a `group_id` that is unique across ranks.
@@ -97,14 +97,19 @@ class RolloutsAhead:
             self._restore(queue)
             queue.expect(batch.rollout_number)
             self._source.refresh(count, lambda: self._submit_and_wait(queue, batch))
-            groups, staleness = queue.take(batch.rollout_number, count)
+            groups = queue.take(batch.rollout_number, count)
             self._next_version = queue.version + 1
             fresh = [group for group in groups if _is_sampled_from(group, queue.version)]
-            self._source.check(fresh)
+            self._source.check(fresh, batch.prompts)
         rank, ranks = self._run.global_rank, num_ranks()
         for place, group in enumerate(groups):
             group.group_id = rank + ranks * place
-        return groups, staleness
+        return groups
+
+    def measure(self, groups: Sequence[RolloutGroup]) -> Staleness:
+        """Staleness of the groups that are trained now."""
+        assert self._queue is not None
+        return self._queue.measure(groups)
 
     def _submit_and_wait(self, queue: RolloutQueue, batch: PromptBatch) -> None:
         """Submit the prompts of this and the next `max_staleness` batches; wait for as many groups as one batch has."""
@@ -136,7 +141,7 @@ class RolloutsAhead:
         if not threads.join(END_SECONDS if at_once or self._source.can_stop else None):
             rank_zero_warn("rollouts are still being sampled at the end of the run; they are dropped.")
         if self._state is None:
-            self._state = queue.state_dict()
+            self._state = queue.state_dict() | {"options": self._options()}
         self._queue = self._source = None
 
     def mark_current(self, groups: Sequence[RolloutGroup]) -> None:
@@ -152,7 +157,7 @@ class RolloutsAhead:
         if self._state is None and self._queue is not None:
             assert self._source is not None
             self._source.finish()
-            return self._queue.state_dict()
+            return self._queue.state_dict() | {"options": self._options()}
         return self._state
 
     def load_state_dicts(self, per_rank: Sequence[dict[str, Any] | None]) -> None:
@@ -172,11 +177,25 @@ class RolloutsAhead:
                 f"{again} groups of rollouts were not finished when the checkpoint was saved: they start again."
             )
 
+    def _options(self) -> dict[str, Any]:
+        """What rollouts are sampled with, as plain values."""
+        branching = None if self._branching is None else asdict(self._branching)
+        options = {**asdict(self._sampling), "num_generations": self._num_generations, "branching": branching}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
     def _restore(self, queue: RolloutQueue) -> None:
         state, self._state = self._state, None
-        if state is not None:
-            queue.load_state_dict(state, self.data.peek, self._rebuild_group)
-            self._next_version = queue.version + 1
+        if state is None:
+            return
+        saved, options = state.get("options", {}), self._options()
+        if changed := [name for name in saved if saved[name] != options.get(name)]:
+            entries = [{**entry, "prompt": None} for entry in state["entries"]]  # as if they were other prompts
+            state = {**state, "entries": entries}
+        left_out = queue.load_state_dict(state, self.data.peek, self._rebuild_group)
+        if left_out:
+            reason = f"{', '.join(changed)} changed" if changed else "their prompts have changed"
+            rank_zero_info(f"{left_out} groups of rollouts sampled ahead are sampled again, because {reason}.")
+        self._next_version = queue.version + 1
 
     def _rebuild_group(self, prompt: Prompt, token_ids: list[int], rollouts: list[Rollout]) -> RolloutGroup:
         """Rebuild a saved group; its prompt tokens may include an environment's observation."""

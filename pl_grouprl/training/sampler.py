@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
+from pl_grouprl.checks.sampler_parity import can_compare
 from pl_grouprl.episodes.limits import EpisodeLimits
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.harnesses import Verifiers
@@ -21,7 +22,7 @@ from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.sync.weight_sync import WeightSync
 from pl_grouprl.training.engine_rounds import EngineRounds
 from pl_grouprl.training.run import Run
-from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
+from pl_grouprl.training.sampler_parity_check import SamplerParityCheck, has_tokens
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.copying import private_copy
@@ -119,16 +120,36 @@ class Sampler:
         assert isinstance(self.engine, SyncedRolloutEngine)
         return self._weight_sync.sample(self._run, self.engine, run)
 
-    def compare(self, groups: Sequence[RolloutGroup], sampling: SamplingConfig) -> None:
-        """Compare the engine with the policy by groups of its current weights, if that was not done. Collective.
+    def compare(
+        self,
+        engine: RolloutEngine,
+        groups: Sequence[RolloutGroup],
+        sampling: SamplingConfig,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        """Compare the engine with the policy, if that was not done. Collective.
 
         Args:
-            groups: This rank's; if rank 0 has none, they are compared another time.
+            engine: The engine, for calls that are not collective.
+            groups: This rank's groups from the current weights.
             sampling: How they were sampled.
+            prompts: This rank's. If rank 0 has no tokens to compare, it samples a completion of its first prompt:
+                after a resume, for example, all groups may be from older weights.
         """
         assert isinstance(self.engine, SyncedRolloutEngine)
-        if not self._check.is_done and gather_plain(bool(groups), self._run.device)[0]:
-            self._check.run(self._run, self.engine, groups, sampling)
+        if self._check.is_done or not can_compare(sampling):
+            return
+        if not gather_plain(any(map(has_tokens, groups)), self._run.device)[0]:
+            own = [] if self._run.global_rank else prompts[:1]
+            groups = self.synced(lambda: [self._sample_once(engine, sampling, prompt) for prompt in own])
+        self._check.run(self._run, self.engine, groups, sampling)
+
+    def _sample_once(self, engine: RolloutEngine, sampling: SamplingConfig, prompt: Prompt) -> RolloutGroup:
+        opened = prompt.open()
+        options: dict[str, Any] = {"media": [dict(opened.media)]} if opened.media else {}
+        options["seed"] = derive_seed("compare", self._seed)
+        rollouts = engine.generate([list(opened.token_ids)], sampling, num_generations=1, **options)
+        return self.group([opened], rollouts)[0]
 
     def _generate(
         self,

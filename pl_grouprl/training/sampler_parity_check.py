@@ -14,7 +14,7 @@ from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.sync.sampler import WeightsMismatchError
 from pl_grouprl.types import RolloutGroup, SamplingConfig
-from pl_grouprl.utilities.distributed import raise_on_all_ranks
+from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.tolerances import tolerance_of
 
 if TYPE_CHECKING:
@@ -58,11 +58,18 @@ class SamplerParityCheck:
         """
         if self.is_done or not can_compare(sampling):
             return
+        if not gather_plain(any(map(has_tokens, groups)), module.device)[0]:  # all are empty: next time
+            return
         with module.support.whole_weights(module.policy):
             raise_on_all_ranks(
                 lambda: None if module.global_rank else _compare(module, engine, groups, sampling), module.device
             )
         self.is_done = True
+
+
+def has_tokens(group: RolloutGroup) -> bool:
+    """Whether a rollout has a sampled token, by which samplers are compared."""
+    return any(rollout.num_sampled_tokens for rollout in group.rollouts)
 
 
 def _compare(

@@ -232,13 +232,63 @@ def test_engines_that_cannot_are_refused(fit, lacks, message):
         fit(engine)
 
 
-def test_log_probabilities_are_compared_with_the_policy(fit):
-    class Wrong(InFlightEngine):
-        def generate(self, *args, **kwargs):
-            groups = super().generate(*args, **kwargs)
-            for rollout in (rollout for group in groups for rollout in group):
-                rollout.logprobs = [-9.0] * len(rollout.token_ids)
-            return groups
+class Wrong(InFlightEngine):
+    """Reports other log-probabilities than the policy's; writes nothing in its first calls."""
 
+    def __init__(self, silent_calls=0):
+        super().__init__()
+        self.silent_calls = silent_calls
+
+    def generate(self, *args, **kwargs):
+        groups = super().generate(*args, **kwargs)
+        silent = len(self.calls) <= self.silent_calls
+        for rollout in (rollout for group in groups for rollout in group):
+            rollout.token_ids = [] if silent else rollout.token_ids
+            rollout.logprobs = [-9.0] * len(rollout.token_ids)
+            rollout.weight_versions = rollout.weight_versions[: len(rollout.token_ids)]
+        return groups
+
+
+def test_log_probabilities_are_compared_with_the_policy(fit):
     with pytest.raises(WeightsMismatchError, match="its log-probabilities differ from the policy's"):
         fit(Wrong())
+
+
+def test_they_are_compared_once_there_are_tokens(fit):
+    engine = Wrong(silent_calls=8)
+    with pytest.raises(WeightsMismatchError, match="its log-probabilities differ from the policy's"):
+        fit(engine)
+    assert len(engine.calls) > 8
+
+
+@pytest.fixture
+def saved(fit, tmp_path):
+    """A checkpoint after the first step, when all groups of the second batch were sampled."""
+    saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(InFlightEngine(), callbacks=[saving], max_steps=1, at_end=lambda module: module.collector.ahead._queue.wait(4))
+    return tmp_path / "step=1.ckpt"
+
+
+def test_they_are_compared_after_a_resume_from_groups_of_older_weights(fit, saved):
+    with pytest.raises(WeightsMismatchError, match="its log-probabilities differ from the policy's"):
+        fit(Wrong(), ckpt_path=saved)
+
+
+def test_groups_of_other_options_are_sampled_again_after_a_resume(fit, saved, caplog):
+    with caplog.at_level("INFO"):
+        trained, *_ = fit(InFlightEngine(), ckpt_path=saved, num_generations=2, allow_changed=["num_generations"])
+    assert "4 groups of rollouts sampled ahead are sampled again, because num_generations changed" in caplog.text
+    assert {len(group.rollouts) for groups in trained.groups for group in groups} == {2}
+    assert trained.steps[0]["rollout/staleness/max"] == 0
+
+
+def test_staleness_is_that_of_the_groups_that_are_trained(fit):
+    calls = []
+
+    def first_are_equal(completions, **columns):  # those of the second batch, all sampled ahead, are replaced
+        calls.append(len(completions))
+        return [0.0 if 16 < sum(calls) <= 32 else float(place) for place in range(len(completions))]
+
+    trained, *_ = fit(InFlightEngine(), max_steps=2, dynamic_sampling=True, rewards=[first_are_equal])
+    assert trained.steps[1]["dynamic_sampling/generation_batches"] == 2
+    assert trained.steps[1]["rollout/staleness/max"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -29,8 +30,8 @@ def sample(queue, versions=None, whole_batch=False):
 
 def taken(queue, number, count=2):
     queue.wait(count)
-    groups, staleness = queue.take(number, count)
-    return [group.prompt_ids[0] for group in groups], staleness
+    groups = queue.take(number, count)
+    return [group.prompt_ids[0] for group in groups], queue.measure(groups)
 
 
 def test_groups_come_in_the_order_of_their_prompts_and_age_by_batches():
@@ -75,7 +76,70 @@ def test_fast_groups_overtake_a_slow_one_until_it_would_be_too_old():
     assert waiting.is_alive()  # enough are finished, but at the next batch the slow one would be three old
     queue.finish(slow, [group_of(entry) for entry in slow])
     waiting.join(60)
-    assert [group.prompt_ids[0] for group in queue.take(2, 2)[0]] == [0, 21]
+    assert [group.prompt_ids[0] for group in queue.take(2, 2)] == [0, 21]
+
+
+def test_a_batch_overtakes_only_as_long_as_the_slow_ones_can_be_taken_in_time():
+    queue = RolloutQueue(2)
+    for number in range(3):
+        queue.submit(number, prompts(number))
+    for _ in range(2):
+        sample(queue)
+    slow = [queue.start(False) for _ in range(4)]
+    assert taken(queue, 0)[0] == [0, 1]
+    queue.set_version(1)
+    queue.submit(3, prompts(3))
+    for _ in range(2):
+        sample(queue)
+    waiting = threading.Thread(target=queue.wait, args=(2,), daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()  # four would be left for the next batch, the last one that they are not too old for
+    for entries in slow[:2]:
+        queue.finish(entries, [group_of(entry) for entry in entries])
+    waiting.join(60)
+    assert [group.prompt_ids[0] for group in queue.take(1, 2)] == [10, 11]
+    queue.set_version(2)
+    for entries in slow[2:]:
+        queue.finish(entries, [group_of(entry) for entry in entries])
+    assert taken(queue, 2) == ([20, 21], Staleness(4, 8, 2, dropped=0))
+
+
+def is_ready(queue, count):
+    with queue._changed:
+        return queue._is_ready(count)
+
+
+def step(queue, running, rng):
+    """Start what may start, or finish one of the groups that run, often the latest."""
+    if queue._may_start() and rng.random() < 0.5:
+        running.append(queue.start(False))
+    elif running:
+        entries = running.pop(rng.randrange(len(running)) if rng.random() < 0.3 else -1)
+        queue.finish(entries, [group_of(entry) for entry in entries])
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_at_any_speed_each_prompt_is_trained_once_and_none_too_old(seed):
+    rng = random.Random(seed)
+    k, count, last = rng.randint(1, 4), rng.randint(1, 3), 12
+    queue, running, trained = RolloutQueue(k), [], []
+    for number in range(last):
+        queue.expect(number)
+        queue.set_version(number)
+        for later in range(number, number + k + 1):
+            if not queue.has(later):
+                queue.submit(later, prompts(later, count))
+        for _ in range(rng.randrange(12)):
+            step(queue, running, rng)
+        while not is_ready(queue, count):
+            step(queue, running, rng)
+        groups = queue.take(number, count)
+        staleness = queue.measure(groups)
+        assert staleness.dropped == 0
+        assert staleness.largest <= k
+        trained += [group.prompt_ids[0] for group in groups]
+    assert len(set(trained)) == len(trained) == count * last
 
 
 def test_groups_that_are_too_old_are_sampled_again():
@@ -106,9 +170,9 @@ def test_versions_of_the_engine_become_batches():
     queue.finish(late, [group_of(late[0], [13, 14])])
     sample(queue, [NOT_SAMPLED, 14])
     queue.wait(3)
-    groups, staleness = queue.take(0, 3)
+    groups = queue.take(0, 3)
     assert [group.rollouts[0].weight_versions for group in groups] == [[5, 5], [5, 6], [NOT_SAMPLED, 6]]
-    assert staleness == Staleness(tokens=5, total=3, largest=1)
+    assert queue.measure(groups) == Staleness(tokens=5, total=3, largest=1)
 
 
 def test_context_has_no_staleness():
@@ -232,16 +296,57 @@ def test_the_state_has_what_was_sampled_and_names_the_rest():
     assert [entry.prompt.token_ids for entry in restored.start(True)] == [[1]]
     assert [entry.prompt.token_ids for entry in restored.start(True)] == [[10], [11]]
     restored.wait(1)
-    (group,), _ = restored.take(0, 1)
+    (group,) = restored.take(0, 1)
     assert (group.prompt_ids, group.columns) == ([0], {"answer": 1})
     assert group.rollouts == [Rollout([7, 8], weight_versions=[4, 4])]
+
+
+def test_a_lower_limit_trains_each_prompt_once():
+    queue, restored = RolloutQueue(3), RolloutQueue(1)
+    for number in range(4):
+        queue.submit(number, prompts(number))
+    slow = queue.start(False)  # the first prompt: overtaken by one of the second batch
+    for _ in range(7):
+        sample(queue)
+    trained = taken(queue, 0)[0]
+    queue.finish(slow, [group_of(slow[0])])
+    restored.load_state_dict(queue.state_dict(), prompts, lambda _, ids, rollouts: RolloutGroup(ids, rollouts))
+    for number in range(1, 4):
+        restored.expect(number)
+        restored.set_version(number)
+        for later in (number, number + 1):
+            if not restored.has(later):
+                restored.submit(later, prompts(later))
+        while not is_ready(restored, 2):
+            sample(restored)
+        groups = restored.take(number, 2)
+        assert restored.measure(groups).largest <= 1
+        trained += [group.prompt_ids[0] for group in groups]
+    assert sorted(trained) == [10 * number + place for number in range(4) for place in range(2)]
+
+
+def test_versions_that_are_not_known_yet_stay_open():
+    """As after a validation, which sends weights before the next batch gives their version a number."""
+    queue = RolloutQueue(1)
+    queue.set_version(0, engine_version=1)
+    queue.submit(0, prompts(0))
+    sample(queue, [1, 1])
+    sample(queue, [1, 2])
+    first, second = queue.state_dict()["entries"]
+    assert [saved["rollouts"][0]["weight_versions"] for saved in (first, second)] == [[0, 0], [0, 0]]
+    queue.set_version(1, engine_version=2)
+    queue.wait(2)
+    groups = queue.take(0, 2)
+    assert [group.rollouts[0].weight_versions for group in groups] == [[0, 0], [0, 1]]
+    assert queue.measure(groups) == Staleness(4, 3, 1)
 
 
 def test_groups_of_other_prompts_are_sampled_again():
     queue, restored = RolloutQueue(1), RolloutQueue(1)
     queue.submit(0, prompts(0))
     sample(queue)
-    restored.load_state_dict(queue.state_dict(), lambda number: prompts(5, count=1), lambda *_: pytest.fail("joined"))
+    state = queue.state_dict()
+    assert restored.load_state_dict(state, lambda number: prompts(5, count=1), lambda *_: pytest.fail("joined")) == 1
     assert [entry.prompt.token_ids for entry in restored.start(True)] == [[50]]
 
 
@@ -261,7 +366,7 @@ def test_a_batch_may_have_fewer_prompts_after_a_resume():
     restored.set_version(1)
     for number in (1, 2):
         restored.wait(3 - number)
-        assert len(restored.take(number, 3 - number)[0]) == 3 - number
+        assert len(restored.take(number, 3 - number)) == 3 - number
     assert len(restored) == 0
 
 
