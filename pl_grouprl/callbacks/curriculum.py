@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pl_grouprl.data.levels import LevelSchedule
 from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.step_log import log_numbers
 
@@ -21,8 +22,11 @@ class Curriculum(Callback):
 
     A column of the rows has their level, from 0 (`ReasoningGym` writes it). Training begins at level 0. When the mean
     reward of the last `window` batches of rollouts at the current level exceeds `threshold`, the next batch comes from
-    the next level; when it is below `fall_below`, from the previous one. The mean then starts over. With
-    `max_staleness`, a batch that is already queued keeps its level. Logs `curriculum/level`.
+    the next level; when it is below `fall_below`, from the previous one. The mean then starts over. Logs
+    `curriculum/level`, the mean level of the groups that are trained.
+
+    With `max_staleness`, prompts that are already queued keep their level. A batch with groups of several levels does
+    not count for the mean.
 
     Validation uses the prompts of all levels. Checkpoints contain the level and the rewards that decide it, so a
     resumed run continues exactly. It may have another `threshold`, `fall_below` or `window`, but not other rows.
@@ -63,6 +67,8 @@ class Curriculum(Callback):
         self.metric = metric
         self.column = column
         self._num_levels = 1
+        self._rollouts: Any = None  # those of the latest step, with the levels of their groups on all ranks
+        self._levels: list[int] = []
         self._start_over()
 
     def _start_over(self) -> None:
@@ -96,13 +102,17 @@ class Curriculum(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Count the reward of a new batch of rollouts, before any callback can save a checkpoint of the step."""
         rollouts: Any = pl_module.last_rollouts
-        level, _ = self._schedule.at(rollouts.rollout_number)
-        log_numbers(pl_module, {"curriculum/level": float(level)})
+        if rollouts is not self._rollouts:
+            self._rollouts = rollouts
+            scheduled, _ = self._schedule.at(rollouts.rollout_number)  # rollouts of a checkpoint have no columns
+            of_rank = [int(group.columns.get(self.column, scheduled)) for group in rollouts.groups]
+            self._levels = [level for levels in gather_plain(of_rank, pl_module.device) for level in levels]
+        log_numbers(pl_module, {"curriculum/level": math.fsum(self._levels) / len(self._levels)})
         if rollouts.rollout_number <= self._last_rollout:
             return
         self._last_rollout = rollouts.rollout_number
         reward = self._reward(rollouts.metrics)
-        if level == self.level and math.isfinite(reward):
+        if set(self._levels) == {self.level} and math.isfinite(reward):
             self._rewards = [*self._rewards, reward][-self.window :]
             self._update_level()
 
