@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from pl_grouprl.rollout.server.sequences import (
 from pl_grouprl.rollout.server.server import RefusedError, Server
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
+from pl_grouprl.utilities.systems import max_open_files
 
 _HEARTBEAT = 5.0
 """Seconds between two health checks of a server."""
@@ -33,6 +34,12 @@ all of `timeout`, because the first rollouts may wait for a compiler."""
 
 _MAX_BREAKS = 5
 """Give up when a server breaks off this many times in a row, or a prompt is broken off this many times."""
+
+_OTHER_FILES = 256
+"""Open files to leave to the rest of the process: each sequence that a server samples has a connection."""
+
+_MIN_SEQUENCES = 8
+"""Sequences that a server samples at a time, however few files may be open."""
 
 _FIRST_PAUSE = 0.5
 """Seconds until a server that broke off is asked again; doubles each time."""
@@ -60,17 +67,20 @@ class _Member:
 
     Attributes:
         server: The server.
+        gate: Limits the sequences that it samples at a time.
         state: `unknown` at first, then `up` or `away`.
         jobs: The jobs that it is sampling.
         max_jobs: Most jobs to give it: lowered when it refuses one, raised by each that it finishes.
         breaks: How often it broke off since it last finished a job.
+        pauses: Pauses while it refuses all jobs, until its `timeout`; None if it does not.
         watcher: The task that watches it.
         http: Its client, while it is watched.
         broken: Future of the error with which it breaks off.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, max_sequences: int) -> None:
         self.server = server
+        self.gate = asyncio.Semaphore(max_sequences)
         self.watcher: asyncio.Task[None] | None = None
         self.jobs: set[_Job] = set()
         self.reset()
@@ -78,6 +88,7 @@ class _Member:
     def reset(self) -> None:
         """Forget what is known about the server."""
         self.state, self.breaks, self.max_jobs = "unknown", 0, math.inf
+        self.pauses: Iterator[float] | None = None
         self.http: httpx.AsyncClient | None = None
         self.broken: asyncio.Future[Exception] | None = None
 
@@ -94,7 +105,8 @@ class Distribution:
 
     def __init__(self, servers: Sequence[Server], max_concurrent: int) -> None:
         self._max_concurrent = max_concurrent
-        self._members = [_Member(server) for server in servers]
+        max_sequences = max((max_open_files() - _OTHER_FILES) // len(servers), _MIN_SEQUENCES)
+        self._members = [_Member(server, max_sequences) for server in servers]
         self._waiting: deque[_Job] = deque()
         self._unfinished: set[_Job] = set()
 
@@ -142,14 +154,14 @@ class Distribution:
         """Sample a prompt on a server."""
         try:
             assert member.http is not None
-            rollouts = await sample(member.http, member.server, job.request)
+            rollouts = await sample(member.http, member.server, job.request, member.gate)
         except (BrokenOffError, httpx.TransportError) as error:
             member.jobs.discard(job)
             if isinstance(error, BusyError) and member.jobs:  # it keeps its jobs, but takes no more
                 member.max_jobs = len(member.jobs)
                 self._waiting.appendleft(job)
                 return
-            job.breaks += 1
+            job.breaks += not isinstance(error, BusyError)
             if job.breaks == _MAX_BREAKS:
                 self._finish(job, _broke_off(member, error))
             else:
@@ -159,7 +171,7 @@ class Distribution:
         except Exception as error:
             self._finish(job, error)
         else:
-            member.breaks = 0
+            member.breaks, member.pauses = 0, None
             member.max_jobs += 1  # it may have room for more now
             self._finish(job, rollouts)
 
@@ -202,14 +214,26 @@ class Distribution:
     async def _pause(self, member: _Member, error: Exception) -> None:
         """Give the prompts of a server that broke off to the others, and leave it alone for a while."""
         member.state = "away"
-        member.breaks += 1
-        if member.breaks == _MAX_BREAKS:
-            raise _broke_off(member, error) from error
+        seconds = self._pause_after(member, error)
         tasks = {job: job.task for job in member.jobs if job.task is not None}
         await cancel_all(tasks.values())
         self._waiting.extendleft(job for job, task in tasks.items() if task.cancelled())
         self._distribute()
-        await asyncio.sleep(_FIRST_PAUSE * 2 ** (member.breaks - 1))
+        await asyncio.sleep(seconds)
+
+    @staticmethod
+    def _pause_after(member: _Member, error: Exception) -> float:
+        """Seconds to leave a server alone; raises if it was overloaded for its `timeout`, or broke off too often."""
+        if isinstance(error, BusyError):
+            member.pauses = member.pauses or member.server.pauses()
+            seconds = next(member.pauses, None)
+            if seconds is None:
+                raise member.server.unreachable_error(error) from error
+            return seconds
+        member.breaks += 1
+        if member.breaks == _MAX_BREAKS:
+            raise _broke_off(member, error) from error
+        return _FIRST_PAUSE * 2 ** (member.breaks - 1)
 
     async def _reach(self, member: _Member, http: httpx.AsyncClient) -> str:
         """`Server.wait`, as a coroutine."""

@@ -258,7 +258,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             prompt = [int(token) for token in prompt]
             options = [sampling_options(limited, seed=one, **tokens) for one in prompt_seeds]
             bodies = [{"token_ids": prompt, "sampling_params": option} for option in options]
-            requests.append(PromptRequest(bodies, stop, self._labels, version))
+            requests.append(PromptRequest(bodies, stop, self._labels, version, self._vocab_size))
         groups = self._pool.sample(requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups

@@ -51,13 +51,15 @@ class Labels:
         found = f"the sampling server at {url} has weights {label!r}, not {self.of(min_version)!r}."
         if label in (_FRESH, self.lost):
             raise SamplerLostError(f"{found} It was restarted, or has lost an update.")
-        run, _, version = label.rpartition(":")
+        run, _, version = str(label).rpartition(":")
         if run != self.run:
             raise WeightsMismatchError(
                 f"{found} Does another trainer use this server? Give each trainer its own servers."
             )
         if label == self.updating:
             return None
+        if not version.isdigit():
+            raise WeightsMismatchError(f"{found} No version of this run is called that.")
         if int(version) < min_version:
             raise WeightsMismatchError(f"{found} They are older than those of this run.")
         return int(version)

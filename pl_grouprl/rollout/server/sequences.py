@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,20 +43,30 @@ class PromptRequest:
         stop: Strings that end a sequence.
         labels: Labels of the run's weights.
         min_version: The oldest version that tokens may be sampled from.
+        vocab_size: Size of the model's vocabulary.
     """
 
     bodies: Sequence[dict[str, Any]]
     stop: StopStrings
     labels: Labels
     min_version: int
+    vocab_size: int
 
     def check(self, label: str, server: Server) -> None:
         """Refuse weights that are lost, too old, or another trainer's; see `Labels.version`."""
         self.labels.version(label, self.min_version, server.url)
 
 
-async def sample(http: httpx.AsyncClient, server: Server, request: PromptRequest) -> list[Rollout]:
+async def sample(
+    http: httpx.AsyncClient, server: Server, request: PromptRequest, gate: asyncio.Semaphore
+) -> list[Rollout]:
     """Sample the sequences of a prompt concurrently.
+
+    Args:
+        http: Client of the server.
+        server: The server.
+        request: The request.
+        gate: Limits the sequences that the server samples at a time.
 
     Raises:
         BrokenOffError: If the server breaks off an answer, or is overloaded.
@@ -64,7 +75,7 @@ async def sample(http: httpx.AsyncClient, server: Server, request: PromptRequest
         WeightsMismatchError: If it has other weights.
         ValueError: If it refuses the request.
     """
-    return await _all(_sequence(http, server, request, body) for body in request.bodies)
+    return await _all(_sequence(http, server, request, body, gate) for body in request.bodies)
 
 
 async def read_label(http: httpx.AsyncClient, server: Server) -> str:
@@ -91,54 +102,98 @@ def decode(server: Server, response: httpx.Response) -> Any:
         raise ValueError(str(error)) if error.status in (400, 422) else error from None
 
 
-async def _sequence(http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any]) -> Rollout:
+@dataclass(frozen=True)
+class _Part:
+    """A part of an answer.
+
+    Attributes:
+        token_ids: New tokens.
+        logprobs: The log-probability of each.
+        finish_reason: Why the sequence has ended; None if it has not.
+        spans: vLLM's `weight_versions`.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    spans: Sequence[Mapping[str, Any]] | None
+
+
+async def _sequence(
+    http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any], gate: asyncio.Semaphore
+) -> Rollout:
     """Sample one sequence; start again if an update aborts it."""
     while True:
-        completion, stopped, choice = Completion(request.stop), False, None
+        completion, stopped, part = Completion(request.stop), False, None
         named = {**body, "request_id": secrets.token_hex(8), "stream": bool(request.stop)}
-        async for choice in _choices(http, server, named):
-            reason = choice["finish_reason"]
-            if not (stopped or reason == "abort"):
-                stopped = completion.add(*_new_tokens(choice), reason)
-                if stopped:  # vLLM then ends the sequence and reports its weights
-                    name = f"generate-tokens-{named['request_id']}"
-                    await http.post("/inference/v1/abort_requests", json={"request_ids": [name]})
-        if choice is None or choice["finish_reason"] is None:
+        async with gate, aclosing(_parts(http, server, request, named)) as parts:
+            async for part in parts:
+                if not (stopped or part.finish_reason == "abort"):
+                    stopped = completion.add(part.token_ids, part.logprobs, part.finish_reason)
+                    if stopped:  # vLLM then ends the sequence and reports its weights
+                        name = f"generate-tokens-{named['request_id']}"
+                        await http.post("/inference/v1/abort_requests", json={"request_ids": [name]})
+        if part is None or part.finish_reason is None:
             raise BrokenOffError("the answer ended before its rollout did")
-        if stopped or choice["finish_reason"] != "abort":
-            return _rollout(server, request, completion, choice)
+        if stopped or part.finish_reason != "abort":
+            rollout = completion.rollout()
+            return _checked(rollout, server, request, part, body["sampling_params"]["max_tokens"])
         label = decode(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
         request.check(label, server)
 
 
-async def _choices(http: httpx.AsyncClient, server: Server, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _parts(
+    http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any]
+) -> AsyncGenerator[_Part, None]:
     """The answer of vLLM, streamed in parts if there are stop strings to look for."""
     async with http.stream("POST", "/inference/v1/generate", json=body) as response:
         if not body["stream"] or response.status_code != 200:
             await response.aread()
-            yield decode(server, response)["choices"][0]
+            answer = decode(server, response)
+            with _as_broken_off():
+                part = _read_part(answer["choices"][0], request.vocab_size)
+            yield part
             return
         async for line in response.aiter_lines():
-            if line.startswith("data: {"):
+            if not line.startswith("data: {"):
+                continue
+            with _as_broken_off():
                 message = json.loads(line.removeprefix("data: "))
-                if "error" in message:
-                    raise BrokenOffError(str(message["error"])[:2000])
-                for choice in message["choices"]:
-                    yield choice
+                parts = [_read_part(choice, request.vocab_size) for choice in message.get("choices", ())]
+            if "error" in message:
+                raise BrokenOffError(str(message["error"])[:2000])
+            for part in parts:
+                yield part
 
 
-def _rollout(server: Server, request: PromptRequest, completion: Completion, last: dict[str, Any]) -> Rollout:
-    rollout = completion.rollout()
+def _read_part(choice: Mapping[str, Any], vocab_size: int) -> _Part:
+    token_ids = choice["token_ids"] or []
+    content = (choice["logprobs"] or {}).get("content") or []
+    if [found["token_id"] for found in content] != token_ids:
+        raise ValueError("its log-probabilities are not those of its tokens")
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise ValueError(f"it has token ids from {min(token_ids)} to {max(token_ids)}, beyond vocab_size={vocab_size}")
+    logprobs = [math.nan if found["logprob"] <= _NOT_FINITE else found["logprob"] for found in content]
+    return _Part(token_ids, logprobs, choice["finish_reason"], choice.get("weight_versions"))
+
+
+def _checked(rollout: Rollout, server: Server, request: PromptRequest, last: _Part, max_tokens: int) -> Rollout:
+    """Set the versions of a rollout's weights."""
     count = len(rollout.token_ids)
-    rollout.weight_versions = request.labels.of_tokens(last["weight_versions"], count, request.min_version, server.url)
+    if count > max_tokens:
+        raise BrokenOffError(f"an answer of {count} tokens, where max_tokens is {max_tokens}")
+    rollout.weight_versions = request.labels.of_tokens(last.spans, count, request.min_version, server.url)
     tick(count)
     return rollout
 
 
-def _new_tokens(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
-    content = (choice["logprobs"] or {}).get("content") or ()
-    logprobs = (found["logprob"] for found in content)
-    return choice["token_ids"] or [], [math.nan if value <= _NOT_FINITE else value for value in logprobs]
+@contextmanager
+def _as_broken_off() -> Iterator[None]:
+    """Treat an answer that is not in vLLM's form as one that was broken off, by a proxy for example."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise BrokenOffError(f"a malformed answer ({type(error).__name__}: {error})") from error
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -5,6 +5,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers.fake_sampler import FakeSampler
@@ -17,7 +19,7 @@ from pl_grouprl.rollout.server.pool import ServerPool
 from pl_grouprl.rollout.server.sequences import PromptRequest
 from pl_grouprl.rollout.server.server import Server
 from pl_grouprl.rollout.stopping import StopStrings
-from pl_grouprl.sync.sampler import SamplerLostError
+from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
 
 LABELS = Labels("run")
 ROLLOUTS = "/inference/v1/generate"
@@ -65,7 +67,7 @@ def pool_of(fakes, max_concurrent=64, timeout=20.0):
 
 def request(token, sequences=1):
     body = {"token_ids": [token], "sampling_params": {"seed": token, "max_tokens": 3, "stop_token_ids": []}}
-    return PromptRequest(sequences * [body], StopStrings(None, ()), LABELS, min_version=1)
+    return PromptRequest(sequences * [body], StopStrings(None, ()), LABELS, min_version=1, vocab_size=61)
 
 
 def in_threads(pool, count):
@@ -272,3 +274,76 @@ def test_a_server_that_is_busy_goes_on_with_what_it_has(fakes, monkeypatch):
     fake.generate, fake.before = generate, look
     assert len(pool_of([fake]).sample([request(token) for token in range(12)])) == 12
     assert len(fake.asked) == 12  # none was given up and begun again
+
+
+def test_a_server_may_be_overloaded_for_as_long_as_its_timeout(fakes):
+    fake, answer, refused = fakes[0], fakes[0].generate, []
+
+    def generate(body):
+        if len(refused) < 20:  # more often than it may break off
+            refused.append(body)
+            return 429, {"error": "later"}
+        return answer(body)
+
+    fake.generate = generate
+    assert pool_of(fakes[:1]).sample([request(1)])[0][0].token_ids == [1, 1, 0]
+    fake.generate = lambda body: (429, {"error": "later"})
+    with pytest.raises(RuntimeError, match=r"did not come back within 1 seconds \(BusyError: .*429: later\)"):
+        pool_of(fakes[:1], timeout=1.0).sample([request(1)])
+
+
+def test_sequences_leave_files_to_the_rest_of_the_process(fakes, monkeypatch):
+    monkeypatch.setattr(distribution_module, "max_open_files", lambda: distribution_module._OTHER_FILES + 20)
+    busy = [Busy(fake) for fake in fakes]
+    pool_of(fakes).sample([request(token, sequences=8) for token in range(8)])
+    assert sum(one.total for one in busy) == 64
+    assert max(one.most for one in busy) <= 10
+    monkeypatch.setattr(distribution_module, "max_open_files", lambda: 1)
+    pool_of(fakes).sample([request(token, sequences=16) for token in range(2)])
+    assert max(one.most for one in busy) <= 10
+
+
+def malformed(**changes):
+    def change(answer, body):
+        (choice,) = answer["choices"]
+        return {"choices": [{**choice, **changes}]}
+
+    return change
+
+
+MALFORMED = {
+    "logprobs of other tokens": malformed(logprobs={"content": [{"token_id": 0, "logprob": -1.0}] * 3}),
+    "fewer logprobs": malformed(logprobs={"content": [{"token_id": 1, "logprob": -1.0}]}),
+    "no logprobs": malformed(logprobs=None),
+    "unknown tokens": malformed(token_ids=[61] * 3, logprobs={"content": [{"token_id": 61, "logprob": -1.0}] * 3}),
+    "more tokens": malformed(
+        token_ids=[5] * 9,
+        logprobs={"content": [{"token_id": 5, "logprob": -1.0}] * 9},
+        weight_versions=[{"version": LABELS.of(1), "start": 0, "end": 9}],
+    ),
+    "no choices": lambda answer, body: {"choices": []},
+    "a list": lambda answer, body: [1],
+    "half a line": lambda answer, body: b'data: {"choices": [{"token_ids": [5], "logp',
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_answer_is_asked_for_again_and_then_names_the_server(fakes, kind):
+    fake, answer, times = fakes[0], fakes[0].generate, []
+    stop = StopStrings(SimpleNamespace(decode=lambda *_, **__: ""), ("z",) if kind == "half a line" else ())
+    asked = replace(request(1), stop=stop)
+
+    def generate(body):
+        times.append(body)
+        return answer(body) if len(times) == 2 else MALFORMED[kind](answer({**body, "stream": False}), body)
+
+    fake.generate = generate
+    assert pool_of(fakes[:1]).sample([asked])[0][0].token_ids == [1, 1, 0]
+    with pytest.raises(RuntimeError, match=rf"server at {fake.url} broke off a rollout 5 times, most recently"):
+        pool_of(fakes[:1]).sample([asked])
+
+
+@pytest.mark.parametrize("label", [None, 7, "run:soon", "run:"])
+def test_labels_that_name_no_version_are_refused(label):
+    with pytest.raises(WeightsMismatchError, match="has weights"):
+        LABELS.version(label, 1, "http://there")
