@@ -63,7 +63,7 @@ def run(rank: int, strategy: str, folder: Path, fault: str, checkpoint: str | No
         share_of_letters,
         num_generations=4,
         sampling=SamplingConfig(max_new_tokens=5),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
+        optimizer=OptimizerConfig(learning_rate=1e-4),  # the made-up log-probabilities stay those of the policy
         engine=InFlightEngine(go_wrong),
         max_staleness=2,
         importance_sampling="token_truncate",
