@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pl_grouprl.sync.sampler import SamplerLostError
@@ -37,6 +37,7 @@ class QueuedGroup:
         syncs: Number of weight syncs before sampling started.
         group: The rollouts; None until they are finished.
         has_run_versions: Whether token versions were translated from the engine's numbering to the run's.
+        oldest_token: The lowest of them; None before that.
     """
 
     number: int
@@ -47,14 +48,18 @@ class QueuedGroup:
     syncs: int = 0
     group: RolloutGroup | None = None
     has_run_versions: bool = False
+    oldest_token: int | None = None
 
     @property
     def oldest(self) -> int:
-        """Version of the oldest token; that at the start of sampling while there is none."""
-        rollouts = [] if self.group is None else self.group.rollouts
-        return min(
-            (version for rollout in rollouts for version in sampled_versions(rollout)), default=self.version or 0
-        )
+        """Version of the oldest sampled token; that at the start of sampling while it is not known."""
+        return (self.version or 0) if self.oldest_token is None else self.oldest_token
+
+    def settle(self) -> None:
+        """Note that the token versions are in the run's numbering."""
+        assert self.group is not None
+        versions = (version for rollout in self.group.rollouts for version in sampled_versions(rollout))
+        self.oldest_token, self.has_run_versions = min(versions, default=self.version), True
 
 
 @dataclass
@@ -136,7 +141,7 @@ class RolloutQueue:
             self._sizes = {batch: size for batch, size in self._sizes.items() if batch not in others}
             surplus = len(self._entries) - sum(self._sizes.values())
             discarded = sorted(self._entries, key=lambda entry: entry.number not in others)[: max(surplus, 0)]
-            self._entries = [entry for entry in self._entries if entry not in discarded]
+            self._remove(discarded)
 
     def submit(self, number: int, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup] | None = None) -> None:
         """Queue the prompts of a batch, together with their groups if those are already sampled."""
@@ -210,7 +215,7 @@ class RolloutQueue:
         """
         with self._changed:
             taken = self._oldest_finished(count)
-            self._entries = [entry for entry in self._entries if entry not in taken]
+            self._remove(taken)
             self._sizes.pop(number, None)
         return [entry.group for entry in taken if entry.group is not None]
 
@@ -311,6 +316,10 @@ class RolloutQueue:
         if self._error or self._lost:
             raise self._error or self._lost  # type: ignore[misc]
 
+    def _remove(self, entries: Sequence[QueuedGroup]) -> None:
+        removed = set(entries)
+        self._entries = [entry for entry in self._entries if entry not in removed]
+
     def _may_start(self) -> bool:
         return not (self._is_paused or self._lost or self._error) and bool(self._waiting())
 
@@ -327,7 +336,7 @@ class RolloutQueue:
     def _is_ready(self, count: int) -> bool:
         self._translate_versions()
         self._drop_stale()
-        taken = self._oldest_finished(count)
+        taken = set(self._oldest_finished(count))
         left = [entry for entry in self._entries if entry not in taken and entry.version is not None]
         return len(taken) == count and not self._must_wait(left)
 
@@ -358,7 +367,7 @@ class RolloutQueue:
             if newest is None or max(found, default=newest) <= newest:
                 for rollout in entry.group.rollouts:
                     rollout.weight_versions = self._run_versions(entry, rollout)
-                entry.has_run_versions = True
+                entry.settle()
 
     def _run_versions(self, entry: QueuedGroup, rollout: Rollout) -> list[int]:
         """Token versions in the run's numbering; that at the start of sampling if the engine reports none."""
@@ -416,4 +425,6 @@ def _restored_entry(saved: dict[str, Any], prompt: Prompt, join: Join) -> Queued
         return entry
     rollouts = [Rollout(**rollout) for rollout in saved["rollouts"]]
     group = join(prompt, saved["prompt_ids"], rollouts)
-    return replace(entry, version=saved["version"], group=group, has_run_versions=True)
+    entry.version, entry.group = saved["version"], group
+    entry.settle()
+    return entry
