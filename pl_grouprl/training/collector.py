@@ -20,12 +20,12 @@ from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
 from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.rollout_queue import Staleness, staleness_metrics
 from pl_grouprl.training.rollouts_ahead import RolloutsAhead, log_left_out
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.run_state import PerRankState
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.selection import rewards_differ, without_rewards
+from pl_grouprl.training.staleness import Staleness, staleness_metrics
 from pl_grouprl.training.step_timer import StepTimer
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, sum_over_ranks

@@ -1,8 +1,4 @@
-"""The queue between the threads that sample rollouts and the main thread that trains on them.
-
-The version of the weights is the number of rollout batches that were trained on so far. A token's staleness is the
-version about to be updated minus the version that sampled the token.
-"""
+"""The queue between the threads that sample rollouts and the main thread that trains on them."""
 
 from __future__ import annotations
 
@@ -11,84 +7,14 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pl_grouprl.sync.sampler import SamplerLostError
-from pl_grouprl.training.distribution import rollout_state
+from pl_grouprl.training.queued_group import Join, QueuedGroup, restored_entry
+from pl_grouprl.training.staleness import Staleness, measure_staleness, version_of_all
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup
-from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.progress import tick
-
-Join = Callable[[Prompt, list[int], list[Rollout]], RolloutGroup]
-"""Builds a group from (prompt, prompt tokens as sampled, rollouts)."""
-
-
-@dataclass(eq=False)
-class QueuedGroup:
-    """A prompt and, once it is sampled, its group.
-
-    Attributes:
-        number: Number of the prompt batch that it belongs to.
-        place: Its index among this rank's prompts of that batch.
-        prompt: The prompt.
-        attempt: How often it was sampled before and dropped as stale.
-        version: Version of the weights when sampling started; None before that.
-        syncs: Number of weight syncs before sampling started.
-        group: The rollouts; None until they are finished.
-        has_run_versions: Whether token versions were translated from the engine's numbering to the run's.
-        oldest_token: The lowest of them; None before that.
-    """
-
-    number: int
-    place: int
-    prompt: Prompt
-    attempt: int = 0
-    version: int | None = None
-    syncs: int = 0
-    group: RolloutGroup | None = None
-    has_run_versions: bool = False
-    oldest_token: int | None = None
-
-    @property
-    def oldest(self) -> int:
-        """Version of the oldest sampled token; that at the start of sampling while it is not known."""
-        return (self.version or 0) if self.oldest_token is None else self.oldest_token
-
-    def settle(self) -> None:
-        """Note that the token versions are in the run's numbering."""
-        assert self.group is not None
-        versions = (version for rollout in self.group.rollouts for version in sampled_versions(rollout))
-        self.oldest_token, self.has_run_versions = min(versions, default=self.version), True
-
-
-@dataclass
-class Staleness:
-    """Staleness of the tokens in one rank's batch, as sums that can be combined across ranks.
-
-    Attributes:
-        tokens: Number of sampled tokens.
-        total: Sum of their staleness.
-        largest: Largest staleness.
-        dropped: Groups dropped as stale since the previous batch.
-    """
-
-    tokens: int = 0
-    total: int = 0
-    largest: int = 0
-    dropped: int = 0
-
-
-def staleness_metrics(per_rank: Sequence[Staleness]) -> dict[str, float]:
-    """Metrics over all ranks; empty if `per_rank` is."""
-    if not per_rank:
-        return {}
-    tokens, total = sum(one.tokens for one in per_rank), sum(one.total for one in per_rank)
-    return {
-        "rollout/staleness/mean": total / max(tokens, 1),
-        "rollout/staleness/max": float(max(one.largest for one in per_rank)),
-        "rollout/dropped_stale": float(sum(one.dropped for one in per_rank)),
-    }
 
 
 class RolloutQueue:
@@ -223,9 +149,7 @@ class RolloutQueue:
         """Staleness of the tokens of groups that are trained now; resets the count of dropped groups."""
         with self._changed:
             dropped, self._dropped = self._dropped, 0
-        rollouts = (rollout for group in groups for rollout in group.rollouts)
-        ages = [self.version - version for rollout in rollouts for version in sampled_versions(rollout)]
-        return Staleness(len(ages), sum(ages), max(ages, default=0), dropped)
+            return measure_staleness(groups, self.version, dropped)
 
     def close(self) -> None:
         """Start no more sampling."""
@@ -283,7 +207,7 @@ class RolloutQueue:
         """The queue as plain containers: finished groups without data columns, and which prompts are unfinished."""
         with self._changed:
             self._translate_versions()
-            entries = [self._to_state(entry) for entry in self._entries]
+            entries = [entry.state_dict(partial(self._run_versions, entry)) for entry in self._entries]
             return {"version": self.version, "sizes": dict(self._sizes), "entries": entries}
 
     def load_state_dict(self, state: dict[str, Any], prompts: Callable[[int], Sequence[Prompt]], join: Join) -> int:
@@ -302,7 +226,7 @@ class RolloutQueue:
             for saved in state["entries"]:
                 found = prompts(saved["number"])
                 if saved["place"] < len(found):
-                    self._entries.append(_restored_entry(saved, found[saved["place"]], join))
+                    self._entries.append(restored_entry(saved, found[saved["place"]], join))
                 elif saved["number"] in self._sizes:  # the batch now has fewer prompts
                     self._sizes[saved["number"]] -= 1
             self._changed.notify_all()
@@ -374,9 +298,9 @@ class RolloutQueue:
         if rollout.weight_versions is None:
             assert entry.version is not None
             return version_of_all(rollout, entry.version)
-        return (
-            rollout.weight_versions if entry.has_run_versions else list(map(self._run_version, rollout.weight_versions))
-        )
+        if entry.has_run_versions:
+            return rollout.weight_versions
+        return [self._run_version(version) for version in rollout.weight_versions]
 
     def _run_version(self, engine_version: int) -> int:
         if not self._versions or engine_version == NOT_SAMPLED:
@@ -392,39 +316,3 @@ class RolloutQueue:
                 again = QueuedGroup(entry.number, entry.place, entry.prompt, entry.attempt + 1)
                 self._entries[place] = again
                 self._changed.notify_all()
-
-    def _to_state(self, entry: QueuedGroup) -> dict[str, Any]:
-        plain = {"number": entry.number, "place": entry.place, "attempt": entry.attempt}
-        if entry.group is None:
-            return plain
-        rollouts = entry.group.rollouts
-        return plain | {
-            "version": entry.version,
-            "prompt": derive_seed(*entry.prompt.token_ids),
-            "prompt_ids": entry.group.prompt_ids,
-            "rollouts": [rollout_state(one) | {"weight_versions": self._run_versions(entry, one)} for one in rollouts],
-        }
-
-
-def sampled_versions(rollout: Rollout) -> list[int]:
-    """Version of each sampled token, without those that were not sampled, such as tool output."""
-    versions = rollout.weight_versions or []
-    mask = [1] * len(versions) if rollout.loss_mask is None else rollout.loss_mask
-    return [version for version, bit in zip(versions, mask, strict=True) if bit and version != NOT_SAMPLED]
-
-
-def version_of_all(rollout: Rollout, version: int) -> list[int]:
-    """The `Rollout.weight_versions` of a rollout sampled from a single version."""
-    mask = [1] * len(rollout.token_ids) if rollout.loss_mask is None else rollout.loss_mask
-    return [version if bit else NOT_SAMPLED for bit in mask]
-
-
-def _restored_entry(saved: dict[str, Any], prompt: Prompt, join: Join) -> QueuedGroup:
-    entry = QueuedGroup(saved["number"], saved["place"], prompt, saved["attempt"])
-    if saved.get("prompt") != derive_seed(*prompt.token_ids):
-        return entry
-    rollouts = [Rollout(**rollout) for rollout in saved["rollouts"]]
-    group = join(prompt, saved["prompt_ids"], rollouts)
-    entry.version, entry.group = saved["version"], group
-    entry.settle()
-    return entry

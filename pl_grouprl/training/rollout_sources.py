@@ -8,9 +8,11 @@ from typing import Any, Protocol
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.rollout.engine import RolloutEngine, declares
 from pl_grouprl.training.policy_copy import PolicyCopy
-from pl_grouprl.training.rollout_queue import QueuedGroup, RolloutQueue, version_of_all
+from pl_grouprl.training.queued_group import QueuedGroup
+from pl_grouprl.training.rollout_queue import RolloutQueue
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.training.staleness import version_of_all
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.options import drop_none

@@ -14,11 +14,12 @@ from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
-from pl_grouprl.training.rollout_queue import RolloutQueue, Staleness, sampled_versions, version_of_all
+from pl_grouprl.training.rollout_queue import RolloutQueue
 from pl_grouprl.training.rollout_sources import CopySource, InFlightSource, RolloutSource
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.sampling_threads import SamplingThreads
+from pl_grouprl.training.staleness import Staleness, sampled_versions, version_of_all
 from pl_grouprl.training.step_timer import StepTimer
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import num_ranks

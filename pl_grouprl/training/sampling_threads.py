@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pl_grouprl.training.rollout_queue import QueuedGroup, RolloutQueue
+from pl_grouprl.training.queued_group import QueuedGroup
+from pl_grouprl.training.rollout_queue import RolloutQueue
 from pl_grouprl.types import RolloutGroup
 
 Sample = Callable[[Sequence[QueuedGroup]], list[RolloutGroup]]

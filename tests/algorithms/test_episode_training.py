@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.training.rollout_queue import sampled_versions
+from pl_grouprl.training.staleness import sampled_versions
 from pl_grouprl.types import NOT_SAMPLED, SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)

@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from pl_grouprl.sync.sampler import SamplerLostError
-from pl_grouprl.training.rollout_queue import RolloutQueue, Staleness, staleness_metrics
+from pl_grouprl.training.rollout_queue import RolloutQueue
 from pl_grouprl.training.sampling_threads import SamplingThreads
+from pl_grouprl.training.staleness import Staleness, staleness_metrics
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup
 
 
