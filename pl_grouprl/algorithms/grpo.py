@@ -31,7 +31,7 @@ from pl_grouprl.training.group_rewards import (
     token_advantages,
     unusable_token_rewards,
 )
-from pl_grouprl.training.override_results import checked_tensor
+from pl_grouprl.training.override_results import checked_tensor, is_custom
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.selection import outcomes_or_steps_differ, rewards_differ
 from pl_grouprl.types import Prompt, RolloutGroup
@@ -134,8 +134,9 @@ class GRPO(RLModule):
             buffer.put("advantages", token_advantages(self.advantage_estimator, buffer, groups, self.device, norms))
             return
         num_rollouts, num_tokens = len(buffer.rollout_lengths), int(buffer.rollout_lengths.sum())
+        given = private_copy(groups) if is_custom(self.compute_advantages) else groups
         advantages = checked_tensor(
-            self.compute_advantages(private_copy(groups)),
+            self.compute_advantages(given),
             f"{type(self).__name__}.compute_advantages",
             ((num_rollouts,), "one number per rollout"),
             ((num_tokens,), "one number per response token"),
@@ -154,7 +155,7 @@ class GRPO(RLModule):
         after it.
 
         Args:
-            groups: Copies; changing them does not affect training.
+            groups: For overrides, copies; changing them does not affect training.
 
         Returns:
             One advantage per rollout, shape [B], or one per response token of all rollouts, shape [N]. If B equals N,

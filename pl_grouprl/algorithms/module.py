@@ -63,7 +63,7 @@ from pl_grouprl.training.micro_batcher import MicroBatcher
 from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
-from pl_grouprl.training.override_results import refuse_renamed
+from pl_grouprl.training.override_results import is_custom, refuse_renamed
 from pl_grouprl.training.prefix_sharing import PrefixSharing
 from pl_grouprl.training.prompt_checks import check_batch
 from pl_grouprl.training.random_numbers import RandomNumbers
@@ -947,18 +947,14 @@ class RLModule(pl.LightningModule, ABC):
             find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook
 
 
-def _has_custom_loss(module: RLModule) -> bool:
-    return not module.compute_loss.__module__.startswith("pl_grouprl.")
-
-
 def _needs_whole_episodes(module: RLModule) -> bool:
     """Whether the loss may depend on whole rollouts; assumed of losses that are not ours."""
-    return _has_custom_loss(module) or module.objective.compares_tokens_of_rollouts
+    return is_custom(module.compute_loss) or module.objective.compares_tokens_of_rollouts
 
 
 def _trained_and_idle(module: RLModule, buffer: RolloutBuffer) -> tuple[RolloutBuffer, RolloutBuffer] | None:
     """Split a buffer into trained and idle rollouts; None if the loss is custom or balances routers over all tokens."""
-    if _has_custom_loss(module) or module.objective.router_aux_loss_coef > 0:
+    if is_custom(module.compute_loss) or module.objective.router_aux_loss_coef > 0:
         return None
     by_advantages = module.skips_zero_advantages and module.objective.is_zero_without_advantages
     return trained_and_idle(buffer, by_advantages=by_advantages)

@@ -1,16 +1,24 @@
-"""Checks what overridden methods return; errors name the class and method, what was found and what was expected."""
+"""Overridden methods: which are, and checks of what they return.
+
+Errors name the class and method, what was found and what was expected.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pl_grouprl.training.loss_sums import LossSums
+
+
+def is_custom(method: Callable[..., Any]) -> bool:
+    """Whether a method, or what replaces it on an instance, is not this package's."""
+    return not method.__module__.startswith("pl_grouprl.")
 
 
 def checked_tensor(value: Any, where: str, *shapes: tuple[Sequence[int], str], boolean: bool = False) -> Tensor:

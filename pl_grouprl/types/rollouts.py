@@ -200,6 +200,8 @@ class EpisodeRows(NamedTuple):
     @property
     def step_rewards(self) -> dict[int, float]:
         """The rewards of tokens by their position in the rows, one row after another; empty without a reward."""
+        if not any(row.token_rewards for row in self.rows):
+            return {}
         starts = accumulate((len(row.token_ids) for row in self.rows), initial=0)
         return {
             start + place: reward
@@ -210,8 +212,8 @@ class EpisodeRows(NamedTuple):
     @property
     def outcome_reward(self) -> float | None:
         """The part of the reward that belongs to the episode as a whole, not to one of its tokens."""
-        reward = self.reward
-        return None if reward is None else reward - math.fsum(self.step_rewards.values())
+        reward, steps = self.reward, self.step_rewards
+        return reward if reward is None or not steps else reward - math.fsum(steps.values())
 
     @property
     def num_tokens(self) -> int:
