@@ -67,14 +67,14 @@ class Curriculum(Callback):
         self.metric = metric
         self.column = column
         self._num_levels = 1
-        self._rollouts: Any = None  # those of the latest step, with the levels of their groups on all ranks
-        self._levels: list[int] = []
         self._start_over()
 
     def _start_over(self) -> None:
         self._schedule = LevelSchedule()
         self._rewards: list[float] = []
         self._last_rollout = -1
+        self._levels_of: int | None = None  # the rollout batch whose groups, on all ranks, have `_levels`
+        self._levels: list[int] = []
 
     @property
     def level(self) -> int:
@@ -102,8 +102,8 @@ class Curriculum(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Count the reward of a new batch of rollouts, before any callback can save a checkpoint of the step."""
         rollouts: Any = pl_module.last_rollouts
-        if rollouts is not self._rollouts:
-            self._rollouts = rollouts
+        if rollouts.rollout_number != self._levels_of:
+            self._levels_of = rollouts.rollout_number
             scheduled, _ = self._schedule.at(rollouts.rollout_number)  # rollouts of a checkpoint have no columns
             of_rank = [int(group.columns.get(self.column, scheduled)) for group in rollouts.groups]
             self._levels = [level for levels in gather_plain(of_rank, pl_module.device) for level in levels]

@@ -35,7 +35,7 @@ def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
         if agent.client is None and agent.sampling is not None:
             raise ValueError(
                 f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays with the run's "
-                "`sampling`; leave it out, or give the agent a client of its own."
+                "`sampling`; leave it out, or give the agent its own client."
             )
     return read
 

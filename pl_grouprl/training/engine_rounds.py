@@ -30,8 +30,8 @@ class EngineRounds:
         base_seed: The run's seed.
         one_prompt: Whether all rollouts of a group start from the same prompt, as they do without environments. The
             first round then samples the same tokens as a run without rounds, unless rollouts advance alone.
-        may_advance_alone: Whether rollouts do not depend on each other, so that each may be continued by a thread of
-            its own, if the engine allows.
+        may_advance_alone: Whether rollouts do not depend on each other, so that each may have its own thread, if the
+            engine allows.
 
     Attributes:
         max_length: Longest sequence of model and engine, prompt included; None if unknown.

@@ -178,7 +178,7 @@ def _read_part(choice: Mapping[str, Any], vocab_size: int) -> _Part:
 
 
 def _checked(rollout: Rollout, server: Server, request: PromptRequest, last: _Part, max_tokens: int) -> Rollout:
-    """Set the versions of a rollout's weights."""
+    """Check the length of a rollout, and set the versions of its weights."""
     count = len(rollout.token_ids)
     if count > max_tokens:
         raise BrokenOffError(f"an answer of {count} tokens, where max_tokens is {max_tokens}")
