@@ -32,7 +32,7 @@ class Failures(Callback):
 
 @pytest.mark.parametrize(
     ("names", "timeout"),
-    [pytest.param(QUICK, 8.0, id="quick"), pytest.param(set(ATTACKS), 30.0, id="all", marks=pytest.mark.slow)],
+    [pytest.param(QUICK, 8.0, id="quick"), pytest.param(set(ATTACKS), 60.0, id="all", marks=pytest.mark.slow)],
 )
 def test_the_run_continues(names, timeout, make_module, make_data, make_trainer, parameters, tmp_path, capfd):
     reward, failures = Hostile(tmp_path, sorted(names)), Failures()

@@ -97,7 +97,7 @@ def interrupt():
 
 def leave_an_alarm():
     """Goes off in a later call, unless it is cancelled."""
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)  # not so soon that it goes off in this call
 
 
 def kill_itself():
