@@ -165,13 +165,16 @@ def _places(layout: SharedPrefixLayout, ends: Sequence[_RolloutEnd]) -> tuple[np
     """Return `places_N`, `before_B` and `lengths_B` of a `Forest`."""
     runs: list[tuple[int, int]] = []  # first token and number of tokens
     before: list[int] = []
+    last_of_prompt: dict[int, int] = {}
     for prompt, leaf, remaining in ends:
         below = [segment for index, segment in _upwards(layout, leaf) if index > prompt]
         for segment in reversed(below):
             length = min(segment.length, remaining)  # a rollout that is a prefix of the path ends within it
             runs.append((segment.start, length))
             remaining -= length
-        before.append(next(segment.stop - 1 for _, segment in _upwards(layout, prompt) if segment.length))
+        if prompt not in last_of_prompt:
+            last_of_prompt[prompt] = next(segment.stop - 1 for _, segment in _upwards(layout, prompt) if segment.length)
+        before.append(last_of_prompt[prompt])
     starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
     places_N = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return places_N, np.array(before, np.int64), np.array([end.length for end in ends], np.int64)

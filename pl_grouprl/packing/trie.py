@@ -130,6 +130,8 @@ def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
         first, *others = members
         stop = len(sequences[first])
         for other in others:
+            if stop == num_equal:
+                break
             stop = _common_length(sequences[first], sequences[other], num_equal, stop)
         siblings.append(len(nodes))
         nodes.append(_RadixNode(members, stop, []))
@@ -147,9 +149,10 @@ def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start:
     while start < stop:
         end = min(start + count, stop)
         ours, others = left[start:end], right[start:end]
-        # Lists compare faster as lists.
-        both_lists = isinstance(ours, list) and isinstance(others, list)
-        if ours != others if both_lists else not np.array_equal(ours, others):
+        if isinstance(ours, list) and isinstance(others, list):  # lists compare faster as lists
+            if ours != others:
+                return start + next(place for place, (a, b) in enumerate(zip(ours, others, strict=True)) if a != b)
+        elif not np.array_equal(ours, others):
             differ = np.asarray(ours) != np.asarray(others)
             return start + int(np.argmax(differ.reshape(end - start, -1).any(axis=1)))
         start, count = end, 4 * count

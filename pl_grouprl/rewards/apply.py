@@ -117,14 +117,15 @@ class PendingRewards:
         scores = self._scores.wait()
         start = 0
         for group in self._groups:
-            rewarded = [episode.last for episode in group.episodes]
+            episodes = group.episodes
+            rewarded = [episode.last for episode in episodes]
             end = start + len(rewarded)
             by_function = [_align_steps(per_function[start:end], rewarded) for per_function in scores]
             for index, rollout in enumerate(rewarded):
                 _write_reward(rollout, self._prepared, [group_scores[index] for group_scores in by_function])
+            for episode in episodes:
+                _share_reward(episode)
             start = end
-        for episode in (episode for group in self._groups for episode in group.episodes):
-            _share_reward(episode)
         metrics: dict[str, float] = {}
         for reward, function_scores in zip(self._prepared, scores, strict=True):
             metrics |= _metrics(f"rewards/{reward.name}", function_scores)
@@ -239,10 +240,9 @@ def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
 
 def _last_rows(group: RolloutGroup) -> RolloutGroup:
     """The group with the rollouts that reward functions see."""
-    episodes = group.episodes
-    if len(episodes) == len(group.rollouts):
+    if all(rollout.episode is None for rollout in group.rollouts):
         return group
-    return replace(group, rollouts=[episode.last for episode in episodes])
+    return replace(group, rollouts=[episode.last for episode in group.episodes])
 
 
 def _share_reward(episode: EpisodeRows) -> None:

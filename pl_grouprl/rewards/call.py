@@ -14,9 +14,9 @@ from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.progress import tick
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would take twice as long to create
 class Call:
-    """One call of a function.
+    """One call of a function; never changed.
 
     Attributes:
         unit: The rollouts that it scores.
@@ -73,7 +73,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
         RewardConfigurationError: If the function raises it.
         ValueError: If it returned the wrong type or length.
     """
-    failure = Failure("was not called")
+    failure: Failure | None = None
     for _ in range(retries + 1):
         try:
             result = call.make(reward.function)
@@ -83,6 +83,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
             failure = Failure.of(error)
         else:
             return read_result(reward, result, call.group_of, call.lengths)
+    assert failure is not None
     return failure
 
 

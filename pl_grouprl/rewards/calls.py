@@ -144,6 +144,8 @@ class PendingScores:
         return lambda: self._attempt_here(reward, calls, retries)
 
     def _attempt_here(self, reward: PreparedReward, calls: Sequence[Call], retries: int) -> list[Outcome]:
+        if not calls:
+            return []
         with left_as_found(reward.name, children=self._workers is None):  # with workers, processes come and go anyway
             return [attempt(reward, call, retries) for call in calls]
 

@@ -25,6 +25,8 @@ except ImportError:  # not on Windows
 
 log = logging.getLogger(__name__)
 
+_SIGNALS = [number for number in signal.valid_signals() if isinstance(number, signal.Signals)]
+
 _warned: set[tuple[str, str]] = set()
 
 
@@ -71,12 +73,11 @@ class _State:
 
     @classmethod
     def now(cls, children: bool) -> _State:
-        signals = [number for number in signal.valid_signals() if isinstance(number, signal.Signals)]
         kinds = {} if resource is None else {v: name for name, v in vars(resource).items() if name[:7] == "RLIMIT_"}
         return cls(
             _directory(),
             dict(os.environ),
-            {number: signal.getsignal(number) for number in signals},
+            {number: signal.getsignal(number) for number in _SIGNALS},
             bool(hasattr(signal, "getitimer") and signal.getitimer(signal.ITIMER_REAL)[0]),
             {name: resource.getrlimit(kind) for kind, name in kinds.items()},
             children_of(os.getpid()) if children else set(),

@@ -20,9 +20,9 @@ def fits_float32(value: float) -> bool:
     return abs(value) <= _MAX_FLOAT32  # False for NaN
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would take twice as long to create
 class Score:
-    """A function's score of one rollout.
+    """A function's score of one rollout; never changed.
 
     Attributes:
         value: The reward, or the sum of the token rewards; None if the function does not apply.

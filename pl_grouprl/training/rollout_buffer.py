@@ -127,21 +127,10 @@ class RolloutBuffer:
             and each rollout's index in the buffer.
         """
         first_rollouts = list(accumulate((len(group.rollouts) for group in self.groups), initial=0))
-        groups, numbers = [], []
-        tokens: dict[str, list[Tensor]] = {name: [] for name in self.tokens}
-        for index, chosen in parts:
-            group = self.groups[index]
-            numbers += [first_rollouts[index] + number for number in chosen]
-            whole = list(chosen) == list(range(len(group.rollouts)))
-            groups.append(group if whole else replace(group, rollouts=[group.rollouts[number] for number in chosen]))
-            lengths = [] if whole else [len(rollout.token_ids) for rollout in group.rollouts]
-            for name, values in self.tokens.items():
-                if whole:
-                    tokens[name].append(values[index])
-                else:
-                    pieces = values[index].split(lengths)
-                    tokens[name] += [values[index][:0], *(pieces[number] for number in chosen)]
-        return groups, {name: torch.cat(values) for name, values in tokens.items()}, tuple(numbers)
+        numbers = tuple(first_rollouts[index] + number for index, chosen in parts for number in chosen)
+        selected = [self._part(index, chosen) for index, chosen in parts]
+        tokens = {name: torch.cat([own[name] for _, own in selected]) for name in self.tokens}
+        return [group for group, _ in selected], tokens, numbers
 
     def subset(self, chosen: Sequence[Sequence[int]]) -> RolloutBuffer:
         """The same groups with only some of their rollouts.
@@ -149,9 +138,20 @@ class RolloutBuffer:
         Args:
             chosen: For each group, the indices of its rollouts; may be empty.
         """
-        parts = [self.select([(index, rollouts)]) for index, rollouts in enumerate(chosen)]
-        tokens = {name: [own[name] for _, own, _ in parts] for name in self.tokens}
-        return replace(self, groups=[group for (group,), _, _ in parts], tokens=tokens)
+        parts = [self._part(index, rollouts) for index, rollouts in enumerate(chosen)]
+        tokens = {name: [own[name] for _, own in parts] for name in self.tokens}
+        return replace(self, groups=[group for group, _ in parts], tokens=tokens)
+
+    def _part(self, index: int, chosen: Sequence[int]) -> tuple[RolloutGroup, dict[str, Tensor]]:
+        """Some rollouts of a group (the buffer's object if it is all of them), and their per-token quantities."""
+        group = self.groups[index]
+        if list(chosen) == list(range(len(group.rollouts))):
+            return group, {name: values[index] for name, values in self.tokens.items()}
+        starts = list(accumulate((len(rollout.token_ids) for rollout in group.rollouts), initial=0))
+        places = [place for number in chosen for place in range(starts[number], starts[number + 1])]
+        places_N: Any = torch.tensor(places, dtype=torch.long) if places else slice(0)
+        part = replace(group, rollouts=[group.rollouts[number] for number in chosen])
+        return part, {name: values[index][places_N] for name, values in self.tokens.items()}
 
     def in_order(self, values: Sequence[Tensor], numbers: Sequence[int], *, per_token: bool) -> Tensor:
         """Reorder values that were computed part by part into the order of the buffer.

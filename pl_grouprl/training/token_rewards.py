@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pl_grouprl.training.group_rewards import has_token_rewards
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 
@@ -31,6 +32,8 @@ def rewards_per_token(buffer: RolloutBuffer) -> Tensor:
     outcomes_E = torch.tensor([number_or_nan(episode.outcome_reward) for episode in episodes], dtype=torch.float64)
     earning_E = (last_E >= 0) & ~outcomes_E.isnan()
     rewards_N[last_E[earning_E]] = outcomes_E[earning_E]
+    if not has_token_rewards(buffer.groups):
+        return rewards_N.float()
     firsts = (lengths_E.cumsum(0) - lengths_E).tolist()
     for index in earning_E.nonzero().flatten().tolist():
         if steps := episodes[index].step_rewards:

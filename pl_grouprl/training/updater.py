@@ -71,15 +71,16 @@ class Updater:
         trained = buffer if trained_and_idle is None else trained_and_idle[0]
         schedule = self._micro_batcher.for_update(trained, _with_rollouts(trained, members))
         has_all = schedule.number == 1 and trained_and_idle is None  # then the only micro-batch knows the denominators
-        if not has_all:
-            self._optimization.add_denominators(self._denominators(buffer, members), self._run.device)
+        expected = None if has_all else self._denominators(buffer, members)
+        if expected is not None:
+            self._optimization.add_denominators(expected, self._run.device)
         sums = LossAccumulator()
         with self._micro_batcher.naming_memory():
             loss = self._run_schedule(schedule, sums, accumulation, has_all=has_all)
         if trained_and_idle is not None:
             sums.add_denominators(self._denominators(trained_and_idle[1], members))
-        if not has_all:
-            self._check_denominators(sums, buffer, members)
+        if expected is not None:
+            self._check_denominators(sums, expected)
         device = self._run.device
         metrics = sums.reduced(
             lambda values: sum_over_ranks(values, device), lambda values: reduce_over_ranks(values, device, "max")
@@ -133,11 +134,10 @@ class Updater:
         rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths)}
         return check_denominators(self._loss_denominators(tokens, rollouts), self._owner)
 
-    def _check_denominators(self, sums: LossAccumulator, buffer: RolloutBuffer, members: Sequence[int]) -> None:
+    def _check_denominators(self, sums: LossAccumulator, expected: Mapping[str, Tensor]) -> None:
         """Refuse a `compute_loss` whose denominators differ from those of `loss_denominators`."""
         if self._micro_batcher.sequence_parallel_size > 1:  # the sums include rows of peers
             return
-        expected = self._denominators(buffer, members)
         for name, count in sums.denominators().items():
             if name not in expected or not math.isclose(
                 float(count), float(expected[name]), rel_tol=1e-4, abs_tol=1e-6

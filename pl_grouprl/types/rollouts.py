@@ -189,6 +189,8 @@ class EpisodeRows(NamedTuple):
             ValueError: If rows have different rewards.
         """
         reward = self.last.reward
+        if len(self.rows) == 1:
+            return reward
         others = [row.reward for row in self.rows if row.reward != reward]
         if others and not all(_is_missing(value) for value in (reward, *others)):
             raise ValueError(
@@ -258,6 +260,8 @@ class RolloutGroup:
                 "RolloutGroup.prompt_ids is empty; the first token of a rollout is predicted from the last token of "
                 "its prompt, so pass at least one (a beginning-of-sequence token will do)."
             )
+        if all(rollout.episode is None for rollout in self.rollouts):
+            return
         names = [episode.last.episode for episode in self.episodes if episode.last.episode is not None]
         if len(set(names)) < len(names):
             raise ValueError(

@@ -32,7 +32,7 @@ def _copy(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return _copy_sequence(value)
-    if isinstance(value, MutableMapping):
+    if isinstance(value, (dict, MutableMapping)):  # an abstract class alone would take a microsecond
         return _copy_mapping(value)
     if isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy":
         return copy.copy(value)
@@ -61,6 +61,8 @@ def _copy_sequence(value: Any) -> Any:
 
 def _copy_mapping(value: Any) -> Any:
     if type(value) is dict:
+        if _ATOMS.issuperset(map(type, value.values())):
+            return value.copy()
         return {key: _copy(held) for key, held in value.items()}
     copied = copy.copy(value)
     for key, held in value.items():

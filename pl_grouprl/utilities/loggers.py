@@ -64,8 +64,11 @@ class _Guarded(Logger):
 
     @property
     def experiment(self) -> Any:
-        with explain_os_error(f"{_name(self)} cannot write to {_place(self)}"):
+        try:
             return super().experiment  # type: ignore[misc]
+        except OSError:
+            with explain_os_error(f"{_name(self)} cannot write to {_place(self)}"):
+                raise
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         self._attempt(lambda: super(_Guarded, self).log_metrics(*args, **kwargs))  # type: ignore[safe-super]

@@ -15,7 +15,8 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, without gradients; restores each submodule's mode."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         with torch.no_grad():
             yield
