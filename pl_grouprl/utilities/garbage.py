@@ -7,9 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-
 _NEW_OBJECTS = 10_000
-"""New containers before a collection; Python's default of 700 makes a dozen collections in a step of a small model."""
+"""New containers before a collection; with Python's default of 700, a step of a small model has a dozen."""
 
 
 def anything_frozen() -> bool:
