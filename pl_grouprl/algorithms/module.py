@@ -84,7 +84,7 @@ from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed
-from pl_grouprl.utilities.garbage import FreezeLoadedObjects
+from pl_grouprl.utilities.garbage import CheapGarbageCollection
 from pl_grouprl.utilities.last_checkpoint import find_last
 from pl_grouprl.utilities.loggers import log_every_step, prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
@@ -520,7 +520,7 @@ class RLModule(pl.LightningModule, ABC):
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         closers: list[pl.Callback] = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
         closers += [CloseRolloutsAhead()] if self.max_staleness else []
-        required = replace_earlier(self.trainer, [FreezeLoadedObjects(), *watchdogs, *closers])
+        required = replace_earlier(self.trainer, [CheapGarbageCollection(), *watchdogs, *closers])
         return [*callbacks_of_module(self.trainer), *required]
 
     def configure_model(self) -> None:

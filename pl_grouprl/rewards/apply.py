@@ -240,9 +240,10 @@ def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
 
 def _last_rows(group: RolloutGroup) -> RolloutGroup:
     """The group with the rollouts that reward functions see."""
-    if all(rollout.episode is None for rollout in group.rollouts):
+    episodes = group.episodes
+    if len(episodes) == len(group.rollouts):
         return group
-    return replace(group, rollouts=[episode.last for episode in group.episodes])
+    return replace(group, rollouts=[episode.last for episode in episodes])
 
 
 def _share_reward(episode: EpisodeRows) -> None:

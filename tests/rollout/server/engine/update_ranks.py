@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "helpers"))
 from tiny_models import tiny_model
 
 from pl_grouprl.rollout.server import VLLMServerRolloutEngine
