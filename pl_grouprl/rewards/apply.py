@@ -19,17 +19,19 @@ from pl_grouprl.rewards.results import Score, fits_float32
 from pl_grouprl.types import EpisodeRows, LiveObject, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import private_copy
 
-Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction
-"""One reward function or a list of them, weighted or not."""
+Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction | list[PreparedReward]
+"""One reward function or a list of them, weighted or not; or what `prepare_rewards` returned."""
 
 
 def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
-    """Check the names and signatures of reward functions before a run.
+    """Check the names and signatures of reward functions before a run. Returns a list that it has returned as it is.
 
     Raises:
         ValueError: If the list is empty, names repeat, all weights are 0, or a signature is unknown.
         TypeError: If something is not callable, or is a class.
     """
+    if isinstance(rewards, list) and rewards and isinstance(rewards[0], PreparedReward):
+        return rewards
     prepared = [prepare_reward(weighted) for weighted in as_weighted(rewards)]
     if all(reward.weight == 0 for reward in prepared):
         raise ValueError(
@@ -253,20 +255,18 @@ def _share_reward(episode: EpisodeRows) -> None:
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
-    rollout.rewards = {
-        reward.name: None if score.invalid else score.value for reward, score in zip(prepared, scores, strict=True)
-    }
-    counted = [(reward.weight, score) for reward, score in zip(prepared, scores, strict=True) if reward.weight != 0]
-    applied = [(weight, score) for weight, score in counted if score.value is not None]
+    pairs = list(zip(prepared, scores, strict=True))
+    rollout.rewards = {reward.name: score.value for reward, score in pairs}
     rollout.reward = rollout.token_rewards = None
-    if not applied or any(score.invalid for _, score in counted):
+    counted = [(reward.weight, score) for reward, score in pairs if reward.weight != 0]
+    applied = [(weight, score) for weight, score in counted if score.value is not None]
+    if not applied or any(score.failed for _, score in counted):
         return
+    combined = sum([weight * (score.value or 0.0) for weight, score in applied if score.token_rewards is None])
     tokens = _weighted_tokens(applied)
-    steps = [value for value in tokens or () if value is not None]
-    if not all(map(fits_float32, steps)):
-        return
-    outcome = sum(weight * (score.value or 0.0) for weight, score in applied if score.token_rewards is None)
-    combined = outcome + math.fsum(steps)
+    if tokens is not None:
+        steps = [value for value in tokens if value is not None]
+        combined = combined + math.fsum(steps) if all(map(fits_float32, steps)) else math.inf
     if fits_float32(combined):
         rollout.reward, rollout.token_rewards = combined, tokens
 
@@ -305,16 +305,17 @@ def _align(score: Score, rollout: Rollout) -> Score:
 
 
 def _metrics(prefix: str, scores: Sequence[Score]) -> dict[str, float]:
-    values = [score.value for score in scores if score.value is not None and not score.invalid]
+    values = [score.value for score in scores if score.value is not None]
+    failed = sum([score.failed for score in scores])
     mean = sum(values) / len(values) if values else math.nan
     variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1) if len(values) > 1 else 0.0
     extras: dict[str, list[float]] = {}
-    for score in scores:
-        for key, number in score.extras.items():
+    for given in [score.extras for score in scores if score.extras]:
+        for key, number in given.items():
             extras.setdefault(key, []).append(number)
     return {f"{prefix}/{key}": sum(numbers) / len(numbers) for key, numbers in extras.items()} | {
         f"{prefix}/mean": mean,
         f"{prefix}/std": math.sqrt(variance),
-        f"{prefix}/none": float(sum(score.value is None and not score.failed for score in scores)),
-        f"{prefix}/invalid": float(sum(score.invalid for score in scores)),
+        f"{prefix}/none": float(len(scores) - len(values) - failed),
+        f"{prefix}/invalid": float(failed),
     }

@@ -164,7 +164,7 @@ def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
-def as_weighted(rewards: Sequence[Weighted | RewardFunction] | Weighted | RewardFunction) -> list[Weighted]:
+def as_weighted(rewards: Sequence[Any] | Weighted | RewardFunction) -> list[Weighted]:
     """Normalize one or several reward functions, weighted or not, to weighted functions with names.
 
     Raises:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from pl_grouprl.rewards.async_calls import AsyncCalls
@@ -141,13 +142,8 @@ class PendingScores:
             futures = [self._workers.submit(reward.name, call, retries) for call in calls]
             self._begun_elsewhere += futures
             return lambda: [future.result() for future in futures]
-        return lambda: self._attempt_here(reward, calls, retries)
-
-    def _attempt_here(self, reward: PreparedReward, calls: Sequence[Call], retries: int) -> list[Outcome]:
-        if not calls:
-            return []
-        with left_as_found(reward.name, children=self._workers is None):  # with workers, processes come and go anyway
-            return [attempt(reward, call, retries) for call in calls]
+        # Without `self`: a reference cycle would hold the rollouts until Python collects garbage.
+        return partial(_attempt_here, reward, calls, retries, has_workers=self._workers is not None)
 
     def _finish(self, begun: Sequence[Callable[[], list[Outcome]]]) -> list[list[Outcome]]:
         """Wait for the outcomes of each function; what runs on this thread goes first, while the others run."""
@@ -173,6 +169,13 @@ class PendingScores:
         return scores
 
 
+def _attempt_here(reward: PreparedReward, calls: Sequence[Call], retries: int, *, has_workers: bool) -> list[Outcome]:
+    if not calls:
+        return []
+    with left_as_found(reward.name, children=not has_workers):  # with workers, processes come and go anyway
+        return [attempt(reward, call, retries) for call in calls]
+
+
 def score_all(
     rewards: Sequence[PreparedReward], inputs: RewardInputs, *, retries: int, max_failed_share: float
 ) -> list[list[Score]]:
@@ -183,7 +186,7 @@ def score_all(
 def _judge_failures(
     reward: PreparedReward, scores: list[Score], failure: Failure | None, max_failed_share: float
 ) -> None:
-    failed, total = sum(score.invalid for score in scores), len(scores)
+    failed, total = sum([score.failed for score in scores]), len(scores)
     if failed == 0 and failure is None:
         return
     did = "gave NaN, infinity, or a number beyond float32" if failure is None else failure.what

@@ -153,7 +153,7 @@ class CosineLengthReward:
         ]
         # The caller, which sees the NaNs, decides how many may fail.
         (scores,) = score_all([self.correct], flatten_groups(groups), retries=1, max_failed_share=1.0)
-        return [math.nan if score.invalid else score.value for score in scores]
+        return [math.nan if score.failed else score.value for score in scores]
 
     def _check_values(self) -> None:
         values = ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct", "exceed_value")

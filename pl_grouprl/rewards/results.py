@@ -25,9 +25,10 @@ class Score:
     """A function's score of one rollout; never changed.
 
     Attributes:
-        value: The reward, or the sum of the token rewards; None if the function does not apply.
+        value: The reward, or the sum of the token rewards; None if the function does not apply, or failed.
         extras: Further numbers to log.
-        failed: Whether the function raised.
+        failed: Whether the function raised, or gave NaN or infinity. Numbers beyond float32, in which advantages are
+            computed, count as infinite.
         token_rewards: The reward of each token, None for a token without one; None if the reward is of the whole
             completion.
     """
@@ -36,14 +37,6 @@ class Score:
     extras: dict[str, float] = field(default_factory=dict)
     failed: bool = False
     token_rewards: list[float | None] | None = None
-
-    @property
-    def invalid(self) -> bool:
-        """Whether a number is missing: the function raised, or returned NaN or infinity.
-
-        Numbers beyond float32, in which advantages are computed, count as infinite.
-        """
-        return self.failed or (self.value is not None and not fits_float32(self.value))
 
 
 def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], lengths: Sequence[int]) -> list[Score]:
@@ -99,7 +92,7 @@ def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequen
 
 def _read_item(reward: PreparedReward, result: Any, length: int) -> Score:
     """The score of one completion, with the other numbers of a dictionary as extras."""
-    if type(result) is float:  # shortcut for what most functions return
+    if type(result) is float and fits_float32(result):  # shortcut for what most functions return
         return Score(result)
     if not isinstance(result, Mapping):
         return _read_value(reward, result, length)
@@ -116,7 +109,7 @@ def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
     """The score of one completion: a number, None, or a reward for each of its `length` tokens."""
     value = _without_arrays(value, length)
     if not isinstance(value, (list, tuple)):
-        return Score(_number(reward, value, "rollout"))
+        return _score(_number(reward, value, "rollout"))
     if reward.convention == "verl" and isinstance(value, tuple):
         raise ValueError(
             f"Reward function {reward.name!r} returned the tuple {value!r}, which is not a score; return a number, or "
@@ -130,7 +123,11 @@ def _read_value(reward: PreparedReward, value: Any, length: int) -> Score:
     numbers = [_number(reward, _without_arrays(number), "token") for number in value]
     tokens = [None if number is None or math.isnan(number) else number for number in numbers]
     steps = [number for number in tokens if number is not None]
-    return Score(sum(steps) if all(map(fits_float32, steps)) else math.inf, token_rewards=tokens)
+    return replace(_score(sum(steps) if all(map(fits_float32, steps)) else math.inf), token_rewards=tokens)
+
+
+def _score(value: float | None) -> Score:
+    return Score(value) if value is None or fits_float32(value) else Score(failed=True)
 
 
 def _without_arrays(value: Any, length: int = 0) -> Any:

@@ -79,7 +79,6 @@ class Rewarder:
         check_time_limits(self.functions, workers, timeout)
         if environments and workers:
             check_environments(self.functions)
-        self._rewards = rewards
         self._run = run
         self._num_workers, self._timeout, self._memory_limit_mb = workers, timeout, memory_limit_mb
         self._retries, self._max_failed_share = retries, max_failed_share
@@ -91,8 +90,7 @@ class Rewarder:
     def open(self) -> None:
         """Start the workers."""
         if self._num_workers:
-            prepared = prepare_rewards(self._rewards)
-            self._workers = RewardWorkers(prepared, self._num_workers, self._timeout, self._memory_limit_mb)
+            self._workers = RewardWorkers(self.functions, self._num_workers, self._timeout, self._memory_limit_mb)
 
     def close(self) -> None:
         """Stop the workers."""
@@ -102,7 +100,7 @@ class Rewarder:
 
     def check_columns(self, prompts: Sequence[Prompt], split: str) -> None:
         """Refuse prompts that lack a column that a reward function reads."""
-        check_columns(prompts, self._rewards, split, environments=self._environments)
+        check_columns(prompts, self.functions, split, environments=self._environments)
 
     def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
         """Start rewarding rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
@@ -111,7 +109,7 @@ class Rewarder:
                 rollout.environment = None
         return start_rewards(
             groups,
-            self._rewards,
+            self.functions,
             tokenizer=self._run.tokenizer,
             retries=self._retries,
             max_failed_share=self._max_failed_share,

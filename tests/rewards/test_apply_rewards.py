@@ -1,9 +1,11 @@
 """apply_rewards: both signatures, the weighted sum, what happens to rewards that are missing or wrong."""
 
 import asyncio
+import gc
 import functools
 import math
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -383,6 +385,18 @@ def test_no_rollouts_give_metrics_and_no_call():
 
     metrics = apply_rewards([], never)
     assert sorted(metrics) == [f"rewards/never/{key}" for key in ("invalid", "mean", "none", "std")]
+
+
+def test_rollouts_are_freed_without_a_garbage_collection():
+    groups = make_groups(["a", "b"], ["c"])
+    group = weakref.ref(groups[0])
+    gc.disable()
+    try:
+        apply_rewards(groups, [length, lambda data_source, solution_str, ground_truth=None: 1.0])
+        del groups
+        assert group() is None
+    finally:
+        gc.enable()
 
 
 def test_lambdas_are_named_by_their_place():
