@@ -311,9 +311,8 @@ class PPO(RLModule):
 
         model = self.policy if critic.shares_trunk else critic
         values_N, last_B = self.scorer.map(model, buffer, values, per_rollout=(1,))
-        episodes = [episode for group in buffer.groups for episode in group.episodes]
-        last_rows = torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long).cumsum(0) - 1
-        truncated = [episode.last.finish_reason == "length" for episode in episodes]
+        last_rows = buffer.rows_per_episode.cumsum(0) - 1
+        truncated = [episode.last.finish_reason == "length" for episode in buffer.episodes]
         bootstrapped_E = torch.tensor(truncated) & self.bootstrap_truncated
         return values_N, last_B[last_rows].masked_fill(~bootstrapped_E, 0)
 

@@ -154,7 +154,7 @@ def _batch(
         "predict_index_N": predict_index_N,
         "targets_N": _int64([rollout.token_ids for rollout in rollouts]),
         "rollout_index_N": torch.arange(len(rollouts)).repeat_interleave(torch.tensor(lengths, dtype=torch.long)),
-        "loss_mask_N": _loss_mask(rollouts),
+        "loss_mask_N": loss_mask(rollouts),
         "final_index_B": final_index_B,
     }
     shared_tokens = forest.shared_tokens
@@ -193,8 +193,10 @@ def _indices_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]
     return _int64([range(end - length, end) for end, length in zip(last, lengths, strict=True)]), torch.tensor(last)
 
 
-def _loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
-    """Which response tokens are trained, bool, shape [N]."""
+def loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
+    """Which response tokens the model wrote, and a loss may train, bool, shape [N]."""
+    if all(rollout.loss_mask is None for rollout in rollouts):
+        return torch.ones(sum(len(rollout.token_ids) for rollout in rollouts), dtype=torch.bool)
     masks = [[True] * len(r.token_ids) if r.loss_mask is None else r.loss_mask for r in rollouts]
     return _int64(masks).bool()
 

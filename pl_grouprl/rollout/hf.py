@@ -92,20 +92,10 @@ class HFRolloutEngine:
             ValueError: If the model is an encoder-decoder, counts positions from the padding token's id on, or takes no
                 cache.
         """
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
-                "models, pass one (AutoModelForCausalLM)."
-            )
-        decoder = find_decoder(model)
-        if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
-            raise ValueError(
-                f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
-                "Sample with another engine, or choose a decoder that takes position_ids."
-            )
-        cache_argument(model)
-        if self._kept is not None and model is not self.model:
-            self._kept.clear()
+        if model is not self.model:
+            _check_model(model)
+            if self._kept is not None:
+                self._kept.clear()
         self.model, self.tokenizer = model, tokenizer
 
     def generate(
@@ -201,6 +191,21 @@ class HFRolloutEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
+
+
+def _check_model(model: Any) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
+            "models, pass one (AutoModelForCausalLM)."
+        )
+    decoder = find_decoder(model)
+    if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
+        raise ValueError(
+            f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
+            "Sample with another engine, or choose a decoder that takes position_ids."
+        )
+    cache_argument(model)
 
 
 @contextmanager

@@ -16,14 +16,6 @@ def trained_and_idle(buffer: RolloutBuffer, *, by_advantages: bool) -> tuple[Rol
     trained_N = buffer.joined("loss_mask")
     if by_advantages:
         trained_N = trained_N & (buffer.joined("advantages") != 0)
-    trained_E = to_rows(trained_N, buffer.episode_lengths).any(dim=1).tolist()
-    episodes = iter(trained_E)
-    kept: list[list[int]] = []
-    for group in buffer.groups:
-        rows = [found for own in group.episodes for found in [next(episodes)] * len(own.rows)]
-        kept.append([number for number, found in enumerate(rows) if found])
-    idle = [
-        [number for number in range(len(group.rollouts)) if number not in own]
-        for group, own in zip(buffer.groups, map(set, kept), strict=True)
-    ]
-    return buffer.subset(kept), buffer.subset(idle)
+    trained_E = to_rows(trained_N, buffer.episode_lengths).any(dim=1)
+    trained_B = trained_E.repeat_interleave(buffer.rows_per_episode)
+    return buffer.subset(trained_B), buffer.subset(~trained_B)

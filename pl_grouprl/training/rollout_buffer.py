@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.packing.batch import loss_mask
 from pl_grouprl.training.distribution import cut_into_mini_batches, from_state, to_state
-from pl_grouprl.types import EpisodeRows, RolloutGroup
+from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import field_values
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -57,22 +59,39 @@ class RolloutBuffer:
             self.mini_batches = cut_into_mini_batches(len(self.groups), self.num_mini_batches, shuffled)
         if "loss_mask" not in self.tokens:
             self.compute_loss_mask()
-            sampled = [rollout.logprobs for group in self.groups for rollout in group.rollouts]
+            sampled = [rollout.logprobs for rollout in self.rollouts]
             logprobs = [value for values in sampled if values is not None for value in values]
             if None not in sampled:
                 self.put("rollout_logprobs", torch.tensor(logprobs, dtype=torch.float32))
 
-    @property
+    @cached_property
+    def rollouts(self) -> list[Rollout]:
+        """The B rollouts of all groups."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @cached_property
+    def episodes(self) -> list[EpisodeRows]:
+        """The E episodes of all groups."""
+        return [episode for group in self.groups for episode in group.episodes]
+
+    @cached_property
     def rollout_lengths(self) -> Tensor:
         """Response tokens of each rollout, shape [B], int64."""
-        lengths = [len(rollout.token_ids) for group in self.groups for rollout in group.rollouts]
-        return torch.tensor(lengths, dtype=torch.long)
+        return torch.tensor([len(rollout.token_ids) for rollout in self.rollouts], dtype=torch.long)
 
-    @property
+    @cached_property
+    def rows_per_episode(self) -> Tensor:
+        """Rollouts of each episode, shape [E], int64."""
+        return torch.tensor([len(episode.rows) for episode in self.episodes], dtype=torch.long)
+
+    @cached_property
     def episode_lengths(self) -> Tensor:
         """Response tokens of each episode, all its rows together, shape [E], int64."""
-        lengths = [episode.num_tokens for group in self.groups for episode in group.episodes]
-        return torch.tensor(lengths, dtype=torch.long)
+        return torch.tensor([episode.num_tokens for episode in self.episodes], dtype=torch.long)
+
+    @cached_property
+    def _group_lengths(self) -> list[int]:
+        return [_num_tokens(group) for group in self.groups]
 
     def put(self, name: str, values_N: Tensor) -> None:
         """Store a per-token quantity of all groups under a name.
@@ -80,16 +99,16 @@ class RolloutBuffer:
         Raises:
             ValueError: If there is not one value per response token.
         """
-        sizes = [_num_tokens(group) for group in self.groups]
+        sizes = self._group_lengths
         if values_N.shape != (sum(sizes),):
             raise ValueError(f"{name} has shape {tuple(values_N.shape)}; pass one value per token, ({sum(sizes)},).")
         self.tokens[name] = list(values_N.detach().cpu().split(sizes))
 
     def compute_loss_mask(self) -> None:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
-        episodes = [episode for group in self.groups for episode in group.episodes]
-        trained = [bit for episode in episodes for bit in _trained_tokens(episode, self.mask_truncated)]
-        self.put("loss_mask", torch.tensor(trained, dtype=torch.bool))
+        trained = [_is_trained(episode, self.mask_truncated) for episode in self.episodes]
+        trained_N = torch.tensor(trained, dtype=torch.bool).repeat_interleave(self.episode_lengths)
+        self.put("loss_mask", trained_N & loss_mask(self.rollouts))
 
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
         """Store a per-rollout quantity, repeated for each token."""
@@ -132,15 +151,18 @@ class RolloutBuffer:
         tokens = {name: torch.cat([own[name] for _, own in selected]) for name in self.tokens}
         return [group for group, _ in selected], tokens, numbers
 
-    def subset(self, chosen: Sequence[Sequence[int]]) -> RolloutBuffer:
-        """The same groups with only some of their rollouts.
+    def subset(self, kept_B: Tensor) -> RolloutBuffer:
+        """The same groups with only some of their rollouts, or none.
 
         Args:
-            chosen: For each group, the indices of its rollouts; may be empty.
+            kept_B: Which rollouts to keep, bool, shape [B].
         """
-        parts = [self._part(index, rollouts) for index, rollouts in enumerate(chosen)]
-        tokens = {name: [own[name] for _, own in parts] for name in self.tokens}
-        return replace(self, groups=[group for group, _ in parts], tokens=tokens)
+        kept = iter(kept_B.tolist())
+        groups = [replace(group, rollouts=[r for r in group.rollouts if next(kept)]) for group in self.groups]
+        places_N = kept_B.repeat_interleave(self.rollout_lengths).nonzero().flatten()
+        sizes = [_num_tokens(group) for group in groups]
+        tokens = {name: list(self.joined(name)[places_N].split(sizes)) for name in self.tokens}
+        return replace(self, groups=groups, tokens=tokens)
 
     def _part(self, index: int, chosen: Sequence[int]) -> tuple[RolloutGroup, dict[str, Tensor]]:
         """Some rollouts of a group (the buffer's object if it is all of them), and their per-token quantities."""
@@ -179,13 +201,10 @@ class RolloutBuffer:
         return cls(**{**state, "groups": [from_state(group) for group in state["groups"]]})
 
 
-def _trained_tokens(episode: EpisodeRows, mask_truncated: bool) -> list[int]:
+def _is_trained(episode: EpisodeRows, mask_truncated: bool) -> bool:
     is_left_out, reward = mask_truncated and episode.last.finish_reason == "length", episode.reward
-    if is_left_out or reward is None or reward != reward:
-        return [0] * episode.num_tokens
-    masks = ([1] * len(row.token_ids) if row.loss_mask is None else row.loss_mask for row in episode.rows)
-    return [bit for mask in masks for bit in mask]
+    return not (is_left_out or reward is None or reward != reward)
 
 
 def _num_tokens(group: RolloutGroup) -> int:
-    return sum(len(rollout.token_ids) for rollout in group.rollouts)
+    return sum([len(rollout.token_ids) for rollout in group.rollouts])

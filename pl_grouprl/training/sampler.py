@@ -283,11 +283,11 @@ class Sampler:
         """Join rollouts with their prompts, which are open, and convert an engine's NumPy numbers to Python's."""
         indices = self._indices(prompts) if indices is None else indices
         for rollout in (rollout for of_prompt in rollouts for rollout in of_prompt):
-            rollout.token_ids = [int(token) for token in rollout.token_ids]
+            rollout.token_ids = list(map(int, rollout.token_ids))
             if rollout.logprobs is not None:
-                rollout.logprobs = [float(logprob) for logprob in rollout.logprobs]
+                rollout.logprobs = list(map(float, rollout.logprobs))
             if rollout.weight_versions is not None:
-                rollout.weight_versions = [int(version) for version in rollout.weight_versions]
+                rollout.weight_versions = list(map(int, rollout.weight_versions))
             rollout.episode = _episode_name(rollout.episode)
         return [
             RolloutGroup(

@@ -23,7 +23,7 @@ def rewards_per_token(buffer: RolloutBuffer) -> Tensor:
     Returns:
         Rewards, shape [N], float32, 0 at tokens that are not trained. An episode without a trained token has none.
     """
-    episodes = [episode for group in buffer.groups for episode in group.episodes]
+    episodes = buffer.episodes
     mask_N, lengths_E = buffer.joined("loss_mask"), buffer.episode_lengths
     rewards_N = torch.zeros(len(mask_N), dtype=torch.float64)
     trained = mask_N.nonzero().flatten()  # indices of trained tokens

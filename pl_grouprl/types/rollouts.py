@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal, NamedTuple
+from itertools import groupby, pairwise
+from typing import Any, Literal
 
 from pl_grouprl.types.prompts import Media, Messages
 
@@ -159,7 +159,8 @@ class Rollout:
         return EpisodeRows((self,)).outcome_reward
 
 
-class EpisodeRows(NamedTuple):
+@dataclass(slots=True)  # created often; a named tuple or a frozen class would take twice as long
+class EpisodeRows:
     """One sampled episode: a single rollout, or several rows if its history was rewritten along the way.
 
     A chat template that strips the thinking of earlier turns, a summary, or a sub-agent changes the model's context in
@@ -202,14 +203,13 @@ class EpisodeRows(NamedTuple):
     @property
     def step_rewards(self) -> dict[int, float]:
         """The rewards of tokens by their position in the rows, one row after another; empty without a reward."""
-        if not any(row.token_rewards for row in self.rows):
-            return {}
-        starts = accumulate((len(row.token_ids) for row in self.rows), initial=0)
-        return {
-            start + place: reward
-            for start, row in zip(starts, self.rows, strict=False)
-            for place, reward in row.step_rewards.items()
-        }
+        found: dict[int, float] = {}
+        start = 0
+        for row in self.rows:
+            if row.token_rewards is not None:
+                found |= {start + place: reward for place, reward in row.step_rewards.items()}
+            start += len(row.token_ids)
+        return found
 
     @property
     def outcome_reward(self) -> float | None:
@@ -220,12 +220,12 @@ class EpisodeRows(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows after their prompt."""
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum([len(row.token_ids) for row in self.rows])
 
     @property
     def num_sampled_tokens(self) -> int:
         """How many tokens the model wrote."""
-        return sum(row.num_sampled_tokens for row in self.rows)
+        return sum([row.num_sampled_tokens for row in self.rows])
 
 
 def _is_missing(reward: float | None) -> bool:
