@@ -67,6 +67,7 @@ class StepParts(Callback):
             self._patch(owner, name, self._timed(getattr(owner, name), part))
         (optimizer,) = trainer.optimizers
         self._patch(optimizer, "step", self._timed_step(optimizer.step))
+        self._patch(optimizer, "zero_grad", self._timed(optimizer.zero_grad, "optimizer"))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """End a step and begin the next."""

@@ -221,7 +221,7 @@ class WholeStep:
                     self.models.descend("critic", module._value_loss(batch, None)[0])
         watch.mark()
         self.parts.append(watch.seconds)
-        starts_N = buffer.joined("group_starts" if "group_starts" in buffer.tokens else "loss_mask")
+        starts_N = buffer.joined("group_starts" if "group_starts" in buffer.values else "loss_mask")
         self.compression = compression_of(starts_N, buffer.joined("loss_mask"))
 
 

@@ -213,7 +213,7 @@ class GroupPPO(PPO):
         if self.score_norm == "sketch":
             assert scores.sketch_NS is not None
             return to_rows(scores.sketch_NS.cpu(), lengths_E)
-        if "rollout_logprobs" not in buffer.tokens:
+        if "rollout_logprobs" not in buffer.values:
             raise ValueError(
                 f"score_norm is 'log_ratio', but {type(self.engine).__name__} reports no log-probabilities; use "
                 "'logit' or 'sketch'."
@@ -244,7 +244,7 @@ class GroupPPO(PPO):
         `TokenGroupMonitor` reads them.
         """
         buffer = self.last_rollouts
-        if buffer is None or "group_starts" not in buffer.tokens:
+        if buffer is None or "group_starts" not in buffer.values:
             return None
         if self._token_groups is None or self._token_groups[0] is not buffer:
             self._token_groups = (buffer, self._rebuild_groups(buffer))

@@ -646,7 +646,7 @@ class RLModule(pl.LightningModule, ABC):
 
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Put old and reference log-probabilities into the buffer if they are needed; return the policy's scores."""
-        self.objective.check_sampled(buffer.tokens, type(self.engine).__name__)
+        self.objective.check_sampled(buffer.values, type(self.engine).__name__)
         scores = None
         if self.needs_old_scores:
             with self.timer.part("old_logprobs"):

@@ -38,6 +38,21 @@ def from_rows(values_BT: Tensor, lengths_B: Tensor) -> Tensor:
     return values_BT[_inside(lengths_B, values_BT.shape[1])]
 
 
+def places_of(rollouts: Tensor, lengths_B: Tensor) -> Tensor:
+    """Find the tokens of some rollouts on the flat axis, one rollout after another.
+
+    Args:
+        rollouts: Indices of the rollouts, int64, in any order.
+        lengths_B: Tokens of each of the B rollouts, int64.
+
+    Returns:
+        Indices on the axis N, int64.
+    """
+    lengths, starts = lengths_B[rollouts], (lengths_B.cumsum(0) - lengths_B)[rollouts]
+    shifts = starts - (lengths.cumsum(0) - lengths)
+    return shifts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=lengths.device)
+
+
 def _inside(lengths_B: Tensor, width: int | None = None) -> Tensor:
     if width is None:
         width = int(lengths_B.max()) if len(lengths_B) else 0

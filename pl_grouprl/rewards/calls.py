@@ -92,29 +92,21 @@ class PendingScores:
         """
         try:
             outcomes = self._finish(self._begun)
-            parts = [
-                [
-                    part
-                    for call, outcome in zip(calls, call_outcomes, strict=True)
-                    if isinstance(outcome, Failure)
-                    for part in self._make_calls(reward, smaller_units(reward, call.unit, self._inputs))
-                ]
-                for reward, calls, call_outcomes in zip(self._rewards, self._calls, outcomes, strict=True)
-            ]
-            again = [self._begin(reward, calls, retries=0) for reward, calls in zip(self._rewards, parts, strict=True)]
-            outcomes_again = self._finish(again)
+            done = [list(zip(*pair, strict=True)) for pair in zip(self._calls, outcomes, strict=True)]
+            smaller = [self._smaller_calls(*pair) for pair in zip(self._rewards, done, strict=True)]
+            again = [self._begin(*pair, retries=0) for pair in zip(self._rewards, smaller, strict=True)]
+            for of_function, calls, repeated in zip(done, smaller, self._finish(again), strict=True):
+                of_function += zip(calls, repeated, strict=True)
         finally:
             for begun in self._begun_elsewhere:
                 begun.cancel()
-        return [
-            self._join(reward, [*zip(*first, strict=True), *zip(*second, strict=True)])
-            for reward, first, second in zip(
-                self._rewards,
-                zip(self._calls, outcomes, strict=True),
-                zip(parts, outcomes_again, strict=True),
-                strict=True,
-            )
-        ]
+        return [self._join(*pair) for pair in zip(self._rewards, done, strict=True)]
+
+    def _smaller_calls(self, reward: PreparedReward, done: Sequence[tuple[Call, Outcome]]) -> list[Call]:
+        """The calls that failed, each divided by group."""
+        failed = [call for call, outcome in done if isinstance(outcome, Failure)]
+        units = [unit for call in failed for unit in smaller_units(reward, call.unit, self._inputs)]
+        return self._make_calls(reward, units)
 
     def _make_calls(self, reward: PreparedReward, units: Sequence[list[int]]) -> list[Call]:
         groups, completions = self._inputs.groups, self._inputs.completion_ids

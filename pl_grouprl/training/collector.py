@@ -191,7 +191,7 @@ class Collector:
             mask_truncated=self._mask_truncated,
         )
         if not collected.sampler_reports:  # ranks must exchange the same metrics in every step
-            buffer.tokens.pop("rollout_logprobs", None)
+            buffer.values.pop("rollout_logprobs", None)
         return buffer
 
     def finish(self, collected: CollectedRollouts, buffer: RolloutBuffer) -> None:

@@ -135,8 +135,7 @@ class MicroBatchSchedule:
         return self._buffer.select([(group, rollouts)])
 
     def _dummy(self) -> Selection:
-        like = {name: values[0] for name, values in self._buffer.tokens.items()}
-        return [dummy_group(self._buffer.groups[0])], dummy_tokens(like), ()
+        return [dummy_group(self._buffer.groups[0])], dummy_tokens(self._buffer.values), ()
 
     def _for_sequence_group(self, own: T, to_plain: Callable[[T], Any], from_plain: Callable[[Any], T]) -> list[T]:
         """What this rank helps to run: that of each rank of its sequence group in turn, or only its own without one."""

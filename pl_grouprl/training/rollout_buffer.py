@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.functional.rows import places_of, to_rows
 from pl_grouprl.packing.batch import loss_mask
 from pl_grouprl.training.distribution import cut_into_mini_batches, from_state, to_state
 from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
@@ -32,9 +32,9 @@ class RolloutBuffer:
         rollout_number: Index of the prompt batch in the run.
         num_mini_batches: Optimizer steps per pass over the groups of all ranks.
         seed: Decides, with `rollout_number`, the order of the mini-batches in each pass.
-        tokens: By name, one tensor per group over its response tokens. Always has `loss_mask`: True where a token is
-            trained, so False throughout a rollout without a reward. Has `rollout_logprobs`, as reported by the
-            sampler, if every rollout (in a run, of all ranks) has them.
+        values: Per-token quantities by name, shape [N]. Always has `loss_mask`: True where a token is trained, so False
+            throughout a rollout without a reward. Has `rollout_logprobs`, as reported by the sampler, if every rollout
+            (in a run, of all ranks) has them.
         metrics: Metrics of the rollout, by the name they are logged under.
         num_tokens: Tokens of all sequences of all ranks, prompts included.
         updates_done: Number of updates that have used the buffer.
@@ -46,7 +46,7 @@ class RolloutBuffer:
     rollout_number: int = 0
     num_mini_batches: int = 1
     seed: int = 0
-    tokens: dict[str, list[Tensor]] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     num_tokens: int = 0
     updates_done: int = 0
@@ -57,7 +57,7 @@ class RolloutBuffer:
         if not self.mini_batches:
             shuffled = derive_seed("order", self.seed, self.rollout_number)
             self.mini_batches = cut_into_mini_batches(len(self.groups), self.num_mini_batches, shuffled)
-        if "loss_mask" not in self.tokens:
+        if "loss_mask" not in self.values:
             self.compute_loss_mask()
             sampled = [rollout.logprobs for rollout in self.rollouts]
             logprobs = [value for values in sampled if values is not None for value in values]
@@ -89,9 +89,11 @@ class RolloutBuffer:
         """Response tokens of each episode, all its rows together, shape [E], int64."""
         return torch.tensor([episode.num_tokens for episode in self.episodes], dtype=torch.long)
 
-    @cached_property
-    def _group_lengths(self) -> list[int]:
-        return [_num_tokens(group) for group in self.groups]
+    @property
+    def tokens(self) -> dict[str, list[Tensor]]:
+        """The per-token quantities by name, one tensor per group."""
+        lengths = [sum(len(rollout.token_ids) for rollout in group.rollouts) for group in self.groups]
+        return {name: list(values_N.split(lengths)) for name, values_N in self.values.items()}
 
     def put(self, name: str, values_N: Tensor) -> None:
         """Store a per-token quantity of all groups under a name.
@@ -99,10 +101,10 @@ class RolloutBuffer:
         Raises:
             ValueError: If there is not one value per response token.
         """
-        sizes = self._group_lengths
-        if values_N.shape != (sum(sizes),):
-            raise ValueError(f"{name} has shape {tuple(values_N.shape)}; pass one value per token, ({sum(sizes)},).")
-        self.tokens[name] = list(values_N.detach().cpu().split(sizes))
+        total = int(self.rollout_lengths.sum())
+        if values_N.shape != (total,):
+            raise ValueError(f"{name} has shape {tuple(values_N.shape)}; pass one value per token, ({total},).")
+        self.values[name] = values_N.detach().cpu()
 
     def compute_loss_mask(self) -> None:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
@@ -115,8 +117,8 @@ class RolloutBuffer:
         self.put(name, values_B.cpu().repeat_interleave(self.rollout_lengths))
 
     def joined(self, name: str) -> Tensor:
-        """A per-token quantity of all groups, shape [N]."""
-        return torch.cat(self.tokens[name])
+        """A copy of a per-token quantity, shape [N]."""
+        return self.values[name].clone()
 
     def trained_episodes(self) -> Tensor:
         """Which episodes have a trained token, bool, shape [E]."""
@@ -147,9 +149,20 @@ class RolloutBuffer:
         """
         first_rollouts = list(accumulate((len(group.rollouts) for group in self.groups), initial=0))
         numbers = tuple(first_rollouts[index] + number for index, chosen in parts for number in chosen)
-        selected = [self._part(index, chosen) for index, chosen in parts]
-        tokens = {name: torch.cat([own[name] for _, own in selected]) for name in self.tokens}
-        return [group for group, _ in selected], tokens, numbers
+        groups = [_part(self.groups[index], chosen) for index, chosen in parts]
+        return groups, self._values_of(numbers), numbers
+
+    def only(self, members: Sequence[int]) -> RolloutBuffer:
+        """Keep only the rollouts of some groups; the buffer itself if those are all.
+
+        Args:
+            members: Indices of the groups.
+        """
+        if len(members) == len(self.groups):
+            return self
+        chosen = set(members)
+        kept = [index in chosen for index, group in enumerate(self.groups) for _ in group.rollouts]
+        return self.subset(torch.tensor(kept, dtype=torch.bool))
 
     def subset(self, kept_B: Tensor) -> RolloutBuffer:
         """The same groups with only some of their rollouts, or none.
@@ -159,21 +172,14 @@ class RolloutBuffer:
         """
         kept = iter(kept_B.tolist())
         groups = [replace(group, rollouts=[r for r in group.rollouts if next(kept)]) for group in self.groups]
-        places_N = kept_B.repeat_interleave(self.rollout_lengths).nonzero().flatten()
-        sizes = [_num_tokens(group) for group in groups]
-        tokens = {name: list(self.joined(name)[places_N].split(sizes)) for name in self.tokens}
-        return replace(self, groups=groups, tokens=tokens)
+        return replace(self, groups=groups, values=self._values_of(kept_B.nonzero().flatten().tolist()))
 
-    def _part(self, index: int, chosen: Sequence[int]) -> tuple[RolloutGroup, dict[str, Tensor]]:
-        """Some rollouts of a group (the buffer's object if it is all of them), and their per-token quantities."""
-        group = self.groups[index]
-        if list(chosen) == list(range(len(group.rollouts))):
-            return group, {name: values[index] for name, values in self.tokens.items()}
-        starts = list(accumulate((len(rollout.token_ids) for rollout in group.rollouts), initial=0))
-        places = [place for number in chosen for place in range(starts[number], starts[number + 1])]
-        places_N: Any = torch.tensor(places, dtype=torch.long) if places else slice(0)
-        part = replace(group, rollouts=[group.rollouts[number] for number in chosen])
-        return part, {name: values[index][places_N] for name, values in self.tokens.items()}
+    def _values_of(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """Copies of the per-token quantities of some rollouts, by their index in the buffer."""
+        if list(numbers) == list(range(len(self.rollouts))):
+            return {name: values_N.clone() for name, values_N in self.values.items()}
+        places_N = places_of(torch.tensor(numbers, dtype=torch.long), self.rollout_lengths)
+        return {name: values_N[places_N] for name, values_N in self.values.items()}
 
     def in_order(self, values: Sequence[Tensor], numbers: Sequence[int], *, per_token: bool) -> Tensor:
         """Reorder values that were computed part by part into the order of the buffer.
@@ -186,19 +192,21 @@ class RolloutBuffer:
         joined = torch.cat(list(values))
         if list(numbers) == sorted(numbers):
             return joined
-        lengths = self.rollout_lengths[list(numbers)].tolist() if per_token else [1] * len(numbers)
-        pieces = joined.split(lengths)
-        places = sorted(range(len(numbers)), key=lambda place: numbers[place])
-        return torch.cat([pieces[place] for place in places])
+        order = torch.tensor(numbers).argsort()
+        return joined[places_of(order, self.rollout_lengths[list(numbers)]) if per_token else order]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors, without dataset columns."""
-        return field_values(self) | {"groups": [to_state(group) for group in self.groups]}
+        state = field_values(self) | {"groups": [to_state(group) for group in self.groups], "tokens": self.tokens}
+        del state["values"]
+        return state
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RolloutBuffer:
         """Rebuild what `state_dict` returned."""
-        return cls(**{**state, "groups": [from_state(group) for group in state["groups"]]})
+        options = {name: value for name, value in state.items() if name not in ("groups", "tokens")}
+        values = {name: torch.cat(list(parts)) for name, parts in state["tokens"].items()}
+        return cls([from_state(group) for group in state["groups"]], values=values, **options)
 
 
 def _is_trained(episode: EpisodeRows, mask_truncated: bool) -> bool:
@@ -206,5 +214,8 @@ def _is_trained(episode: EpisodeRows, mask_truncated: bool) -> bool:
     return not (is_left_out or reward is None or reward != reward)
 
 
-def _num_tokens(group: RolloutGroup) -> int:
-    return sum([len(rollout.token_ids) for rollout in group.rollouts])
+def _part(group: RolloutGroup, chosen: Sequence[int]) -> RolloutGroup:
+    """Some rollouts of a group; the same object if it is all of them."""
+    if list(chosen) == list(range(len(group.rollouts))):
+        return group
+    return replace(group, rollouts=[group.rollouts[number] for number in chosen])

@@ -291,9 +291,15 @@ class Sampler:
             rollout.episode = _episode_name(rollout.episode)
         return [
             RolloutGroup(
-                prompt.token_ids, of_prompt, index, prompt.columns, prompt.prompt, prompt.data_source, prompt.media
+                list(prompt.token_ids),
+                of_prompt,
+                index,
+                private_copy(prompt.columns),
+                private_copy(prompt.prompt),
+                prompt.data_source,
+                private_copy(prompt.media),
             )
-            for index, prompt, of_prompt in zip(indices, private_copy(prompts), rollouts, strict=True)
+            for index, prompt, of_prompt in zip(indices, prompts, rollouts, strict=True)
         ]
 
     def _indices(self, prompts: Sequence[Prompt]) -> list[int]:

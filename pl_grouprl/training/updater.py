@@ -67,18 +67,19 @@ class Updater:
         Returns:
             The loss of the last micro-batch, to be differentiated by the caller, and the metrics of the update.
         """
-        trained_and_idle = self._split_idle(buffer)
-        trained = buffer if trained_and_idle is None else trained_and_idle[0]
-        schedule = self._micro_batcher.for_update(trained, _with_rollouts(trained, members))
+        mini_batch = buffer.only(members)
+        trained_and_idle = self._split_idle(mini_batch)
+        trained = mini_batch if trained_and_idle is None else trained_and_idle[0]
+        schedule = self._micro_batcher.for_update(trained, [i for i in members if trained.groups[i].rollouts])
         has_all = schedule.number == 1 and trained_and_idle is None  # then the only micro-batch knows the denominators
-        expected = None if has_all else self._denominators(buffer, members)
+        expected = None if has_all else self._denominators(mini_batch)
         if expected is not None:
             self._optimization.add_denominators(expected, self._run.device)
         sums = LossAccumulator()
         with self._micro_batcher.naming_memory():
             loss = self._run_schedule(schedule, sums, accumulation, has_all=has_all)
         if trained_and_idle is not None:
-            sums.add_denominators(self._denominators(trained_and_idle[1], members))
+            sums.add_denominators(self._denominators(trained_and_idle[1]))
         if expected is not None:
             self._check_denominators(sums, expected)
         device = self._run.device
@@ -121,17 +122,14 @@ class Updater:
         sums.add(loss_sums, micro_batch.weight)
         return self._optimization.divide(loss_sums.losses, device, micro_batch.weight)
 
-    def _denominators(self, buffer: RolloutBuffer, members: Sequence[int]) -> dict[str, Tensor]:
-        """This rank's share of the denominators."""
-        members = _with_rollouts(buffer, members)
-        if not members:
-            tokens, lengths = dummy_tokens({name: values[0] for name, values in buffer.tokens.items()}), [1]
+    def _denominators(self, buffer: RolloutBuffer) -> dict[str, Tensor]:
+        """The denominators of a buffer's rollouts, or of the dummy if there are none."""
+        if buffer.rollouts:
+            tokens, lengths_E = {name: buffer.joined(name) for name in buffer.values}, buffer.episode_lengths
         else:
-            chosen = [(index, range(len(buffer.groups[index].rollouts))) for index in members]
-            groups, tokens, _ = buffer.select(chosen)
-            lengths = [episode.num_tokens for group in groups for episode in group.episodes]
-        index_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths)}
+            tokens, lengths_E = dummy_tokens(buffer.values), torch.tensor([1])
+        index_N = torch.arange(len(lengths_E)).repeat_interleave(lengths_E)
+        rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths_E)}
         return check_denominators(self._loss_denominators(tokens, rollouts), self._owner)
 
     def _check_denominators(self, sums: LossAccumulator, expected: Mapping[str, Tensor]) -> None:
@@ -146,7 +144,3 @@ class Updater:
                     f"compute_loss of {self._owner} divides {name!r} by {float(count):g}, but "
                     f"loss_denominators returned {expected.get(name)}; override both consistently."
                 )
-
-
-def _with_rollouts(buffer: RolloutBuffer, members: Sequence[int]) -> list[int]:
-    return [index for index in members if buffer.groups[index].rollouts]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pl_grouprl.functional.rows import compact, from_rows, reverse_scan, to_rows
+from pl_grouprl.functional.rows import compact, from_rows, places_of, reverse_scan, to_rows
 
 
 def test_rows_and_back():
@@ -22,6 +22,12 @@ def test_vectors():
 def test_no_rollouts_and_no_tokens():
     assert to_rows(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0, 0)
     assert to_rows(torch.zeros(0), torch.tensor([0, 0])).shape == (2, 0)
+
+
+def test_places_of_some_rollouts():
+    lengths = torch.tensor([2, 1, 3, 0])
+    assert places_of(torch.tensor([2, 3, 0]), lengths).tolist() == [3, 4, 5, 0, 1]
+    assert places_of(torch.tensor([], dtype=torch.long), lengths).shape == (0,)
 
 
 def test_mismatched_lengths():
