@@ -5,7 +5,7 @@ Legend: B rollouts, T packed tokens, N response tokens of all rollouts, concaten
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -167,22 +167,26 @@ def _places(layout: SharedPrefixLayout, ends: Sequence[_RolloutEnd]) -> tuple[np
     before: list[int] = []
     last_of_prompt: dict[int, int] = {}
     for prompt, leaf, remaining in ends:
-        below = [segment for index, segment in _upwards(layout, leaf) if index > prompt]
+        below: list[Segment] = []
+        index: int | None = leaf
+        while index is not None and index > prompt:  # parents precede their children
+            below.append(layout.segments[index])
+            index = below[-1].parent
         for segment in reversed(below):
             length = min(segment.length, remaining)  # a rollout that is a prefix of the path ends within it
             runs.append((segment.start, length))
             remaining -= length
         if prompt not in last_of_prompt:
-            last_of_prompt[prompt] = next(segment.stop - 1 for _, segment in _upwards(layout, prompt) if segment.length)
+            last_of_prompt[prompt] = _last_token(layout, prompt)
         before.append(last_of_prompt[prompt])
     starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
     places_N = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     return places_N, np.array(before, np.int64), np.array([end.length for end in ends], np.int64)
 
 
-def _upwards(layout: SharedPrefixLayout, index: int | None) -> Iterator[tuple[int, Segment]]:
-    """A segment and its ancestors, each with its index."""
-    while index is not None:
-        segment = layout.segments[index]
-        yield index, segment
-        index = segment.parent
+def _last_token(layout: SharedPrefixLayout, index: int) -> int:
+    """Index in the row of the last token up to the end of a segment, which may itself be empty."""
+    segment = layout.segments[index]
+    while segment.length == 0 and segment.parent is not None:
+        segment = layout.segments[segment.parent]
+    return segment.stop - 1

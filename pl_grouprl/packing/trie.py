@@ -145,6 +145,8 @@ def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
 
 def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start: int, stop: int) -> int:
     """Length of the common prefix, at most `stop`. The first `start` tokens are known to be equal."""
+    if isinstance(left, list) and isinstance(right, list) and left == right:
+        return stop
     stop, count = min(stop, len(right)), 32
     while start < stop:
         end = min(start + count, stop)

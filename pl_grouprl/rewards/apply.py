@@ -123,8 +123,8 @@ class PendingRewards:
             rewarded = [episode.last for episode in episodes]
             end = start + len(rewarded)
             by_function = [_align_steps(per_function[start:end], rewarded) for per_function in scores]
-            for index, rollout in enumerate(rewarded):
-                _write_reward(rollout, self._prepared, [group_scores[index] for group_scores in by_function])
+            for rollout, *of_rollout in zip(rewarded, *by_function, strict=True):
+                _write_reward(rollout, self._prepared, of_rollout)
             for episode in episodes:
                 _share_reward(episode)
             start = end
@@ -255,15 +255,17 @@ def _share_reward(episode: EpisodeRows) -> None:
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
-    pairs = list(zip(prepared, scores, strict=True))
-    rollout.rewards = {reward.name: score.value for reward, score in pairs}
+    rollout.rewards = {}
     rollout.reward = rollout.token_rewards = None
-    counted = [(reward.weight, score) for reward, score in pairs if reward.weight != 0]
-    applied = [(weight, score) for weight, score in counted if score.value is not None]
-    if not applied or any(score.failed for _, score in counted):
+    counted: list[tuple[float, Score]] = []
+    for reward, score in zip(prepared, scores, strict=True):
+        rollout.rewards[reward.name] = score.value
+        if reward.weight != 0 and (score.failed or score.value is not None):
+            counted.append((reward.weight, score))
+    if not counted or True in [score.failed for _, score in counted]:
         return
-    combined = sum([weight * (score.value or 0.0) for weight, score in applied if score.token_rewards is None])
-    tokens = _weighted_tokens(applied)
+    combined = sum([weight * (score.value or 0.0) for weight, score in counted if score.token_rewards is None])
+    tokens = _weighted_tokens(counted)
     if tokens is not None:
         steps = [value for value in tokens if value is not None]
         combined = combined + math.fsum(steps) if all(map(fits_float32, steps)) else math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import Any
 
 
@@ -15,7 +14,11 @@ def leading_correct_share(completion: str, answer: str) -> float:
     longest = max(len(completion), len(answer))
     if longest == 0:
         return 1.0
-    right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(completion, answer, strict=False)))
+    right = 0
+    for ours, theirs in zip(completion, answer, strict=False):
+        if ours != theirs:
+            break
+        right += 1
     return right / longest
 
 

@@ -1,8 +1,8 @@
 """apply_rewards: both signatures, the weighted sum, what happens to rewards that are missing or wrong."""
 
 import asyncio
-import gc
 import functools
+import gc
 import math
 import threading
 import weakref
