@@ -209,7 +209,7 @@ def random_groups(
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
-        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+        return torch.randint(vocabulary, (count,), generator=generator, device="cpu").tolist()
 
     shapes = [(max(24, spanned + 8), (7, 1, 12, 0)), (9, (5,))]
     if longest is not None and longest < 64:

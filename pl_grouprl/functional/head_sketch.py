@@ -70,4 +70,4 @@ class HeadSketch:
 
 
 def _random_signs(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    return torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.int8, device="cpu").mul_(2).sub_(1)

@@ -49,7 +49,7 @@ class ValueHead(nn.Linear):
         head = cls(hidden_size)
         generator = torch.Generator().manual_seed(derive_seed("value head", seed))
         with torch.no_grad():
-            head.weight.copy_(torch.randn(1, hidden_size, generator=generator) * std)
+            head.weight.copy_(torch.randn(1, hidden_size, generator=generator, device="cpu") * std)
         return head
 
     @classmethod

@@ -35,7 +35,12 @@ def move_together(tensors: Mapping[_Name, Tensor], device: torch.device | str) -
 
 def _joined(tensors: Mapping[_Name, Tensor]) -> Tensor:
     """Concatenate into one block of bytes, widest dtypes first to keep each tensor aligned."""
-    return torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in _widest_first(tensors)])
+    return torch.cat([_bytes(tensors[name]) for name in _widest_first(tensors)])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All elements as bytes. A single one that was expanded has stride 0, which `view` refuses."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _separated(block: Tensor, tensors: Mapping[_Name, Tensor]) -> dict[_Name, Tensor]:

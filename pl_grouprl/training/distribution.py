@@ -36,7 +36,7 @@ def cut_into_mini_batches(num_groups: int, num_mini_batches: int, seed: int) -> 
     """Split groups at random into mini-batches of about equal size; returns each group's mini-batch index."""
     if num_mini_batches == 1:
         return [0] * num_groups
-    order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed), device="cpu")
     numbers = torch.empty(num_groups, dtype=torch.long)
     for number, chosen in enumerate(order.tensor_split(num_mini_batches)):
         numbers[chosen] = number

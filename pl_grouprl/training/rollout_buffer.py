@@ -132,7 +132,7 @@ class RolloutBuffer:
         """
         epoch, place = divmod(update_index, self.num_mini_batches)
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.rollout_number, epoch))
-        number = int(torch.randperm(self.num_mini_batches, generator=generator)[place])
+        number = int(torch.randperm(self.num_mini_batches, generator=generator, device="cpu")[place])
         return [index for index, mini_batch in enumerate(self.mini_batches) if mini_batch == number]
 
     def select(

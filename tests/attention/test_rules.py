@@ -365,6 +365,7 @@ def test_auto_chooses(name):
         for dtype, expected in ((torch.bfloat16, on_cuda), (torch.float32, on_cuda_in_float32)):
             assert choose(*on_a_gpu(dtype, 64), given).name == expected
     assert choose(*on_a_gpu(torch.bfloat16, 512), to_package(rule)).name == "flex"  # no fast kernel for such heads
+    assert choose(*on_a_gpu(torch.float32, 8), to_package(rule)).name != "flex"  # no kernel of its own for these
 
 
 def on_a_gpu(dtype, size):

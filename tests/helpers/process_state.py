@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-"""Environment variables that Lightning's `seed_everything` sets for good: put back without a word."""
+SET_FOR_GOOD = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+"""Environment variables that Lightning and torch's compiler set for good: put back without a word."""
 
 
 _seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
@@ -30,7 +30,7 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def left_changed() -> Iterator[list[str]]:
     """Put the process back to what it was on entry; the list then says what had to be."""
-    seeds = {name: os.environ.get(name) for name in SEEDS}
+    quiet = {name: os.environ.get(name) for name in SET_FOR_GOOD}
     loggers, environment = _loggers(), _environment()
     values = {name: read() for name, (read, _) in PARTS.items()}
     changes: list[str] = []
@@ -41,7 +41,7 @@ def left_changed() -> Iterator[list[str]]:
         if read() != values[name]:
             changes.append(f"{name} {read()} (was {values[name]})")
             write(values[name])
-    for name, value in seeds.items():
+    for name, value in quiet.items():
         _set_variable(name, value)
 
 
@@ -75,7 +75,9 @@ def _restore_loggers(before: dict[logging.Logger, tuple[int, bool, bool]]) -> li
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in SEEDS and name != "PYTEST_CURRENT_TEST"}
+    return {
+        name: value for name, value in os.environ.items() if name not in SET_FOR_GOOD and name != "PYTEST_CURRENT_TEST"
+    }
 
 
 def _restore_environment(before: dict[str, str]) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.tiny_models import VOCAB, gradients, random_groups, tiny_model, worst_gradient_error
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.models import Critic, CriticSource, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic, ValueHead
@@ -44,6 +45,24 @@ def test_the_head_by_hand():
     assert head(states.double()).dtype == torch.float64
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert head(torch.full((1, 2), 1.001)).item() == pytest.approx(1.501, abs=1e-6)  # bfloat16 knows 1.0 and 1.0078
+
+
+class OfAGPU(TorchFunctionMode):
+    """Like a GPU as the default device: random numbers of a CPU generator must name the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "generator" in kwargs and "device" not in kwargs:
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+        return func(*args, **kwargs)
+
+
+def test_a_head_is_drawn_while_the_default_device_is_a_gpu():
+    with OfAGPU():
+        head = ValueHead.near_zero(16)
+    assert torch.equal(head.weight, ValueHead.near_zero(16).weight)
+    with OfAGPU(), pytest.raises(RuntimeError, match="device type for generator"):
+        torch.randn(2, generator=torch.Generator())
 
 
 def test_a_new_head_is_near_zero_and_the_same_everywhere():

@@ -9,6 +9,7 @@ TENSORS = {
     "transposed": torch.arange(6.0).view(2, 3).t(),
     "half": torch.tensor([0.5, -2.0, 3.0], dtype=torch.bfloat16),
     "number": torch.tensor(7),
+    "expanded": torch.tensor([7]).as_strided((1,), (0,)),  # as `expand` leaves it
     "none": torch.empty(0, dtype=torch.long),
 }
 

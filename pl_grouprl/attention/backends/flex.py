@@ -25,6 +25,9 @@ from pl_grouprl.packing import SharedPrefixLayout
 BLOCK = 128
 """Size of a mask block, in queries and keys."""
 
+_SMALLEST_HEAD = 16
+"""Of the kernel on CUDA."""
+
 _PAIRS = 2**26
 """Query-key pairs whose visibility is computed at a time."""
 
@@ -106,6 +109,8 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
         return "FlexAttention has neither gradients nor log-sum-exps on mps; use backend 'cascade'."
     if query.device.type == "cpu" and gradient:
         return "FlexAttention has no backward pass on CPU; use backend 'cascade' for training there."
+    if query.device.type == "cuda" and (size := min(query.shape[-1], value.shape[-1])) < _SMALLEST_HEAD:
+        return f"FlexAttention on CUDA needs heads of at least {_SMALLEST_HEAD}, here {size}; use backend 'cascade'."
     return None
 
 
