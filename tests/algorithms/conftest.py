@@ -49,7 +49,7 @@ class TinyPolicy:
             eos_token_id=1,
             pad_token_id=0,
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), torch.device("cpu"):  # a GPU would draw other weights
             torch.manual_seed(self.seed)
             model = Qwen3ForCausalLM(config)
         if self.gradient_checkpointing:

@@ -4,8 +4,8 @@
 
 Each row trains ten steps (see table_run.py), then goes on from its own checkpoint of step five in new processes. Its
 losses are compared with those of one process that cuts nothing; the weights of the resumed run with those of the row's
-undisturbed run, to the last bit; and the exported policy with the one that was trained. Rows that need a GPU say so
-where there is none. The command exits with 1 if a row fails; a failed row tells its error below the table.
+undisturbed run, on the CPU to the last bit; and the exported policy with the one that was trained. Rows that need a GPU
+say so where there is none. The command exits with 1 if a row fails; a failed row tells its error below the table.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from table_train import RunFailedError, train
 ALGORITHMS = ("GRPO", "GROUP PPO")
 LOSS_TOLERANCE = 1e-4
 """Of float32, over ten steps that each build on the one before."""
+RESUME_TOLERANCE = {"cpu": 0.0, "gpu": 1e-6}
+"""Of float32 weights; kernels on a GPU add up in no fixed order."""
 LOGIT_TOLERANCE = {"cpu": 1e-5, "gpu": 1e-4}
 """Of float32 logits up to 4, by where the policy was trained; the exported one is looked at on the CPU.
 
@@ -189,10 +191,11 @@ def compare(result: Result, reference: Path, whole: Path, resumed: Path) -> None
     result.logit_difference = largest_difference(
         {"logits": torch.load(whole / "logits.pt", weights_only=True)}, {"logits": exported_logits(whole / "policy")}
     )
+    resume_tolerance = RESUME_TOLERANCE[result.row.accelerator]
     logit_tolerance = LOGIT_TOLERANCE[result.row.accelerator]
     wrong = {
         f"losses differ by {result.loss_difference:.1e}": not result.loss_difference <= LOSS_TOLERANCE,
-        f"resumed weights differ by {result.resume_difference:.1e}": result.resume_difference != 0,
+        f"resumed weights differ by {result.resume_difference:.1e}": not result.resume_difference <= resume_tolerance,
         f"logits of the export differ by {result.logit_difference:.1e}": not result.logit_difference <= logit_tolerance,
         f"{result.passes} passes in 10 steps": bool(result.row.options) and result.passes < 20,
         "no group was split": bool(result.row.options) and result.splits == 0,
