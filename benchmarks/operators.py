@@ -35,8 +35,8 @@ KINDS = {
 }
 """Parts of operators' names by kind; everything else is `elementwise`."""
 
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
-"""Calls in which the host waits for the device."""
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+"""Calls in which the host waits for the device. The first is also how `Tensor.item()` waits."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -107,10 +107,10 @@ class StrategySupport:
         return torch.nn.utils.get_total_norm(self.gradients(parameters))
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
-        """Multiply gradients in place."""
+        """Multiply gradients in place; they may be in main memory (offloaded) while the factor is on the GPU."""
         gradients = self.gradients(parameters)
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)
 
     def clamp(self, parameters: Sequence[nn.Parameter], limit: float) -> None:
         """Clip each entry of the gradients to [-limit, limit], in place."""

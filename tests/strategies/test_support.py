@@ -52,6 +52,21 @@ def test_gradients_are_those_of_the_parameters(parameters):
     assert support.norm(parameters) == 1.75
 
 
+def test_a_factor_goes_where_the_gradients_are(monkeypatch):
+    factors = []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda gradients, factor: factors.append(factor))
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    parameter.grad = torch.ones(2, device="meta")
+    StrategySupport(None).scale([parameter], torch.tensor(0.5))
+    assert [factor.device.type for factor in factors] == ["meta"]
+
+
+@pytest.mark.gpu
+def test_offloaded_gradients_are_scaled_by_a_factor_on_the_gpu(parameters):
+    StrategySupport(None).scale(parameters, torch.tensor(0.5, device="cuda"))
+    assert [p.grad.tolist() for p in parameters[:2]] == [[1.5, 0.0], [2.0]]
+
+
 def test_the_zero_loss_depends_on_every_trained_parameter():
     trained, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1), requires_grad=False)
     zero = StrategySupport(None).zero_loss_over([trained, frozen])
