@@ -242,10 +242,9 @@ def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
 
 def _last_rows(group: RolloutGroup) -> RolloutGroup:
     """The group with the rollouts that reward functions see."""
-    episodes = group.episodes
-    if len(episodes) == len(group.rollouts):
+    if len(group.rows_per_episode) == len(group.rollouts):
         return group
-    return replace(group, rollouts=[episode.last for episode in episodes])
+    return replace(group, rollouts=[episode.last for episode in group.episodes])
 
 
 def _share_reward(episode: EpisodeRows) -> None:

@@ -218,7 +218,7 @@ class Collector:
         with self._timer.part("reward"):
             metrics = collected.pending.wait()
         collected.pending = None
-        collected.calls.append((sum(len(group.episodes) for group in collected.generated), metrics))
+        collected.calls.append((sum(len(group.rows_per_episode) for group in collected.generated), metrics))
 
     def _distribute(self, collected: CollectedRollouts, rollout_number: int) -> None:
         """Balance work by exchanging groups between ranks."""

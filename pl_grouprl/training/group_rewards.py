@@ -196,7 +196,7 @@ def episode_leaf_weights(groups: Sequence[RolloutGroup], mask_ET: Tensor, device
 
 
 def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
-    sizes = torch.tensor([len(group.episodes) for group in groups], dtype=torch.long)
+    sizes = torch.tensor([len(group.rows_per_episode) for group in groups], dtype=torch.long)
     return torch.arange(len(sizes)).repeat_interleave(sizes)
 
 

@@ -85,7 +85,7 @@ class MicroBatch:
         The rows of an episode in this micro-batch are one rollout.
         """
         index_N, num_rollouts = self.scoring.rollout_index_N, self.scoring.num_rollouts
-        sizes = torch.tensor([len(episode.rows) for group in self.groups for episode in group.episodes])
+        sizes = torch.tensor([rows for group in self.groups for rows in group.rows_per_episode])
         if len(sizes) < num_rollouts:
             index_E = torch.arange(len(sizes)).repeat_interleave(sizes)
             index_N, num_rollouts = index_E.to(index_N.device)[index_N], len(sizes)

@@ -111,7 +111,7 @@ def _repeated_rows(
     if whole_episodes:
         for group in (groups[i] for i in indices):
             _check_episodes(group, [_padded_size(group, episode) for episode in group.episodes], max_tokens)
-        together = [[len(episode.rows) for episode in groups[i].episodes] for i in indices]
+        together = [groups[i].rows_per_episode for i in indices]
     rows = plan_repeated_rows(sizes, max_tokens, together)
     return tuple(tuple((indices[group], rollouts) for group, rollouts in row) for row in rows)
 

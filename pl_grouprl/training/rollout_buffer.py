@@ -82,12 +82,13 @@ class RolloutBuffer:
     @cached_property
     def rows_per_episode(self) -> Tensor:
         """Rollouts of each episode, shape [E], int64."""
-        return torch.tensor([len(episode.rows) for episode in self.episodes], dtype=torch.long)
+        return torch.tensor([rows for group in self.groups for rows in group.rows_per_episode], dtype=torch.long)
 
     @cached_property
     def episode_lengths(self) -> Tensor:
         """Response tokens of each episode, all its rows together, shape [E], int64."""
-        return torch.tensor([episode.num_tokens for episode in self.episodes], dtype=torch.long)
+        stops_E = self.rollout_lengths.cumsum(0)[self.rows_per_episode.cumsum(0) - 1]
+        return stops_E.diff(prepend=stops_E.new_zeros(1))
 
     @property
     def tokens(self) -> dict[str, list[Tensor]]:
@@ -108,9 +109,9 @@ class RolloutBuffer:
 
     def compute_loss_mask(self) -> None:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
-        trained = [_is_trained(episode, self.mask_truncated) for episode in self.episodes]
-        trained_N = torch.tensor(trained, dtype=torch.bool).repeat_interleave(self.episode_lengths)
-        self.put("loss_mask", trained_N & loss_mask(self.rollouts))
+        trained_E = torch.tensor([_is_trained(episode, self.mask_truncated) for episode in self.episodes]).bool()
+        trained_N = trained_E.repeat_interleave(self.episode_lengths)
+        self.put("loss_mask", trained_N & loss_mask(self.rollouts) if trained_E.any() else trained_N)
 
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
         """Store a per-rollout quantity, repeated for each token."""

@@ -214,8 +214,10 @@ class EpisodeRows:
     @property
     def outcome_reward(self) -> float | None:
         """The part of the reward that belongs to the episode as a whole, not to one of its tokens."""
-        reward, steps = self.reward, self.step_rewards
-        return reward if reward is None or not steps else reward - math.fsum(steps.values())
+        reward = self.reward
+        if reward is None or [row.token_rewards for row in self.rows].count(None) == len(self.rows):
+            return reward
+        return reward - math.fsum(self.step_rewards.values())
 
     @property
     def num_tokens(self) -> int:
@@ -260,7 +262,7 @@ class RolloutGroup:
                 "RolloutGroup.prompt_ids is empty; the first token of a rollout is predicted from the last token of "
                 "its prompt, so pass at least one (a beginning-of-sequence token will do)."
             )
-        if all(rollout.episode is None for rollout in self.rollouts):
+        if not self._names_episodes:
             return
         names = [episode.last.episode for episode in self.episodes if episode.last.episode is not None]
         if len(set(names)) < len(names):
@@ -270,10 +272,20 @@ class RolloutGroup:
             )
 
     @property
+    def _names_episodes(self) -> bool:
+        """Whether a rollout names its episode; otherwise each is one."""
+        return [rollout.episode for rollout in self.rollouts].count(None) < len(self.rollouts)
+
+    @property
     def episodes(self) -> list[EpisodeRows]:
         """The episodes in the order of their rollouts."""
-        if all(rollout.episode is None for rollout in self.rollouts):
+        if not self._names_episodes:
             return [EpisodeRows((rollout,)) for rollout in self.rollouts]
         numbered = enumerate(self.rollouts)
         by_name = groupby(numbered, lambda pair: (None, pair[0]) if pair[1].episode is None else (pair[1].episode, -1))
         return [EpisodeRows(tuple(rollout for _, rollout in rows)) for _, rows in by_name]
+
+    @property
+    def rows_per_episode(self) -> list[int]:
+        """Number of rows of each episode."""
+        return [len(episode.rows) for episode in self.episodes] if self._names_episodes else [1] * len(self.rollouts)
