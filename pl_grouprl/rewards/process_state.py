@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pl_grouprl.utilities.exit_gate import exits_refused
-from pl_grouprl.utilities.reaper import children as children_of
+from pl_grouprl.utilities.reaper import own_children
 
 try:
     import resource
@@ -80,7 +80,7 @@ class _State:
             {number: signal.getsignal(number) for number in _SIGNALS},
             bool(hasattr(signal, "getitimer") and signal.getitimer(signal.ITIMER_REAL)[0]),
             {name: resource.getrlimit(kind) for kind, name in kinds.items()},
-            children_of(os.getpid()) if children else set(),
+            own_children() if children else set(),
         )
 
     def restore(self, children: bool) -> Iterator[tuple[str, str]]:
