@@ -120,8 +120,8 @@ def pack(
         sharing: One packed row with shared tokens once, or a right-padded row per rollout.
         share_across_groups: Also share common prefixes of the prompts of different groups, such as a system prompt.
             Only for text.
-        min_saved_tokens: Fewest tokens that a shared segment after the prompt must save, see `build_trie`; None shares
-            only prompts.
+        min_saved_tokens: Minimum number of tokens that a shared segment after the prompt must save, see `build_trie`;
+            None shares only prompts.
         path: Response tokens to lay out as one segment after the prompt. Every rollout begins with them, or is a prefix
             of them.
         device: Device of the tensors.

@@ -1,4 +1,4 @@
-"""Lays out rollout groups as a forest: each prompt once, and below it the tokens that its rollouts share once.
+"""Lays out rollout groups as a forest: each prompt once, and below it its rollouts, with what they share once.
 
 Legend: B rollouts, T packed tokens, N response tokens of all rollouts, concatenated, M response tokens of the row.
 """
@@ -18,11 +18,11 @@ from pl_grouprl.types import RolloutGroup
 
 
 class SharedTokens(NamedTuple):
-    """Maps the N response tokens of all rollouts to the M tokens of the row that encode them; shared ones coincide.
+    """Maps the N response tokens of all rollouts to the M tokens of the row that encode them.
 
     Attributes:
-        distinct_M: For each of the M, the index of one of the N that it encodes, int64.
-        index_N: For each of the N, the index of the one of the M that encodes it, int64.
+        distinct_M: For each token of the row, the index of one response token that it encodes, int64.
+        index_N: For each response token, the index of the token of the row that encodes it, int64.
     """
 
     distinct_M: Tensor
@@ -67,7 +67,7 @@ class Forest(NamedTuple):
 
     @property
     def shared_tokens(self) -> SharedTokens | None:
-        """Which response tokens share a token of the row; None if no two do."""
+        """Which response tokens share a token of the row; None if there are no fewer of the row than of responses."""
         if len(self.places_N) == self.layout.num_tokens - self.num_prompt_tokens:
             return None
         _, distinct_M, index_N = np.unique(self.places_N, return_index=True, return_inverse=True)
@@ -86,7 +86,8 @@ def lay_out_forest(
     Args:
         groups: Groups with at least one rollout each.
         share_across_groups: Also share common prefixes of different prompts.
-        min_saved_tokens: Fewest tokens that a shared segment must save, see `build_trie`; None shares only prompts.
+        min_saved_tokens: Minimum number of tokens that a shared segment must save, see `build_trie`; None shares only
+            prompts.
         path: Response tokens to lay out as one segment after the prompt. Every rollout begins with them, or is a prefix
             of them.
 

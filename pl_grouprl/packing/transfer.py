@@ -39,7 +39,8 @@ def _joined(tensors: Mapping[_Name, Tensor]) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All elements as bytes. A single one that was expanded has stride 0, which `view` refuses."""
+    """All elements as bytes."""
+    # An expanded tensor of one element is contiguous, but its stride may be 0, which `view` refuses.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 MIN_SAVED_TOKENS = 16
-"""Fewest tokens that a shared node must save. Each extra segment costs every layer a pass over its descendants."""
+"""Minimum number of tokens that a shared node must save.
+
+Each extra segment costs every layer a pass over its descendants.
+"""
 
 Tokens = Sequence[int]
 """Token ids."""
@@ -69,7 +72,7 @@ def build_trie(
         sequences: Token ids, or arrays of shape [tokens] or [tokens, C]; of any number and length.
         min_saved_tokens: A node of n tokens that k sequences share saves (k - 1) n; if that is less, each branch keeps
             its own copy. At least 1; None shares nothing.
-        max_depth: Most nodes above a leaf; None is any number. 0 shares nothing.
+        max_depth: Maximum number of nodes above a leaf; None for no limit. 0 shares nothing.
 
     Raises:
         ValueError: If `min_saved_tokens` is less than 1.
@@ -151,7 +154,7 @@ def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start:
     while start < stop:
         end = min(start + count, stop)
         ours, others = left[start:end], right[start:end]
-        if isinstance(ours, list) and isinstance(others, list):  # lists compare faster as lists
+        if isinstance(ours, list) and isinstance(others, list):  # faster than NumPy
             if ours != others:
                 return start + next(place for place, (a, b) in enumerate(zip(ours, others, strict=True)) if a != b)
         elif not np.array_equal(ours, others):

@@ -24,10 +24,10 @@ Rewards = Sequence[Weighted | RewardFunction] | Weighted | RewardFunction | list
 
 
 def prepare_rewards(rewards: Rewards) -> list[PreparedReward]:
-    """Check the names and signatures of reward functions before a run. Returns a list that it has returned as it is.
+    """Check the names and signatures of reward functions before a run. A list that it returned comes back unchanged.
 
     Raises:
-        ValueError: If the list is empty, names repeat, all weights are 0, or a signature is unknown.
+        ValueError: If the list is empty, names repeat, all weights are 0, or a signature is not supported.
         TypeError: If something is not callable, or is a class.
     """
     if isinstance(rewards, list) and rewards and isinstance(rewards[0], PreparedReward):
@@ -74,16 +74,17 @@ def check_columns(prompts: Sequence[Prompt], rewards: Rewards, split: str, *, en
 
 
 def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
-    """Refuse a time limit that no worker could enforce; for async functions none is needed.
+    """Refuse a time limit without workers, unless it serves async functions and all others must stay in this process.
 
     Raises:
         ValueError: Names the functions that could not be stopped.
     """
     plain = [reward.name for reward in prepared if not reward.is_async]
-    if len(plain) == len(prepared) or any(not reward.in_process for reward in prepared):
+    movable = [reward.name for reward in prepared if not reward.in_process]
+    if movable or len(plain) == len(prepared):
         raise ValueError(
             f"reward_timeout is {timeout} with reward_workers=0; {plain} run in this process, where they cannot be "
-            "stopped. Set reward_workers to 1 or more, or leave reward_timeout out."
+            f"stopped. {'Set reward_workers to 1 or more, or leave' if movable else 'Leave'} reward_timeout out."
         )
 
 
@@ -112,7 +113,7 @@ class PendingRewards:
         self._scores = scores
 
     def wait(self) -> dict[str, float]:
-        """Run the functions of this thread, wait for the others, and write the rewards into the rollouts.
+        """Run the functions that need this thread, wait for the others, and write the rewards into the rollouts.
 
         Call it once. Returns and raises the same as `apply_rewards`.
         """
@@ -144,7 +145,7 @@ def start_rewards(
     workers: CallRunner | None = None,
     timeout: float | None = None,
 ) -> PendingRewards:
-    """Start what `apply_rewards` does without waiting; `wait` on the result finishes it.
+    """Start like `apply_rewards`, but return at once; `wait` on the result finishes the work.
 
     Coroutine functions and those in worker processes start here. Plain functions of this process run on the thread that
     calls `wait`. Do not change the rollouts until then.
@@ -176,15 +177,15 @@ def apply_rewards(
 ) -> dict[str, float]:
     """Reward every rollout: sets `Rollout.rewards` (per function, unweighted), `reward` and `token_rewards`.
 
-    The combined reward is the weighted sum over the functions that apply, where None means "does not apply". It is
-    None, and the rollout is not trained, if no function applies, or if one with a weight other than 0 failed (raised,
-    took too long, or gave NaN or infinity of float32): the sum of the rest would not be comparable with the other
-    rollouts of the group.
+    The combined reward is the weighted sum over the functions that apply, where None means "does not apply". Functions
+    of weight 0 are only logged. The reward is None, and the rollout is not trained, if no other function applies, or if
+    one of them failed (raised, took too long, or returned a number that is not finite in float32): the sum of the rest
+    would not be comparable with the other rollouts of the group. It is also None if the sum overflows float32.
 
-    For a completion, a function may return a list with a number for each token, or None (or NaN) for a token without a
-    reward; their sum is then its reward. If it does so for any completion of a group, a single number for another one
-    of the group is the reward of its last token. The tokens are `Rollout.completion_ids`, which begin after the
-    environment's observation.
+    In place of a completion's number, a function may return a list with one number per token, None or NaN for a token
+    without a reward; the sum is then the completion's reward. If the function returns a list for any completion of a
+    group, a single number for another completion is the reward of that completion's last token. The tokens are
+    `Rollout.completion_ids`, which begin after the environment's observation.
 
     For an episode, functions of TRL's signature get the messages as `completions`, with tool calls and results. They
     may also take `completion_mask` (per completion, 1 for each token that the model wrote and 0 for others) and, unless
@@ -192,8 +193,8 @@ def apply_rewards(
     the whole decoded completion as `solution_str`, tool results included, as in verl; those with a true attribute
     `reads_final_answer` get the content of the last assistant message.
 
-    Functions are called once per episode: where it has several rows (`RolloutGroup.episodes`), they see the last one,
-    and all rows get the reward, the last one its `token_rewards`.
+    Functions are called once per episode: where it has several rows (`RolloutGroup.episodes`), they see the last one.
+    All rows get the reward; only the last one gets `token_rewards`.
 
     Args:
         groups: Any number of groups of any size; modified in place.
@@ -208,8 +209,8 @@ def apply_rewards(
     Returns:
         For each function, `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
         are none), `/none` (rollouts to which it did not apply), `/invalid` (on which it failed), and the mean of every
-        other number in returned dictionaries, as `rewards/{name}/{key}`. Which of the last there are depends on the
-        data, so ranks may differ.
+        other number in returned dictionaries, as `rewards/{name}/{key}`. Which keys the dictionaries have
+        depends on the data, so ranks may differ.
 
     Raises:
         ValueError: If a function returns the wrong type or length, or needs a column that the data lacks; if a text is
@@ -267,7 +268,7 @@ def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: 
     tokens = _weighted_tokens(counted)
     if tokens is not None:
         steps = [value for value in tokens if value is not None]
-        combined = combined + math.fsum(steps) if all(map(fits_float32, steps)) else math.inf
+        combined = (combined + math.fsum(steps)) if all(map(fits_float32, steps)) else math.inf  # fsum may overflow
     if fits_float32(combined):
         rollout.reward, rollout.token_rewards = combined, tokens
 

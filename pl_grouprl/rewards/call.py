@@ -50,7 +50,7 @@ class Failure:
     Attributes:
         what: What the function did; follows its name in messages.
         error: What it raised, if anything.
-        out_of_memory: Whether it ran out of memory; it may still hold some of it.
+        out_of_memory: Whether the call ran out of memory. The function may still hold what it allocated.
     """
 
     what: str
@@ -79,7 +79,7 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
             result = call.make(reward.function)
         except (RewardConfigurationError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # not every error is an Exception: math-verify's time limit is none
+        except BaseException as error:  # math-verify's time limit raises an error that is no Exception
             failure = Failure.of(error)
         else:
             return read_result(reward, result, call.group_of, call.lengths)

@@ -79,7 +79,9 @@ class PendingScores:
             check_environments(rewards)
         units = [call_units(reward, inputs, by_group=self._runs_in_workers(reward)) for reward in rewards]
         self._calls = [self._make_calls(reward, per_call) for reward, per_call in zip(rewards, units, strict=True)]
-        self._begun = [self._begin(reward, calls, retries) for reward, calls in zip(rewards, self._calls, strict=True)]
+        self._waiters = [
+            self._begin(reward, calls, retries) for reward, calls in zip(rewards, self._calls, strict=True)
+        ]
 
     def wait(self) -> list[list[Score]]:
         """Run what runs on this thread, and return each function's scores of all rollouts: a list of length B each.
@@ -91,9 +93,9 @@ class PendingScores:
             ValueError: If a function returned the wrong type or length.
         """
         try:
-            outcomes = self._finish(self._begun)
+            outcomes = self._finish(self._waiters)
             done = [list(zip(*pair, strict=True)) for pair in zip(self._calls, outcomes, strict=True)]
-            smaller = [self._smaller_calls(*pair) for pair in zip(self._rewards, done, strict=True)]
+            smaller = [self._calls_by_group(*pair) for pair in zip(self._rewards, done, strict=True)]
             again = [self._begin(*pair, retries=0) for pair in zip(self._rewards, smaller, strict=True)]
             for of_function, calls, repeated in zip(done, smaller, self._finish(again), strict=True):
                 of_function += zip(calls, repeated, strict=True)
@@ -102,8 +104,8 @@ class PendingScores:
                 begun.cancel()
         return [self._join(*pair) for pair in zip(self._rewards, done, strict=True)]
 
-    def _smaller_calls(self, reward: PreparedReward, done: Sequence[tuple[Call, Outcome]]) -> list[Call]:
-        """The calls that failed, each divided by group."""
+    def _calls_by_group(self, reward: PreparedReward, done: Sequence[tuple[Call, Outcome]]) -> list[Call]:
+        """One call per group for each failed call that covered several groups."""
         failed = [call for call, outcome in done if isinstance(outcome, Failure)]
         units = [unit for call in failed for unit in smaller_units(reward, call.unit, self._inputs)]
         return self._make_calls(reward, units)
@@ -157,7 +159,7 @@ class PendingScores:
                 continue
             for index, score in zip(call.unit, outcome, strict=True):
                 scores[index] = score
-        _judge_failures(reward, scores, failure, self._max_failed_share)
+        _check_failures(reward, scores, failure, self._max_failed_share)
         return scores
 
 
@@ -175,7 +177,7 @@ def score_all(
     return PendingScores(rewards, inputs, retries=retries, max_failed_share=max_failed_share).wait()
 
 
-def _judge_failures(
+def _check_failures(
     reward: PreparedReward, scores: list[Score], failure: Failure | None, max_failed_share: float
 ) -> None:
     failed, total = sum([score.failed for score in scores]), len(scores)
@@ -184,8 +186,13 @@ def _judge_failures(
     did = "gave NaN, infinity, or a number beyond float32" if failure is None else failure.what
     what = f"Reward function {reward.name!r} {did}"
     if failed > max_failed_share * total:
+        error = None if failure is None else failure.error
         raise RuntimeError(
             f"{what}. It failed for {failed} of {total} rollouts, more than max_failed_share={max_failed_share} "
-            "allows; fix the function (the cause is above), or let it return None where it does not apply."
-        ) from (None if failure is None else failure.error)
-    log.warning("%s. %d of %d rollouts are left without a reward.", what, failed, total)
+            f"allows; fix the function{' (the cause is above)' if error else ''}, or let it return None where it does "
+            "not apply."
+        ) from error
+    if failed:
+        log.warning("%s. %d of %d rollouts are left without a reward.", what, failed, total)
+    else:
+        log.warning("%s. Called again group by group, it rewarded all %d rollouts.", what, total)

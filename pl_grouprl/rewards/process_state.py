@@ -32,7 +32,7 @@ _warned: set[tuple[str, str]] = set()
 
 @contextlib.contextmanager
 def left_as_found(name: str, *, children: bool) -> Iterator[None]:
-    """Undo changes to the training process, see `put_back`; also refuse `os._exit`.
+    """`put_back` for a function in the training process, where `os._exit` is refused, too.
 
     Args:
         name: Name of the function.
@@ -45,7 +45,10 @@ def left_as_found(name: str, *, children: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def put_back(name: str, advice: str, *, children: bool = False) -> Iterator[None]:
-    """Compare the process before and after a function's calls; restore what changed, and warn once per kind of change.
+    """Put back the working directory, signal handlers, alarm and resource limits after a function's calls.
+
+    Changes of environment variables and processes left running are only reported. Warns once per function and kind of
+    change.
 
     Args:
         name: Name of the function.
@@ -84,12 +87,10 @@ class _State:
         )
 
     def restore(self, children: bool) -> Iterator[tuple[str, str]]:
-        """Undo changes since this state; yields each kind of change and its details."""
+        """Put back what can be, while iterated over; yields each kind of change and its details."""
         now = _State.now(children)
         if now.directory != self.directory:
-            with contextlib.suppress(OSError):
-                os.chdir(self.directory)
-            yield "changed the working directory", f" to {now.directory!r} (put back)"
+            yield "changed the working directory", f" to {now.directory!r}{_return_to(self.directory)}"
         if names := [name for name in {**self.environment, **now.environment} if _differs(self, now, name)]:
             yield "changed the environment", f": {sorted(names)}"
         if threading.current_thread() is threading.main_thread():
@@ -124,6 +125,14 @@ def _directory() -> str:
         return os.getcwd()
     except OSError:  # it was removed
         return ""
+
+
+def _return_to(directory: str) -> str:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        return f" (which cannot be put back: {error})"
+    return " (put back)"
 
 
 def _differs(before: _State, now: _State, name: str) -> bool:

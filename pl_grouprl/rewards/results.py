@@ -74,10 +74,10 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
 
 
 def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
-    """Return the entries of all groups, which must have one list per group and one entry per rollout.
+    """Concatenate the lists of all groups.
 
     Raises:
-        ValueError: If they have not.
+        ValueError: If there is not one list per group with one entry per rollout.
     """
     lists = [item.tolist() if hasattr(item, "tolist") else item for item in result]
     given = [len(item) if isinstance(item, (list, tuple)) else type(item).__name__ for item in lists]
@@ -131,14 +131,17 @@ def _score(value: float | None) -> Score:
 
 
 def _without_arrays(value: Any, length: int = 0) -> Any:
-    """Convert arrays and tensors to numbers and lists; a single element becomes a number."""
+    """Convert arrays and tensors to lists, and those of one element to a number.
+
+    Only the array [NaN] for a completion of one token becomes [None]: the token has no reward.
+    """
     if not hasattr(value, "item"):
         return value
     shape = getattr(value, "shape", ())
     if math.prod(shape) != 1:
         return value.tolist()
     number = value.item()
-    return [None] if len(shape) == length == 1 and number != number else number  # the only token has no reward
+    return [None] if len(shape) == length == 1 and number != number else number
 
 
 def _number(reward: PreparedReward, value: Any, of: str) -> float | None:

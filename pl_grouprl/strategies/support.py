@@ -83,9 +83,10 @@ class StrategySupport:
 
     @contextlib.contextmanager
     def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
-        """Context for forward and backward of one micro-batch: gradients are reduced only in the last one.
+        """Context for forward and backward of one micro-batch; strategies reduce gradients only in the last one.
 
-        Lightning runs the last backward after this context exits, so its settings persist.
+        Nothing to do here: DDP reduces only in the backward pass after `training_step`. Others must not undo their
+        settings on exit, because Lightning runs the last backward pass after it.
         """
         yield
 
@@ -107,7 +108,7 @@ class StrategySupport:
         return torch.nn.utils.get_total_norm(self.gradients(parameters))
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
-        """Multiply gradients in place; they may be in main memory (offloaded) while the factor is on the GPU."""
+        """Multiply gradients in place; they may be offloaded to the CPU while the factor is on the GPU."""
         gradients = self.gradients(parameters)
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)

@@ -43,7 +43,7 @@ class CollectedRollouts:
         calls: Metrics of the finished reward calls.
         mini_batches: The mini-batch of each group; empty on a single rank, where the buffer assigns them.
         metrics: Metrics of dynamic sampling and of the balance between ranks.
-        sampler_reports: Whether every rollout of every rank has log-probabilities from the sampler.
+        has_rollout_logprobs: Whether every rollout of every rank has log-probabilities from the sampler.
         staleness: Staleness of this rank's rollouts that were sampled ahead; None if none were.
     """
 
@@ -53,7 +53,7 @@ class CollectedRollouts:
     calls: list[RewardCall] = field(default_factory=list)
     mini_batches: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    sampler_reports: bool = True
+    has_rollout_logprobs: bool = True
     staleness: Staleness | None = None
 
 
@@ -73,10 +73,10 @@ class Collector:
         seed: Seed of the split into mini-batches.
         mask_truncated_completions: Do not train rollouts that were truncated at `max_new_tokens`.
         dynamic_sampling: Replace groups whose rewards are all equal.
-        max_generation_batches: Most rounds of sampling per batch under `dynamic_sampling`.
+        max_generation_batches: Maximum number of rounds of sampling per batch under `dynamic_sampling`.
         max_staleness: How many batches ahead rollouts are sampled during the updates; 0 samples none ahead.
         episodes: Returns the episode loop for the threads that sample ahead; None for plain completions.
-        load_policy: Loads the initial policy; needed to sample ahead from a policy whose weights are shards.
+        load_policy: Loads the initial policy; needed to sample ahead from a policy whose weights are sharded.
 
     Attributes:
         ahead: The rollouts that are sampled ahead; None with `max_staleness` 0.
@@ -159,7 +159,7 @@ class Collector:
 
     @property
     def ahead_state(self) -> PerRankState:
-        """The rollouts sampled ahead, as a part of a checkpoint; None without `max_staleness`."""
+        """Saves and loads the rollouts sampled ahead; with `max_staleness` 0, reports those that a checkpoint holds."""
         ahead = self.ahead
         if ahead is None:
             return PerRankState(self._run, lambda: None, partial(log_left_out, reason="max_staleness is 0"))
@@ -176,7 +176,7 @@ class Collector:
         if ahead is not None:
             collected.staleness = ahead.measure(collected.groups)
         reports = all(rollout.logprobs is not None for group in collected.groups for rollout in group.rollouts)
-        collected.sampler_reports = all(gather_plain(reports, self._run.device))
+        collected.has_rollout_logprobs = all(gather_plain(reports, self._run.device))
         self._distribute(collected, batch.rollout_number)
         return collected
 
@@ -190,12 +190,12 @@ class Collector:
             mini_batches=collected.mini_batches,
             mask_truncated=self._mask_truncated,
         )
-        if not collected.sampler_reports:  # ranks must exchange the same metrics in every step
+        if not collected.has_rollout_logprobs:  # ranks must exchange the same metrics in every step
             buffer.values.pop("rollout_logprobs", None)
         return buffer
 
     def finish(self, collected: CollectedRollouts, buffer: RolloutBuffer) -> None:
-        """Wait for the rewards; put them, and the metrics of all ranks, into the buffer."""
+        """Wait for the rewards of the buffer's rollouts; put what depends on them, metrics and loss mask, into it."""
         if collected.pending is not None:
             self._wait(collected)
             if num_ranks() > 1:
@@ -264,7 +264,7 @@ class Collector:
                 self.ahead.mark_current(groups)
             more = CollectedRollouts(groups, groups, self._rewarder.start(groups))
             self._wait(more)
-            generated += groups
+            generated.extend(groups)
             collected.calls += more.calls
             kept += [group for group in groups if self.is_informative(group)]
             attempt += 1
@@ -272,4 +272,5 @@ class Collector:
         names = ("dynamic_sampling/kept_groups", "dynamic_sampling/generated_groups")
         collected.metrics |= dict(zip(names, counts, strict=True))
         collected.metrics["dynamic_sampling/generation_batches"] = float(attempt)
+        # Every rank needs a group, even if it trains nothing.
         collected.groups = kept or [without_rewards(generated[0])]

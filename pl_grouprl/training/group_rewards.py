@@ -1,6 +1,6 @@
 """Rewards of groups as tensors, the input of advantage estimators.
 
-Legend: E episodes (rollouts, the rows of one episode counted once), F reward functions, N response tokens of all
+Legend: E episodes (each one rollout or several, see `EpisodeRows`), F reward functions, N response tokens of all
 rollouts, concatenated, T length of the longest episode.
 """
 
@@ -75,15 +75,15 @@ def gather_rewards(
     per_group = [group.episodes for group in groups]
     episodes = [episode for of_group in per_group for episode in of_group]
     baselines = [
-        _columns(baseline.episodes, functions) * len(group.episodes)
-        for baseline, group in zip(greedy or (), groups, strict=False)
+        _reward_table(baseline.episodes, functions) * len(group.episodes)
+        for baseline, group in ([] if greedy is None else zip(greedy, groups, strict=True))
     ]
     per_rank: list[dict[str, Any]] = gather_plain(
         {
             "sizes": [len(of_group) for of_group in per_group],
             "lengths": [episode.num_tokens for episode in episodes],
             "sampled": [episode.num_sampled_tokens for episode in episodes],
-            "rewards": _columns(episodes, functions),
+            "rewards": _reward_table(episodes, functions),
             "greedy": [row for rows in baselines for row in rows],
             "steps": [episode.step_rewards for episode in episodes],
             "per_token": [has_token_rewards(groups)],
@@ -92,9 +92,9 @@ def gather_rewards(
     )
     joined = {name: [item for rank in per_rank for item in rank[name]] for name in per_rank[0]}
     sizes, shape = torch.tensor(joined["sizes"]), (-1, len(functions)) if functions else (-1,)
-    ends = [(len(rank["lengths"]), sum(rank["lengths"])) for rank in per_rank]
-    first_E, first_N = (sum(counts) for counts in zip((0, 0), *ends[: run.global_rank], strict=True))
-    count_E, count_N = ends[run.global_rank]
+    counts = [(len(rank["lengths"]), sum(rank["lengths"])) for rank in per_rank]
+    first_E, first_N = (sum(of_rank[axis] for of_rank in counts[: run.global_rank]) for axis in (0, 1))
+    count_E, count_N = counts[run.global_rank]
     return GroupRewards(
         outcomes=torch.tensor(joined["rewards"], dtype=torch.float32).view(shape),
         group_ids_E=torch.arange(len(sizes)).repeat_interleave(sizes),
@@ -108,7 +108,7 @@ def gather_rewards(
     )
 
 
-def _columns(episodes: Sequence[EpisodeRows], functions: Sequence[str]) -> list[list[float]]:
+def _reward_table(episodes: Sequence[EpisodeRows], functions: Sequence[str]) -> list[list[float]]:
     if not functions:
         return [[number_or_nan(episode.outcome_reward)] for episode in episodes]
     return [
@@ -201,7 +201,7 @@ def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
 
 
 def _branches(groups: Sequence[RolloutGroup], device: torch.device) -> BranchPaths:
-    """Where the groups' episodes branch. Collective: paths that cannot be are refused on all ranks."""
+    """Where the groups' episodes branch. Collective; impossible paths raise on all ranks."""
     raise_on_all_ranks(partial(_check_branches, groups), device)
     last_rows = [episode.last for group in groups for episode in group.episodes]
     return BranchPaths([row.branch_points for row in last_rows], [row.branch_path for row in last_rows])
@@ -234,7 +234,7 @@ def _check_shared_segments(rollouts: Sequence[Rollout]) -> None:
 
 
 def unusable_token_rewards(reason: str, remedy: str) -> str:
-    """Error text for rewards per token that cannot be used."""
+    """Error text for rewards per token where they are not supported."""
     return (
         f"a reward function returned a reward per token, but {reason}; {remedy}, or return one number per completion."
     )

@@ -1,4 +1,4 @@
-"""Tells the rollouts that no loss trains from the others, so that an update need not encode them."""
+"""Separates rollouts that no loss trains from those that one does, so that an update need not encode them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pl_grouprl.training.rollout_buffer import RolloutBuffer
 
 
 def trained_and_idle(buffer: RolloutBuffer, *, by_advantages: bool) -> tuple[RolloutBuffer, RolloutBuffer]:
-    """Divide the rollouts of each group: those of episodes that a loss trains, and those of the others.
+    """Split a buffer: the rollouts of episodes with a token that a loss trains, and all others.
 
     Args:
         buffer: The rollouts. A token outside `loss_mask` is not trained.

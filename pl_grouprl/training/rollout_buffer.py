@@ -1,11 +1,12 @@
 """The rollouts of one prompt batch, and the per-token quantities that several updates reuse.
 
-Legend: B rollouts, E episodes (rollouts, the rows of one episode counted once), N response tokens of all rollouts,
+Legend: B rollouts, E episodes (each one rollout or several, see `EpisodeRows`), N response tokens of all rollouts,
 concatenated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,8 +56,8 @@ class RolloutBuffer:
 
     def __post_init__(self) -> None:
         if not self.mini_batches:
-            shuffled = derive_seed("order", self.seed, self.rollout_number)
-            self.mini_batches = cut_into_mini_batches(len(self.groups), self.num_mini_batches, shuffled)
+            seed = derive_seed("order", self.seed, self.rollout_number)
+            self.mini_batches = cut_into_mini_batches(len(self.groups), self.num_mini_batches, seed)
         if "loss_mask" not in self.values:
             self.compute_loss_mask()
             sampled = [rollout.logprobs for rollout in self.rollouts]
@@ -111,7 +112,7 @@ class RolloutBuffer:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
         trained_E = torch.tensor([_is_trained(episode, self.mask_truncated) for episode in self.episodes]).bool()
         trained_N = trained_E.repeat_interleave(self.episode_lengths)
-        self.put("loss_mask", trained_N & loss_mask(self.rollouts) if trained_E.any() else trained_N)
+        self.put("loss_mask", (trained_N & loss_mask(self.rollouts)) if trained_E.any() else trained_N)
 
     def put_per_rollout(self, name: str, values_B: Tensor) -> None:
         """Store a per-rollout quantity, repeated for each token."""
@@ -154,7 +155,7 @@ class RolloutBuffer:
         return groups, self._values_of(numbers), numbers
 
     def only(self, members: Sequence[int]) -> RolloutBuffer:
-        """Keep only the rollouts of some groups; the buffer itself if those are all.
+        """A buffer with the rollouts of some groups, where the others are empty; the buffer itself if there are none.
 
         Args:
             members: Indices of the groups.
@@ -211,8 +212,10 @@ class RolloutBuffer:
 
 
 def _is_trained(episode: EpisodeRows, mask_truncated: bool) -> bool:
-    is_left_out, reward = mask_truncated and episode.last.finish_reason == "length", episode.reward
-    return not (is_left_out or reward is None or reward != reward)
+    if mask_truncated and episode.last.finish_reason == "length":
+        return False
+    reward = episode.reward
+    return reward is not None and not math.isnan(reward)
 
 
 def _part(group: RolloutGroup, chosen: Sequence[int]) -> RolloutGroup:

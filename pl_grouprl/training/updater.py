@@ -71,7 +71,9 @@ class Updater:
         trained_and_idle = self._split_idle(mini_batch)
         trained = mini_batch if trained_and_idle is None else trained_and_idle[0]
         schedule = self._micro_batcher.for_update(trained, [i for i in members if trained.groups[i].rollouts])
-        has_all = schedule.number == 1 and trained_and_idle is None  # then the only micro-batch knows the denominators
+        has_all = (
+            schedule.number == 1 and trained_and_idle is None
+        )  # the micro-batch itself then gives the denominators
         expected = None if has_all else self._denominators(mini_batch)
         if expected is not None:
             self._optimization.add_denominators(expected, self._run.device)
@@ -96,7 +98,7 @@ class Updater:
             last = number == schedule.number
             with support.accumulating(self._run, last=last and accumulation.is_last):  # type: ignore[arg-type]
                 if isinstance(micro_batch, PrefixPass):
-                    # Its slices left gradients that are already divided.
+                    # The gradients that its slices left are already divided by the denominators.
                     loss = micro_batch.loss(loss_scale=accumulation.loss_scale)
                 else:
                     loss = self._loss(micro_batch, sums, has_all=has_all)
@@ -117,8 +119,8 @@ class Updater:
         loss_sums.metrics["prefix/token_ratio"] = torch.tensor(num_tokens[0]), torch.tensor(num_tokens[1])
         device = self._run.device
         if has_all:
-            counts_of_parts = {name: count for name, (_, count) in loss_sums.losses.items()}
-            self._optimization.add_denominators(counts_of_parts, device)
+            denominators = {name: count for name, (_, count) in loss_sums.losses.items()}
+            self._optimization.add_denominators(denominators, device)
         sums.add(loss_sums, micro_batch.weight)
         return self._optimization.divide(loss_sums.losses, device, micro_batch.weight)
 

@@ -273,7 +273,7 @@ class RolloutGroup:
 
     @property
     def _names_episodes(self) -> bool:
-        """Whether a rollout names its episode; otherwise each is one."""
+        """Whether any rollout has an `episode`; if none has, each is an episode of its own."""
         return [rollout.episode for rollout in self.rollouts].count(None) < len(self.rollouts)
 
     @property

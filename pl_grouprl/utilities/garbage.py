@@ -8,20 +8,20 @@ from typing import Any
 from lightning.pytorch import Callback
 
 _NEW_OBJECTS = 10_000
-"""New containers before a collection; with Python's default of 700, a step of a small model has a dozen."""
+"""New containers before a collection. With Python's default of 700, one step of a small model causes a dozen."""
 
 
 def anything_frozen() -> bool:
-    """Whether any objects are frozen. Counting them takes 50 ms if all imported packages are."""
+    """Whether the program has frozen objects; takes 50 ms if those of all imported packages are frozen."""
     return bool(gc.get_freeze_count())
 
 
 class CheapGarbageCollection(Callback):
-    """Keeps garbage collection away from the objects that existed when training started, and makes it rarer meanwhile.
+    """Keeps the objects that existed before training out of garbage collection, and collects less often meanwhile.
 
-    Scanning the objects of all imported packages takes 0.3 s and happens about every ten steps of a small model. Memory
-    does not wait for a collection: a step leaves no tensor in a reference cycle. Does nothing if the program has frozen
-    objects itself.
+    Scanning the objects of all imported packages takes 0.3 s and happens about every ten steps of a small model.
+    Tensors are still freed at once, because a step leaves none in a reference cycle. Does nothing if the program has
+    frozen objects itself.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class CheapGarbageCollection(Callback):
             self._frozen = True
             self._thresholds = gc.get_threshold()
             first, *others = self._thresholds
-            if first:  # 0 is no collection at all
+            if first:  # 0 disables collection
                 gc.set_threshold(max(_NEW_OBJECTS, first), *others)
 
     def on_train_end(self, *args: Any) -> None:

@@ -132,7 +132,7 @@ def test_one_that_waits_on_a_loop_that_ends_begins_anew():
             thread.join(30)
         return wait()
 
-    pending._scores._begun[1] = wait_late
+    pending._scores._waiters[1] = wait_late
     in_thread(pending.wait)
     assert group.rollouts[0].rewards == {"blocks": None, "patient": 2.0}
 
