@@ -9,6 +9,13 @@ from helpers.worker_rewards import blocks, length, never, patient, raises_always
 from pl_grouprl.rewards import workers as workers_module
 
 
+class Stays:
+    stays_in_process = True
+
+    def __call__(self, completions):
+        return length(completions)
+
+
 def test_workers_change_nothing_and_end_with_the_run(
     make_module, make_data, make_trainer, scripted_engine, parameters, monkeypatch
 ):
@@ -47,6 +54,7 @@ def test_failures_are_judged_by_the_options(make_module, make_data, make_trainer
             r"reward_timeout is 3.0 with reward_workers=0; \['length'\] run in this process.*reward_workers to 1",
         ),
         ({"reward_timeout": 3.0, "rewards": length}, r"with reward_workers=0; \['length'\] run in this process"),
+        ({"reward_timeout": 3.0, "rewards": Stays()}, r"\['Stays'\] .* cannot be stopped\. Leave reward_timeout out"),
         ({"reward_workers": 1, "reward_timeout": 0.0}, "reward_timeout is 0.0; it must be larger than 0"),
         ({"reward_workers": 1, "reward_timeout": math.nan}, "reward_timeout is nan; it must be larger than 0"),
         ({"reward_retries": -1}, "reward_retries is -1; it must be 0 or larger"),

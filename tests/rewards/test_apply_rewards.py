@@ -263,6 +263,18 @@ def test_a_batch_that_keeps_failing_is_divided_by_group():
     assert metrics["rewards/brittle/invalid"] == 2.0
 
 
+def test_a_batch_that_fails_only_as_a_whole_leaves_no_rollout_without_a_reward(caplog):
+    def grade(completions, **columns):
+        if len(completions) > 2:
+            raise MemoryError("too many")
+        return [1.0 for _ in completions]
+
+    groups = make_groups(["a", "b"], ["c", "d"])
+    apply_rewards(groups, grade, retries=0)
+    assert rewards_of(groups) == [1.0] * 4
+    assert "'grade' raised MemoryError: too many. Called again group by group, it rewarded all 4" in caplog.text
+
+
 def test_a_verl_call_that_raises_costs_one_rollout():
     attempts = []
 
@@ -282,7 +294,16 @@ def test_too_many_failures_end_the_run_with_the_cause():
 
     with pytest.raises(RuntimeError, match=r"'broken' raised KeyError: 'level'.*4 of 4 rollouts.*=0\.5") as caught:
         apply_rewards(make_groups(["a", "b"], ["c", "d"]), broken)
+    assert "(the cause is above)" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_the_error_names_no_cause_above_if_there_is_none():
+    def grade(completions, **columns):
+        return [math.nan for _ in completions]
+
+    with pytest.raises(RuntimeError, match=r"'grade' gave NaN.*fix the function, or let it return None"):
+        apply_rewards(make_groups(["a", "b"]), grade)
 
 
 def test_the_allowed_share_is_inclusive():

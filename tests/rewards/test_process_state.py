@@ -85,6 +85,19 @@ def test_a_changed_environment_is_named_without_its_values(caplog, monkeypatch):
     assert "a-secret" not in caplog.text
 
 
+def test_a_directory_that_is_gone_cannot_be_put_back(caplog, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+
+    def grade(completions, **columns):
+        os.chdir(tmp_path)
+        (tmp_path / "gone").rmdir()
+        return [1.0 for _ in completions]
+
+    apply_rewards([make_group()], grade)
+    assert f"changed the working directory to '{tmp_path}' (which cannot be put back: " in caplog.text
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_processes_that_it_leaves_are_named(caplog):
     left = []
