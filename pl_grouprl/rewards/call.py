@@ -62,6 +62,14 @@ class Failure:
         """The failure of a call that raised."""
         return cls(f"raised {type(error).__name__}: {error}", error, isinstance(error, MemoryError))
 
+    def release(self) -> None:
+        """Drop the tracebacks: their frames and those of the callers hold the whole batch, in a reference cycle."""
+        errors = [self.error]
+        for error in errors:  # which grows
+            if error is not None:
+                error.__traceback__ = None
+                errors += [own for own in (error.__cause__, error.__context__) if own not in errors]
+
 
 Outcome = list[Score] | Failure
 
@@ -73,18 +81,23 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
         RewardConfigurationError: If the function raises it.
         ValueError: If it returned the wrong type or length.
     """
-    failure: Failure | None = None
-    for _ in range(retries + 1):
-        try:
-            result = call.make(reward.function)
-        except (RewardConfigurationError, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # math-verify's time limit raises an error that is no Exception
-            failure = Failure.of(error)
-        else:
-            return read_result(reward, result, call.group_of, call.lengths)
-    assert failure is not None
-    return failure
+    outcome = _attempt_once(reward, call)
+    for _ in range(retries):
+        if not isinstance(outcome, Failure):
+            break
+        outcome.release()
+        outcome = _attempt_once(reward, call)
+    return outcome
+
+
+def _attempt_once(reward: PreparedReward, call: Call) -> Outcome:
+    try:
+        result = call.make(reward.function)
+    except (RewardConfigurationError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # math-verify's time limit raises an error that is no Exception
+        return Failure.of(error)
+    return read_result(reward, result, call.group_of, call.lengths)
 
 
 async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:

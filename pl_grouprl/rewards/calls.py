@@ -102,7 +102,10 @@ class PendingScores:
         finally:
             for begun in self._begun_elsewhere:
                 begun.cancel()
-        return [self._join(*pair) for pair in zip(self._rewards, done, strict=True)]
+        scores = [self._join(*pair) for pair in zip(self._rewards, done, strict=True)]
+        for failure in (outcome for of_function in done for _, outcome in of_function if isinstance(outcome, Failure)):
+            failure.release()  # it has not ended the run, so nobody looks at it again
+        return scores
 
     def _calls_by_group(self, reward: PreparedReward, done: Sequence[tuple[Call, Outcome]]) -> list[Call]:
         """One call per group for each failed call that covered several groups."""

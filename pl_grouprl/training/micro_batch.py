@@ -58,7 +58,8 @@ class MicroBatch:
         scoring: The decoder call.
         tokens: The buffer's per-token quantities, by name, on the module's device.
         groups: The groups, reduced to their rollouts in this micro-batch.
-        rollout_numbers: Index of each rollout in its rank's buffer, shape [B]; empty for a dummy.
+        rollout_numbers: Index of each rollout in its rank's buffer, shape [B]; empty for a dummy. In an update of a
+            loss that is not overridden, in what is left of the buffer without idle rollouts.
         options: How it was laid out; None if it will not be laid out again.
     """
 

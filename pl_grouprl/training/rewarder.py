@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -74,6 +75,7 @@ class Rewarder:
             }
         )
         self.functions = prepare_rewards(rewards)
+        self._given = list(rewards) if isinstance(rewards, Sequence) else [rewards]
         if timeout is not None and workers == 0:
             check_stoppable(self.functions, timeout)
         check_time_limits(self.functions, workers, timeout)
@@ -104,6 +106,7 @@ class Rewarder:
 
     def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
         """Start rewarding rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
+        self._read_weights()
         if not self._environments:
             for rollout in (rollout for group in groups for rollout in group.rollouts):
                 rollout.environment = None
@@ -116,6 +119,14 @@ class Rewarder:
             workers=self._workers,
             timeout=self._timeout,
         )
+
+    def _read_weights(self) -> None:
+        """Adopt weights that have changed since the last batch: a callback may anneal `Weighted.weight`."""
+        weights = [given.weight if isinstance(given, Weighted) else 1.0 for given in self._given]
+        self.functions = [
+            function if function.weight == weight else replace(function, weight=weight)
+            for function, weight in zip(self.functions, weights, strict=True)
+        ]
 
     def count_unrewarded(self, metrics: Mapping[str, float]) -> None:
         """Warn if no rollout on any rank has a reward.

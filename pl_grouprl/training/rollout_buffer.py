@@ -7,10 +7,11 @@ concatenated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class RolloutBuffer:
     """Groups of rollouts and named tensors on their token axis N, on the CPU.
 
     Attributes:
-        groups: In prompt order.
+        groups: In prompt order. Lengths and episodes are computed from them once.
         rollout_number: Index of the prompt batch in the run.
         num_mini_batches: Optimizer steps per pass over the groups of all ranks.
         seed: Decides, with `rollout_number`, the order of the mini-batches in each pass.
@@ -92,10 +93,10 @@ class RolloutBuffer:
         return stops_E.diff(prepend=stops_E.new_zeros(1))
 
     @property
-    def tokens(self) -> dict[str, list[Tensor]]:
-        """The per-token quantities by name, one tensor per group."""
+    def tokens(self) -> Mapping[str, list[Tensor]]:
+        """The per-token quantities by name, one tensor per group. Read-only: store with `put`."""
         lengths = [sum(len(rollout.token_ids) for rollout in group.rollouts) for group in self.groups]
-        return {name: list(values_N.split(lengths)) for name, values_N in self.values.items()}
+        return MappingProxyType({name: list(values_N.split(lengths)) for name, values_N in self.values.items()})
 
     def put(self, name: str, values_N: Tensor) -> None:
         """Store a per-token quantity of all groups under a name.
@@ -199,9 +200,9 @@ class RolloutBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and tensors, without dataset columns."""
-        state = field_values(self) | {"groups": [to_state(group) for group in self.groups], "tokens": self.tokens}
+        state = field_values(self) | {"groups": [to_state(group) for group in self.groups]}
         del state["values"]
-        return state
+        return state | {"tokens": dict(self.tokens)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> RolloutBuffer:

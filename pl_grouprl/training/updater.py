@@ -69,7 +69,7 @@ class Updater:
         """
         mini_batch = buffer.only(members)
         trained_and_idle = self._split_idle(mini_batch)
-        trained = mini_batch if trained_and_idle is None else trained_and_idle[0]
+        trained = buffer if trained_and_idle is None else trained_and_idle[0]
         schedule = self._micro_batcher.for_update(trained, [i for i in members if trained.groups[i].rollouts])
         has_all = (
             schedule.number == 1 and trained_and_idle is None

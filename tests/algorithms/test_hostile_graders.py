@@ -12,6 +12,9 @@ from helpers.hostile_graders import ATTACKS, FAILS, Hostile
 from helpers.watched_processes import runs, until, zombies
 from lightning.pytorch import Callback
 
+from pl_grouprl.rewards.call import Failure
+from pl_grouprl.rewards.calls import PendingScores
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
 
 QUICK = {
@@ -30,11 +33,24 @@ class Failures(Callback):
         self.counts.append(module.last_rollouts.metrics["rewards/Hostile/invalid"])
 
 
+@pytest.fixture
+def seen(monkeypatch):
+    """What went wrong in each call that failed."""
+    whats, join = [], PendingScores._join
+
+    def join_and_see(self, reward, outcomes):
+        whats.extend(outcome.what for _, outcome in outcomes if isinstance(outcome, Failure))
+        return join(self, reward, outcomes)
+
+    monkeypatch.setattr(PendingScores, "_join", join_and_see)
+    return whats
+
+
 @pytest.mark.parametrize(
     ("names", "timeout"),
     [pytest.param(QUICK, 8.0, id="quick"), pytest.param(set(ATTACKS), 60.0, id="all", marks=pytest.mark.slow)],
 )
-def test_the_run_continues(names, timeout, make_module, make_data, make_trainer, parameters, tmp_path, capfd):
+def test_the_run_continues(names, timeout, make_module, make_data, make_trainer, parameters, tmp_path, capfd, seen):
     reward, failures = Hostile(tmp_path, sorted(names)), Failures()
     module = make_module(
         rewards=reward,
@@ -48,7 +64,7 @@ def test_the_run_continues(names, timeout, make_module, make_data, make_trainer,
     process = os.getcwd(), dict(os.environ), signal.getsignal(signal.SIGALRM)
     make_trainer(max_steps=3, callbacks=[failures], enable_checkpointing=False).fit(module, make_data())
     assert len(failures.counts) == 3
-    assert sum(failures.counts) == len(names & {attack.__name__ for attack in FAILS})
+    assert sum(failures.counts) == len(names & {attack.__name__ for attack in FAILS}), "\n".join(sorted(seen))
     assert failures.counts[-1] == 0
     assert all(torch.isfinite(own).all() for own in module.policy.parameters())
     assert before is None or not all(map(torch.equal, before, parameters(module)))

@@ -94,3 +94,18 @@ def test_a_batch_in_which_nothing_is_trained(step):
     assert all(gradient is None for gradient in gradients.values())
     assert metrics["loss"] == 0
     assert "prefix/token_ratio" not in metrics  # no rollout was run with prefixes shared or repeated
+
+
+def test_a_loss_that_is_not_ours_finds_its_rollouts_by_number(make_module, make_trainer, make_data):
+    found = []
+
+    class ByNumber(GRPO):
+        def compute_loss(self, batch):
+            rollouts = self.last_rollouts.rollouts
+            own = [rollout for group in batch.groups for rollout in group.rollouts]
+            found.extend(rollouts[n] is rollout for n, rollout in zip(batch.rollout_numbers, own, strict=True))
+            return super().compute_loss(batch)
+
+    module = make_module(ByNumber, num_mini_batches=2, sampling=SamplingConfig(max_new_tokens=4))
+    make_trainer(max_steps=2, enable_checkpointing=False).fit(module, make_data(batch_size=4))
+    assert found == [True] * 4 * module.collector._num_generations

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from helpers.worker_rewards import blocks, length, never, patient, raises_always
+from lightning.pytorch import Callback
 
+from pl_grouprl.rewards import Weighted
 from pl_grouprl.rewards import workers as workers_module
 
 
@@ -43,6 +45,19 @@ def test_failures_are_judged_by_the_options(make_module, make_data, make_trainer
     assert module.last_rollouts.metrics["rewards/raises_always/invalid"] == 16.0
     with pytest.raises(RuntimeError, match=r"'raises_always' raised OSError.*failed for 16 of 16 .*=0.25"):
         fit(max_failed_share=0.25)
+
+
+def test_weights_may_change_during_a_run(make_module, make_data, make_trainer, scripted_engine):
+    weighted, means = Weighted(length), []
+
+    class Anneal(Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            means.append(module.last_rollouts.metrics["reward"] / module.last_rollouts.metrics["rewards/length/mean"])
+            weighted.weight = 10.0
+
+    module = make_module(rewards=[weighted], engine=scripted_engine)
+    make_trainer(max_steps=2, callbacks=[Anneal()]).fit(module, make_data())
+    assert means == pytest.approx([1.0, 10.0])
 
 
 @pytest.mark.parametrize(

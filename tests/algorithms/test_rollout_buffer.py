@@ -35,6 +35,12 @@ def test_quantities_per_rollout_and_per_token():
         buffer.put("values", torch.zeros(6))
 
 
+def test_tokens_are_read_only():
+    buffer = make_buffer()
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        buffer.tokens["loss_mask"] = []
+
+
 def test_each_pass_uses_each_group_once_in_its_own_order():
     orders = set()
     for epoch in range(8):

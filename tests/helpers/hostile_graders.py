@@ -65,8 +65,9 @@ def fork_and_die():
 
 def flood():
     for stream in (sys.stdout, sys.stderr):
-        stream.write("noise\n" * 20_000)
-        stream.flush()
+        with contextlib.suppress(OSError):  # `close_streams` may have been called in the same worker
+            stream.write("noise\n" * 20_000)
+            stream.flush()
 
 
 def close_streams():

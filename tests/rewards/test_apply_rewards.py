@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import gc
+import itertools
 import math
 import threading
 import weakref
@@ -408,12 +409,36 @@ def test_no_rollouts_give_metrics_and_no_call():
     assert sorted(metrics) == [f"rewards/never/{key}" for key in ("invalid", "mean", "none", "std")]
 
 
-def test_rollouts_are_freed_without_a_garbage_collection():
+def fails_every_second_time(called=itertools.count()):  # noqa: B008 (the same counter in all calls)
+    def grade(data_source, solution_str, ground_truth=None):
+        try:
+            return [1.0][next(called) % 2]
+        except IndexError as error:
+            raise RuntimeError("as every second time") from error
+
+    return grade
+
+
+async def fails_in_a_loop(completions, **columns):
+    raise RuntimeError("as always")
+
+
+@pytest.mark.parametrize(
+    ("function", "retries"),
+    [
+        (lambda data_source, solution_str, ground_truth=None: 1.0, 0),
+        (fails_every_second_time(), 1),
+        (fails_every_second_time(), 0),
+        (lambda completions, **columns: 1 / 0, 1),
+        (fails_in_a_loop, 1),
+    ],
+)
+def test_rollouts_are_freed_without_a_garbage_collection(function, retries):
     groups = make_groups(["a", "b"], ["c"])
     group = weakref.ref(groups[0])
     gc.disable()
     try:
-        apply_rewards(groups, [length, lambda data_source, solution_str, ground_truth=None: 1.0])
+        apply_rewards(groups, [length, Weighted(function, name="other")], retries=retries, max_failed_share=1.0)
         del groups
         assert group() is None
     finally:
