@@ -33,7 +33,7 @@ def draw_comparisons(comparisons: Sequence[Comparison], conditions: str, output:
         speedups = [row.speedup or (0.0, 0.0, 0.0) for row in rows]
         spread = [[middle - low for middle, low, _ in speedups], [high - middle for middle, _, high in speedups]]
         bars = left.barh(names, [middle for middle, *_ in speedups], xerr=spread, color=BLUE)
-        left.bar_label(bars, fmt="%.2f", padding=10, fontsize=8)
+        left.bar_label(bars, fmt="%.2f", label_type="center", color="white", fontsize=8)
         left.axvline(comparison.ideal_ratio, color="black", linestyle="--", label="ideal: operations")
         left.set_title(
             f"{comparison.measured}, {case.name}: P={case.prefix}, R={case.rollout}, G={case.group_size}", fontsize=9
