@@ -44,10 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     conditions = begin_on(options.device, options)
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for vLLM
-    model = make_model(options.shape, getattr(torch, options.dtype)).to(options.device)
+    with torch.device(options.device):
+        model = make_model(options.shape, getattr(torch, options.dtype))
     methods, sync = make_methods(model, options)
-    for run in methods.values():
-        run()  # warm-up
+    for name, run in methods.items():
+        print(f"warm-up: {name}", flush=True)
+        run()
     timings = time_in_turns(methods, options.rounds, deadline, clock=options.clock)
     report = {
         "options": {name: value for name, value in vars(options).items() if name != "output"},
