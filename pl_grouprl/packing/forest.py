@@ -67,7 +67,7 @@ class Forest(NamedTuple):
 
     @property
     def shared_tokens(self) -> SharedTokens | None:
-        """Which response tokens share a token of the row; None if there are no fewer of the row than of responses."""
+        """Which response tokens share a token of the row; None if the row has no fewer tokens than the responses."""
         if len(self.places_N) == self.layout.num_tokens - self.num_prompt_tokens:
             return None
         _, distinct_M, index_N = np.unique(self.places_N, return_index=True, return_inverse=True)
