@@ -64,11 +64,13 @@ class Failure:
 
     def release(self) -> None:
         """Drop the tracebacks: their frames and those of the callers hold the whole batch, in a reference cycle."""
-        errors = [self.error]
-        for error in errors:  # which grows
-            if error is not None:
+        pending, released = [self.error], set()
+        while pending:
+            error = pending.pop()
+            if error is not None and id(error) not in released:
+                released.add(id(error))
                 error.__traceback__ = None
-                errors += [own for own in (error.__cause__, error.__context__) if own not in errors]
+                pending += [error.__cause__, error.__context__]
 
 
 Outcome = list[Score] | Failure

@@ -122,10 +122,11 @@ class Rewarder:
 
     def _read_weights(self) -> None:
         """Adopt weights that have changed since the last batch: a callback may anneal `Weighted.weight`."""
-        weights = [given.weight if isinstance(given, Weighted) else 1.0 for given in self._given]
         self.functions = [
-            function if function.weight == weight else replace(function, weight=weight)
-            for function, weight in zip(self.functions, weights, strict=True)
+            replace(function, weight=given.weight)
+            if isinstance(given, Weighted) and given.weight != function.weight
+            else function
+            for function, given in zip(self.functions, self._given, strict=True)
         ]
 
     def count_unrewarded(self, metrics: Mapping[str, float]) -> None:

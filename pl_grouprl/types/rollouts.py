@@ -273,7 +273,7 @@ class RolloutGroup:
 
     @property
     def _names_episodes(self) -> bool:
-        """Whether any rollout has an `episode`; if none has, each is an episode of its own."""
+        """Whether any rollout has an `episode`; if none has, each rollout is one episode."""
         return bool([rollout for rollout in self.rollouts if rollout.episode is not None])  # `any` takes twice as long
 
     @property

@@ -36,7 +36,7 @@ def own_children() -> set[int]:
     """The running child processes of this one; a single system call if there are none."""
     if hasattr(os, "waitid"):
         try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # leaves zombies to whoever waits for them
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps nothing
         except ChildProcessError:
             return set()
     return children(os.getpid())

@@ -409,7 +409,9 @@ def test_no_rollouts_give_metrics_and_no_call():
     assert sorted(metrics) == [f"rewards/never/{key}" for key in ("invalid", "mean", "none", "std")]
 
 
-def fails_every_second_time(called=itertools.count()):  # noqa: B008 (the same counter in all calls)
+def fails_every_second_time():
+    called = itertools.count()
+
     def grade(data_source, solution_str, ground_truth=None):
         try:
             return [1.0][next(called) % 2]
