@@ -190,10 +190,10 @@ def _check_failures(
     what = f"Reward function {reward.name!r} {did}"
     if failed > max_failed_share * total:
         error = None if failure is None else failure.error
+        above = "" if error is None else " (the cause is above)"
         raise RuntimeError(
             f"{what}. It failed for {failed} of {total} rollouts, more than max_failed_share={max_failed_share} "
-            f"allows; fix the function{'' if error is None else ' (the cause is above)'}, or let it return None where it "
-            "does not apply."
+            f"allows; fix the function{above}, or let it return None where it does not apply."
         ) from error
     if failed:
         log.warning("%s. %d of %d rollouts are left without a reward.", what, failed, total)
