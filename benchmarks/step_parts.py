@@ -93,8 +93,11 @@ class StepParts(Callback):
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._clock.part(part if isinstance(part, str) else part[not torch.is_grad_enabled()]):
+            self._clock.enter(part if isinstance(part, str) else part[not torch.is_grad_enabled()])
+            try:
                 return function(*args, **kwargs)
+            finally:
+                self._clock.leave()
 
         return timed
 

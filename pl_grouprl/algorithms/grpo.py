@@ -100,7 +100,7 @@ class GRPO(RLModule):
         _check_scale(scale_rewards, advantage_estimator)
         options = join_options(drop_none(scale=scale_rewards), advantage_options, "advantage_options")
         if advantage_estimator == "grpo":
-            options.setdefault("scale", preset.scale)
+            options.setdefault("scale", preset.scale)  # loss_type decides unless scale_rewards is given
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         _check_estimator(self)
@@ -142,8 +142,8 @@ class GRPO(RLModule):
             ((num_tokens,), "one number per response token"),
         )
         # With as many rollouts as tokens, the shape cannot tell.
-        per_token = len(advantages) == num_tokens and (num_tokens != num_rollouts or has_token_rewards(groups))
-        put = buffer.put if per_token else buffer.put_per_rollout
+        one_per_token = len(advantages) == num_tokens and (num_tokens != num_rollouts or has_token_rewards(groups))
+        put = buffer.put if one_per_token else buffer.put_per_rollout
         put("advantages", advantages.float())
 
     def compute_advantages(self, groups: Sequence[RolloutGroup]) -> Tensor:

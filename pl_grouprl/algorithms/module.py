@@ -1,4 +1,4 @@
-"""A run from top to bottom: Lightning's hooks in the order in which they run, each a few lines that call a part.
+"""A run from top to bottom: Lightning's hooks, in the order in which they begin, each a few lines that call a part.
 
 `RLModule` begins with its options, the parts made from them, and what an algorithm fills in; the hooks follow, `setup`
 first.
@@ -7,9 +7,11 @@ A training batch:
 
 1. `on_train_batch_start`, if a new prompt batch begins, calls `collect_rollouts`: sample, start the rewards, score (old
    and reference log-probabilities), wait for the rewards, compute advantages (`compute_targets` of the algorithm).
-2. `training_step` trains one mini-batch: for each micro-batch `compute_loss`, then backward, the last by Lightning.
-3. `on_before_optimizer_step` finishes the gradients, `configure_gradient_clipping` clips them, `optimizer_step` steps.
-4. `on_train_batch_end` logs where the time went.
+2. `optimizer_step` runs all of this:
+   a. `training_step` trains one mini-batch: for each micro-batch `compute_loss`, then backward, the last by Lightning.
+   b. `on_before_optimizer_step` finishes the gradients, `configure_gradient_clipping` clips them.
+   c. The optimizer steps, and `check_weights` looks at the result.
+3. `on_train_batch_end` logs where the time went.
 
 Legend: N response tokens of all rollouts, concatenated.
 """
@@ -638,12 +640,6 @@ class RLModule(pl.LightningModule, ABC):
             self.prepare_updates(buffer, scores)
         return buffer
 
-    def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Put rewards per token into the buffer, and the targets computed from them."""
-        buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))  # adapts the coefficient, too
-        buffer.put("token_rewards", rewards_per_token(buffer) - buffer.joined("kl_penalty"))
-        self.compute_targets(buffer, scores)
-
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Put old and reference log-probabilities into the buffer if they are needed; return the policy's scores."""
         self.objective.check_sampled(buffer.values, type(self.engine).__name__)
@@ -656,6 +652,31 @@ class RLModule(pl.LightningModule, ABC):
             with self.timer.part("ref_logprobs"), self.reference_policy() as reference:
                 buffer.put("ref_logprobs", self.score_rollouts(reference, buffer).logprobs_N)
         return scores
+
+    def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
+        """Put rewards per token into the buffer, and the targets computed from them."""
+        buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))  # adapts the coefficient, too
+        buffer.put("token_rewards", rewards_per_token(buffer) - buffer.joined("kl_penalty"))
+        self.compute_targets(buffer, scores)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Make the step, and end the run if it leaves NaN or infinity in a weight."""
+
+        def update() -> Any:  # training_step and the last backward, which DeepSpeed's engine runs
+            assert optimizer_closure is not None
+            with self.micro_batcher.naming_memory():
+                return optimizer_closure()
+
+        with naming_memory(
+            "the optimizer step, whose moments take two more numbers for each trained weight",
+            "store them in 8 bits (optimizer.state_bits), shard them over more devices (trainer.strategy: fsdp2, "
+            "deepspeed), or train an adapter (policy.adapter)",
+        ):
+            super().optimizer_step(epoch, batch_idx, optimizer, update)
+            check_weights(self)
+        self.timer.mark()  # before callbacks save checkpoints
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         """Train one mini-batch of the rollouts; return the loss of its last micro-batch, for Lightning's backward."""
@@ -708,25 +729,6 @@ class RLModule(pl.LightningModule, ABC):
         parts = self.optimized_parts()
         limits = {name: config.max_grad_norm for name, (_, config) in parts.items()}
         clip_gradients(parameters_by_part(parts), limits, self.support, gradient_clip_val, gradient_clip_algorithm)
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
-    ) -> None:
-        """Make the step, and end the run if it leaves NaN or infinity in a weight."""
-
-        def update() -> Any:  # training_step and the last backward, which DeepSpeed's engine runs
-            assert optimizer_closure is not None
-            with self.micro_batcher.naming_memory():
-                return optimizer_closure()
-
-        with naming_memory(
-            "the optimizer step, whose moments take two more numbers for each trained weight",
-            "store them in 8 bits (optimizer.state_bits), shard them over more devices (trainer.strategy: fsdp2, "
-            "deepspeed), or train an adapter (policy.adapter)",
-        ):
-            super().optimizer_step(epoch, batch_idx, optimizer, update)
-            check_weights(self)
-        self.timer.mark()  # before callbacks save checkpoints
 
     def on_train_batch_end(self, outputs: Any, batch: PromptBatch, batch_idx: int) -> None:
         """Log where the time went: the parts add up to the step."""

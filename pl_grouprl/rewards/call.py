@@ -20,13 +20,11 @@ class Call:
 
     Attributes:
         unit: The rollouts that it scores.
-        group_of: The group of each of them.
         lengths: Tokens of each completion.
         kwargs: The function's arguments, not yet copied. `environments` are `LiveObject`s, which are never copied.
     """
 
     unit: list[int]
-    group_of: list[int]
     lengths: list[int]
     kwargs: dict[str, Any]
 
@@ -83,23 +81,19 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
         RewardConfigurationError: If the function raises it.
         ValueError: If it returned the wrong type or length.
     """
-    outcome = _attempt_once(reward, call)
-    for _ in range(retries):
-        if not isinstance(outcome, Failure):
-            break
-        outcome.release()
-        outcome = _attempt_once(reward, call)
-    return outcome
-
-
-def _attempt_once(reward: PreparedReward, call: Call) -> Outcome:
-    try:
-        result = call.make(reward.function)
-    except (RewardConfigurationError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # math-verify's time limit raises an error that is no Exception
-        return Failure.of(error)
-    return read_result(reward, result, call.group_of, call.lengths)
+    while True:
+        try:
+            result = call.make(reward.function)
+        except (RewardConfigurationError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # math-verify's time limit raises an error that is no Exception
+            failure = Failure.of(error)
+        else:
+            return read_result(reward, result, call.lengths, call.kwargs)
+        if retries <= 0:
+            return failure
+        failure.release()
+        retries -= 1
 
 
 async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:
@@ -110,7 +104,7 @@ async def attempt_async(reward: PreparedReward, call: Call) -> Outcome:
         raise
     except BaseException as error:  # a SystemExit that escapes a task would end the event loop
         return Failure.of(error)
-    return read_result(reward, result, call.group_of, call.lengths)
+    return read_result(reward, result, call.lengths, call.kwargs)
 
 
 def too_slow(timeout: float | None) -> Failure:

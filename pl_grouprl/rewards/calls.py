@@ -114,15 +114,10 @@ class PendingScores:
         return self._make_calls(reward, units)
 
     def _make_calls(self, reward: PreparedReward, units: Sequence[list[int]]) -> list[Call]:
-        groups, completions = self._inputs.groups, self._inputs.completion_ids
+        completions = self._inputs.completion_ids
         inputs = replace(self._inputs, environments=None) if self._runs_in_workers(reward) else self._inputs
         return [
-            Call(
-                unit,
-                [groups[index] for index in unit],
-                [len(completions[index]) for index in unit],
-                call_arguments(reward, inputs, unit),
-            )
+            Call(unit, [len(completions[index]) for index in unit], call_arguments(reward, inputs, unit))
             for unit in units
         ]
 

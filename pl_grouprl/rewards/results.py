@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
 from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.types import RolloutGroup
 
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -39,14 +39,16 @@ class Score:
     token_rewards: list[float | None] | None = None
 
 
-def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], lengths: Sequence[int]) -> list[Score]:
+def read_result(
+    reward: PreparedReward, result: Any, lengths: Sequence[int], arguments: Mapping[str, Any]
+) -> list[Score]:
     """Turn what a function returned into one score per rollout of the call.
 
     Args:
         reward: The function.
         result: What it returned.
-        group_of: The group of each rollout of the call.
-        lengths: Tokens of each completion.
+        lengths: Tokens of each completion of the call.
+        arguments: The arguments of the call.
 
     Raises:
         ValueError: If it has the wrong type or length.
@@ -61,19 +63,19 @@ def read_result(reward: PreparedReward, result: Any, group_of: Sequence[int], le
     if not isinstance(result, (list, tuple)):
         raise ValueError(
             f"Reward function {reward.name!r} returned {type(result).__name__} instead of a list; "
-            f"return one number or None per completion ({len(group_of)} of them)."
+            f"return one number or None per completion ({len(lengths)} of them)."
         )
     if reward.convention == "groups":
-        result = _join_groups(reward, result, group_of)
-    if len(result) != len(group_of):
+        result = _join_groups(reward, result, arguments["groups"])
+    if len(result) != len(lengths):
         raise ValueError(
-            f"Reward function {reward.name!r} returned {len(result)} rewards for {len(group_of)} completions; "
+            f"Reward function {reward.name!r} returned {len(result)} rewards for {len(lengths)} completions; "
             "return one number or None per completion, in their order."
         )
     return [_read_item(reward, value, length) for value, length in zip(result, lengths, strict=True)]
 
 
-def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequence[int]) -> list[Any]:
+def _join_groups(reward: PreparedReward, result: Sequence[Any], groups: Sequence[RolloutGroup]) -> list[Any]:
     """Concatenate the lists of all groups.
 
     Raises:
@@ -81,7 +83,7 @@ def _join_groups(reward: PreparedReward, result: Sequence[Any], group_of: Sequen
     """
     lists = [item.tolist() if hasattr(item, "tolist") else item for item in result]
     given = [len(item) if isinstance(item, (list, tuple)) else type(item).__name__ for item in lists]
-    expected = list(Counter(group_of).values())
+    expected = [len(group.rollouts) for group in groups]
     if given != expected:
         raise ValueError(
             f"Reward function {reward.name!r} returned {given} rewards for groups of {expected} rollouts; return one "

@@ -78,6 +78,7 @@ def gather_rewards(
         _reward_table(baseline.episodes, functions) * len(group.episodes)
         for baseline, group in ([] if greedy is None else zip(greedy, groups, strict=True))
     ]
+    has_steps = has_token_rewards(groups)
     per_rank: list[dict[str, Any]] = gather_plain(
         {
             "sizes": [len(of_group) for of_group in per_group],
@@ -85,8 +86,8 @@ def gather_rewards(
             "sampled": [episode.num_sampled_tokens for episode in episodes],
             "rewards": _reward_table(episodes, functions),
             "greedy": [row for rows in baselines for row in rows],
-            "steps": [episode.step_rewards for episode in episodes],
-            "per_token": [has_token_rewards(groups)],
+            "steps": [episode.step_rewards if has_steps else {} for episode in episodes],
+            "has_steps": [has_steps],
         },
         run.device,
     )
@@ -101,7 +102,7 @@ def gather_rewards(
         lengths_E=torch.tensor(joined["lengths"], dtype=torch.long),
         sampled_E=torch.tensor(joined["sampled"], dtype=torch.long),
         greedy=None if greedy is None else torch.tensor(joined["greedy"], dtype=torch.float32).view(shape),
-        step_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["per_token"]) else None,
+        step_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["has_steps"]) else None,
         own_E=slice(first_E, first_E + count_E),
         own_N=slice(first_N, first_N + count_N),
         rows_E=torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long),
