@@ -25,7 +25,6 @@ from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
 from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
 from pl_grouprl.attention.prefix_states import check_prefix_states
-from pl_grouprl.attention.registration import register
 from pl_grouprl.attention.row_sharing import RowSharing
 from pl_grouprl.attention.rows import SharedRows, unpack_output
 from pl_grouprl.attention.selections import selects_tokens
@@ -38,6 +37,7 @@ from pl_grouprl.attention.support import (
     find_decoder,
     why_not_reached,
 )
+from pl_grouprl.attention.transformers_function import register
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.utilities.modes import is_whole
 

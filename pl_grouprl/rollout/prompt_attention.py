@@ -25,8 +25,8 @@ from pl_grouprl.attention.backends.kernels import has_fused_kernel, head_multipl
 from pl_grouprl.attention.backends.merge import merge_in_place, non_sink_share
 from pl_grouprl.attention.layer_options import read_layer_options
 from pl_grouprl.attention.mask_rule import MaskRule, read_mask_function
-from pl_grouprl.attention.registration import attend_by_mask, register_over
 from pl_grouprl.attention.support import find_decoder
+from pl_grouprl.attention.transformers_function import attend_by_mask, register_over
 from pl_grouprl.rollout.prefill import keeps_more_than_keys
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, layer_of_keys
 

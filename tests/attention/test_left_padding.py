@@ -132,7 +132,7 @@ def by_position(module, query, layout, columns_T=None):
 
 def test_both_checks_see_columns(monkeypatch):
     """With the scale of the position, as it was: the first look leaves such rows alone, parity fails without it."""
-    monkeypatch.setattr("pl_grouprl.attention.registration.rescale_by_column", by_position)
+    monkeypatch.setattr("pl_grouprl.attention.transformers_function.rescale_by_column", by_position)
     with shared_prefix(llama4()) as context:
         assert context._row_sharing.differing_padding == "padding on the left"
     monkeypatch.setattr(patch, "differing_padding", lambda *_: None)

@@ -23,7 +23,7 @@ from pl_grouprl.attention.mask import (
     to_marker,
 )
 from pl_grouprl.attention.mask_rule import MaskRule, read_mask_function
-from pl_grouprl.attention.registration import register
+from pl_grouprl.attention.transformers_function import register
 from pl_grouprl.packing import SharedPrefixLayout
 
 BLOCKS = (-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 3, 3)
