@@ -30,13 +30,13 @@ class RolloutEngine(Protocol):
     - `takes_prompt_indices = True`: `generate` takes `prompt_indices`.
     - `samples_from_copies = True`: a shallow copy of the engine, bound to a copy of the policy, may sample in another
       thread while the policy is updated (`max_staleness`).
+    - `updates_in_flight = True`: `update_weights` may be called while other threads are in `generate`; their sequences
+      go on with the new weights or start again, and `Rollout.weight_versions` says which token has which. `generate`
+      is then called by many threads, with one prompt each, is not collective, and raises if `close` is called.
     - `takes_limits = True`: `generate` takes `max_new_tokens`, a limit for each prompt.
     - `keeps_caches = True`: it has a method `keep_caches()`, a context manager. In it, a prompt that continues a
       rollout of the previous call is encoded from where that rollout ended (the turns of an episode), or from the last
       whole block of the cache before that.
-    - `updates_in_flight = True`: `update_weights` may be called while other threads are in `generate`; their sequences
-      go on with the new weights or start again, and `Rollout.weight_versions` says which token has which. `generate`
-      is then called by many threads, with one prompt each, is not collective, and raises if `close` is called.
     - `max_model_len`, an int: maximum length of prompt plus completion.
     """
 
@@ -96,9 +96,9 @@ Capability = Literal[
     "reserves_max_new_tokens",
     "takes_prompt_indices",
     "samples_from_copies",
+    "updates_in_flight",
     "takes_limits",
     "keeps_caches",
-    "updates_in_flight",
 ]
 
 
