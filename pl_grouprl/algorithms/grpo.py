@@ -100,7 +100,7 @@ class GRPO(RLModule):
         _check_scale(scale_rewards, advantage_estimator)
         options = join_options(drop_none(scale=scale_rewards), advantage_options, "advantage_options")
         if advantage_estimator == "grpo":
-            options.setdefault("scale", preset.scale)  # loss_type decides unless scale_rewards is given
+            options.setdefault("scale", preset.scale)  # loss_type decides unless an option does
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
         _check_estimator(self)

@@ -1,4 +1,4 @@
-"""A run from top to bottom: Lightning's hooks, in the order in which they begin, each a few lines that call a part.
+"""A run from top to bottom: Lightning's hooks, about in the order in which they run, each a few lines that call a part.
 
 `RLModule` begins with its options, the parts made from them, and what an algorithm fills in; the hooks follow, `setup`
 first.
@@ -7,7 +7,7 @@ A training batch:
 
 1. `on_train_batch_start`, if a new prompt batch begins, calls `collect_rollouts`: sample, start the rewards, score (old
    and reference log-probabilities), wait for the rewards, compute advantages (`compute_targets` of the algorithm).
-2. `optimizer_step` runs all of this:
+2. `optimizer_step` runs all of this (while gradients accumulate, Lightning runs only a, without it):
    a. `training_step` trains one mini-batch: for each micro-batch `compute_loss`, then backward, the last by Lightning.
    b. `on_before_optimizer_step` finishes the gradients, `configure_gradient_clipping` clips them.
    c. The optimizer steps, and `check_weights` looks at the result.

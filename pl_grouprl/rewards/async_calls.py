@@ -91,13 +91,20 @@ async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, tim
     clock, failure = asyncio.get_running_loop().time, Failure("was not called")
     for _ in range(retries + 1):
         began = clock()
-        try:
-            with exits_refused():
-                outcome = await asyncio.wait_for(attempt_async(reward, call), timeout)
-        except asyncio.TimeoutError:
-            return too_slow(timeout)
+        with exits_refused():
+            task = asyncio.ensure_future(attempt_async(reward, call))
+            try:
+                await asyncio.wait({task}, timeout=timeout)
+            except asyncio.CancelledError:  # nobody waits for the outcome any more
+                task.cancel()
+                raise
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+                return too_slow(timeout)
         if timeout is not None and clock() - began > timeout:  # it blocked the loop, which therefore could not stop it
             return too_slow(timeout)
+        outcome = Failure("raised CancelledError") if task.cancelled() else task.result()
         if not isinstance(outcome, Failure):
             return outcome
         failure = outcome

@@ -112,7 +112,8 @@ class _Guarded(Logger):
 class _OneEvent(Logger):
     """A mixin for TensorBoard's logger that writes the numbers of a step as one event.
 
-    TensorBoard computes the checksum of each event in Python. For the 50 numbers of a step, this takes 2 to 4 ms.
+    Each event costs a message, a place in a queue and a checksum in pure Python. For the 50 numbers of a step, that is
+    3 to 4 ms of the processor; as one event, 0.7 ms.
     """
 
     _prefix: str
@@ -120,7 +121,7 @@ class _OneEvent(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        if self._prefix or not all(isinstance(value, int | float) for value in metrics.values()):
+        if self._prefix or not metrics or not {type(value) for value in metrics.values()} <= {float, int}:
             super().log_metrics(metrics, step)  # type: ignore[safe-super]
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -133,8 +134,9 @@ class _OneEvent(Logger):
 def _guarded(kind: type[Logger]) -> type[Logger]:
     """A guarded subclass with the same name, so `isinstance` and messages do not change."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    writes_numbers = kind.log_metrics is TensorBoardLogger.log_metrics  # not in a way of its own
-    return type(kind.__name__, (_Guarded, _OneEvent, kind) if writes_numbers else (_Guarded, kind), names)
+    written_by = ("log_metrics", "experiment")
+    is_tensorboard = all(getattr(kind, name, None) is getattr(TensorBoardLogger, name) for name in written_by)
+    return type(kind.__name__, (_Guarded, _OneEvent, kind) if is_tensorboard else (_Guarded, kind), names)
 
 
 def _reason(error: BaseException | None) -> OSError | None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from pl_grouprl.utilities.loggers import prepare_loggers
 
 STEPS = [
-    {"reward": 0.5, "lengths/max": 7, "flag": True, "beyond_float32": 1e300},
+    {"reward": 0.5, "lengths/max": 7, "beyond_float32": 1e300},
     {"reward": float("nan"), "lengths/max": 8, "loss": -1 / 3},
 ]
 
@@ -37,7 +38,7 @@ def prepared(*args, kind=TensorBoardLogger, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix": "run"}])
-@pytest.mark.parametrize("steps", [STEPS, [{"loss": torch.tensor(0.25), "reward": 1.0}]])
+@pytest.mark.parametrize("steps", [STEPS, [{}, {"loss": torch.tensor(0.25), "flag": True, "reward": 1.0}]])
 def test_the_same_numbers_as_lightnings_logger(tmp_path, steps, options):
     folder = written(prepared(tmp_path / "ours", **options), steps)
     reference = written(TensorBoardLogger(tmp_path / "lightning", default_hp_metric=False, **options), steps)
@@ -63,6 +64,19 @@ class Doubling(TensorBoardLogger):
 def test_a_subclass_logs_in_its_own_way(tmp_path):
     folder = written(prepared(tmp_path, kind=Doubling), [{"reward": 0.5}])
     assert shown(folder)["reward"] == [(0, "1.0")]
+
+
+class Renaming(TensorBoardLogger):
+    @property
+    def experiment(self):
+        writer = super().experiment
+        writer.add_scalar = lambda name, value, step: SummaryWriter.add_scalar(writer, f"own/{name}", value, step)
+        return writer
+
+
+def test_a_subclass_writes_in_its_own_way(tmp_path):
+    folder = written(prepared(tmp_path, kind=Renaming), [{"reward": 0.5}])
+    assert shown(folder)["own/reward"] == [(0, "0.5")]
 
 
 def test_a_prepared_logger_is_pickled_as_it_was(tmp_path):

@@ -160,6 +160,23 @@ def test_a_thread_ends_once_nothing_blocks_it(gate):
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("retries", [0, 1])
+def test_one_that_raises_a_cancellation_has_failed(timeout, retries):
+    calls = []
+
+    async def gives_up(solution_str, ground_truth):
+        calls.append(solution_str)
+        if solution_str == "cancel":
+            raise asyncio.CancelledError
+        return 1.0
+
+    group = make_group("cancel", "b", "c")
+    in_thread(lambda: apply_rewards([group], gives_up, timeout=timeout, retries=retries))
+    assert [rollout.reward for rollout in group.rollouts] == [None, 1.0, 1.0]
+    assert calls.count("cancel") == 1 + retries
+
+
 def test_a_timeout_out_of_range_is_refused():
     with pytest.raises(ValueError, match="timeout is 0; it must be larger than 0"):
         start_rewards([make_group("a")], patient, timeout=0)
