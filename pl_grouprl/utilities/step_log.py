@@ -23,20 +23,20 @@ def log_numbers(module: LightningModule, numbers: Mapping[str, float | Tensor], 
     """
     kept: Any = module.trainer._results or {}
     places = {name: kept.get(f"{module._current_fx_name}.{name}") for name in numbers}
-    known = [
-        name
+    known = {
+        name: place
         for name, place in places.items()
         if place is not None and _keeps_latest_only(place, prog_bar) and _is_number(numbers[name])
-    ]
+    }
     rest = {name: number for name, number in numbers.items() if name not in known}
     if rest:
         module.log_dict(rest, prog_bar=prog_bar, batch_size=1)
     # A 16-bit step changes the default dtype; Lightning still logs in float32.
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     plain = torch.tensor([0.0 if isinstance(numbers[name], Tensor) else numbers[name] for name in known], dtype=dtype)
-    for name, value in zip(known, plain.unbind(), strict=True):
+    for (name, place), value in zip(known.items(), plain.unbind(), strict=True):
         number = numbers[name]
-        places[name].update(number.detach().squeeze() if isinstance(number, Tensor) else value, batch_size=1)
+        place.update(number.detach().squeeze() if isinstance(number, Tensor) else value, batch_size=1)
 
 
 def _keeps_latest_only(place: Any, prog_bar: bool) -> bool:
