@@ -85,7 +85,7 @@ def gather_rewards(
             "lengths": [episode.num_tokens for episode in episodes],
             "sampled": [episode.num_sampled_tokens for episode in episodes],
             "rewards": _reward_table(episodes, functions),
-            "greedy": [row for rows in baselines for row in rows],
+            "greedy": [number for table in baselines for number in table],
             "steps": [episode.step_rewards if has_steps else {} for episode in episodes],
             "has_steps": [has_steps],
         },
@@ -109,12 +109,14 @@ def gather_rewards(
     )
 
 
-def _reward_table(episodes: Sequence[EpisodeRows], functions: Sequence[str]) -> list[list[float]]:
+def _reward_table(episodes: Sequence[EpisodeRows], functions: Sequence[str]) -> list[float]:
+    """Each episode's outcome, or its reward from each function, one episode after another."""
     if not functions:
-        return [[number_or_nan(episode.outcome_reward)] for episode in episodes]
+        return [number_or_nan(episode.outcome_reward) for episode in episodes]
     return [
-        [number_or_nan(last.rewards.get(name)) if last.reward is not None else math.nan for name in functions]
+        number_or_nan(last.rewards.get(name)) if last.reward is not None else math.nan
         for last in (episode.last for episode in episodes)
+        for name in functions
     ]
 
 
