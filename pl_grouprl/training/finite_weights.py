@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.training.optimizer import parameters_by_part
 from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.finite import nonfinite_parameters
 from pl_grouprl.utilities.text import first_names
@@ -23,8 +22,7 @@ def check_weights(module: Any) -> None:
     Raises:
         RuntimeError: Names the parameters and the options that may be the cause.
     """
-    parts = parameters_by_part(module.optimized_parts())
-    weights = module.support.weights([parameter for part in parts.values() for parameter in part])
+    weights = module.support.weights([parameter for parameter in module.parameters() if parameter.requires_grad])
     norms = torch._foreach_norm([weight for weight in weights if weight.numel()] or [torch.zeros(1)])
     largest = torch.stack([norm.to(module.device, torch.float32) for norm in norms]).max()
     (suspicious,) = sum_over_ranks([~largest.isfinite()], module.device)
