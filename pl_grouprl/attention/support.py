@@ -45,12 +45,15 @@ def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
     For multimodal models, the parent of decoder and vision tower; for text models, the decoder.
     """
     decoder = find_decoder(model)
-    for module in _without_adapter_wrapper(model).modules():
-        config: Any = getattr(module, "config", None)
-        is_composite = hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not config
-        if is_composite and any(child is decoder for child in module.children()):
-            return module  # type: ignore[return-value]
-    return decoder
+    modules = _without_adapter_wrapper(model).modules()
+    parents = (module for module in modules if any(child is decoder for child in module.children()))
+    return next(filter(_is_composite, parents), decoder)
+
+
+def _is_composite(module: Any) -> bool:
+    """Whether a module's config contains that of a text model."""
+    config: Any = getattr(module, "config", None)
+    return hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not config
 
 
 def _without_adapter_wrapper(model: Any) -> Any:

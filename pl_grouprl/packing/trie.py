@@ -125,25 +125,28 @@ class _RadixNode(NamedTuple):
 
 def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
     """The nodes of the full radix tree, parents first."""
-    nodes: list[_RadixNode] = []
-    # Stack of (members, length known to be equal, the parent's list of children).
-    pending: list[tuple[list[int], int, list[int]]] = [(list(range(len(sequences))), 0, [])] if sequences else []
-    while pending:
-        members, num_equal, siblings = pending.pop()
-        first, *others = members
-        stop = len(sequences[first])
-        for other in others:
-            if stop == num_equal:
-                break
-            stop = _common_length(sequences[first], sequences[other], num_equal, stop)
-        siblings.append(len(nodes))
-        nodes.append(_RadixNode(members, stop, []))
-        if others:
-            branches: dict[object, list[int]] = {}
-            for member in members:
-                branches.setdefault(_branch_key(sequences[member], stop, member), []).append(member)
-            pending += [(branch, stop, nodes[-1].children) for branch in reversed(branches.values())]
+    nodes = [_radix_node(sequences, list(range(len(sequences))), 0)] if sequences else []
+    for members, stop, children in nodes:  # grows meanwhile
+        if len(members) == 1:
+            continue
+        branches: dict[object, list[int]] = {}
+        for member in members:
+            branches.setdefault(_branch_key(sequences[member], stop, member), []).append(member)
+        for branch in branches.values():
+            children.append(len(nodes))
+            nodes.append(_radix_node(sequences, branch, stop))
     return nodes
+
+
+def _radix_node(sequences: Sequence[Tokens | np.ndarray], members: list[int], num_equal: int) -> _RadixNode:
+    """A node without its children. Its members are known to be equal in their first `num_equal` tokens."""
+    first, *others = members
+    stop = len(sequences[first])
+    for other in others:
+        if stop == num_equal:
+            break
+        stop = _common_length(sequences[first], sequences[other], num_equal, stop)
+    return _RadixNode(members, stop, [])
 
 
 def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start: int, stop: int) -> int:

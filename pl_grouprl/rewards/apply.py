@@ -255,13 +255,13 @@ def _share_reward(episode: EpisodeRows) -> None:
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
-    rollout.rewards = {}
+    rollout.rewards = {reward.name: score.value for reward, score in zip(prepared, scores, strict=True)}
     rollout.reward = rollout.token_rewards = None
-    counted: list[tuple[float, Score]] = []
-    for reward, score in zip(prepared, scores, strict=True):
-        rollout.rewards[reward.name] = score.value
-        if reward.weight != 0 and (score.failed or score.value is not None):
-            counted.append((reward.weight, score))
+    counted = [
+        (reward.weight, score)
+        for reward, score in zip(prepared, scores, strict=True)
+        if reward.weight != 0 and (score.failed or score.value is not None)
+    ]
     if not counted or True in [score.failed for _, score in counted]:
         return
     combined = sum([weight * (score.value or 0.0) for weight, score in counted if score.token_rewards is None])

@@ -13,7 +13,7 @@ from pl_grouprl.types import EpisodeRows, RolloutGroup
 _STANDARD_SUFFIXES = ("/mean", "/std", "/none", "/invalid")
 
 Record = dict[str, Any]
-"""A group without its tokens: numbers, strings and lists of them."""
+"""A group without its tokens: numbers, strings, and lists and dictionaries of them."""
 
 
 def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
@@ -29,12 +29,19 @@ def _summarize(group: RolloutGroup, episodes: Sequence[EpisodeRows]) -> Record:
         "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
         "truncated": [episode.last.finish_reason == "length" for episode in episodes],
         "rewards": [number_or_nan(episode.reward) for episode in episodes],
-        "by_function": [
-            {name: number_or_nan(reward) for name, reward in episode.last.rewards.items()} for episode in episodes
-        ],
+        "by_function": _by_function([episode.last.rewards for episode in episodes]),
         "sampled": count_sampled(group.rollouts),
         "episodes": [summarize_episode(episode) for episode in episodes],
     }
+
+
+def _by_function(rewards: Sequence[dict[str, float | None]]) -> dict[str, list[float]]:
+    """Each function's rewards before weighting."""
+    collected: dict[str, list[float]] = {}
+    for of_episode in rewards:
+        for name, reward in of_episode.items():
+            collected.setdefault(name, []).append(number_or_nan(reward))
+    return collected
 
 
 def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
@@ -67,10 +74,10 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
 def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
     """Collect each function's rewards before weighting, without missing ones."""
     collected: dict[str, list[float]] = {}
-    for rewards in (rewards for record in records for rewards in record["by_function"]):
-        for name, value in rewards.items():
-            collected.setdefault(name, []).append(value)
-    return {name: _finite(values) for name, values in collected.items()}
+    for record in records:
+        for name, values in record["by_function"].items():
+            collected.setdefault(name, []).extend(_finite(values))
+    return collected
 
 
 def count_tokens(records: Sequence[Record]) -> int:

@@ -13,10 +13,14 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, without gradients; restores each submodule's mode."""
+    """Put a model in evaluation mode, without gradients; restores each submodule's mode.
+
+    Sets attributes instead of calling `eval()`, which some layers override to do what `train()` alone would undo, such
+    as merging an adapter into the weights.
+    """
     training = [module for module in model.modules() if module.training]
-    if training:
-        model.eval()
+    for module in training:
+        module.training = False
     try:
         with torch.no_grad():
             yield

@@ -23,6 +23,21 @@ def test_each_submodule_gets_back_its_own_mode(context):
     assert torch.is_grad_enabled()
 
 
+def test_a_layer_that_merges_in_eval_is_not_merged():
+    class Adapter(nn.Linear):
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    layer = Adapter(2, 2)
+    with evaluating(layer):
+        assert not layer.training
+    assert layer.training
+    assert not layer.merged
+
+
 def test_examining_rounds_like_the_model_and_makes_no_inference_tensors():
     model = tiny_model()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), examining(model):
