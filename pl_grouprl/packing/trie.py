@@ -125,7 +125,7 @@ class _RadixNode(NamedTuple):
 
 def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
     """The nodes of the full radix tree, parents first."""
-    nodes = [_radix_node(sequences, list(range(len(sequences))), 0)] if sequences else []
+    nodes = [_make_radix_node(sequences, list(range(len(sequences))), 0)] if sequences else []
     for members, stop, children in nodes:  # grows meanwhile
         if len(members) == 1:
             continue
@@ -134,11 +134,11 @@ def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
             branches.setdefault(_branch_key(sequences[member], stop, member), []).append(member)
         for branch in branches.values():
             children.append(len(nodes))
-            nodes.append(_radix_node(sequences, branch, stop))
+            nodes.append(_make_radix_node(sequences, branch, stop))
     return nodes
 
 
-def _radix_node(sequences: Sequence[Tokens | np.ndarray], members: list[int], num_equal: int) -> _RadixNode:
+def _make_radix_node(sequences: Sequence[Tokens | np.ndarray], members: list[int], num_equal: int) -> _RadixNode:
     """A node without its children. Its members are known to be equal in their first `num_equal` tokens."""
     first, *others = members
     stop = len(sequences[first])

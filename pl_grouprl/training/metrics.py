@@ -17,7 +17,11 @@ Record = dict[str, Any]
 
 
 def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
-    """Keep what metrics need, one entry per episode, except `tokens`: one per rollout. A missing reward becomes NaN."""
+    """Keep what metrics need of each group.
+
+    Lists have one entry per episode, except `tokens`, one per rollout, and the finite rewards `by_function`. In
+    `rewards`, a missing reward is NaN.
+    """
     return [_summarize(group, group.episodes) for group in groups]
 
 
@@ -29,18 +33,20 @@ def _summarize(group: RolloutGroup, episodes: Sequence[EpisodeRows]) -> Record:
         "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
         "truncated": [episode.last.finish_reason == "length" for episode in episodes],
         "rewards": [number_or_nan(episode.reward) for episode in episodes],
-        "by_function": _by_function([episode.last.rewards for episode in episodes]),
+        "by_function": _finite_rewards([episode.last.rewards for episode in episodes]),
         "sampled": count_sampled(group.rollouts),
         "episodes": [summarize_episode(episode) for episode in episodes],
     }
 
 
-def _by_function(rewards: Sequence[dict[str, float | None]]) -> dict[str, list[float]]:
-    """Each function's rewards before weighting."""
+def _finite_rewards(rewards: Sequence[dict[str, float | None]]) -> dict[str, list[float]]:
+    """Each function's finite rewards, before weighting, in one group; no numbers if it did not apply."""
     collected: dict[str, list[float]] = {}
     for of_episode in rewards:
         for name, reward in of_episode.items():
-            collected.setdefault(name, []).append(number_or_nan(reward))
+            values = collected.setdefault(name, [])
+            if reward is not None and math.isfinite(reward):
+                values.append(float(reward))
     return collected
 
 
@@ -72,11 +78,11 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
 
 
 def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Collect each function's rewards before weighting, without missing ones."""
+    """Join each function's finite rewards, before weighting, of all groups."""
     collected: dict[str, list[float]] = {}
     for record in records:
         for name, values in record["by_function"].items():
-            collected.setdefault(name, []).extend(_finite(values))
+            collected.setdefault(name, []).extend(values)
     return collected
 
 

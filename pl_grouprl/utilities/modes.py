@@ -15,8 +15,8 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, without gradients; restores each submodule's mode.
 
-    Sets attributes instead of calling `eval()`, which some layers override to do what `train()` alone would undo, such
-    as merging an adapter into the weights.
+    Sets attributes instead of calling `eval()`: layers may override `train(mode)` to do more, such as merging an
+    adapter into the weights, which setting the attribute back would not undo.
     """
     training = [module for module in model.modules() if module.training]
     for module in training:

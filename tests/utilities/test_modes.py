@@ -34,6 +34,7 @@ def test_a_layer_that_merges_in_eval_is_not_merged():
     layer = Adapter(2, 2)
     with evaluating(layer):
         assert not layer.training
+        assert not layer.merged
     assert layer.training
     assert not layer.merged
 
