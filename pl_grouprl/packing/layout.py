@@ -70,14 +70,14 @@ class SharedPrefixLayout:
     ) -> None:
         _check_forest(lengths, parents, group_ids)
         _check_prefilled(num_prefilled, lengths, parents)
+        group_ids = _roots(parents) if group_ids is None else group_ids
         segments: list[Segment] = []
-        roots: list[int] = []
+        ends: list[int] = []  # length of the sequence up to the end of each segment
         start = 0
-        for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
-            position = 0 if parent is None else segments[parent].position + segments[parent].length
-            roots.append(index if parent is None else roots[parent])
-            group_id = roots[index] if group_ids is None else group_ids[index]
+        for length, parent, group_id in zip(lengths, parents, group_ids, strict=True):
+            position = 0 if parent is None else ends[parent]
             segments.append(Segment(start, length, parent, position, group_id))
+            ends.append(position + length)
             start += length
         self.segments: tuple[Segment, ...] = tuple(segments)
         self.num_tokens: int = start
@@ -247,6 +247,14 @@ class SharedPrefixLayout:
             f"SharedPrefixLayout(tokens={self.num_tokens}, segments={len(self.segments)}, "
             f"token_ratio={self.token_ratio:.2f})"
         )
+
+
+def _roots(parents: Sequence[int | None]) -> list[int]:
+    """Index of each segment's root."""
+    roots: list[int] = []
+    for index, parent in enumerate(parents):
+        roots.append(index if parent is None else roots[parent])
+    return roots
 
 
 def _check_prefilled(num_prefilled: int, lengths: Sequence[int], parents: Sequence[int | None]) -> None:

@@ -255,33 +255,31 @@ def _share_reward(episode: EpisodeRows) -> None:
 
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
-    rollout.rewards = {reward.name: score.value for reward, score in zip(prepared, scores, strict=True)}
-    rollout.reward = rollout.token_rewards = None
-    counted = [
-        (reward.weight, score)
-        for reward, score in zip(prepared, scores, strict=True)
-        if reward.weight != 0 and (score.failed or score.value is not None)
-    ]
-    if not counted or True in [score.failed for _, score in counted]:
+    rollout.rewards, rollout.reward, rollout.token_rewards = {}, None, None
+    total, applies, failed = 0.0, False, False
+    by_token: list[list[float | None]] = []
+    for reward, score in zip(prepared, scores, strict=True):
+        rollout.rewards[reward.name] = score.value
+        if reward.weight == 0:
+            continue
+        failed = failed or score.failed
+        applies = applies or score.value is not None
+        if score.token_rewards is not None:
+            by_token.append([None if value is None else reward.weight * value for value in score.token_rewards])
+        elif score.value is not None:
+            total += reward.weight * score.value
+    if failed or not applies:
         return
-    combined = sum([weight * (score.value or 0.0) for weight, score in counted if score.token_rewards is None])
-    tokens = _weighted_tokens(counted)
+    tokens = _sum_tokens(by_token) if by_token else None
     if tokens is not None:
         steps = [value for value in tokens if value is not None]
-        combined = (combined + math.fsum(steps)) if all(map(fits_float32, steps)) else math.inf  # fsum may overflow
-    if fits_float32(combined):
-        rollout.reward, rollout.token_rewards = combined, tokens
+        total = (total + math.fsum(steps)) if all(map(fits_float32, steps)) else math.inf  # fsum may overflow
+    if fits_float32(total):
+        rollout.reward, rollout.token_rewards = total, tokens
 
 
-def _weighted_tokens(scores: Sequence[tuple[float, Score]]) -> list[float | None] | None:
-    """The weighted sum of the rewards per token; None if there are none."""
-    rows = [
-        [None if value is None else weight * value for value in score.token_rewards]
-        for weight, score in scores
-        if score.token_rewards is not None
-    ]
-    if not rows:
-        return None
+def _sum_tokens(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """The sum of the rewards of each token; None for a token without any."""
     return [
         None if all(value is None for value in column) else sum(value for value in column if value is not None)
         for column in zip(*rows, strict=True)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,8 +64,8 @@ class RolloutBuffer:
             self.compute_loss_mask()
             sampled = [rollout.logprobs for rollout in self.rollouts]
             logprobs = [value for values in sampled if values is not None for value in values]
-            if None not in sampled:
-                self.put("rollout_logprobs", torch.tensor(logprobs, dtype=torch.float32))
+            if None not in sampled:  # NumPy reads lists three times as fast as torch
+                self.put("rollout_logprobs", torch.from_numpy(np.array(logprobs, np.float32)))
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
@@ -111,7 +112,8 @@ class RolloutBuffer:
 
     def compute_loss_mask(self) -> None:
         """Compute the loss mask from the rollouts as they are now; called again when rewards arrive."""
-        trained_E = torch.tensor([_is_trained(episode, self.mask_truncated) for episode in self.episodes]).bool()
+        trained = [_is_trained(episode, self.mask_truncated) for episode in self.episodes]
+        trained_E = torch.tensor(trained, dtype=torch.bool)
         trained_N = trained_E.repeat_interleave(self.episode_lengths)
         self.put("loss_mask", (trained_N & loss_mask(self.rollouts)) if trained_E.any() else trained_N)
 

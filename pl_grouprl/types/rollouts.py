@@ -215,9 +215,10 @@ class EpisodeRows:
     def outcome_reward(self) -> float | None:
         """The part of the reward that belongs to the episode as a whole, not to one of its tokens."""
         reward = self.reward
-        if reward is None or not [row for row in self.rows if row.token_rewards is not None]:
-            return reward
-        return reward - math.fsum(self.step_rewards.values())
+        for row in self.rows:
+            if row.token_rewards is not None and reward is not None:
+                return reward - math.fsum(self.step_rewards.values())
+        return reward
 
     @property
     def num_tokens(self) -> int:

@@ -24,10 +24,6 @@ def private_copy(value: T) -> T:
     including subclasses. Everything else, such as tensors and images, is shared, since copying it may cost more than
     the call itself.
     """
-    return _copy(value)
-
-
-def _copy(value: Any) -> Any:
     if type(value) in _ATOMS:
         return value
     if isinstance(value, (list, tuple)):
@@ -38,7 +34,7 @@ def _copy(value: Any) -> Any:
         return copy.copy(value)
     if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
         copied = copy.copy(value)
-        vars(copied).update({name: _copy(held) for name, held in vars(value).items()})
+        vars(copied).update({name: private_copy(held) for name, held in vars(value).items()})
         return copied
     return value
 
@@ -47,7 +43,7 @@ def _copy_sequence(value: Any) -> Any:
     kind = type(value)
     if kind is list and _ATOMS.issuperset(map(type, value)):  # token ids, mostly
         return value.copy()
-    items = [_copy(item) for item in value]
+    items = [private_copy(item) for item in value]
     if kind is list:
         return items
     if isinstance(value, list):
@@ -63,8 +59,8 @@ def _copy_mapping(value: Any) -> Any:
     if type(value) is dict:
         if _ATOMS.issuperset(map(type, value.values())):
             return value.copy()
-        return {key: _copy(held) for key, held in value.items()}
+        return {key: private_copy(held) for key, held in value.items()}
     copied = copy.copy(value)
     for key, held in value.items():
-        copied[key] = _copy(held)
+        copied[key] = private_copy(held)
     return copied
