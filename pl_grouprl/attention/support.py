@@ -51,7 +51,7 @@ def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _is_composite(module: Any) -> bool:
-    """Whether a module's config is more than the config of its text decoder."""
+    """Whether a module's config holds a separate one for its text decoder."""
     config: Any = getattr(module, "config", None)
     return hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not config
 

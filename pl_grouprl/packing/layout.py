@@ -72,7 +72,7 @@ class SharedPrefixLayout:
         _check_prefilled(num_prefilled, lengths, parents)
         group_ids = _roots(parents) if group_ids is None else group_ids
         segments: list[Segment] = []
-        ends: list[int] = []  # length of the sequence up to the end of each segment
+        ends: list[int] = []  # tokens from the root to the end of each segment
         start = 0
         for length, parent, group_id in zip(lengths, parents, group_ids, strict=True):
             position = 0 if parent is None else ends[parent]

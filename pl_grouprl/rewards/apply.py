@@ -256,21 +256,21 @@ def _share_reward(episode: EpisodeRows) -> None:
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
     rollout.rewards, rollout.reward, rollout.token_rewards = {}, None, None
-    total, applies, failed = 0.0, False, False
-    by_token: list[list[float | None]] = []
+    total, any_applies, any_failed = 0.0, False, False
+    token_rows: list[list[float | None]] = []
     for reward, score in zip(prepared, scores, strict=True):
         rollout.rewards[reward.name] = score.value
         if reward.weight == 0:
             continue
-        failed = failed or score.failed
-        applies = applies or score.value is not None
+        any_failed = any_failed or score.failed
+        any_applies = any_applies or score.value is not None
         if score.token_rewards is not None:
-            by_token.append([None if value is None else reward.weight * value for value in score.token_rewards])
+            token_rows.append([None if value is None else reward.weight * value for value in score.token_rewards])
         elif score.value is not None:
             total += reward.weight * score.value
-    if failed or not applies:
+    if any_failed or not any_applies:
         return
-    tokens = _sum_tokens(by_token) if by_token else None
+    tokens = _sum_tokens(token_rows) if token_rows else None
     if tokens is not None:
         steps = [value for value in tokens if value is not None]
         total = (total + math.fsum(steps)) if all(map(fits_float32, steps)) else math.inf  # fsum may overflow

@@ -19,8 +19,8 @@ Record = dict[str, Any]
 def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
     """Keep what metrics need of each group.
 
-    Lists have one entry per episode, except `tokens`, one per rollout, and the finite rewards `by_function`. In
-    `rewards`, a missing reward is NaN.
+    Lists have one entry per episode, but `tokens` has one per rollout, and `by_function` has only the finite rewards of
+    each function. In `rewards`, a missing reward is NaN.
     """
     return [_summarize(group, group.episodes) for group in groups]
 
@@ -40,7 +40,7 @@ def _summarize(group: RolloutGroup, episodes: Sequence[EpisodeRows]) -> Record:
 
 
 def _finite_rewards(rewards: Sequence[dict[str, float | None]]) -> dict[str, list[float]]:
-    """Each function's finite rewards, before weighting, in one group; no numbers if it did not apply."""
+    """Each function's finite rewards in one group, before weighting; a name without any is kept, so it is logged."""
     collected: dict[str, list[float]] = {}
     for of_episode in rewards:
         for name, reward in of_episode.items():
@@ -78,7 +78,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
 
 
 def rewards_by_function(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Join each function's finite rewards, before weighting, of all groups."""
+    """Each function's finite rewards in all groups, before weighting."""
     collected: dict[str, list[float]] = {}
     for record in records:
         for name, values in record["by_function"].items():

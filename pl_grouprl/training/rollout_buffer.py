@@ -14,7 +14,6 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,8 +63,8 @@ class RolloutBuffer:
             self.compute_loss_mask()
             sampled = [rollout.logprobs for rollout in self.rollouts]
             logprobs = [value for values in sampled if values is not None for value in values]
-            if None not in sampled:  # NumPy reads lists three times as fast as torch
-                self.put("rollout_logprobs", torch.from_numpy(np.array(logprobs, np.float32)))
+            if None not in sampled:
+                self.put("rollout_logprobs", torch.tensor(logprobs, dtype=torch.float32))
 
     @cached_property
     def rollouts(self) -> list[Rollout]:

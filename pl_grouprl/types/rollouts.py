@@ -215,8 +215,10 @@ class EpisodeRows:
     def outcome_reward(self) -> float | None:
         """The part of the reward that belongs to the episode as a whole, not to one of its tokens."""
         reward = self.reward
-        for row in self.rows:
-            if row.token_rewards is not None and reward is not None:
+        if reward is None:
+            return None
+        for row in self.rows:  # `any` takes twice as long
+            if row.token_rewards is not None:
                 return reward - math.fsum(self.step_rewards.values())
         return reward
 
