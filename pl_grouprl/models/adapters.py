@@ -15,7 +15,7 @@ from torch import nn
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
 from pl_grouprl.models.loading import WeightMismatch, check_finite_weights, check_mismatch, readable_weights
-from pl_grouprl.utilities import optional
+from pl_grouprl.utilities import internals, optional
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.options import check_options
@@ -230,13 +230,16 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: st
             f"{type(model).__name__} already has adapters; merge them into its weights (merge_and_unload of PEFT, or "
             "ExportPolicy), or pass the path of the saved adapter to continue training it."
         )
+    from peft import inject_adapter_in_model
+
     owners = _owners(model)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT handles GPT2's transposed layers
         warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # refused below if it matters
         torch.manual_seed(derive_seed(f"{name} adapters", seed))
         try:
-            model.add_adapter(config, name)
+            inject_adapter_in_model(config, model, name)
+            internals.mark_adapted(model, True)
         except (ValueError, re.error) as error:
             _refuse_targets(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
     for parameter in model.parameters():
