@@ -22,13 +22,13 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
         forward: An unbound function, with or without decorators.
 
     Returns:
-        The parameter annotated as a `Cache`; without annotations, the one named as `generate` names it; else None.
+        The parameter annotated as a `Cache`, or else named as by `generate`; None if there is none.
     """
     from transformers.generation.utils import ALL_CACHE_NAMES
 
     parameters = inspect.signature(inspect.unwrap(forward)).parameters
     annotated = [name for name, one in parameters.items() if re.search(r"Cache\b", str(one.annotation))]
-    return next(iter(annotated or [name for name in ALL_CACHE_NAMES if name in parameters]), None)
+    return next(iter(annotated or [name for name in ALL_CACHE_NAMES[:1] if name in parameters]), None)
 
 
 def holds_cache(arguments: Mapping[str, Any]) -> bool:
