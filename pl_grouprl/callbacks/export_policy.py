@@ -148,12 +148,11 @@ def export(
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with explain_os_error(what), _as_os_error():
-            if has_adapters(model):
+            if has_adapters(model) and not hasattr(model, "get_base_model"):  # PeftModel saves its own
                 save_adapter(model, unfinished, state)
             else:
-                model.save_pretrained(
-                    unfinished, **({} if state is None else {"state_dict": _without_tied(model, state)})
-                )
+                given = {} if state is None else {"state_dict": _without_tied(model, state)}
+                model.save_pretrained(unfinished, **given)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
             note = {"written_by": "pl_grouprl.callbacks.ExportPolicy", "step": step}
