@@ -115,11 +115,12 @@ class OptimizerConfig:
             )
         of_adamw = {"betas": (0.9, 0.999), "eps": 1e-8}
         if self.optim != _ADAMW and not self.has_muon:
-            for name in [name for name, default in of_adamw.items() if getattr(self, name) != default]:
-                raise ValueError(
-                    f"OptimizerConfig.{name} is {getattr(self, name)}, an option of {_ADAMW}; for {self.optim}, put "
-                    "what it takes into optim_args."
-                )
+            for name, default in of_adamw.items():
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"OptimizerConfig.{name} is {getattr(self, name)}, of {_ADAMW}; leave it at {default}, "
+                        f"and put what {self.optim} takes into optim_args."
+                    )
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
