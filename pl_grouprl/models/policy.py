@@ -95,8 +95,8 @@ class PretrainedPolicy:
             it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
             every run.
         gguf_file: Name of a GGUF file in `path`, which has config, weights and tokenizer in one. Quantized weights are
-            dequantized to `dtype`, so the policy works like any other, and takes as much memory. Needs the packages
-            gguf and accelerate.
+            dequantized to `dtype`, so the policy works like any other, and takes as much memory. Needs the
+            extra `gguf`.
         quantization: Store the frozen linear layers under an `adapter` in 4 bits, quantized as they are loaded
             (QLoRA); see `FourBit`. None keeps `dtype`.
 
