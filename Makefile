@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
 OLDEST := .venv-oldest/bin
+NEWEST := .venv-newest/bin
 PYTHON_OLDEST ?= python3.10
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-oldest test-verifiers test-vllm test-real-model test-all strategies docs audit lint types wheel clean
+.PHONY: demo test test-oldest test-newest test-verifiers test-vllm test-real-model test-all strategies docs audit lint types wheel clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -25,6 +26,13 @@ test-vllm: .venv-vllm/installed
 # The same tests with the oldest versions that pyproject.toml allows, which take 7 GB: that torch brings its CUDA.
 test-oldest: .venv-oldest/installed
 	$(OLDEST)/python -m pytest $(WORKERS)
+
+# The same with the newest releases, in an environment that nothing pins and that is made anew each time (7 GB).
+test-newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	$(NEWEST)/pip install --quiet --editable '.[dev]'
+	$(NEWEST)/pip list --format freeze > .venv-newest/versions.txt
+	$(NEWEST)/python -m pytest $(WORKERS)
 
 # Parity, rollouts and training with SmolLM2-135M-Instruct, which it fetches: about a quarter of an hour.
 test-real-model: .venv/installed
@@ -104,4 +112,4 @@ types: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-audit .venv-build .venv-docs .cache build dist runs
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-newest .venv-audit .venv-build .venv-docs .cache build dist runs

@@ -53,6 +53,7 @@ def parts(python: str = sys.executable) -> list[Part]:
         Part("strategies", ("make", "strategies")),
         Part("slow tests", (*pytest, "-m", "slow and not gpu and not vllm", *rows, *WORKERS)),
         Part("oldest", ("make", "test-oldest")),
+        Part("newest", ("make", "test-newest")),
         Part("GPU tests", (*pytest, "-m", "gpu and not vllm"), needs_gpu=True),
     ]
 
