@@ -38,7 +38,8 @@ test-newest:
 test-real-model: .venv/installed
 	$(BIN)/python -m pytest -m 'slow and not gpu and not vllm' tests/real_model
 
-# All that this machine can check, one line for each part: two hours or so, and 11 GB for the other environments.
+# All that this machine can check, one line for each part: two and a half hours or so, and 20 GB for the
+# other environments.
 test-all: .venv/installed
 	$(BIN)/python tools/check_everything.py
 
@@ -89,7 +90,7 @@ types: .venv/installed
 	$(OLDEST)/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	touch $@
 
-# verifiers needs openai below 3, vLLM a newer one.
+# verifiers needs openai below 3; the vLLM of the servers is in .venv-vllm, with a newer one.
 .venv-verifiers/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,verifiers]'

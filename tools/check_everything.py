@@ -1,6 +1,6 @@
 """Runs everything that this machine can check, unattended: one line per part, and exit code 1 if one fails.
 
-    python tools/check_everything.py                       # or: make test-all; two hours or so
+    python tools/check_everything.py                       # or: make test-all; two and a half hours or so
     python tools/check_everything.py --only slow models    # parts whose names contain one of these
     python tools/check_everything.py --list
 
