@@ -39,6 +39,7 @@ class DeepSpeedSupport(StrategySupport):
     """
 
     keeps_plain_weights = False
+    keeps_shapes = False
 
     def __init__(self, trainer: Trainer | None) -> None:
         super().__init__(trainer)

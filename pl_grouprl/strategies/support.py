@@ -26,10 +26,12 @@ class StrategySupport:
         shards: Whether a rank holds only a part of the weights between forward and backward passes.
         keeps_plain_weights: Whether every rank holds all weights as ordinary tensors at any time, so that another
             thread may copy them.
+        keeps_shapes: Whether the optimizer gets weights in their own shapes, rather than flat shards.
     """
 
     shards: bool = False
     keeps_plain_weights: bool = True
+    keeps_shapes: bool = True
 
     def __init__(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
@@ -119,7 +121,7 @@ class StrategySupport:
             gradient.clamp_(-limit, limit)
 
     def skip_in_next_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Exclude parameters from the next optimizer step: AdamW skips parameters without a gradient."""
+        """Exclude parameters from the next optimizer step: it skips parameters without a gradient."""
         for parameter in parameters:
             parameter.grad = None
 
