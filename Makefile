@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm/bin
 OLDEST := .venv-oldest/bin
+NEWEST := .venv-newest/bin
 PYTHON_OLDEST ?= python3.10
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-oldest test-verifiers test-vllm test-real-model test-all strategies docs audit lint types wheel clean
+.PHONY: demo test test-oldest test-newest test-verifiers test-vllm test-real-model test-all strategies docs audit lint types wheel clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -26,11 +27,19 @@ test-vllm: .venv-vllm/installed
 test-oldest: .venv-oldest/installed
 	$(OLDEST)/python -m pytest $(WORKERS)
 
+# The same with the newest releases, in an environment that nothing pins and that is made anew each time (7 GB).
+test-newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	$(NEWEST)/pip install --quiet --editable '.[dev]'
+	$(NEWEST)/pip list --format freeze > .venv-newest/versions.txt
+	$(NEWEST)/python -m pytest $(WORKERS)
+
 # Parity, rollouts and training with SmolLM2-135M-Instruct, which it fetches: about a quarter of an hour.
 test-real-model: .venv/installed
 	$(BIN)/python -m pytest -m 'slow and not gpu and not vllm' tests/real_model
 
-# All that this machine can check, one line for each part: two hours or so, and 11 GB for the other environments.
+# All that this machine can check, one line for each part: two and a half hours or so, and 20 GB for the
+# other environments.
 test-all: .venv/installed
 	$(BIN)/python tools/check_everything.py
 
@@ -81,7 +90,7 @@ types: .venv/installed
 	$(OLDEST)/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	touch $@
 
-# verifiers needs openai below 3, vLLM a newer one.
+# verifiers needs openai below 3; the vLLM of the servers is in .venv-vllm, with a newer one.
 .venv-verifiers/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,verifiers]'
@@ -104,4 +113,4 @@ types: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-audit .venv-build .venv-docs .cache build dist runs
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-newest .venv-audit .venv-build .venv-docs .cache build dist runs

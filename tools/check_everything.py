@@ -1,6 +1,6 @@
 """Runs everything that this machine can check, unattended: one line per part, and exit code 1 if one fails.
 
-    python tools/check_everything.py                       # or: make test-all; two hours or so
+    python tools/check_everything.py                       # or: make test-all; two and a half hours or so
     python tools/check_everything.py --only slow models    # parts whose names contain one of these
     python tools/check_everything.py --list
 
@@ -53,6 +53,7 @@ def parts(python: str = sys.executable) -> list[Part]:
         Part("strategies", ("make", "strategies")),
         Part("slow tests", (*pytest, "-m", "slow and not gpu and not vllm", *rows, *WORKERS)),
         Part("oldest", ("make", "test-oldest")),
+        Part("newest", ("make", "test-newest")),
         Part("GPU tests", (*pytest, "-m", "gpu and not vllm"), needs_gpu=True),
     ]
 

@@ -92,9 +92,9 @@ class FakeSampler:
     def _inference_v1_generate(self, query, body):
         return self.generate(body)
 
-    def _pause(self, query, body):
+    def _sleep(self, query, body):
         self.paused = query["mode"][0]
-        return {"status": "paused"}
+        return {"status": "sleeping"}
 
     def _resume(self, query, body):
         self.paused = None

@@ -107,7 +107,7 @@ class Fleet:
         return size
 
     def _begin(self, pause: str, server: Server) -> None:
-        server.post("/pause", params={"mode": pause, "clear_cache": False})
+        _halt(server, pause)
         server.post("/update_weight_version", {"new_version": self._labels.updating})
         server.rpc("begin_update", self._labels.run)
 
@@ -130,7 +130,7 @@ class Fleet:
         with suppress(httpx2.HTTPError, RefusedError):
             if server.label() == self._labels.updating:
                 server.post("/update_weight_version", {"new_version": self._labels.lost})
-                server.post("/pause", params={"mode": "abort"})
+                _halt(server, "abort")
 
     @contextmanager
     def _naming_cause(self) -> Iterator[None]:
@@ -196,6 +196,15 @@ class Fleet:
         if self._broadcaster is not None:
             self._broadcaster.close()
         self._pool.shutdown(wait=False)
+
+
+def _halt(server: Server, mode: str) -> None:
+    """Stop sampling: `keep` what is being sampled, or `abort` it. New requests wait until `/resume`.
+
+    A sleep of level 0 does only that. `/pause` with `abort` does too in vLLM 0.32, but 0.33 then answers new requests
+    with 503.
+    """
+    server.post("/sleep", params={"level": 0, "mode": mode})
 
 
 def _end(names: list[str], server: Server) -> list[Any]:

@@ -340,8 +340,8 @@ def ask(server, path, body=None, token=TOKEN, **headers):
 @pytest.mark.parametrize(
     "path",
     [
-        *("/inference/v1/generate", "/v1/chat/completions", "/pause", "/resume", "/collective_rpc", "/update_weights"),
-        *("/start_weight_update", "/update_weight_version", "/weight_info", "/server_info", "/metrics", "/nowhere"),
+        *("/inference/v1/generate", "/v1/chat/completions", "/sleep", "/resume", "/collective_rpc", "/update_weights"),
+        *("/start_weight_update", "/update_weight_version", "/weight_info", "/pause", "/metrics", "/nowhere"),
     ],
 )
 @pytest.mark.parametrize("token", [None, "wrong", f"{TOKEN}x"])

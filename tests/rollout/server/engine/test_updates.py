@@ -61,7 +61,7 @@ def test_an_update_step_by_step(policy, servers, tmp_path):
     assert sent > 1
     assert set(labels) == {engine._labels.updating}
     assert server.calls == [
-        *("describe", "pause", "update_weight_version", "begin_update", "start_weight_update"),
+        *("describe", "sleep", "update_weight_version", "begin_update", "start_weight_update"),
         *("update_weights" for _ in range(sent)),
         *("finish_weight_update", "refresh_stale_weights", "reset_prefix_cache", "weight_checksums"),
         *("update_weight_version", "resume"),
@@ -256,7 +256,7 @@ def test_sequences_go_on_with_new_weights(policy, servers):
 def test_sequences_start_again_with_new_weights(policy, servers):
     def during(engine, server):
         engine.update_weights(weights(policy), version=2)
-        assert server.calls.count("pause") == 2
+        assert server.calls.count("sleep") == 2
         return {"choices": [{"token_ids": [5], "logprobs": None, "finish_reason": "abort", "weight_versions": None}]}
 
     engine, groups = in_flight(servers, policy, during, in_flight="restart")
