@@ -1,8 +1,7 @@
 """Estimates the memory of one device: what training holds, and what is left for tokens and rollouts.
 
-Weights, gradients and moments are counted exactly, from the parameters of models on the meta device. Activations follow
-a formula whose coefficients were counted from PyTorch's operations in a Qwen3 layer under `bf16-mixed`. docs/memory.md
-gives the formula and how it was checked.
+Weights, gradients and moments are counted exactly, from the parameters of models on the meta device; activations from
+what autograd saves. docs/memory.md says how that was checked.
 
 Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
 """
@@ -20,6 +19,7 @@ from torch import nn
 from pl_grouprl.attention import find_backbone
 from pl_grouprl.media.processor import language_model_class
 from pl_grouprl.models import LoRAAdapter
+from pl_grouprl.planning.activations import KeptBytes, count_kept
 
 GIB = 2**30
 
@@ -147,21 +147,30 @@ def four_bit_bytes(size: int) -> int:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes per token of a decoder, computed from its config.
+    """Bytes per token of a decoder.
 
     Attributes:
         config: The decoder's config.
-        rank: Rank of the trained adapter; None if all weights are trained.
-        width: Bytes of a weight, and so of a value in the KV cache.
+        kept: What its layers keep for the backward pass.
+        trains_all: Whether all weights are trained, not an adapter.
+        width: Bytes of a value in the KV cache.
     """
 
     config: Any
-    rank: int | None = None
+    kept: KeptBytes
+    trains_all: bool = True
     width: int = 4
 
+    @classmethod
+    def of(cls, model: Any, *, autocast: bool, width: int) -> LayerBytes:
+        """Count them for a model on the meta device, which is of no use afterwards."""
+        trains_all = all(parameter.requires_grad for parameter in model.parameters())
+        config = model.config.get_text_config(decoder=True)
+        return cls(config, count_kept(model, autocast=autocast), trains_all, width)
+
     @property
-    def _sizes(self) -> tuple[int, int, int, int, int, int]:
-        """N, K, D, N H, K H and I."""
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """D, N H, K H and I."""
         config = self.config
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -170,41 +179,30 @@ class LayerBytes:
         experts = getattr(config, "moe_intermediate_size", None)
         if experts:
             inner = experts * (getattr(config, "num_experts_per_tok", None) or 1)
-        return heads, key_heads, config.hidden_size, heads * head_dim, key_heads * head_dim, inner
-
-    @property
-    def kept_per_layer(self) -> int:
-        """What a layer keeps for its backward pass without checkpointing."""
-        heads, key_heads, hidden, query, key, inner = self._sizes
-        norms = 8 * heads + 4 * key_heads  # norms of the heads, and the log-sum-exp
-        if self.rank is None:
-            return 26 * hidden + 10 * query + 10 * key + 8 * inner + norms + 8
-        return 18 * hidden + 10 * query + 8 * key + 8 * inner + norms + 8 + 14 * self.rank
+        return config.hidden_size, heads * head_dim, key_heads * head_dim, inner
 
     @property
     def working(self) -> int:
         """The gradients inside the layer that is in its backward pass."""
-        _, _, hidden, query, _, inner = self._sizes
-        return 8 * hidden + 2 * query + 4 * inner if self.rank is None else 14 * hidden + 6 * inner
+        hidden, query, _, inner = self._sizes
+        return 8 * hidden + 2 * query + 4 * inner if self.trains_all else 14 * hidden + 6 * inner
 
     def activations(self, checkpointing: bool) -> tuple[int, int]:
         """Bytes that the forward pass leaves behind, and the extra bytes while a layer is in its backward pass."""
-        layers = self.config.num_hidden_layers
         if not checkpointing:
-            return layers * self.kept_per_layer, self.working
-        stream = (4 if self.rank is None else 2) * self.config.hidden_size  # a layer's input
-        return layers * stream, self.kept_per_layer + self.working
+            return self.kept.total, self.working
+        return self.kept.inputs, self.kept.largest + self.working
 
     @property
     def head(self) -> int:
         """Total bytes (not per token) of logits for 512 tokens, temporaries, and the gradient of a trained head."""
         logits = 512 * self.config.vocab_size
-        return logits if self.rank is not None else 3 * logits + 4 * self.config.vocab_size * self.config.hidden_size
+        return 3 * logits + 4 * self.config.vocab_size * self.config.hidden_size if self.trains_all else logits
 
     @property
     def cache(self) -> int:
-        """Keys and values of all layers, in the dtype of the weights, in which rollouts run."""
-        return 2 * self.width * self._sizes[4] * self.config.num_hidden_layers
+        """Keys and values of all layers."""
+        return 2 * self.width * self._sizes[2] * self.config.num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -276,11 +274,7 @@ def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprin
     adapter = None if method.trains_all else LoRAAdapter(r=rank)
     model = empty_model(config, torch.float32 if method.trains_all else torch.bfloat16, adapter)
     held = held_bytes(model, state_bits=method.state_bits, four_bits=method.four_bits)
-    layers = LayerBytes(
-        config.get_text_config(decoder=True),
-        None if method.trains_all else rank,
-        4 if method.trains_all else 2,
-    )
+    layers = LayerBytes.of(model, autocast=True, width=4 if method.trains_all else 2)
     return Footprint(held, layers, held.weights if method.has_reference and method.trains_all else 0)
 
 

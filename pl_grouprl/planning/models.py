@@ -64,7 +64,7 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
     bits = module.optimizer_config.state_bits
     four_bits = getattr(source, "quantization", None) is not None
     held = held_bytes(policy, state_bits=bits, four_bits=four_bits, autocast=mixed)
-    layers = _layers(policy, config, dtype)
+    layers = LayerBytes.of(policy, autocast=mixed, width=dtype.itemsize)
     critic_held, critic_layers = _critic(module, config, dtype, hardware)
     reference = held.weights if adapter is None and module.kl_penalty.is_used else 0
     return PlannedModels(
@@ -100,7 +100,9 @@ def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) ->
     base = [p for p in model.parameters() if not p.requires_grad]  # the policy's
     bits = module.critic_optimizer.state_bits
     held = held_bytes(model, state_bits=bits, autocast="mixed" in hardware.precision, known=base)
-    return held, None if backbone is None else _layers(backbone, config, dtype)
+    if backbone is None:
+        return held, None
+    return held, LayerBytes.of(backbone, autocast="mixed" in hardware.precision, width=dtype.itemsize)
 
 
 def _teacher_bytes(module: Any, hardware: Hardware) -> int:
@@ -109,13 +111,6 @@ def _teacher_bytes(module: Any, hardware: Hardware) -> int:
         return 0
     config = load_config(source, "teacher")
     return held_bytes(empty_model(config, weight_dtype(source, config, hardware.precision))).weights
-
-
-def _layers(model: Any, config: Any, dtype: torch.dtype) -> LayerBytes:
-    """Bytes per token of a model's decoder, with the largest rank of its adapters."""
-    adapters: Any = next((m.peft_config for m in model.modules() if "peft_config" in vars(m)), {})
-    rank = max((adapter.r for adapter in adapters.values()), default=None)
-    return LayerBytes(config.get_text_config(decoder=True), rank, dtype.itemsize)
 
 
 def load_config(source: Any, argument: str) -> Any:

@@ -33,7 +33,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Estimates for a run, by formula; `str` gives the page that `cli.py plan` prints.
+    """Estimates for a run; `str` gives the page that `cli.py plan` prints.
 
     Attributes:
         algorithm: The module's class.
@@ -224,11 +224,7 @@ def _title(plan: RunPlan) -> Iterator[str]:
     devices = "1 device" if where.processes == 1 else f"{where.processes} devices, {where.strategy}"
     count = f"{models.num_parameters / 1e9:.2f}e9" if models.num_parameters >= 1e7 else f"{models.num_parameters:,}"
     yield f"{plan.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}."
-    yield "Estimated by formula; nothing is loaded or measured."
-    if where.precision != "bf16-mixed":
-        yield f"The formula for activations is that of bf16-mixed; {where.precision} differs."
-    if models.config.model_type != "qwen3":
-        yield f"The formula for activations is that of Qwen3 layers; {models.config.model_type} may differ."
+    yield "Counted from the shapes of the models; nothing is loaded or measured."
     if not plan.workload.caches:
         yield "The memory of the sampling engine is not included; only that of HFRolloutEngine is known."
 
