@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
     from pl_grouprl.rewards import Weighted
     from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
+    from pl_grouprl.utilities.device_defaults import default_precision
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOMES = {
     "TokenGroupMonitor": "callbacks",
     "Weighted": "rewards",
     "default_callbacks": "callbacks",
+    "default_precision": "utilities.device_defaults",
     "shared_prefix": "attention",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "TokenGroupMonitor",
     "Weighted",
     "default_callbacks",
+    "default_precision",
     "shared_prefix",
 ]
 

@@ -90,13 +90,16 @@ class OptimizerConfig:
 
 
 def build_optimizer(
-    parts: Mapping[str, tuple[nn.Module, OptimizerConfig]], total_steps: Callable[[], float]
+    parts: Mapping[str, tuple[nn.Module, OptimizerConfig]],
+    total_steps: Callable[[], float],
+    fused: bool | None = None,
 ) -> dict[str, Any]:
     """Build the return value of `configure_optimizers`.
 
     Args:
         parts: Module and options of each part, by the prefix of its parameter groups' names.
         total_steps: Returns the optimizer steps of the whole run; called only if a schedule needs them.
+        fused: As in `torch.optim.AdamW`.
 
     Raises:
         ValueError: If a schedule needs the length of the run and the Trainer sets none.
@@ -121,7 +124,7 @@ def build_optimizer(
                 }
             )
             factors.append(lambda step, config=config: config.learning_rate_factor(step, steps))  # type: ignore[misc]
-    optimizer = _adamw(groups)
+    optimizer = _adamw(groups, fused)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -131,10 +134,10 @@ def parameters_by_part(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -
     return {name: [p for p in module.parameters() if p.requires_grad] for name, (module, _) in parts.items()}
 
 
-def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _adamw(groups: list[dict[str, Any]], fused: bool | None) -> torch.optim.Optimizer:
     if all(group["state_bits"] == 32 for group in groups):
         return torch.optim.AdamW(
-            [{name: value for name, value in group.items() if name != "state_bits"} for group in groups]
+            [{name: value for name, value in group.items() if name != "state_bits"} for group in groups], fused=fused
         )
     from pl_grouprl.training.adamw_8bit import AdamW8bit
 
