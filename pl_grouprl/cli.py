@@ -312,7 +312,10 @@ class RLCLI(LightningCLI):
         """Choose the precision if none is set. For a plan, remove what this machine may lack, so it runs anywhere."""
         options = self.config[self.subcommand]["trainer"]
         if options["precision"] is None and not options["plugins"] and self.subcommand != "parity":
-            options["precision"] = default_precision(options["accelerator"])
+            planned_gpu = (
+                self.subcommand == "plan" and self.config["plan"]["device"] and options["accelerator"] != "cpu"
+            )
+            options["precision"] = "bf16-mixed" if planned_gpu else default_precision(options["accelerator"])
         if self.subcommand == "plan":
             self._planned_options = options.as_dict()
             bare = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None}
