@@ -18,7 +18,7 @@ OWN_MASK = (
 
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "position_embeddings", "output_attentions", "output_hidden_states"),
-    *("use_cache", "past_key_values", "return_dict", "is_causal", "output_router_logits", "logits_to_keep"),
+    *("use_cache", "cache", "past_key_values", "return_dict", "is_causal", "output_router_logits", "logits_to_keep"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic", "num_items_in_batch"),
 }
 """Keywords of attention functions that do not change the result for a whole row."""

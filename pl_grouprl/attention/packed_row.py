@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.utilities import internals
 
 
 def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:
@@ -38,7 +39,7 @@ def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None
         raise ValueError(
             "attention_mask hides tokens of a packed row, where prefix_layout alone decides what is seen; leave it out."
         )
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+    if internals.holds_cache(kwargs) or kwargs.get("use_cache"):
         raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
 
 

@@ -39,6 +39,7 @@ from pl_grouprl.attention.support import (
 )
 from pl_grouprl.attention.transformers_function import register
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.modes import is_whole
 
 if TYPE_CHECKING:
@@ -165,8 +166,8 @@ class SharedPrefix:
         layout, group_ids = kwargs.pop("prefix_layout", None), kwargs.pop("group_ids", None)
         if isinstance(layout, LayoutCall):  # handled by an outer context
             return (), kwargs | {"prefix_layout": layout}
-        if isinstance(kwargs.get("past_key_values"), _NoCache):
-            kwargs["past_key_values"].get_seq_length()  # raises
+        if placeholder := next((value for value in kwargs.values() if isinstance(value, _NoCache)), None):
+            placeholder.get_seq_length()  # raises
         if layout is not None:
             check_packed_row(kwargs, layout)
             return (), self._start_packed_row(kwargs, layout)
@@ -240,7 +241,6 @@ class SharedPrefix:
             # A 2-d mask of ones makes the model create its masks, by our mask function.
             "attention_mask": torch.ones(1, layout.num_queries, dtype=torch.long, device=tokens.device),
             "prefix_layout": call,
-            "past_key_values": None,
             "use_cache": False,
         }
         if kwargs.get("input_ids") is not None and tokens.dim() == 1:
@@ -258,7 +258,7 @@ class SharedPrefix:
         if call.shards is not None:
             output = gather_output(output, call.shards)
         if call.expects_cache and isinstance(output, dict):
-            output["past_key_values"] = _NoCache()
+            output[internals.cache_argument(type(decoder).forward) or "past_key_values"] = _NoCache()
         return output if call.rows is None else unpack_output(output, call.rows)
 
     def _account_for_layers(self, decoder: nn.Module, call: LayoutCall) -> None:
@@ -437,8 +437,8 @@ class _NoCache:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            "past_key_values comes from a call that shared its prefixes, which keeps no cache; pass use_cache=True to "
-            "that call to continue decoding from it."
+            "this cache comes from a call that shared its prefixes, which keeps none; pass use_cache=True to that call "
+            "to continue decoding from it."
         )
 
 

@@ -17,6 +17,7 @@ from pl_grouprl.attention.row_scale import scales_by_row
 from pl_grouprl.attention.rows import SharedRows, share_rows
 from pl_grouprl.attention.state.stateful import STATEFUL, has_bias, stateful_mixers
 from pl_grouprl.attention.support import has_dynamic_rope, positions_are_relative
+from pl_grouprl.utilities import internals
 
 CACHE_IN_USE = "a cache is in use"
 """Why calls during generation go through untouched."""
@@ -130,7 +131,7 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
         return bool(arguments[option] if arguments.get(option) is not None else getattr(config, option, False))
 
     findings = {
-        CACHE_IN_USE: arguments.get("past_key_values") is not None or bool(arguments.get("use_cache")),
+        CACHE_IN_USE: internals.holds_cache(arguments) or bool(arguments.get("use_cache")),
         "embeddings cannot be compared": input_ids is None,
         "input_ids are not of shape [rows, tokens]": input_ids is not None and input_ids.dim() != 2,
         "it has one row": input_ids is not None and len(input_ids) < 2,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, refuse_foreign, run_folder
 from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
+from pl_grouprl.models.adapters import save_adapter
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.progress import PROGRESS
@@ -147,7 +148,11 @@ def export(
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with explain_os_error(what), _as_os_error():
-            model.save_pretrained(unfinished, **({} if state is None else {"state_dict": _without_tied(model, state)}))
+            if has_adapters(model) and not hasattr(model, "get_base_model"):  # PeftModel saves its own
+                save_adapter(model, unfinished, state)
+            else:
+                given = {} if state is None else {"state_dict": _without_tied(model, state)}
+                model.save_pretrained(unfinished, **given)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
             note = {"written_by": "pl_grouprl.callbacks.ExportPolicy", "step": step}

@@ -13,8 +13,8 @@ The denominator counts the whole step, over all micro-batches and ranks, so the 
 the step is split. Only rollouts with a trained token count; a rollout without reward, an empty one or a dummy on
 another rank changes nothing. This matches verl's `agg_loss` by itself. TRL, and verl's trainers (through
 `global_batch_size`), count all rollouts: pass their number as the denominator to match them. In
-`seq-mean-token-sum-norm` TRL divides by the rollouts and the norm; so do some versions of verl, while others divide by
-the norm alone.
+`seq-mean-token-sum-norm` all three divide by the rollouts and the norm (verl 0.9.1; some earlier versions
+divide by the norm alone).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ phase, of n rollouts with a measured KL,
     error = clip(KL / target - 1, -0.2, 0.2)
     coef <- coef * (1 + error * n / horizon)
 
-with the paper's gain of 0.1 written as n / horizon, as in TRL's PPO and in verl. If every rank passes the same KL, the
+with the paper's gain of 0.1 written as n / horizon, as in verl. If every rank passes the same KL, the
 coefficients stay equal.
 """
 
@@ -20,7 +20,7 @@ MAX_ERROR = 0.2
 """The relative distance to the target is clipped to plus or minus this."""
 
 DEFAULT_HORIZON = 10_000
-"""Rollouts; TRL's and verl's default."""
+"""Rollouts; verl's default."""
 
 
 class FixedKLController:

@@ -98,7 +98,7 @@ def bool_mask(mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
     """Subtract the mean of the valid entries and divide by their standard deviation.
 
-    Equal to verl's and TRL's `masked_whiten`: (x - mean) / sqrt(variance + 1e-8) with the unbiased variance (n - 1).
+    Equal to verl's `masked_whiten`: (x - mean) / sqrt(variance + 1e-8) with the unbiased variance (n - 1).
     Here the statistics are in float64 over all ranks, and entries outside the mask (even NaN) do not count. With fewer
     than two valid entries, where verl raises an error, or if all are equal, the result is exactly 0.
 

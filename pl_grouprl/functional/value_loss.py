@@ -43,7 +43,7 @@ def clipped_value_loss(
 ) -> ValueLoss:
     """PPO's value loss: the larger of the squared errors of each value and of its clipped version.
 
-    L = 0.5 max((V - R)^2, (clip(V, old - cliprange, old + cliprange) - R)^2), as in OpenAI's baselines (ppo2), TRL and
+    L = 0.5 max((V - R)^2, (clip(V, old - cliprange, old + cliprange) - R)^2), as in OpenAI's baselines (ppo2) and
     verl (`cliprange_value`). Without `cliprange`, 0.5 (V - R)^2.
 
     Args:

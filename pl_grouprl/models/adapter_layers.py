@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.models.quantization import dequantize
+from pl_grouprl.utilities import internals
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
@@ -138,7 +139,7 @@ def remove_adapters(model: nn.Module, *, keep_trained: bool = False) -> None:
             remove_adapters(child, keep_trained=keep_trained)
     if "peft_config" in vars(model):
         del model.peft_config  # type: ignore[attr-defined]
-        model._hf_peft_config_loaded = False  # type: ignore[assignment]
+        internals.mark_adapted(model, False)
 
 
 def leave_parameters_out_of_checkpoints(module: nn.Module, names: Iterable[str]) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
 from pl_grouprl.models.loading import WeightMismatch, check_finite_weights, check_mismatch, readable_weights
-from pl_grouprl.utilities import optional
+from pl_grouprl.utilities import internals, optional
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.options import check_options
@@ -230,13 +230,17 @@ def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: st
             f"{type(model).__name__} already has adapters; merge them into its weights (merge_and_unload of PEFT, or "
             "ExportPolicy), or pass the path of the saved adapter to continue training it."
         )
+    from peft import inject_adapter_in_model
+
     owners = _owners(model)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT handles GPT2's transposed layers
         warnings.filterwarnings("ignore", ".*tie_word_embeddings")  # refused below if it matters
         torch.manual_seed(derive_seed(f"{name} adapters", seed))
         try:
-            model.add_adapter(config, name)
+            config.base_model_name_or_path = getattr(model, "name_or_path", None)  # where a saved adapter finds it
+            inject_adapter_in_model(config, model, name)
+            internals.mark_adapted(model, True)
         except (ValueError, re.error) as error:
             _refuse_targets(argument, f"PEFT refuses it for {type(model).__name__} ({error})", error)
     for parameter in model.parameters():
@@ -333,6 +337,25 @@ def _load_weights(model: Any, path: str, name: str) -> None:
     check_mismatch(mismatch, f"{owner} does not fit {type(model).__name__}", remedy=remedy)
     check_finite_weights(state, owner)
     set_peft_model_state_dict(model, state, adapter_name=name)
+
+
+def save_adapter(model: Any, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+    """Save a model's only adapter to a folder in PEFT's format, as `PeftModel.save_pretrained` does.
+
+    Args:
+        model: A transformers model with an adapter.
+        folder: Created if missing.
+        state: The model's weights, if they are not its own.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    ((name, config),) = model.peft_config.items()
+    weights = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {f"{_KEY_PREFIX}{key}": weight.detach().contiguous() for key, weight in weights.items()}
+    save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
 
 
 def expand_home(path: str) -> str:

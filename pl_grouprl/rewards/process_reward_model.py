@@ -29,8 +29,8 @@ class ProcessRewardModel:
 
     Returns a reward per token: the probability of `label` (softmax over labels) at the last token of each step, None at
     all others. A step ends with `separator`, or with the completion; the end token belongs to no step. By default,
-    scores are read at the last token of a step, where TRL's `PRMTrainer` trains them. With `step_token`, that token is
-    inserted after each step and the score is read there, as with `<extra_0>` of Qwen2.5-Math-PRM.
+    scores are read at the last token of a step, where TRL's former `PRMTrainer` trained them. With `step_token`, that
+    token is inserted after each step and the score is read there, as with `<extra_0>` of Qwen2.5-Math-PRM.
 
     The model reads the policy's token ids, prompt included, so it must have the policy's tokenizer. It is loaded at
     setup or at the first call, stays in evaluation mode and is never trained. Completions of several turns (tools,

@@ -22,6 +22,7 @@ from pl_grouprl.media.inputs import media_inputs, placeholder_ids
 from pl_grouprl.rollout.prompt_rows import EncodedPrompt
 from pl_grouprl.rollout.token_layers import keeps_more
 from pl_grouprl.types import Prompt
+from pl_grouprl.utilities import internals
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -95,14 +96,13 @@ def cache_argument(model: Any) -> str:
         ValueError: If it takes none.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT passes on any argument
-    parameters = inspect.signature(base.forward).parameters
-    known = [name for name in ("past_key_values", "cache_params") if name in parameters]
-    if not known:
+    name = internals.cache_argument(type(base).forward)
+    if name is None:
         raise ValueError(
-            f"HFRolloutEngine decodes with a cache, but {type(model).__name__} takes neither past_key_values nor "
-            "cache_params. Choose another rollout engine for this model."
+            f"HFRolloutEngine decodes with a cache, but {type(model).__name__} takes none. Choose another rollout "
+            "engine for this model."
         )
-    return known[0]
+    return name
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import typing
 from pathlib import Path
@@ -215,3 +216,15 @@ def test_names_of_the_tables_have_a_place():
         for name in re.findall(r"`(\w{4,})`", cells[0]):
             if places and name not in ("images", "image", "prompt", "stop", "model_init_kwargs", "PeftModel"):
                 assert name in foreign | taken, f"{name} of options.md is in no row of OPTION_PATHS"
+
+
+def test_every_option_of_trl_has_a_row():
+    """With our option or the reason why there is none; the fields are those of TRL 1.16's own source."""
+    classes = json.loads((Path(__file__).parent / "trl_1_16_options.json").read_text(encoding="utf-8"))["fields"]
+    explained, of_trl = set(), False
+    for line in (DOCS / "options.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        of_trl = bool(cells) and (of_trl or cells[0].startswith("TRL"))
+        if of_trl and any(cells[2:]):
+            explained |= set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", cells[0]))))
+    assert {name: sorted({*fields} - explained) for name, fields in classes.items()} == {name: [] for name in classes}

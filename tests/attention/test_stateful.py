@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.state.stateful import StatefulHandle, install, stateful_mixers, unsupported_mixers
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.utilities.internals import cache_argument
 
 pytestmark = needs("transformers", "5.21")  # earlier ones are refused
 
@@ -282,7 +283,7 @@ def test_arguments_that_do_not_fit_the_segments_are_refused() -> None:
         with pytest.raises(NotImplementedError, match="Qwen3_5GatedDeltaNet is passed cu_seq_lens_q"):
             mixer(hidden_states=hidden, prefix_layout=call, cu_seq_lens_q=torch.tensor([0, 3]))
         with pytest.raises(ValueError, match="use_cache=False"):
-            mixer(hidden_states=hidden, prefix_layout=call, cache_params=object())
+            mixer(hidden_states=hidden, prefix_layout=call, **{cache_argument(type(mixer).forward): object()})
 
 
 class OwnState(nn.Module):

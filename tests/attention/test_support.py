@@ -35,7 +35,7 @@ REFUSED = {
         "RobertaModel counts positions from the padding token's id on",
     ),
     "bart": ({"is_encoder_decoder": False, "d_model": 32}, "BartForCausalLM", "BartDecoder takes no position_ids"),
-    "gptj": ({"n_head": 4, "n_layer": 2, "n_embd": 32, "rotary_dim": 8}, "GPTJForCausalLM", "AttentionInterface"),
+    "gpt_neox_japanese": ({}, "GPTNeoXJapaneseForCausalLM", "AttentionInterface"),
 }
 """What a look at the model shows."""
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from pl_grouprl.attention import check_parity, find_decoder, shared_prefix
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, SharedTrunkCritic, rollout_logprobs
-from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, merged_copy
+from pl_grouprl.models.adapter_layers import adapter_layers, adapters_off, has_adapters, merged_copy
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.types import SamplingConfig
@@ -72,12 +72,14 @@ def test_off_does_not_change_other_settings():
     for parameter in find_decoder(model).layers[0].parameters():
         parameter.requires_grad_(False)
     trained = flags(model)
-    model.disable_adapters()
+    for layer in adapter_layers(model):
+        layer.enable_adapters(False)
     disabled = model(IDS).logits
     with adapters_off(model):
         pass
     assert torch.equal(model(IDS).logits, disabled)
-    model.enable_adapters()
+    for layer in adapter_layers(model):
+        layer.enable_adapters(True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
     with adapters_off(model):

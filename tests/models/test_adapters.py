@@ -1,5 +1,6 @@
 """The adapter option: where the layers go, what is trained, the same on every rank; saved adapters to start from."""
 
+import json
 import math
 import re
 
@@ -12,6 +13,7 @@ from torch import nn
 from pl_grouprl.attention import check_parity
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.models import LoRAAdapter, PolicySource, PretrainedPolicy, rollout_logprobs
+from pl_grouprl.models.adapters import save_adapter
 from pl_grouprl.utilities import optional
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -220,7 +222,7 @@ def test_a_saved_adapter_is_the_start(folder, tmp_path):
     model = PretrainedPolicy(folder, adapter=LoRAAdapter(r=4, alpha=4, use_dora=True)).load()
     for parameter in trained(model).values():
         nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path / "adapter")
+    save_adapter(model, tmp_path / "adapter")
     path = str(tmp_path / "adapter")
     again = PretrainedPolicy(folder, adapter=LoRAAdapter(path=path)).load()
     assert torch.equal(again(IDS).logits, model(IDS).logits)
@@ -263,3 +265,20 @@ def test_a_saved_adapter_that_changes_more_than_it_adds_is_refused(tmp_path, opt
     LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **{option: value}).save_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match=message):
         LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]}], ids=str)
+def test_an_adapter_is_saved_as_transformers_saves_it(options, tmp_path):
+    from safetensors.torch import load_file
+
+    model = adapted("llama", **options)
+    save_adapter(model, tmp_path / "ours")
+    try:
+        model.save_pretrained(tmp_path / "theirs")
+    except ValueError as error:
+        pytest.skip(f"transformers: {error}")
+    ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    ours, theirs = (json.loads((tmp_path / who / "adapter_config.json").read_text()) for who in ("ours", "theirs"))
+    assert ours == theirs

@@ -13,7 +13,7 @@ from helpers.tiny_vision import tiny_vision_model
 from safetensors.torch import load_file, save_file
 
 from pl_grouprl.demo.warm_start import WarmStartedPolicy
-from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.models.adapters import LoRAAdapter, save_adapter
 from pl_grouprl.models.critic_sources import PretrainedCritic
 from pl_grouprl.models.policy import PretrainedPolicy
 from pl_grouprl.rewards import ModelReward
@@ -271,7 +271,7 @@ def test_a_policy_is_not_made_of_a_reward_model(tmp_path):
 def adapter(tmp_path, folder):
     pytest.importorskip("peft")
     path = tmp_path / "adapter"
-    PretrainedPolicy(folder, adapter=LoRAAdapter(r=4)).load().save_pretrained(path)
+    save_adapter(PretrainedPolicy(folder, adapter=LoRAAdapter(r=4)).load(), path)
     return path
 
 

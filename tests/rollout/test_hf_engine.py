@@ -269,5 +269,5 @@ def test_models_that_cannot_be_padded_or_take_no_cache_are_refused():
     roberta = tf.RobertaForCausalLM(tf.RobertaConfig(**small, **heads))
     with pytest.raises(ValueError, match="needs to set their positions, but RobertaModel counts positions"):
         HFRolloutEngine(roberta)
-    with pytest.raises(ValueError, match="RwkvForCausalLM takes neither past_key_values nor cache_params"):
+    with pytest.raises(ValueError, match="a cache, but RwkvForCausalLM takes none"):
         HFRolloutEngine(tf.RwkvForCausalLM(tf.RwkvConfig(**{**small, "num_hidden_layers": 2})))

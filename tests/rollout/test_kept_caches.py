@@ -16,6 +16,7 @@ from pl_grouprl.rollout.kept_caches import KeptCaches, KeptSequence
 from pl_grouprl.rollout.kv_cache import gather_cache
 from pl_grouprl.rollout.shared_prompt import ContinuedRow
 from pl_grouprl.types import Prompt, SamplingConfig
+from pl_grouprl.utilities.internals import cache_argument
 
 LONG = [1 + place % 23 for place in range(100)]
 SAMPLING = {
@@ -266,10 +267,11 @@ def test_a_model_that_continues_caches_inexactly_is_encoded_from_the_start(make_
     attention = model.model.layers[0].self_attn
     forward = attention.forward
 
-    def forget(hidden_states, past_key_values=None, **kwargs):
-        if hidden_states.shape[1] > 1 and past_key_values is not None and past_key_values.get_seq_length(1):
+    def forget(hidden_states, **kwargs):
+        cache = kwargs.get(cache_argument(type(attention).forward))
+        if hidden_states.shape[1] > 1 and cache is not None and cache.get_seq_length(1):
             hidden_states = 1.05 * hidden_states + 0.05
-        return forward(hidden_states, past_key_values=past_key_values, **kwargs)
+        return forward(hidden_states, **kwargs)
 
     attention.forward = forget
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=4)

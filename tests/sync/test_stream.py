@@ -12,9 +12,11 @@ from helpers.tiny_vision import FAMILIES as VISION_FAMILIES
 from helpers.tiny_vision import tiny_vision_model
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from pl_grouprl.models import LoRAAdapter
-from pl_grouprl.models.adapter_layers import base_of, merged_copy
+from pl_grouprl.models.adapter_layers import base_of, has_adapters, merged_copy
+from pl_grouprl.models.adapters import save_adapter
 from pl_grouprl.strategies.support import StrategySupport
 from pl_grouprl.sync.stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 
@@ -53,7 +55,10 @@ def raw(model):
 
 
 def saved(model, folder, **options):
-    model.save_pretrained(folder, **options)
+    if isinstance(model, PreTrainedModel) and has_adapters(model):  # transformers asks for a newer PEFT than it needs
+        save_adapter(model, folder)
+    else:
+        model.save_pretrained(folder, **options)
     return {name: value for file in folder.rglob("*.safetensors") for name, value in load_file(file).items()}
 
 

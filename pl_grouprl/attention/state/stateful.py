@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.state.segment_runs import Batch, RunPlan, plan_runs
+from pl_grouprl.utilities import internals
 
 _NAMES = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|DeltaRule|ShortConv|Recurrent|Rwkv|RWKV|LinearAttention|LightningAttention|RgLru|"
@@ -35,7 +36,6 @@ STATEFUL = "segment by segment"
 """Reported for such layers in place of a backend's name."""
 
 _CACHE_METHODS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _FORWARD_BEFORE = "_forward_before_sharing"
 
 _INSTALLED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -107,10 +107,10 @@ def _continues_from_cache(module: nn.Module) -> bool:
     code = _forward_code(module)
     if "has_previous_state" in code.co_names:
         return False
-    arguments = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
-    if len(arguments.intersection(_CACHE_ARGUMENTS)) != 1 or "update_conv_state" not in code.co_names:
+    if "update_conv_state" not in code.co_names:
         return False
-    if arguments - {*_CACHE_ARGUMENTS} != {"hidden_states", "attention_mask"}:
+    arguments = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+    if arguments - {internals.cache_argument(type(module).forward)} != {"hidden_states", "attention_mask"}:
         return False
     keywords = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
     return "update_recurrent_state" not in code.co_names or bool(keywords & {"initial_state", "initial_states"})
@@ -158,7 +158,8 @@ def _run_packed(
     """Run a mixer over a packed row, hidden states [1, T, D] to [1, T, D]."""
     if args:
         raise TypeError(f"{type(mixer).__name__} was given positional arguments with prefix_layout; pass keywords.")
-    cache_argument = next(name for name in _CACHE_ARGUMENTS if name in _forward_code(mixer).co_varnames)
+    cache_argument = internals.cache_argument(type(mixer).forward)
+    assert cache_argument is not None
     _refuse_unsupported_arguments(mixer, kwargs, cache_argument)
     call.note(mixer, type(mixer).__name__, STATEFUL)
     options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}

@@ -11,7 +11,7 @@ first, so neither their length nor their contents (even NaN) matter. Conventions
   also mask it out of the losses);
 - results are in the dtype of the arguments (at least float32), without gradient, and 0 outside the mask.
 
-Advantages are not whitened; use `masked_whiten`. verl whitens inside its `gae`, TRL's PPO right after.
+Advantages are not whitened; use `masked_whiten`. verl whitens inside its `gae`, TRL's former PPO did right after.
 """
 
 from __future__ import annotations

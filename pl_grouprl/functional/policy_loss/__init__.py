@@ -7,7 +7,7 @@ advantage, and s the ratio of its sequence, the geometric mean of the tokens' r:
 |---|---|---|---|
 | `ppo` | -min(r A, clip(r) A), see `clipped_policy_loss` | `grpo`, `dr_grpo`, `dapo`, `bnpo` | `vanilla` |
 | `gspo` | -min(s A, clip(s) A), see `gspo_policy_loss` | sequence level (below) | |
-| `gspo_token` | the same value, a gradient per token, see `gspo_token_policy_loss` | experimental | `gspo` |
+| `gspo_token` | the same value, a gradient per token, see `gspo_token_policy_loss` | | `gspo` |
 | `gmpo` | -A times the geometric mean of clipped ratios, see `gmpo_policy_loss` | experimental | `geo_mean` |
 | `cispo` | -clip(r) A log p, see `cispo_policy_loss` | `cispo` | `cispo` |
 | `gpg` | -A log p, see `gpg_policy_loss` | | `gpg` |
@@ -15,7 +15,7 @@ advantage, and s the ratio of its sequence, the geometric mean of the tokens' r:
 | `sapo` | -A gate(r), see `sapo_policy_loss` | `sapo` | `sapo` |
 | `clip_cov` | `ppo`, but 0 for a few tokens, see `clip_cov_policy_loss` | | `clip_cov` |
 | `kl_cov` | -r A and a penalty for a few tokens, see `kl_cov_policy_loss` | | `kl_cov` |
-| `dppo_tv`, `dppo_kl` | -min(r, c) A log p up to a divergence, see `dppo_tv_policy_loss` | experimental | same names |
+| `dppo_tv`, `dppo_kl` | -min(r, c) A log p up to a divergence, see `dppo_tv_policy_loss` | | same names |
 
 TRL's sequence level is `importance_sampling_level="sequence"`.
 

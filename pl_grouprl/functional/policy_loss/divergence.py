@@ -45,7 +45,7 @@ def dppo_tv_policy_loss(
     """Bound the change of each token's probability by total variation (DPPO-Binary-TV, arXiv:2602.04879).
 
     L = -sg[min(r, clip_ratio_c)] A log p for tokens within the bounds, 0 for others. A token is outside if A > 0 and
-    p - q > epsilon_high, or A < 0 and q - p > epsilon: it may always move back. Defaults are the paper's and TRL's;
+    p - q > epsilon_high, or A < 0 and q - p > epsilon: it may always move back. Defaults are the paper's;
     verl takes the thresholds from `clip_ratio_low` and `clip_ratio_high`, and its actor's `clip_ratio_c` defaults to 3.
 
     Args:

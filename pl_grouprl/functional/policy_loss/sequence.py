@@ -92,7 +92,7 @@ def gspo_token_policy_loss(
 
     L = -min(s_t A_t, clip(s_t) A_t) with s_t = sg[s] p / sg[p]: the value is that of `gspo_policy_loss`, but the
     gradient of each token flows through its own log-probability only. It differs from GSPO if the tokens of a rollout
-    have different advantages, as with a critic. TRL's `sequence_token` and verl's `gspo` are this loss.
+    have different advantages, as with a critic. verl's `gspo` is this loss.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy, with gradient, shape [N].
