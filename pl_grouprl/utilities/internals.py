@@ -44,3 +44,8 @@ def mark_adapted(model: Any, adapted: bool) -> None:
     Its own `add_adapter` asks for a newer PEFT than it needs: 5.24 for 0.22, before there was one.
     """
     model._hf_peft_config_loaded = adapted
+
+
+def float32_parts(model: Any) -> frozenset[str]:
+    """Parts of the names of weights that transformers keeps in float32 when it loads a model in half precision."""
+    return frozenset(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pl_grouprl.utilities.internals import float32_parts
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -63,7 +65,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         model: A transformers model with whole weights, with or without adapters. Without gradients.
         dtype: Dtype of the copies; None runs the model on its weights.
     """
-    wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    wide = float32_parts(model)
     places = [
         (module, attribute, weight)
         for name, module in model.named_modules()
