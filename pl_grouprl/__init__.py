@@ -6,14 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO, OptimizerConfig
+    from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO, OptimizerConfig, default_precision
     from pl_grouprl.attention import shared_prefix
     from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor, default_callbacks
     from pl_grouprl.data import PromptDataModule
     from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
     from pl_grouprl.rewards import Weighted
     from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
-    from pl_grouprl.utilities.device_defaults import default_precision
 
 __version__ = "0.1.0"
 
@@ -34,7 +33,7 @@ _HOMES = {
     "TokenGroupMonitor": "callbacks",
     "Weighted": "rewards",
     "default_callbacks": "callbacks",
-    "default_precision": "utilities.device_defaults",
+    "default_precision": "algorithms",
     "shared_prefix": "attention",
 }
 
