@@ -49,7 +49,7 @@ class HFRolloutEngine:
     Reproducible: each sequence draws from a random stream identified by (seed, index of the prompt in the call or in
     `prompt_indices`, index of the rollout). Results do not depend on `max_sequences` or on other prompts, except that
     rounding may differ between batch shapes and so, rarely, change a token. The same call gives the same bits on the
-    same machine. Neither reads nor changes global random state.
+    same machine, if `max_sequences` is set or all sequences fit. Neither reads nor changes global random state.
 
     Args:
         model: The policy; may be set later by `bind`.
@@ -158,7 +158,7 @@ class HFRolloutEngine:
 
         most = self._sequences_at_once(prompts, longest, num_generations)
         memory = naming_memory(
-            f"a rollout with max_sequences={self.max_sequences} (at once: {most}) and max_prefill_tokens="
+            f"a rollout with max_sequences={most} (None: all at once) and max_prefill_tokens="
             f"{self.max_prefill_tokens} of HFRolloutEngine",
             "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens if the prompts "
             "alone do not fit",
@@ -226,7 +226,7 @@ class HFRolloutEngine:
                 f"HFRolloutEngine samples {most} of {count} sequences at once: each may take {needed / 2**20:.0f} MiB, "
                 "and caches get half of the free memory (max_sequences sets another number)."
             )
-        return most
+        return most if most < count else None
 
     @contextmanager
     def keep_caches(self) -> Iterator[None]:

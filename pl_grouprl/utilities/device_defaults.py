@@ -100,14 +100,14 @@ def cached_bytes(config: Any, width: int) -> int:
         config: The decoder's config.
         width: Bytes of a number.
     """
-    heads = getattr(config, "num_attention_heads", 0) or 0
+    heads = _size(config, "num_attention_heads")
     if not heads:
         return 0
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys, values = (getattr(config, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
+    head = _size(config, "head_dim") or _size(config, "hidden_size") // heads
+    keys, values = (_size(config, name) or head for name in ("qk_head_dim", "v_head_dim"))
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
     layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    return width * layers * (getattr(config, "num_key_value_heads", None) or heads) * (keys + values)
+    return width * layers * (_size(config, "num_key_value_heads") or heads) * (keys + values)
 
 
 def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
@@ -121,15 +121,20 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
         width: Bytes of a number in matrix products: 2 or 4.
         checkpointing: Whether layers recompute their activations.
     """
-    hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", 0) or 0
-    head = getattr(config, "head_dim", None) or (hidden // heads if heads else 0)
-    both = (heads + (getattr(config, "num_key_value_heads", None) or heads)) * head
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    if experts := getattr(config, "moe_intermediate_size", None):
-        inner = max(inner, experts * (getattr(config, "num_experts_per_tok", None) or 1))
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    head = _size(config, "head_dim") or hidden // max(heads, 1)
+    both = (heads + (_size(config, "num_key_value_heads") or heads)) * head
+    experts = _size(config, "moe_intermediate_size") * (_size(config, "num_experts_per_tok") or 1)
+    inner = max(_size(config, "intermediate_size"), experts) or 4 * hidden
     layer = (40 * hidden + 12 * both + 10 * inner) * width // 2
     layers = config.num_hidden_layers
     return layers * 4 * hidden + 2 * layer if checkpointing else (layers + 1) * layer
+
+
+def _size(config: Any, name: str) -> int:
+    """A number of a config, the largest if layers differ; 0 if it has none."""
+    value = getattr(config, name, None)
+    return max(value) if isinstance(value, list | tuple) else value or 0
 
 
 class FastFloat32:
