@@ -100,14 +100,13 @@ def cached_bytes(config: Any, width: int) -> int:
         config: The decoder's config.
         width: Bytes of a number.
     """
-    heads = _size(config, "num_attention_heads")
-    if not heads:
-        return 0
-    head = _size(config, "head_dim") or _size(config, "hidden_size") // heads
-    keys, values = (_size(config, name) or head for name in ("qk_head_dim", "v_head_dim"))
-    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
-    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    return width * layers * (_size(config, "num_key_value_heads") or heads) * (keys + values)
+    layers = _layers(config)
+    kinds = getattr(config, "layer_types", None) or ["attention"] * len(layers)
+    return sum(
+        width * (_size(layer, "num_key_value_heads") or _size(layer, "num_attention_heads")) * _key_and_value(layer)
+        for layer, kind in zip(layers, kinds, strict=False)
+        if "attention" in kind and "linear" not in kind
+    )
 
 
 def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
@@ -121,14 +120,30 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
         width: Bytes of a number in matrix products: 2 or 4.
         checkpointing: Whether layers recompute their activations.
     """
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    head = _size(config, "head_dim") or hidden // max(heads, 1)
-    both = (heads + (_size(config, "num_key_value_heads") or heads)) * head
-    experts = _size(config, "moe_intermediate_size") * (_size(config, "num_experts_per_tok") or 1)
-    inner = max(_size(config, "intermediate_size"), experts) or 4 * hidden
-    layer = (40 * hidden + 12 * both + 10 * inner) * width // 2
-    layers = config.num_hidden_layers
-    return layers * 4 * hidden + 2 * layer if checkpointing else (layers + 1) * layer
+    layers = _layers(config)
+    kept = [_kept_bytes(layer) * width // 2 for layer in layers]
+    if checkpointing:
+        return sum(4 * _size(layer, "hidden_size") for layer in layers) + 2 * max(kept)
+    return sum(kept) + max(kept)
+
+
+def _kept_bytes(layer: Any) -> int:
+    heads = _size(layer, "num_attention_heads")
+    heads += _size(layer, "num_key_value_heads") or heads
+    experts = _size(layer, "moe_intermediate_size") * (_size(layer, "num_experts_per_tok") or 1)
+    inner = max(_size(layer, "intermediate_size"), experts) or 4 * _size(layer, "hidden_size")
+    return 40 * _size(layer, "hidden_size") + 6 * heads * _key_and_value(layer) + 10 * inner
+
+
+def _layers(config: Any) -> list[Any]:
+    """The config of each layer; transformers refuses to read what differs between layers from the whole config."""
+    return list(getattr(config, "per_layer_config", None) or [config] * _size(config, "num_hidden_layers"))
+
+
+def _key_and_value(layer: Any) -> int:
+    """Sizes of a head of keys and of one of values together."""
+    head = _size(layer, "head_dim") or _size(layer, "hidden_size") // max(_size(layer, "num_attention_heads"), 1)
+    return sum(_size(layer, name) or head for name in ("qk_head_dim", "v_head_dim"))
 
 
 def _size(config: Any, name: str) -> int:
