@@ -93,23 +93,21 @@ def test_cached_bytes_are_those_of_a_cache(family):
 class Mixed:
     """A config whose layers differ, which transformers does not let anybody read from the whole."""
 
-    layer_types = ("sliding_attention", "full_attention", "linear_attention")
-    per_layer_config = [
-        SimpleNamespace(
-            hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=size, intermediate_size=8
-        )
-        for size in (8, 16, 64)
-    ]
+    def __init__(self, head_sizes):
+        self.layer_types = ["sliding_attention", "full_attention", "linear_attention"]
+        common = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 8}
+        self.per_layer_config = [SimpleNamespace(**common, head_dim=size) for size in head_sizes]
 
     def __getattr__(self, name):
         raise RuntimeError(f"{name} differs between layers")
 
 
 def test_layers_of_different_sizes():
-    assert cached_bytes(Mixed(), 2) == 2 * 2 * (2 * 8 + 2 * 16)
+    config = Mixed([8, 16, 64])
+    assert cached_bytes(config, 2) == 2 * 2 * (2 * 8 + 2 * 16)
     kept = [40 * 32 + 12 * 6 * size + 10 * 8 for size in (8, 16, 64)]
-    assert activation_bytes(Mixed(), 2, checkpointing=False) == sum(kept) + kept[2]
-    assert activation_bytes(Mixed(), 4, checkpointing=True) == 3 * 4 * 32 + 4 * kept[2]
+    assert activation_bytes(config, 2, checkpointing=False) == sum(kept) + kept[2]
+    assert activation_bytes(config, 4, checkpointing=True) == 3 * 4 * 32 + 4 * kept[2]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
