@@ -7,9 +7,11 @@ import math
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks.run_folder import is_trial
+from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
 
+@checked_arguments
 class ValidateAtStart(Callback):
     """Run the validation loop once before training, and log it (verl's `val_before_train`).
 
