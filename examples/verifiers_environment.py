@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import lightning.pytorch as pl
 import torch
 import verifiers.v1 as vf
@@ -75,7 +75,7 @@ class LettersHarness(vf.Harness[vf.HarnessConfig]):
     ) -> vf.ProgramResult:
         """Call the model through verifiers' endpoint, which records the trace."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
-        async with httpx.AsyncClient(trust_env=False, timeout=None) as client:  # noqa: S113 (a turn may take long)
+        async with httpx2.AsyncClient(trust_env=False, timeout=None) as client:
             for _ in range(2):
                 answer = await client.post(
                     f"{endpoint}/chat/completions",

@@ -127,7 +127,7 @@ class RLModule(pl.LightningModule, ABC):
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. None if
             the environment computes the reward (`get_reward`).
-        optimizer: AdamW and its schedule.
+        optimizer: AdamW or another optimizer, and its schedule.
         sharing: `shared` encodes once what the rollouts of a group have in common: the prompt, and common beginnings of
             rollouts where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per
             rollout.
@@ -577,9 +577,9 @@ class RLModule(pl.LightningModule, ABC):
             return [check_parity(self.policy, backend=self.attention_backend, padded_rows=False)]
 
     def configure_optimizers(self) -> Any:
-        """Build one AdamW over all parts."""
-        steps = lambda: self.trainer.estimated_stepping_batches  # noqa: E731
-        return build_optimizer(self.optimized_parts(), steps, self.device_choices.fused())
+        """Build one optimizer over all parts."""
+        parts, fused = self.optimized_parts(), self.device_choices.fused()
+        return build_optimizer(parts, lambda: self.trainer.estimated_stepping_batches, fused)
 
     # The start of a fit.
 

@@ -86,7 +86,7 @@ class PPO(RLModule):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         critic: Path or hub name of a Hugging Face model (a reward model's head becomes the value head), or another
             source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. None is a copy of the policy.
-        critic_optimizer: AdamW of the critic; None is the policy's. With `SharedTrunkCritic` it trains only the head.
+        critic_optimizer: Options of the critic; None is the policy's. With `SharedTrunkCritic` it trains only the head.
         gamma: Discount per token.
         lam: lambda of the advantages.
         critic_lam: lambda of the critic's targets; None is `lam`.

@@ -120,8 +120,8 @@ class SharedPrefix:
         if self._handles:
             raise RuntimeError("this shared_prefix context is already active; make a new one to nest it.")
         config = self.decoder.config
-        self.wrapped = config._attn_implementation or "eager"
-        config._attn_implementation = register(self.backend, self.wrapped)
+        self.wrapped = internals.attention_implementation(config) or "eager"
+        internals.set_attention_implementation(config, register(self.backend, self.wrapped))
         self._handles = [
             self.model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
             self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -154,7 +154,7 @@ class SharedPrefix:
         if index < len(contexts):  # exits before the inner context, which then restores the model
             contexts[index].wrapped = self.wrapped
         else:
-            self.decoder.config._attn_implementation = self.wrapped
+            internals.set_attention_implementation(self.decoder.config, self.wrapped)
 
     @torch.compiler.disable(reason="detects shared prefixes in Python; the decoder's layers compile")
     def _before(

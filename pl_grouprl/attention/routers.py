@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
 
 from torch import nn
+
+from pl_grouprl.utilities import internals
 
 _STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
@@ -38,11 +39,7 @@ def why_not_balanced(decoder: nn.Module) -> str | None:
 
 
 def _records_router_logits(decoder: nn.Module) -> bool:
-    recorders: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
-    if recorders is None:
-        return False
-    recorders = recorders if isinstance(recorders, list) else [recorders]
-    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
+    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in internals.router_recorders(decoder))
     return any(isinstance(module, classes) for module in decoder.modules())
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pl_grouprl.attention.state.stateful import stateful_mixers, unsupported_mixers
+from pl_grouprl.utilities import internals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +173,7 @@ def _reason(decoder: PreTrainedModel) -> str | None:
     mixers = unsupported_mixers(decoder)
     if mixers:
         return f"its layers {', '.join(mixers)} carry a state, which would leak from one rollout into the next."
-    if not decoder._can_set_attn_implementation():
+    if not internals.uses_attention_functions(decoder):
         return "its attention does not go through transformers' AttentionInterface, so the layout would not arrive."
     if bool(getattr(config, "alibi", False)):
         return "it biases scores by distance (config.alibi)."

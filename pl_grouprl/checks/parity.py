@@ -21,6 +21,7 @@ from pl_grouprl.checks.parity_report import LayerParity, PaddedParity, ParityRep
 from pl_grouprl.checks.probes import token_logprobs, weighted_sum
 from pl_grouprl.packing import ScoringBatch, pack
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.modes import evaluating
 from pl_grouprl.utilities.tolerances import compare, computing_dtype, gradient_difference, tolerance_of
 
@@ -236,12 +237,5 @@ def _comparable_mode(model: PreTrainedModel) -> AbstractContextManager[None]:
     attention_drops = any(
         getattr(model.config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
     )
-    reentrant = any(_checkpoints_reentrantly(module) for module in model.modules())
+    reentrant = any(internals.checkpoints_reentrantly(module) for module in model.modules())
     return evaluating(model) if drops or attention_drops or reentrant else nullcontext()
-
-
-def _checkpoints_reentrantly(module: nn.Module) -> bool:
-    function = getattr(module, "_gradient_checkpointing_func", None)
-    return bool(getattr(function, "keywords", {}).get("use_reentrant")) and getattr(
-        module, "gradient_checkpointing", False
-    )

@@ -69,8 +69,9 @@ def clipped_value_loss(
         return ValueLoss(0.5 * error_N, {"value/clip_ratio": torch.zeros_like(mask_N.sum())}, mask_N.sum())
     clipped_N = torch.clamp(values_N, old_values_N - cliprange, old_values_N + cliprange)
     clipped_error_N = (clipped_N - returns_N).square()
-    num_clipped = (clipped_error_N > error_N).sum()
-    return ValueLoss(0.5 * torch.maximum(error_N, clipped_error_N), {"value/clip_ratio": num_clipped}, mask_N.sum())
+    is_clipped_N = ~(clipped_error_N <= error_N)  # also for NaN, as in torch.maximum, whose gradient ties would split
+    loss_N = 0.5 * torch.where(is_clipped_N, clipped_error_N, error_N)
+    return ValueLoss(loss_N, {"value/clip_ratio": is_clipped_N.sum()}, mask_N.sum())
 
 
 @torch.no_grad()

@@ -64,7 +64,8 @@ def load_processor(source: Any) -> Any:
         processor = AutoProcessor.from_pretrained(str(Path(path).expanduser()) if path[:1] == "~" else path, **options)
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(
-            f"the processor of {path!r} cannot be loaded: {error} (Processors with videos need torchvision.)"
+            f"the processor of {path!r} cannot be loaded: {error} (Many need torchvision: "
+            "`pip install 'pl-grouprl[vlm]'`.)"
         ) from error
     if not hasattr(processor, "image_processor"):
         raise ValueError(f"{path!r} has no image processor ({type(processor).__name__}); choose a model with one.")

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pl_grouprl.utilities import optional
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_PACKAGES = ("gguf", "accelerate")
-"""What transformers needs to read GGUF files."""
 
 _GPT2_SPLIT = frozenset({"gpt-2", "phi-2"})
 """Values of `tokenizer.ggml.pre` for GPT-2's splitting into words, the default of byte-level tokenizers."""
@@ -61,16 +59,7 @@ def check_gguf_file(path: str, gguf_file: str | None) -> None:
         raise ValueError(f"gguf_file is {gguf_file!r}; pass the name of a .gguf file in path, {path!r}.")
     if folder.is_dir() and not (folder / gguf_file).is_file():
         raise FileNotFoundError(f"gguf_file {gguf_file!r} is not in {path!r}, which has {present or 'no GGUF file'}.")
-    _check_packages(gguf_file)
-
-
-def _check_packages(gguf_file: str) -> None:
-    missing = [package for package in _PACKAGES if find_spec(package) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"gguf_file is {gguf_file!r}, which needs the packages {', '.join(missing)}; install them with "
-            f"`pip install {' '.join(missing)}`."
-        )
+    optional.require(optional.GGUF_AVAILABLE, f"gguf_file {gguf_file!r}", "gguf")
 
 
 def dense_options(gguf_file: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pl_grouprl.models.adapters import LoRAAdapter, check_folder, expand_home
 from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import check_patterns, load_model, reachable
 from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
+from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.annotations import ArgumentError, describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import drop_none
@@ -94,8 +95,8 @@ class PretrainedPolicy:
             it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
             every run.
         gguf_file: Name of a GGUF file in `path`, which has config, weights and tokenizer in one. Quantized weights are
-            dequantized to `dtype`, so the policy works like any other, and takes as much memory. Needs the packages
-            gguf and accelerate.
+            dequantized to `dtype`, so the policy works like any other, and takes as much memory. Needs the
+            extra `gguf`.
         quantization: Store the frozen linear layers under an `adapter` in 4 bits, quantized as they are loaded
             (QLoRA); see `FourBit`. None keeps `dtype`.
 
@@ -213,7 +214,7 @@ class PretrainedPolicy:
         if self.gradient_checkpointing:
             arguments = self._checkpointing_options
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-            if arguments["use_reentrant"] and not hasattr(model, "_require_grads_hook"):
+            if arguments["use_reentrant"] and not internals.requires_input_gradients(model):
                 # With frozen embeddings, a layer's input needs no gradient, so its weights would get none.
                 model.enable_input_require_grads()
         return model

@@ -29,6 +29,7 @@ from pl_grouprl.attention.support import find_decoder
 from pl_grouprl.attention.transformers_function import attend_by_mask, register_over
 from pl_grouprl.rollout.prefill import keeps_more_than_keys
 from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer, layer_of_keys
+from pl_grouprl.utilities import internals
 
 
 @contextmanager
@@ -41,19 +42,18 @@ def attending_to_shared_prompts(model: Any) -> Iterator[None]:
         model: A transformers decoder with a language-model head.
     """
     decoder = find_decoder(model)
-    before = getattr(decoder.config, "_attn_implementation", None)
+    before = internals.attention_implementation(decoder.config)
     # Layers that select tokens may look at the name of the implementation, and would not know ours.
-    if not getattr(decoder, "_supports_attention_backend", False) or keeps_more_than_keys(model):
+    if not internals.takes_any_attention_function(decoder) or keeps_more_than_keys(model):
         yield
         return
     wrapped = before or "eager"
-    decoder.config._attn_implementation = register_over(
-        wrapped, "rollouts", _attention_function(wrapped), _mask_function
-    )
+    name = register_over(wrapped, "rollouts", _attention_function(wrapped), _mask_function)
+    internals.set_attention_implementation(decoder.config, name)
     try:
         yield
     finally:
-        decoder.config._attn_implementation = before
+        internals.set_attention_implementation(decoder.config, before)
 
 
 def _mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:

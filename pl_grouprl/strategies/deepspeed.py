@@ -40,6 +40,7 @@ class DeepSpeedSupport(StrategySupport):
 
     keeps_plain_weights = False
     bounds_micro_batches = False  # its buffers are not counted
+    keeps_shapes = False
 
     def __init__(self, trainer: Trainer | None) -> None:
         super().__init__(trainer)

@@ -28,6 +28,7 @@ class FSDP1Support(ShardedSupport):
     """
 
     bounds_micro_batches = False
+    keeps_shapes = False
 
     def check(self, module: LightningModule) -> None:
         """Refuse what FSDP1 cannot do.

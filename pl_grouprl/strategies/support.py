@@ -27,11 +27,13 @@ class StrategySupport:
         keeps_plain_weights: Whether every rank holds all weights as ordinary tensors at any time, so that another
             thread may copy them.
         bounds_micro_batches: Whether a token budget may be chosen from the free memory.
+        keeps_shapes: Whether the optimizer gets weights in their own shapes, rather than flat shards.
     """
 
     shards: bool = False
     keeps_plain_weights: bool = True
     bounds_micro_batches: bool = True
+    keeps_shapes: bool = True
 
     def __init__(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
@@ -126,7 +128,7 @@ class StrategySupport:
             gradient.clamp_(-limit, limit)
 
     def skip_in_next_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Exclude parameters from the next optimizer step: AdamW skips parameters without a gradient."""
+        """Exclude parameters from the next optimizer step: it skips parameters without a gradient."""
         for parameter in parameters:
             parameter.grad = None
 

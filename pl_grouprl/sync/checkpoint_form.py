@@ -15,6 +15,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from pl_grouprl.utilities import internals
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -54,7 +56,7 @@ def saved_names(model: Any, names: Mapping[str, Hashable]) -> set[str]:
 
     stand_ins = {weight: torch.empty(1) for weight in set(names.values())}
     state = {name: stand_ins[weight] for name, weight in names.items()}
-    return remove_tied_weights_from_state_dict(state, model).keys() - set(model._keys_to_ignore_on_save or ())
+    return remove_tied_weights_from_state_dict(state, model).keys() - internals.unsaved_names(model)
 
 
 class CheckpointForm:
@@ -156,9 +158,9 @@ class _Structure:
 
 def _conversions(model: Any) -> list[Any]:
     """The conversions from the checkpoint's form to the model's; empty if they are the same."""
-    conversions = getattr(model, "_weight_conversions", None)
+    conversions = internals.weight_conversions(model)
     if conversions is not None:
-        return list(conversions)
+        return conversions
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from pl_grouprl.training.optimizer import ADDED_OPTIONS
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 from pl_grouprl.utilities.run_options import Changes, changed_options, refused_changes, remedy
@@ -176,8 +177,8 @@ def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
     Raises:
         ValueError: If one differs.
     """
-    bits = {name: 32 for name in now if name.endswith(".state_bits")}  # older checkpoints lack it
-    differences = refused_changes(changed_options(bits | then, now), ())
+    added = {name: ADDED_OPTIONS[option] for name in now if (option := name.rpartition(".")[2]) in ADDED_OPTIONS}
+    differences = refused_changes(changed_options(added | then, now), ())
     if differences:
         raise ValueError(
             f"the optimizer's options differ from those in the checkpoint, whose state would override them: "

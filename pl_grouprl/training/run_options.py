@@ -83,7 +83,9 @@ PASSED_ON = frozenset(
 )
 """Constructor options that were passed on to parts of the run, so setting the attribute later would have no effect."""
 
-_OF_OPTIMIZER_STATE = re.compile(r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps|state_bits)")
+_OF_OPTIMIZER_STATE = re.compile(
+    r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps|state_bits|optim|optim_args(\..+)?)"
+)
 """Options stored in the optimizer's state; `compare_optimizers` refuses changes to them."""
 
 

@@ -47,7 +47,10 @@ def check_before_loading(module: Any, stage: str) -> None:
 
 
 def check_quantized(module: Any) -> None:
-    """Refuse 8-bit moments and 4-bit weights, which bitsandbytes stores in blocks, under a strategy that shards them.
+    """Refuse what a strategy that shards weights cannot do: moments and weights in blocks, another optimizer.
+
+    bitsandbytes stores 8-bit moments and 4-bit weights in blocks of whole tensors. An optimizer that looks at whole
+    matrices would compute something else from flat shards.
 
     Raises:
         ValueError: Names the option and the strategy.
@@ -60,6 +63,12 @@ def check_quantized(module: Any) -> None:
         raise ValueError(
             f"state_bits=8 of an optimizer does not work under {strategy}, which shards weights and moments; leave it "
             "out, or use a single device or ddp."
+        )
+    other = [config.optim for config in configs if config.optim != OptimizerConfig.optim]
+    if other and not module.support.keeps_shapes:
+        raise ValueError(
+            f"optim is {other[0]} under {strategy}, which flattens weights; use ModelParallelStrategy "
+            "(strategy/fsdp2.yaml), ddp, or AdamW."
         )
     for name, value in vars(module).items():
         if name.endswith("_source") and getattr(value, "quantization", None) is not None:

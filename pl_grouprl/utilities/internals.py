@@ -1,6 +1,7 @@
-"""What this package reads of other libraries beyond their public API.
+"""What this package relies on in other libraries beyond their public API.
 
-A new release that renames one of these breaks this file, and `tests/utilities/test_internals.py` says which name.
+What transformers and PEFT may rename is read here and nowhere else. The other names in `NAMES` are read where they are
+used. After a new release, `tests/utilities/test_internals.py` says which of them are gone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 # transformers
 
@@ -49,3 +50,184 @@ def mark_adapted(model: Any, adapted: bool) -> None:
 def float32_parts(model: Any) -> frozenset[str]:
     """Parts of the names of weights that transformers keeps in float32 when it loads a model in half precision."""
     return frozenset(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+
+def attention_implementation(config: Any) -> str | None:
+    """The name of the attention function that a decoder's layers look up in each call."""
+    name: str | None = getattr(config, "_attn_implementation", None)
+    return name
+
+
+def set_attention_implementation(config: Any, name: str | None) -> None:
+    """Let a decoder's layers look up another attention function; `set_attn_implementation` may fetch kernels."""
+    config._attn_implementation = name
+
+
+def uses_attention_functions(decoder: Any) -> bool:
+    """Whether all attention of a decoder goes through the registered functions."""
+    return bool(decoder._can_set_attn_implementation())
+
+
+def takes_any_attention_function(decoder: Any) -> bool:
+    """Whether a decoder's layers make no difference between attention functions by their names."""
+    return bool(getattr(decoder, "_supports_attention_backend", False))
+
+
+def router_recorders(decoder: Any) -> list[Any]:
+    """What records a decoder's router logits: classes of modules, or objects with such a `target_class`."""
+    recorders = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits") or []
+    return recorders if isinstance(recorders, list) else [recorders]
+
+
+def checkpoints_reentrantly(module: Any) -> bool:
+    """Whether a module runs with reentrant gradient checkpointing."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    asked = bool(getattr(function, "keywords", {}).get("use_reentrant"))
+    return asked and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def requires_input_gradients(model: Any) -> bool:
+    """Whether `enable_input_require_grads` was called."""
+    return hasattr(model, "_require_grads_hook")
+
+
+def weight_conversions(model: Any) -> list[Any] | None:
+    """The conversions that made a model's weights from its checkpoint's; None for a model that was not loaded."""
+    conversions = getattr(model, "_weight_conversions", None)
+    return None if conversions is None else list(conversions)
+
+
+def unsaved_names(model: Any) -> set[str]:
+    """Names of weights that `save_pretrained` leaves out."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+class Names(NamedTuple):
+    """Non-public names of one owner.
+
+    Attributes:
+        owner: Import path of a module or class.
+        names: Attributes of the module; or of the class or its instances, inherited ones included.
+        reason: What they are needed for.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    reason: str
+
+
+NAMES = (
+    Names(
+        "transformers.PreTrainedModel",
+        (
+            *("_can_set_attn_implementation", "_supports_attention_backend", "_can_record_outputs"),
+            *("_require_grads_hook", "_keys_to_ignore_on_save"),
+            "_keep_in_fp32_modules_strict",
+        ),
+        "what a family can do, and how it saves",
+    ),
+    Names("transformers.PretrainedConfig", ("_attn_implementation",), "our attention in place of the model's"),
+    Names("transformers.core_model_loading", ("revert_weight_conversion", "WeightConverter"), "checkpoint names"),
+    Names("transformers.conversion_mapping", ("get_model_conversion_mapping",), "checkpoint names"),
+    Names("transformers.modeling_utils", ("remove_tied_weights_from_state_dict",), "names of tied weights"),
+    Names("transformers.generation.utils", ("ALL_CACHE_NAMES",), "the cache's argument, where it is not annotated"),
+    Names("transformers.integrations.peft.PeftAdapterMixin", ("_hf_peft_config_loaded",), "models with adapters"),
+    Names(
+        "lightning.pytorch.Trainer",
+        ("_results", "_checkpoint_connector", "_logger_connector", "_accelerator_connector"),
+        "logging many numbers at once; writing, finding and resuming checkpoints; validation before the first step",
+    ),
+    Names(
+        "lightning.pytorch.LightningModule",
+        ("_current_fx_name", "_trainer", "_compiler_ctx"),
+        "logging many numbers at once; compiled modules are refused",
+    ),
+    Names(
+        "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector",
+        ("_parse_ckpt_path", "dump_checkpoint", "hpc_save_path"),
+        "ckpt_path 'last'; checkpoints that are complete or absent",
+    ),
+    Names(
+        "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector",
+        ("_first_loop_iter",),
+        "validation before the first step",
+    ),
+    Names(
+        "lightning.pytorch.loops.fit_loop._FitLoop",
+        ("_can_stop_early", "_combined_loader", "_combined_loader_states_to_load", "_data_source"),
+        "the end of a run; the position in the data after a resume",
+    ),
+    Names(
+        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
+        ("_should_accumulate", "_batches_that_stepped"),
+        "whether a batch ends with a step; repaired counters of a resumed run",
+    ),
+    Names(
+        "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
+        ("_max_batches",),
+        "validation on fewer prompts before the first step",
+    ),
+    Names("lightning.pytorch.utilities.combined_loader.CombinedLoader", ("_load_state_dicts",), "a resume's data"),
+    Names("lightning.pytorch.strategies.Strategy", ("_checkpoint_io", "_forward_redirection"), "checkpoints; FSDP1"),
+    Names("lightning.pytorch.strategies.launchers", ("_SubprocessScriptLauncher",), "ending the other ranks"),
+    Names(
+        "lightning.pytorch.callbacks.ModelCheckpoint",
+        (
+            *("_every_n_epochs", "_every_n_train_steps", "_train_time_interval", "_monitor_candidates"),
+            *("_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint", "_should_skip_saving_checkpoint"),
+            *("_last_checkpoint_saved", "_last_global_step_saved", "_link_checkpoint", "_remove_checkpoint"),
+            *("_find_last_checkpoints", "_format_checkpoint_name"),
+        ),
+        "SafeCheckpoint writes by itself, and lets Lightning decide when",
+    ),
+    Names("lightning.pytorch.callbacks.ModelSummary", ("_summarize_kwargs", "_max_depth"), "our table in its place"),
+    Names(
+        "lightning.pytorch.callbacks.RichProgressBar",
+        (
+            *("_refresh_rate", "_leave", "_console_kwargs", "_initialize_train_progress_bar_id", "_progress_stopped"),
+            "_update",
+        ),
+        "our progress bar in its place",
+    ),
+    Names("lightning.pytorch.loggers.CSVLogger", ("_experiment",), "whether the logger has begun to write"),
+    Names("lightning.pytorch.loggers.TensorBoardLogger", ("_prefix",), "a step as one event"),
+    Names("lightning.fabric.utilities.logger", ("_convert_params", "_flatten_dict"), "the logger for trackio"),
+    Names("tensorboardX.SummaryWriter", ("_get_file_writer",), "a step as one event"),
+    Names("torch.utils.tensorboard.SummaryWriter", ("_get_file_writer",), "a step as one event"),
+    Names(
+        "torch.nn.Module",
+        (
+            *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "_compiled_call_impl"),
+            *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        ),
+        "weights by owner; copies without hooks; whether a module is hooked or compiled",
+    ),
+    Names("torch._dynamo", ("OptimizedModule",), "compiled modules are refused"),
+    Names("torch", ("_assert_async", "_foreach_norm", "_foreach_mul_"), "checks and norms without waiting for the GPU"),
+    Names(
+        "torch.ops.aten",
+        (
+            *("_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention"),
+            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+        ),
+        "attention that also returns its log-sum-exp, which merging needs",
+    ),
+    Names("torch.ops.mkldnn", ("_linear_pointwise", "_reorder_linear_weight"), "linear layers on packed weights"),
+    Names("torch.distributed.distributed_c10d", ("_get_default_store", "_world"), "the watchdog's store and counters"),
+    Names("torch.distributed.PrefixStore", ("_underlying_non_prefix_store",), "the watchdog's store"),
+    Names("torch.distributed.ProcessGroup", ("_get_sequence_number_for_group",), "the watchdog's counters"),
+    Names("torch.UntypedStorage", ("_cdata",), "whether two tensors share memory"),
+    Names("deepspeed.runtime.engine.DeepSpeedEngine", ("_backward_prologue",), "several backward passes a step"),
+    Names("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", ("_optimizer_step",), "skipping a group"),
+    Names("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", ("_optimizer_step",), "skipping a group"),
+    Names("jsonargparse.ArgumentParser", ("_actions",), "options of a configuration"),
+    Names("lightning.pytorch.cli.LightningCLI", ("_subcommand_method_arguments",), "options of a subcommand"),
+    Names("vllm.v1.engine.core_client.MPClient", ("_finalizer",), "the trainer's process group survives the engine"),
+    Names("vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory", ("_registry",), "our transfer"),
+    Names("vllm.v1.worker.gpu_worker.Worker", ("_weight_update_active",), "abandoned updates of weights"),
+    Names("vllm.model_executor.model_loader.reload.layerwise", ("_place_kernel_tensors",), "abandoned reloads"),
+    Names(
+        "vllm.distributed.device_communicators.cpu_communicator", ("_CPUSHMDistributed",), "shared memory of one engine"
+    ),
+)
+"""All others, by library."""

@@ -1,6 +1,6 @@
 """Kills process trees: on request, and, as a script, when the process that started them is gone.
 
-It imports only the standard library, so it can be run by path. The script reads lines `+ID` and `-ID` from standard
+It imports nothing of this package, so it can be run by path. The script reads lines `+ID` and `-ID` from standard
 input as workers start and end. End of input means that the training process is gone, however it ended. A worker cannot
 watch for that itself: a function that holds the GIL stops all of its threads.
 """
@@ -12,7 +12,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+
+import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -23,13 +24,19 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def children(parent: int) -> set[int]:
-    """The running child processes of a process, according to /proc."""
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process runs; zombies do not."""
     try:
-        listed = [_read(f"/proc/{parent}/task/{thread}/children") for thread in os.listdir(f"/proc/{parent}/task")]
-    except OSError:  # not every kernel lists them
-        return {process for process, its_parent in _parents().items() if its_parent == parent}
-    return {int(child) for child in b" ".join(listed).split() if _parent(int(child)) == parent}
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def children(parent: int) -> set[int]:
+    """The running child processes of a process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {child.pid for child in psutil.Process(parent).children() if is_running(child)}
+    return set()
 
 
 def own_children() -> set[int]:
@@ -42,76 +49,46 @@ def own_children() -> set[int]:
     return children(os.getpid())
 
 
-def kill_tree(root: int) -> None:
+def kill_tree(root: psutil.Process) -> None:
     """Kill a process with its group and all of its descendants, including those in other sessions.
 
     The root is stopped first, so it starts nothing more and, if it has called `adopt_orphans`, remains the parent
-    of orphaned descendants until all are killed.
+    of orphaned descendants until all are killed. Its group is killed even if the root has ended, but nothing is if
+    another process has its id by now.
     """
-    _send(os.kill, root, signal.SIGSTOP)
-    killed: set[int] = set()
+    with contextlib.suppress(psutil.Error):
+        root.suspend()
+    killed: set[psutil.Process] = set()
     while found := _descendants(root) - killed:
         for process in found:
-            _send(os.kill, process, signal.SIGKILL)
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         killed |= found
-    _send(os.killpg, root, signal.SIGKILL)
-    _send(os.kill, root, signal.SIGKILL)  # in case it does not lead a process group yet
+    if root.is_running() or not psutil.pid_exists(root.pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(root.pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.Error):  # in case it does not lead a process group yet
+        root.kill()
 
 
 def reap() -> None:
     """Read standard input until it ends, then kill the workers that are left."""
-    workers: set[int] = set()
+    workers: dict[int, psutil.Process] = {}
     for line in sys.stdin:
-        change = workers.add if line[0] == "+" else workers.discard
-        change(int(line[1:]))
-    for worker in workers:
+        pid = int(line[1:])
+        workers.pop(pid, None)
+        if line[0] == "+":
+            with contextlib.suppress(psutil.NoSuchProcess):
+                workers[pid] = psutil.Process(pid)
+    for worker in workers.values():
         kill_tree(worker)
 
 
-def _descendants(root: int) -> set[int]:
-    """All living descendants; zombies are left to their parents."""
-    parents = _parents()
-    found: set[int] = set()
-    fresh = {root}
-    while fresh:
-        fresh = {child for child, parent in parents.items() if parent in fresh} - found
-        found |= fresh
-    return found
-
-
-def process_status(process: int) -> list[str]:
-    """Fields of `/proc/PID/stat` from the third on: state, parent, ...; empty if there is no such running process.
-
-    See proc_pid_stat(5). Zombies do not count as running.
-    """
+def _descendants(root: psutil.Process) -> set[psutil.Process]:
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            status = file.read().rpartition(b")")[2].decode().split()  # its name, in brackets, may have spaces
-    except OSError:
-        return []
-    return [] if status[0] in "ZX" else status
-
-
-def _parents() -> dict[int, int]:
-    """The parent of each running process."""
-    names = os.listdir("/proc") if os.path.isdir("/proc/self") else ()
-    found = {int(name): _parent(int(name)) for name in names if name.isdigit()}
-    return {process: parent for process, parent in found.items() if parent is not None}
-
-
-def _parent(process: int) -> int | None:
-    status = process_status(process)
-    return int(status[1]) if status else None
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
-
-
-def _send(kill: Callable[[int, int], None], target: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        kill(target, number)
+        return set(root.children(recursive=True))
+    except psutil.Error:
+        return set()
 
 
 if __name__ == "__main__":

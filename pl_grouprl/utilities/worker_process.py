@@ -16,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
+import psutil
+
 from pl_grouprl.utilities import reaper
 from pl_grouprl.utilities.reaper import adopt_orphans, kill_tree
 from pl_grouprl.utilities.systems import require_system
@@ -39,7 +41,7 @@ class Reaper:
     """A process that kills workers once this process is gone, however it ended."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", reaper.__file__]
+        command = [sys.executable, reaper.__file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
 
     def watch(self, pid: int) -> None:
@@ -89,6 +91,7 @@ class WorkerProcess:
         self._reaper = watchdog
         self._closing = False
         self._process: Any = None
+        self._root: Any = None
         self._pipe: Any = None
 
     @property
@@ -114,7 +117,7 @@ class WorkerProcess:
                 raise RuntimeError(f"the {self._name}s are being closed.")
             process: Any = context.Process(target=self._serve, args=(theirs, *self._arguments), name=self._name)
             process.start()
-            self._process, self._pipe = process, ours
+            self._process, self._root, self._pipe = process, psutil.Process(process.pid), ours
             self._reaper.watch(process.pid)
         theirs.close()
         try:
@@ -141,7 +144,7 @@ class WorkerProcess:
         with self._forking:
             self._closing = True
             if self._process is not None:
-                kill_tree(self._process.pid)
+                kill_tree(self._root)
 
     def end(self) -> int | None:
         """Kill the process; returns its exit code."""
@@ -149,7 +152,7 @@ class WorkerProcess:
         if process is None:
             return None
         with self._forking:
-            kill_tree(process.pid)
+            kill_tree(self._root)
             self._reaper.forget(process.pid)
             process.join()
             self._process = None

@@ -124,11 +124,11 @@ class CopiedPolicyEngine:
         return number, size
 
     def _load_adapter(self, adapter: AdapterWeights, fault: str) -> tuple[int, int]:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
 
         if not hasattr(self.model, "peft_config"):
             with torch.random.fork_rng():
-                self.model.add_adapter(LoraConfig(**adapter.config), ADAPTER)
+                inject_adapter_in_model(LoraConfig(**adapter.config), self.model, ADAPTER)
         return self._load(adapter.weights, fault)
 
     def _compare(self) -> None:

@@ -1,6 +1,9 @@
 """The bounds in pyproject.toml, the constraints of the environments and the table in docs/compatibility.md agree."""
 
+import ast
 import re
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,11 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-TESTED_ALONE = {"vllm", "renderers", "verifiers", "docs"}
-"""Extras that need an environment of their own, a newer Python, or nothing of the package."""
-ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake", "gguf"}
+TESTED_ALONE = {"vllm", "renderers", "verifiers", "docs", "vlm", "liger"}
+"""Extras that need an environment of their own, a newer Python, a GPU, or nothing of the package."""
+ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake"}
+BROUGHT_ALONG = {"triton"}
+"""Optional packages that come with PyTorch's CUDA builds."""
 
 
 def pins(name):
@@ -82,3 +87,45 @@ def test_the_table_has_python_and_vllm():
     assert f'python_version = "{oldest}"' in PYPROJECT
     assert f"PYTHON_OLDEST ?= python{oldest}" in (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"FROM python:{newest}-slim" in (ROOT / "docker" / "cpu.Dockerfile").read_text(encoding="utf-8")
+
+
+def requirements():
+    """The names of all requirements, and the extras."""
+    text = section("dependencies") + section(r"project\.optional-dependencies")
+    quoted = [Requirement(one) for one in re.findall(r'"([^"]+)"', text) if not one.startswith("python_version")]
+    extras = re.findall(r"^(\w+) = \[", section(r"project\.optional-dependencies"), re.MULTILINE)
+    return {canonicalize_name(own.name) for own in quoted}, set(extras)
+
+
+def nodes_of_the_package():
+    """All syntax nodes of the package that run, so nothing under TYPE_CHECKING."""
+    for path in (ROOT / "pl_grouprl").rglob("*.py"):
+        waiting = [ast.parse(path.read_text(encoding="utf-8"))]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            waiting += node.orelse if typing else ast.iter_child_nodes(node)
+
+
+def test_whatever_the_package_imports_is_a_requirement():
+    imported = set()
+    for node in nodes_of_the_package():
+        if isinstance(node, ast.Import):
+            imported.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.add(node.module.partition(".")[0])
+    installed, (declared, _) = packages_distributions(), requirements()
+    missing = {
+        name
+        for name in imported - sys.stdlib_module_names - {"pl_grouprl"} - BROUGHT_ALONG
+        if not declared & {canonicalize_name(own) for own in installed.get(name, [name])}
+    }
+    assert missing == set()
+
+
+def test_extras_that_errors_name_exist():
+    calls = [node for node in nodes_of_the_package() if isinstance(node, ast.Call) and node.args[2:]]
+    calls = [call for call in calls if ast.unparse(call.func).split(".")[-1] == "require"]
+    named = {call.args[2].value for call in calls if isinstance(call.args[2], ast.Constant)}
+    assert {"bitsandbytes", "gguf", "lora", "vllm"} <= named <= requirements()[1]

@@ -21,6 +21,7 @@ from pl_grouprl.models.critic_sources import PolicyCopyCritic, PretrainedCritic
 from pl_grouprl.models.policy import PretrainedPolicy, as_policy_source
 from pl_grouprl.models.reference import frozen_copy
 from pl_grouprl.rollout.vllm.model_folder import write_model_folder
+from pl_grouprl.utilities import optional
 
 FILE = "tiny.Q8_0.gguf"
 TEXTS = (
@@ -182,8 +183,8 @@ def test_wrong_names_are_refused(path, options, error, tmp_path):
 
 
 def test_missing_packages_are_named(folder, written, monkeypatch):
-    monkeypatch.setattr(gguf, "find_spec", lambda package: None)
-    with pytest.raises(ModuleNotFoundError, match="install them with `pip install gguf accelerate`"):
+    monkeypatch.setattr(optional, "GGUF_AVAILABLE", False)
+    with pytest.raises(ModuleNotFoundError, match=r"'tiny.Q8_0.gguf' needs .* 'pl-grouprl\[gguf\]'"):
         PretrainedPolicy(str(folder), gguf_file=FILE)
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     with pytest.raises(ImportError, match="cannot load as a dense model; upgrade it"):

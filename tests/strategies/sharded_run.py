@@ -39,13 +39,17 @@ def strategy(name: str) -> Any:
 class Policy:
     """A tiny policy whose head may be its embedding, and which may have an adapter."""
 
-    def __init__(self, tied: bool, adapter: LoRAAdapter | None, **options: Any) -> None:
-        self.tied, self.adapter = tied, adapter
+    def __init__(self, tied: bool, adapter: LoRAAdapter | None, vocabulary: int | None = None, **options: Any) -> None:
+        self.tied, self.adapter, self.vocabulary = tied, adapter, vocabulary
         self.source = TinyPolicy(**options)
         self.load_tokenizer = self.source.load_tokenizer
 
     def load(self) -> Any:
         model = self.source.load()
+        if self.vocabulary is not None:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                model.resize_token_embeddings(self.vocabulary, mean_resizing=False)
         if self.tied:
             model.config.tie_word_embeddings = True
             model.tie_weights()

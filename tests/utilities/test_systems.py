@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,13 +43,18 @@ def test_vllm_where_it_cannot_be_installed(monkeypatch, capsys):
     assert "the sampling server does not work on darwin: vLLM is built for Linux only" in capsys.readouterr().err
 
 
-def test_killing_a_tree_without_proc(monkeypatch):
+def test_killing_a_tree_whose_processes_cannot_be_listed(monkeypatch):
     """Then its process group is what is killed."""
     sent = []
-    monkeypatch.setattr(reaper, "_parents", dict)
-    monkeypatch.setattr(reaper.os, "kill", lambda *target: sent.append(("kill", *target)))
+    monkeypatch.setattr(reaper, "_descendants", lambda root: set())
+    root = SimpleNamespace(
+        pid=123456,
+        suspend=lambda: sent.append(("kill", 123456, signal.SIGSTOP)),
+        is_running=lambda: True,
+        kill=lambda: sent.append(("kill", 123456, signal.SIGKILL)),
+    )
     monkeypatch.setattr(reaper.os, "killpg", lambda *target: sent.append(("killpg", *target)))
-    reaper.kill_tree(123456)
+    reaper.kill_tree(root)
     assert sent == [
         ("kill", 123456, signal.SIGSTOP),
         ("killpg", 123456, signal.SIGKILL),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pl_grouprl.utilities.progress import tick
 
 if TYPE_CHECKING:
-    from httpx import AsyncClient, Response
+    from httpx2 import AsyncClient, Response
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the first retry, doubled for each further one; and the longest pause, also for `Retry-After`."""
@@ -132,7 +132,7 @@ class _Session:
         raise AssertionError
 
     async def _attempt(self, body: bytes) -> Reply:
-        from httpx import RequestError
+        from httpx2 import RequestError
 
         try:
             status, headers, content = await asyncio.wait_for(self._post(body), self._timeout)
@@ -160,13 +160,13 @@ class _Session:
 
 
 def _open_client(api_key: str | None, max_concurrent: int) -> AsyncClient:
-    import httpx
+    import httpx2
 
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
-    limits = httpx.Limits(max_connections=max_concurrent, max_keepalive_connections=max_concurrent)
-    return httpx.AsyncClient(headers=headers, limits=limits, timeout=None)  # noqa: S113 (limited by `wait_for`)
+    limits = httpx2.Limits(max_connections=max_concurrent, max_keepalive_connections=max_concurrent)
+    return httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
 
 
 async def _read_limited(response: Response) -> bytes:

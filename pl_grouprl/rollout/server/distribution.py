@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import httpx
+import httpx2
 
 from pl_grouprl.rollout.server.sequences import (
     BrokenOffError,
@@ -89,7 +89,7 @@ class _Member:
         """Forget what is known about the server."""
         self.state, self.breaks, self.max_jobs = "unknown", 0, math.inf
         self.pauses: Iterator[float] | None = None
-        self.http: httpx.AsyncClient | None = None
+        self.http: httpx2.AsyncClient | None = None
         self.broken: asyncio.Future[Exception] | None = None
 
 
@@ -155,7 +155,7 @@ class Distribution:
         try:
             assert member.http is not None
             rollouts = await sample(member.http, member.server, job.request, member.gate)
-        except (BrokenOffError, httpx.TransportError) as error:
+        except (BrokenOffError, httpx2.TransportError) as error:
             member.jobs.discard(job)
             if isinstance(error, BusyError) and member.jobs:  # it keeps its jobs, but takes no more
                 member.max_jobs = len(member.jobs)
@@ -189,7 +189,7 @@ class Distribution:
         http = None
         try:
             silence = min(max(member.server.timeout, _SILENCE[0]), _SILENCE[1])
-            http = httpx.AsyncClient(timeout=httpx.Timeout(silence, read=None), **member.server.options)
+            http = httpx2.AsyncClient(timeout=httpx2.Timeout(silence, read=None), **member.server.options)
             member.http = http
             while True:
                 self._check(member, await self._reach(member, http))
@@ -200,7 +200,7 @@ class Distribution:
                     await _until_one_fails(
                         _raise(member.broken), self._ask(member, http, silence), self._ask_label(member, http)
                     )
-                except (BrokenOffError, httpx.TransportError) as error:
+                except (BrokenOffError, httpx2.TransportError) as error:
                     await self._pause(member, error)
         except Exception as error:
             for job in list(self._unfinished):
@@ -235,20 +235,20 @@ class Distribution:
             raise _broke_off(member, error) from error
         return _FIRST_PAUSE * 2 ** (member.breaks - 1)
 
-    async def _reach(self, member: _Member, http: httpx.AsyncClient) -> str:
+    async def _reach(self, member: _Member, http: httpx2.AsyncClient) -> str:
         """`Server.wait`, as a coroutine."""
         reason: Exception | None = None
         for seconds in member.server.pauses():
             try:
                 return await read_label(http, member.server)
-            except (httpx.TransportError, RefusedError) as error:
+            except (httpx2.TransportError, RefusedError) as error:
                 reason = member.server.temporary_or_raise(error)
                 member.state = "away"
                 self._distribute()
                 await asyncio.sleep(seconds)
         raise member.server.unreachable_error(reason)
 
-    async def _ask(self, member: _Member, http: httpx.AsyncClient, silence: float) -> None:
+    async def _ask(self, member: _Member, http: httpx2.AsyncClient, silence: float) -> None:
         """Check the server's health every few seconds: rollouts may take long, but a live server answers this."""
         while True:
             await asyncio.sleep(_HEARTBEAT)
@@ -256,7 +256,7 @@ class Distribution:
                 decode(member.server, await http.get("/health", timeout=silence))
             tick()
 
-    async def _ask_label(self, member: _Member, http: httpx.AsyncClient) -> None:
+    async def _ask_label(self, member: _Member, http: httpx2.AsyncClient) -> None:
         """Check every few seconds that the engine answers too, and that no other trainer has changed its weights."""
         while True:
             await asyncio.sleep(_HEARTBEAT)

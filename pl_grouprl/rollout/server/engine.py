@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-import httpx
+import httpx2
 import torch
 from torch import Tensor
 
@@ -283,7 +283,7 @@ def _wait_and_describe(server: Server) -> dict[str, Any]:
     server.wait()
     try:
         return server.describe()
-    except httpx.TransportError as error:
+    except httpx2.TransportError as error:
         raise SamplerLostError(f"the sampling server at {server.url} went away again ({error}).") from error
 
 

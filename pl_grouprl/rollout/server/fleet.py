@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import httpx
+import httpx2
 import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
@@ -127,7 +127,7 @@ class Fleet:
 
     def _abandon(self, server: Server) -> None:
         """Mark the weights as lost, and abort what is sampled from them. Best effort."""
-        with suppress(httpx.HTTPError, RefusedError):
+        with suppress(httpx2.HTTPError, RefusedError):
             if server.label() == self._labels.updating:
                 server.post("/update_weight_version", {"new_version": self._labels.lost})
                 server.post("/pause", params={"mode": "abort"})
@@ -137,7 +137,7 @@ class Fleet:
         """Replace an error by its cause if a server was lost or another trainer uses it."""
         try:
             yield
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise SamplerLostError(
                 f"a sampling server broke off an update ({type(error).__name__}: {error})."
             ) from error
@@ -235,7 +235,7 @@ def _receive(server: Server, described: dict[str, Any]) -> None:
 def _collective(server: Server, path: str, body: dict[str, Any]) -> None:
     try:
         server.post(path, body)
-    except httpx.TimeoutException as error:
+    except httpx2.TimeoutException as error:
         raise RuntimeError(
             f"the workers of the sampling server at {server.url} have waited {server.timeout:g} seconds for NCCL, "
             "which waits forever if another process has died. Stop the server and start it again."

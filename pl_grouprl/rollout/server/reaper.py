@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 _INTERVAL = 1.0
 """Seconds between two checks."""
 
@@ -30,8 +32,6 @@ def watch(server: int, folder: str) -> None:
         server: Process id of the server, the parent of this process.
         folder: Folder to remove.
     """
-    import psutil  # installed with vLLM
-
     started = set()
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(server)

@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import httpx
+import httpx2
 
 from pl_grouprl.rollout.server.labels import Labels
 from pl_grouprl.rollout.server.server import RefusedError, Server
@@ -58,7 +58,7 @@ class PromptRequest:
 
 
 async def sample(
-    http: httpx.AsyncClient, server: Server, request: PromptRequest, gate: asyncio.Semaphore
+    http: httpx2.AsyncClient, server: Server, request: PromptRequest, gate: asyncio.Semaphore
 ) -> list[Rollout]:
     """Sample the sequences of a prompt concurrently.
 
@@ -70,7 +70,7 @@ async def sample(
 
     Raises:
         BrokenOffError: If the server breaks off an answer, or is overloaded.
-        httpx.TransportError: If it cannot be reached.
+        httpx2.TransportError: If it cannot be reached.
         SamplerLostError: If it has lost its weights.
         WeightsMismatchError: If it has other weights.
         ValueError: If it refuses the request.
@@ -78,12 +78,12 @@ async def sample(
     return await _all(_sequence(http, server, request, body, gate) for body in request.bodies)
 
 
-async def read_label(http: httpx.AsyncClient, server: Server) -> str:
+async def read_label(http: httpx2.AsyncClient, server: Server) -> str:
     """The label of a server's weights."""
     return server.decode(await http.get("/weight_info", timeout=server.timeout))["weight_version"]
 
 
-def decode(server: Server, response: httpx.Response) -> Any:
+def decode(server: Server, response: httpx2.Response) -> Any:
     """Decode an answer while rollouts are sampled.
 
     Raises:
@@ -120,7 +120,7 @@ class _Part:
 
 
 async def _sequence(
-    http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any], gate: asyncio.Semaphore
+    http: httpx2.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any], gate: asyncio.Semaphore
 ) -> Rollout:
     """Sample one sequence; start again if an update aborts it."""
     while True:
@@ -143,7 +143,7 @@ async def _sequence(
 
 
 async def _parts(
-    http: httpx.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any]
+    http: httpx2.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any]
 ) -> AsyncGenerator[_Part, None]:
     """The answer of vLLM, streamed in parts if there are stop strings to look for."""
     async with http.stream("POST", "/inference/v1/generate", json=body) as response:

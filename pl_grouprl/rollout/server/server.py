@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-import httpx
+import httpx2
 
 from pl_grouprl.rollout.server.auth import check_token
 
@@ -59,11 +59,11 @@ class Server:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
 
     def post(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
-        """Post to a route, with httpx's `options`; return the decoded answer.
+        """Post to a route, with httpx2's `options`; return the decoded answer.
 
         Raises:
             RefusedError: If the server answers with an error.
-            httpx.TransportError: If it cannot be reached, or takes too long.
+            httpx2.TransportError: If it cannot be reached, or takes too long.
         """
         return self.decode(self._http.post(path, json=body, **options))
 
@@ -92,7 +92,7 @@ class Server:
         for seconds in self.pauses():
             try:
                 return self.label()
-            except (httpx.TransportError, RefusedError) as error:
+            except (httpx2.TransportError, RefusedError) as error:
                 reason = self.temporary_or_raise(error)
                 time.sleep(seconds)
         raise self.unreachable_error(reason)
@@ -119,7 +119,7 @@ class Server:
             "timeout."
         )
 
-    def decode(self, response: httpx.Response) -> Any:
+    def decode(self, response: httpx2.Response) -> Any:
         """Decode an answer.
 
         Raises:
@@ -134,21 +134,21 @@ class Server:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Options of httpx's clients: no proxies, and no keep-alive connections, which the server may have closed."""
+        """Options of httpx2's clients: no proxies, and no keep-alive connections, which the server may have closed."""
         return {
             "base_url": self.url,
             "headers": self._headers,
             "trust_env": False,
-            "limits": httpx.Limits(max_keepalive_connections=0),
-            "verify": httpx.create_ssl_context() if self._parts.scheme == "https" else False,
+            "limits": httpx2.Limits(max_keepalive_connections=0),
+            "verify": httpx2.create_ssl_context() if self._parts.scheme == "https" else False,
         }
 
     @cached_property
-    def _http(self) -> httpx.Client:
-        return httpx.Client(timeout=self.timeout, **self.options)
+    def _http(self) -> httpx2.Client:
+        return httpx2.Client(timeout=self.timeout, **self.options)
 
 
-def _reason(response: httpx.Response) -> str:
+def _reason(response: httpx2.Response) -> str:
     """The reason for a refusal, which vLLM puts into `error`, `error.message` or `detail`."""
     if response.status_code == 404:
         return _NO_SAMPLER

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from pl_grouprl.rollout.server.auth import TokenAuth
@@ -67,7 +68,6 @@ def test_web_sockets_need_the_token_too(status_of):
 
 def test_what_a_killed_server_leaves_is_removed(tmp_path):
     """The reaper watches the process that started it, also after that became another program."""
-    psutil = pytest.importorskip("psutil")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "bucket").touch()
     (tmp_path / "other").mkdir()
