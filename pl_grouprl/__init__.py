@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO, OptimizerConfig
+    from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO, OptimizerConfig, default_precision
     from pl_grouprl.attention import shared_prefix
     from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor, default_callbacks
     from pl_grouprl.data import PromptDataModule
@@ -33,6 +33,7 @@ _HOMES = {
     "TokenGroupMonitor": "callbacks",
     "Weighted": "rewards",
     "default_callbacks": "callbacks",
+    "default_precision": "algorithms",
     "shared_prefix": "attention",
 }
 
@@ -53,6 +54,7 @@ __all__ = [
     "TokenGroupMonitor",
     "Weighted",
     "default_callbacks",
+    "default_precision",
     "shared_prefix",
 ]
 

@@ -22,6 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 from pl_grouprl.utilities.config_errors import cause_of_union, explain, is_refusal
 from pl_grouprl.utilities.config_files import refuse_duplicates, refuse_unknown_groups
+from pl_grouprl.utilities.device_defaults import default_precision
 from pl_grouprl.utilities.last_checkpoint import last_checkpoint
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.verified_loading import load_verified
@@ -231,7 +232,7 @@ class RLCLI(LightningCLI):
 
     Differences from Lightning's: `--config NAME` also looks in `configs/`; a checkpoint's hyper-parameters are never
     merged over the command line; `--ckpt_path last` finds the newest checkpoint of earlier runs of the same name, and
-    fails if there is none.
+    fails if there is none; where `trainer.precision` is not set, it is `default_precision()`.
     """
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
@@ -308,9 +309,14 @@ class RLCLI(LightningCLI):
             refuse_unknown_groups(text, source, config.get(self.config.subcommand) or config)
 
     def before_instantiate_classes(self) -> None:
-        """Remove strategy, accelerator, loggers and callbacks, so any run can be planned on any machine."""
+        """Choose the precision if none is set. For a plan, remove what this machine may lack, so it runs anywhere."""
+        options = self.config[self.subcommand]["trainer"]
+        if options["precision"] is None and not options["plugins"] and self.subcommand != "parity":
+            planned_gpu = (
+                self.subcommand == "plan" and self.config["plan"]["device"] and options["accelerator"] != "cpu"
+            )
+            options["precision"] = "bf16-mixed" if planned_gpu else default_precision(options["accelerator"])
         if self.subcommand == "plan":
-            options = self.config["plan"]["trainer"]
             self._planned_options = options.as_dict()
             bare = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None}
             bare |= {"logger": False, "callbacks": None, "enable_checkpointing": False, "plugins": None}

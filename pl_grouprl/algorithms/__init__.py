@@ -9,6 +9,7 @@ from pl_grouprl.training.loss_sums import LossSums
 from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.utilities.device_defaults import default_precision
 from pl_grouprl.utilities.moved import moved
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OptimizerConfig",
     "RLModule",
     "RolloutBuffer",
+    "default_precision",
 ]
 
 _RENAMED = {

@@ -53,6 +53,7 @@ from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.checkpoint import RunCheckpoint
 from pl_grouprl.training.collector import Collector
+from pl_grouprl.training.device_choices import DeviceChoices
 from pl_grouprl.training.episodes import Episodes, RewrittenHistory
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.finite_weights import check_weights
@@ -196,7 +197,8 @@ class RLModule(pl.LightningModule, ABC):
         max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
             packed into as many rows as that takes; a larger group is split: its prompt is encoded once and its rollouts
             follow in slices of this many tokens. The result is the same, unless a loss compares the tokens of one
-            micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once.
+            micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once; on a GPU, as many as its free
+            memory allows.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be that many times as long. It must divide the number of ranks.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
@@ -339,6 +341,7 @@ class RLModule(pl.LightningModule, ABC):
 
         self.timer, self.throughput = StepTimer(), Throughput()
         self.random_numbers = RandomNumbers(self)
+        self.device_choices = DeviceChoices(self)
         self.prefix_sharing = PrefixSharing(self, sharing, attention_backend, verify)
         limits = EpisodeLimits(max_tool_calling_iterations, max_turn_tokens, max_episode_tokens)
         self.episodes = Episodes(
@@ -402,6 +405,7 @@ class RLModule(pl.LightningModule, ABC):
             share_across_groups=share_across_groups,
             min_saved_tokens=get_backend(attention_backend, "attention_backend").min_saved_tokens,
             whole_episodes=partial(_needs_whole_episodes, self),
+            choose_max_tokens=by_name(self.device_choices, "micro_batch_tokens"),
         )
         self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:
@@ -536,6 +540,7 @@ class RLModule(pl.LightningModule, ABC):
     def load_models(self) -> None:
         """Load the policy, and its frozen copy if one is used. A subclass adds models of its own."""
         self.policy = self.policy_source.load().train()
+        self.device_choices.checkpoint_activations()
         if has_adapters(self.policy):
             leave_frozen_parameters_out_of_checkpoints(self, "policy")
             self.run_checkpoint.reference_fingerprint = fingerprint(self.policy, frozen_only=True)
@@ -573,7 +578,8 @@ class RLModule(pl.LightningModule, ABC):
 
     def configure_optimizers(self) -> Any:
         """Build one optimizer over all parts."""
-        return build_optimizer(self.optimized_parts(), lambda: self.trainer.estimated_stepping_batches)
+        parts, fused = self.optimized_parts(), self.device_choices.fused()
+        return build_optimizer(parts, lambda: self.trainer.estimated_stepping_batches, fused)
 
     # The start of a fit.
 
@@ -591,8 +597,10 @@ class RLModule(pl.LightningModule, ABC):
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
         self.collector.open()
         self.optimization.reset()
+        self.device_choices.describe()
         self.prefix_sharing.open(self.scored_models(), self.parity_reports)
         check_groups_fit(self)
+        self.device_choices.open()
 
     def on_train_start(self) -> None:
         """Continue a resumed run where it stood."""
@@ -786,6 +794,7 @@ class RLModule(pl.LightningModule, ABC):
     def teardown(self, stage: str) -> None:
         """Restore the models, end threads and workers, and release the engine's sampler."""
         self.micro_batcher.cache.clear()
+        self.device_choices.close()
         self.collector.close()
         self.prefix_sharing.close()
         self.rewarder.close()

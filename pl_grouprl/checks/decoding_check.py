@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -37,8 +37,9 @@ CONTINUED = (1, 2, 5)
 
 LONGEST_CONTINUED = LONGEST + max(CONTINUED) + SAMPLING.max_new_tokens
 
-_CONTINUES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_PASSED: WeakSet[nn.Module] = WeakSet()
+_CONTINUES: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = WeakKeyDictionary()
+_PASSED: WeakKeyDictionary[nn.Module, set[torch.dtype]] = WeakKeyDictionary()
+"""Results of the checks, by the dtype that the model computed in."""
 
 Sample = Callable[[list[Prompt], SamplingConfig], list[list[Rollout]]]
 
@@ -53,9 +54,10 @@ def check_decoding(
     placeholders: Collection[int] = (),
     scoring: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Compare log-probabilities of a few sampled tokens with those of forwards without a cache, once per model.
+    """Compare log-probabilities of a few sampled tokens with those of forwards without a cache.
 
-    Skips models whose weights are sharded, on meta, or quantized in another way than to 4 bits.
+    Once per model and dtype that it computes in. Skips models whose weights are sharded, on meta, or quantized in
+    another way than to 4 bits.
 
     Args:
         model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.
@@ -67,7 +69,8 @@ def check_decoding(
     Raises:
         ValueError: If they differ by more than rounding, the model fails, or a layer selects tokens in long rows only.
     """
-    if model in _PASSED or not is_whole(model):
+    passed = _PASSED.setdefault(model, set())
+    if not is_whole(model) or _precision(model) in passed:
         return
     decoder = find_decoder(model)
     with _selecting_few(model) as selections:
@@ -78,7 +81,7 @@ def check_decoding(
                 break
     if untried:
         raise _refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which cannot be tried.")
-    _PASSED.add(model)
+    passed.add(_precision(model))
 
 
 def _check_prompts(
@@ -138,7 +141,8 @@ def continues_exactly(
         placeholders: Tokens that `sample` never draws (image placeholders).
         scoring: Context of the forwards without a cache.
     """
-    if model not in _CONTINUES:
+    results_of_model, precision = _CONTINUES.setdefault(model, {}), _precision(model)
+    if precision not in results_of_model:
         prompts, worst = _prompts(model, placeholders), 0.0
         results = [_ordinary_tokens(model, placeholders, LONGEST)[-count:] for count in CONTINUED]
         if is_whole(model):
@@ -146,13 +150,13 @@ def continues_exactly(
                 turns = sample(prompts, results, SAMPLING)
                 with scoring():
                     worst = max(_difference(model, prompt, rollout, placeholders) for prompt, rollout in turns)
-        _CONTINUES[model] = worst <= _allowed(model)
-        if not _CONTINUES[model]:
+        results_of_model[precision] = worst <= _allowed(model)
+        if not results_of_model[precision]:
             rank_zero_info(
                 f"HFRolloutEngine encodes every turn of an episode from the start: log-probabilities of "
                 f"{type(model).__name__} differ by {worst:.1e} if it continues a cache with several tokens."
             )
-    return _CONTINUES[model]
+    return results_of_model[precision]
 
 
 def _prompts(model: Any, placeholders: Collection[int], factor: int = 1) -> list[Prompt]:

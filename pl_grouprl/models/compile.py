@@ -21,6 +21,9 @@ def compile_layers(model: Any) -> None:
     Raises:
         ValueError: If the decoder has no list of `num_hidden_layers` layers.
     """
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    rank_zero_info("compile_layers: the first forward and backward passes compile, which may take a minute each.")
     for layer in decoder_layers(model):
         layer.compile(backend=COMPILER_BACKEND, dynamic=True)
 

@@ -110,7 +110,7 @@ class PretrainedCritic:
         path: Name on the model hub or a local folder. Its vocabulary must be the policy's.
         dtype: See `PretrainedPolicy`, also for the options down to `trust_remote_code`.
         attn_implementation: As in transformers.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass. None: if the policy does.
         disable_dropout: Set every dropout rate of the config to 0.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
@@ -123,7 +123,7 @@ class PretrainedCritic:
     path: str
     dtype: Dtype = "float32"
     attn_implementation: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     disable_dropout: bool = True
     revision: str | None = None
     trust_remote_code: bool = False
@@ -157,6 +157,8 @@ class PretrainedCritic:
             check_causal(trunk, owner)
             head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
         self._check_vocabulary(trunk, policy)
+        if self.gradient_checkpointing is None and getattr(policy, "is_gradient_checkpointing", False):
+            self._checkpoint.enable_checkpointing(trunk)
         return Critic(trunk, head).train()
 
     def _check_vocabulary(self, trunk: Any, policy: Any) -> None:

@@ -80,7 +80,7 @@ class PretrainedPolicy:
             weights; `bf16-true` casts them to bfloat16 regardless. `auto` is the checkpoint's dtype.
         attn_implementation: As in transformers (`sdpa`, `flash_attention_2`, `eager`); None is its default. Prefix
             sharing wraps it.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass. None: on a GPU.
         disable_dropout: Set every dropout rate of the config to 0, so that old and new log-probabilities are
             comparable.
         revision: Branch, tag or commit on the hub.
@@ -109,7 +109,7 @@ class PretrainedPolicy:
     path: str
     dtype: Dtype = "float32"
     attn_implementation: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     disable_dropout: bool = True
     revision: str | None = None
     trust_remote_code: bool = False
@@ -218,6 +218,11 @@ class PretrainedPolicy:
                 # With frozen embeddings, a layer's input needs no gradient, so its weights would get none.
                 model.enable_input_require_grads()
         return model
+
+    def enable_checkpointing(self, model: Any) -> None:
+        """Recompute activations of a loaded model, if its family supports that; for `gradient_checkpointing` None."""
+        if model.supports_gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self._checkpointing_options)
 
     def load_tokenizer(self) -> Any:
         """Load the tokenizer of the same folder, name or GGUF file."""

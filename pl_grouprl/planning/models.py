@@ -13,6 +13,7 @@ from pl_grouprl.models import LoRACritic, ModelCost, PolicyCopyCritic, Pretraine
 from pl_grouprl.models.critic import ValueHead
 from pl_grouprl.planning.hardware import Hardware
 from pl_grouprl.planning.memory import Footprint, Held, LayerBytes, empty_model, held_bytes
+from pl_grouprl.utilities.device_defaults import checkpoints_activations
 
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
@@ -75,7 +76,9 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
         cost=cost,
         has_adapter=adapter is not None,
         has_critic=critic_layers is not None,
-        checkpointing=bool(getattr(source, "gradient_checkpointing", False)),
+        checkpointing=checkpoints_activations(
+            getattr(source, "gradient_checkpointing", False), "cpu" if hardware.device is None else "cuda"
+        ),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 
@@ -16,12 +17,16 @@ from pl_grouprl.rollout.packed_linear import packed_linears
 from pl_grouprl.rollout.prefill import cache_argument
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.memory import naming_memory
-from pl_grouprl.utilities.modes import evaluating, uncompiled
+from pl_grouprl.utilities.device_defaults import cached_bytes, free_memory, sequences_at_once
+from pl_grouprl.utilities.memory import is_out_of_memory, naming_memory
+from pl_grouprl.utilities.modes import computing_in, evaluating, uncompiled
 from pl_grouprl.utilities.options import check_options
 
 if TYPE_CHECKING:
     from pl_grouprl.rollout.kept_caches import KeptCaches
+
+
+_FAIL_IN_BFLOAT16: WeakSet[torch.nn.Module] = WeakSet()
 
 
 @checked_arguments
@@ -44,14 +49,21 @@ class HFRolloutEngine:
     Reproducible: each sequence draws from a random stream identified by (seed, index of the prompt in the call or in
     `prompt_indices`, index of the rollout). Results do not depend on `max_sequences` or on other prompts, except that
     rounding may differ between batch shapes and so, rarely, change a token. The same call gives the same bits on the
-    same machine. Neither reads nor changes global random state.
+    same machine, if `max_sequences` is set or all sequences fit. Neither reads nor changes global random state.
 
     Args:
         model: The policy; may be set later by `bind`.
         tokenizer: Decodes completions and finds stop strings; optional.
-        max_sequences: Most sequences decoded at once, which bounds the cache; None decodes all at once. A prompt whose
-            rollouts are split is still encoded once.
+        max_sequences: Most sequences decoded at once, which bounds the cache; None decodes as many as half of the free
+            memory can hold, counted by the longest prompt and completion. A prompt whose rollouts are split is still
+            encoded once.
         max_prefill_tokens: Most prompt tokens in one forward pass, including padding.
+        dtype: Dtype to sample in. `auto` is bfloat16 if the Trainer's precision is `bf16-mixed`, else that of the
+            weights; also if bfloat16 fails the check of a model's decoding. In any dtype but the weights' own, each
+            call of `generate` runs on a copy of the weights, which takes memory only during the call.
+
+    Attributes:
+        autocast_dtype: Dtype of the Trainer's autocast, set by the run; None without autocast.
 
     Raises:
         ValueError: If a limit is below 1, or the model is not a decoder.
@@ -70,14 +82,18 @@ class HFRolloutEngine:
         *,
         max_sequences: int | None = None,
         max_prefill_tokens: int = 8192,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     ) -> None:
         counts = {"max_sequences": max_sequences, "max_prefill_tokens": max_prefill_tokens}
         check_options({name: (count, count is None or count >= 1, "at least 1") for name, count in counts.items()})
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
+        self.dtype = dtype
+        self.autocast_dtype: torch.dtype | None = None
         self.model: Any = None
         self.tokenizer: Any = None
         self._kept: KeptCaches | None = None
+        self._told = False
         if model is not None:
             self.bind(model, tokenizer)
 
@@ -140,14 +156,16 @@ class HFRolloutEngine:
         from pl_grouprl.rollout.decoding_probes import probe_decoding
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts
 
+        most = self._sequences_at_once(prompts, longest, num_generations)
         memory = naming_memory(
-            f"a rollout with max_sequences={self.max_sequences} (None: all at once) and max_prefill_tokens="
+            f"a rollout with max_sequences={most} (None: all at once) and max_prefill_tokens="
             f"{self.max_prefill_tokens} of HFRolloutEngine",
             "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens if the prompts "
             "alone do not fit",
         )
-        with memory, _evaluating(self.model, max(longest, default=0)), attending_to_shared_prompts(self.model):
-            sampler = BatchedSampler(self.model, self.max_sequences, self.max_prefill_tokens)
+        mode = _evaluating(self.model, self._checked_dtype(), max(longest, default=0))
+        with memory, mode, attending_to_shared_prompts(self.model):
+            sampler = BatchedSampler(self.model, most, self.max_prefill_tokens)
             groups = sampler.sample(
                 requests,
                 sampling,
@@ -161,6 +179,54 @@ class HFRolloutEngine:
             )
         policy.decode(rollout for group in groups for rollout in group)
         return groups
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype to sample in; None for that of the weights."""
+        if self.dtype == "auto":  # float16 has too small a range for some models' activations, which autocast widens
+            return torch.bfloat16 if self.autocast_dtype == torch.bfloat16 else None
+        return getattr(torch, self.dtype)
+
+    def _checked_dtype(self) -> torch.dtype | None:
+        """`compute_dtype`, unless `auto` chose it and the model does not decode in it."""
+        dtype = self.compute_dtype
+        if dtype is None or self.dtype != "auto" or self.model in _FAIL_IN_BFLOAT16:
+            return None if self.dtype == "auto" else dtype
+        from pl_grouprl.rollout.batches import BatchedSampler
+        from pl_grouprl.rollout.decoding_probes import probe_decoding
+        from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts
+
+        try:
+            with _evaluating(self.model, dtype, 0), attending_to_shared_prompts(self.model):
+                probe_decoding(self.model, BatchedSampler(self.model, None, self.max_prefill_tokens), None)
+        except (RuntimeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            _FAIL_IN_BFLOAT16.add(self.model)
+            _log(f"Rollouts are sampled in the dtype of the weights, because bfloat16 fails: {error}")
+            return None
+        return dtype
+
+    def _sequences_at_once(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], num_generations: int
+    ) -> int | None:
+        """`max_sequences`, or what the free memory holds: caches of whole sequences, and logits with temporaries."""
+        count = len(prompts) * num_generations
+        if self.max_sequences is not None or not count:
+            return self.max_sequences
+        config = self.model.config.get_text_config(decoder=True)
+        tokens = max(map(len, prompts)) + max(max_new_tokens)
+        width = (self.compute_dtype or self.model.dtype).itemsize
+        needed = tokens * cached_bytes(config, width) + 24 * getattr(config, "vocab_size", 0)
+        device = next(self.model.parameters()).device
+        most = sequences_at_once(count, needed, lambda: free_memory(device))
+        if most < count and not self._told:
+            self._told = True
+            _log(
+                f"HFRolloutEngine samples {most} of {count} sequences at once: each may take {needed / 2**20:.0f} MiB, "
+                "and caches get half of the free memory (max_sequences sets another number)."
+            )
+        return most if most < count else None
 
     @contextmanager
     def keep_caches(self) -> Iterator[None]:
@@ -193,6 +259,12 @@ class HFRolloutEngine:
         return {**self.__dict__, "_kept": None}
 
 
+def _log(message: str) -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    rank_zero_info(message)
+
+
 def _check_model(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
@@ -209,13 +281,14 @@ def _check_model(model: Any) -> None:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module, steps: int) -> Iterator[None]:
-    """Evaluate without gradients on packed copies of the weights.
+def _evaluating(model: torch.nn.Module, dtype: torch.dtype | None, steps: int) -> Iterator[None]:
+    """Evaluate without gradients, on copies of the weights in another dtype or packed ones.
 
     Switches inference mode off, even if the caller has it on (Lightning's validation): buffers that a forward pass
     replaces, such as rotary frequencies, would stay inference tensors, which cannot be written to (DDP's broadcast) or
     saved for a backward pass. Compiled layers run uncompiled, because each cache length and batch size could need its
     own graph.
     """
-    with torch.inference_mode(False), evaluating(model), uncompiled(), packed_linears(model, steps):
+    copies, packed = computing_in(model, dtype), packed_linears(model, steps)
+    with torch.inference_mode(False), evaluating(model), uncompiled(), copies, packed:
         yield

@@ -39,6 +39,7 @@ class DeepSpeedSupport(StrategySupport):
     """
 
     keeps_plain_weights = False
+    bounds_micro_batches = False  # its buffers are not counted
     keeps_shapes = False
 
     def __init__(self, trainer: Trainer | None) -> None:

@@ -27,6 +27,7 @@ class FSDP1Support(ShardedSupport):
     only the decoder layers are sharded: the rest is not in checkpoints, and FSDP1 would report it as missing.
     """
 
+    bounds_micro_batches = False
     keeps_shapes = False
 
     def check(self, module: LightningModule) -> None:

@@ -26,11 +26,13 @@ class StrategySupport:
         shards: Whether a rank holds only a part of the weights between forward and backward passes.
         keeps_plain_weights: Whether every rank holds all weights as ordinary tensors at any time, so that another
             thread may copy them.
+        bounds_micro_batches: Whether a token budget may be chosen from the free memory.
         keeps_shapes: Whether the optimizer gets weights in their own shapes, rather than flat shards.
     """
 
     shards: bool = False
     keeps_plain_weights: bool = True
+    bounds_micro_batches: bool = True
     keeps_shapes: bool = True
 
     def __init__(self, trainer: Trainer | None) -> None:
@@ -75,6 +77,11 @@ class StrategySupport:
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """The forward context of the run's precision, such as autocast; a null context without a Trainer."""
         return contextlib.nullcontext() if self._trainer is None else self._trainer.precision_plugin.forward_context()
+
+    def autocast_dtype(self, device_type: str) -> torch.dtype | None:
+        """The dtype of that context's autocast; None without autocast."""
+        with self.forward_context():
+            return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
     def backward(self, loss: Tensor) -> None:
         """Run backward for one of several micro-batches inside `training_step`; adds to gradients without reducing."""

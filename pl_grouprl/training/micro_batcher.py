@@ -37,6 +37,7 @@ class MicroBatcher:
         share_across_groups: Encode the common beginning of prompts once.
         min_saved_tokens: As in `packing.pack`; None if the attention backend runs prompts with rollouts alone.
         whole_episodes: Returns whether updates need all rows of an episode in one micro-batch.
+        choose_max_tokens: Returns the limit where `max_tokens` sets none; called at the first pass of a run.
 
     Raises:
         ValueError: If a number is less than 1, options exclude each other, or padded rows would have to be divided.
@@ -52,6 +53,7 @@ class MicroBatcher:
         share_across_groups: bool = False,
         min_saved_tokens: int | None = MIN_SAVED_TOKENS,
         whole_episodes: Callable[[], bool] = lambda: True,
+        choose_max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         counts = {
             "sequence_parallel_size": sequence_parallel_size,
@@ -69,6 +71,8 @@ class MicroBatcher:
             )
         self.share_across_groups = share_across_groups
         self._min_saved_tokens, self._whole_episodes = min_saved_tokens, whole_episodes
+        self._choose_max_tokens = choose_max_tokens
+        self._chosen: list[int | None] = []  # one entry once it was chosen
         self.cache = PackedRowCache()
         self._sequence_group: Any = None
 
@@ -122,6 +126,7 @@ class MicroBatcher:
 
     def form_sequence_groups(self, models: Iterable[Any]) -> None:
         """Form the groups of ranks that split rows; refuse models whose attention cannot be divided."""
+        self._chosen.clear()
         if self.sequence_parallel_size > 1:
             for model in models:
                 check_sequence_parallel(model, self.sequence_parallel_size)
@@ -135,7 +140,8 @@ class MicroBatcher:
             buffer: The rollouts.
             members: Indices of the groups.
         """
-        options = self._options(self.max_tokens, self._sequence_group, self.sequence_parallel_size)
+        budget = self._budget(buffer)
+        options = self._options(budget, self._sequence_group, self.sequence_parallel_size)
         options = replace(options, whole_episodes=self._whole_episodes())
         return MicroBatchSchedule(buffer, members, options, self.cache)
 
@@ -144,8 +150,23 @@ class MicroBatcher:
 
         Scoring keeps no activations, so each rank scores alone, with the token budget of its whole sequence group.
         """
-        budget = None if self.max_tokens is None else self.max_tokens * self.sequence_parallel_size
+        budget = self._budget(buffer)
+        budget = None if budget is None else budget * self.sequence_parallel_size
         return MicroBatchSchedule(buffer, range(len(buffer.groups)), self._options(budget, None, 1), self.cache)
+
+    def _budget(self, buffer: RolloutBuffer) -> int | None:
+        """`max_tokens`, or the chosen limit, raised to a whole prompt with its longest rollout."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        if not self._chosen:
+            self._chosen.append(self._choose_max_tokens())
+        if self._chosen[0] is None or any(rows > 1 for group in buffer.groups for rows in group.rows_per_episode):
+            return None
+        longest = (
+            len(group.prompt_ids) + max((len(rollout.token_ids) for rollout in group.rollouts), default=0)
+            for group in buffer.groups
+        )
+        return max(self._chosen[0], *longest)
 
     def _options(self, budget: int | None, sequence_group: Any, sequence_ranks: int) -> RowOptions:
         return RowOptions(
@@ -165,7 +186,7 @@ class MicroBatcher:
             what: Text before "a pass" in the error.
         """
         return naming_memory(
-            f"{what}a pass of max_tokens_per_micro_batch={self.max_tokens} tokens (None: all groups of a mini-batch at "
-            "once)",
+            f"{what}a pass of max_tokens_per_micro_batch={self.max_tokens} tokens (None: "
+            f"{self._chosen[0] if any(self._chosen) else 'all groups of a mini-batch at once'})",
             "lower it, which changes no result, or raise sequence_parallel_size",
         )

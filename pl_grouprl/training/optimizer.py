@@ -159,13 +159,16 @@ class OptimizerConfig:
 
 
 def build_optimizer(
-    parts: Mapping[str, tuple[nn.Module, OptimizerConfig]], total_steps: Callable[[], float]
+    parts: Mapping[str, tuple[nn.Module, OptimizerConfig]],
+    total_steps: Callable[[], float],
+    fused: bool | None = None,
 ) -> dict[str, Any]:
     """Build the return value of `configure_optimizers`.
 
     Args:
         parts: Module and options of each part, by the prefix of its parameter groups' names.
         total_steps: Returns the optimizer steps of the whole run; called only if a schedule needs them.
+        fused: As in `torch.optim.AdamW`; for groups of AdamW whose `optim_args` do not choose.
 
     Raises:
         ValueError: If a schedule needs the length of the run and the Trainer sets none.
@@ -195,7 +198,7 @@ def build_optimizer(
             factors[name + suffix] = partial(config.learning_rate_factor, total_steps=steps)
         if own:
             others.append((config, own))
-    optimizers = [_adamw(adamw)] if adamw else []
+    optimizers = [_adamw(adamw, fused)] if adamw else []
     optimizers += [config.optimizer_class(own, **config.optim_args or {}) for config, own in others]
     if len(optimizers) > 1 and any(group["state_bits"] == 8 for group in adamw):
         raise ValueError("state_bits is 8 in one part and optim another class in another; leave out one of them.")
@@ -242,10 +245,12 @@ class SeveralOptimizers(torch.optim.Optimizer):
         return loss
 
 
-def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _adamw(groups: list[dict[str, Any]], fused: bool | None) -> torch.optim.Optimizer:
+    if any({"fused", "foreach"} & group.keys() for group in groups):
+        fused = None  # chosen by optim_args
     if all(group["state_bits"] == 32 for group in groups):
         return torch.optim.AdamW(
-            [{name: value for name, value in group.items() if name != "state_bits"} for group in groups]
+            [{name: value for name, value in group.items() if name != "state_bits"} for group in groups], fused=fused
         )
     from pl_grouprl.training.adamw_8bit import AdamW8bit
 

@@ -84,9 +84,12 @@ class Sampler:
         self._stop: StopStrings | None = None
 
     def reset(self) -> None:
-        """Forget what the engine has: another run may have used or closed it."""
+        """Forget what the engine has: another run may have used or closed it. Tell it the precision of this run."""
         self._weight_sync.forget()
         self._check.forget()
+        if hasattr(self.engine, "autocast_dtype"):
+            support = self._run.support
+            self.engine.autocast_dtype = support.autocast_dtype(support.trainer.strategy.root_device.type)
 
     def close(self) -> None:
         """Release an engine that has a copy of the weights."""

@@ -47,6 +47,11 @@ def mark_adapted(model: Any, adapted: bool) -> None:
     model._hf_peft_config_loaded = adapted
 
 
+def float32_parts(model: Any) -> frozenset[str]:
+    """Parts of the names of weights that transformers keeps in float32 when it loads a model in half precision."""
+    return frozenset(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+
 def attention_implementation(config: Any) -> str | None:
     """The name of the attention function that a decoder's layers look up in each call."""
     name: str | None = getattr(config, "_attn_implementation", None)
@@ -117,6 +122,7 @@ NAMES = (
         (
             *("_can_set_attn_implementation", "_supports_attention_backend", "_can_record_outputs"),
             *("_require_grads_hook", "_keys_to_ignore_on_save"),
+            "_keep_in_fp32_modules_strict",
         ),
         "what a family can do, and how it saves",
     ),
@@ -155,6 +161,11 @@ NAMES = (
         "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
         ("_should_accumulate", "_batches_that_stepped"),
         "whether a batch ends with a step; repaired counters of a resumed run",
+    ),
+    Names(
+        "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
+        ("_max_batches",),
+        "validation on fewer prompts before the first step",
     ),
     Names("lightning.pytorch.utilities.combined_loader.CombinedLoader", ("_load_state_dicts",), "a resume's data"),
     Names("lightning.pytorch.strategies.Strategy", ("_checkpoint_io", "_forward_redirection"), "checkpoints; FSDP1"),

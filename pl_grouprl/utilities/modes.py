@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pl_grouprl.utilities.internals import float32_parts
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -49,6 +51,38 @@ def examining(model: Any) -> Iterator[None]:
         for module, attributes, buffers in rotary:
             module.__dict__.update(attributes)
             module._buffers.update(buffers)
+
+
+@contextmanager
+def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Run a model on copies of its weights in another dtype.
+
+    The copies are made on entry and freed on exit, so they are always those of the current weights. The parameters
+    themselves are put aside unchanged, with whatever refers to them: optimizers, DDP's hooks, an adapter's state.
+    Buffers (rotary frequencies), quantized weights, and weights that transformers keeps in float32 stay as they are.
+
+    Args:
+        model: A transformers model with whole weights, with or without adapters. Without gradients.
+        dtype: Dtype of the copies; None runs the model on its weights.
+    """
+    wide = float32_parts(model)
+    places = [
+        (module, attribute, weight)
+        for name, module in model.named_modules()
+        for attribute, weight in module._parameters.items()
+        if weight is not None and weight.is_floating_point() and dtype not in (None, weight.dtype)
+        if not any(f".{part}." in f".{name}.{attribute}." for part in wide)
+    ]
+    copies: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    try:
+        for module, attribute, weight in places:
+            if weight not in copies:
+                copies[weight] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+            module._parameters[attribute] = copies[weight]
+        yield
+    finally:
+        for module, attribute, weight in places:
+            module._parameters[attribute] = weight
 
 
 def uncompiled() -> AbstractContextManager[Any]:

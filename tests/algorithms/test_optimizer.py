@@ -256,3 +256,15 @@ def test_strategies_that_flatten_weights_are_refused(make_module, monkeypatch, s
     module.trainer = trainer
     with nullcontext() if works else pytest.raises(ValueError, match=r"optim is torch\.optim\.Muon under FSDP"):
         check_quantized(module)
+
+
+def test_adamw_is_fused_as_asked_unless_its_own_options_choose():
+    layer = torch.nn.Linear(2, 2)
+
+    def group(**options):
+        parts = {"policy": (layer, OptimizerConfig(**options))}
+        return build_optimizer(parts, lambda: 1, fused=True)["optimizer"].param_groups[0]
+
+    assert group()["fused"] is True
+    chosen = group(optim_args={"foreach": True})
+    assert (chosen["fused"], chosen["foreach"]) == (None, True)

@@ -342,12 +342,12 @@ def test_kinds_in_words():
 
 BLOCKS = (-1, -1, 0, 0, -1)
 CHOSEN = {
-    "plain": (Rule(), "cascade", "cascade", "flex"),
-    "window": (Rule(window=2), "cascade", "cascade", "flex"),
-    "chunk": (Rule(chunk=2), "cascade", "cascade", "flex"),
-    "blocks": (Rule(blocks=BLOCKS), "cascade", "cascade", "flex"),
-    "soft cap": (Rule(softcap=1.0), "cascade", "flex", "flex"),
-    "window and blocks": (Rule(window=2, blocks=BLOCKS), "cascade", "cascade", "flex"),
+    "plain": (Rule(), "cascade", "cascade", "cascade"),
+    "window": (Rule(window=2), "cascade", "cascade", "cascade"),
+    "chunk": (Rule(chunk=2), "cascade", "cascade", "cascade"),
+    "blocks": (Rule(blocks=BLOCKS), "cascade", "cascade", "cascade"),
+    "soft cap": (Rule(softcap=1.0), "cascade", "flex", "cascade"),
+    "window and blocks": (Rule(window=2, blocks=BLOCKS), "cascade", "cascade", "cascade"),
     "block beyond the window": (Rule(window=1, blocks=BLOCKS, window_bounds_blocks=False), "reference", "flex", "flex"),
     "chunk and blocks": (Rule(chunk=2, blocks=BLOCKS), "reference", "flex", "flex"),
 }

@@ -52,7 +52,7 @@ def groups():
 def fit(tmp_path):
     """Train for some steps with the given callbacks; the run folder is `tmp_path/version_0`."""
 
-    def run(module, *callbacks, max_steps=4, ckpt_path=None, **options):
+    def run(module, *callbacks, max_steps=4, ckpt_path=None, val_batches=1, **options):
         options.setdefault("logger", CSVLogger(tmp_path, name="", version=0))
         options.setdefault("enable_checkpointing", False)
         trainer = Trainer(
@@ -69,7 +69,7 @@ def fit(tmp_path):
             **options,
         )
         loader = torch.utils.data.DataLoader(torch.ones(8, 1))
-        val_loader = torch.utils.data.DataLoader(torch.ones(1, 1))
+        val_loader = torch.utils.data.DataLoader(torch.ones(val_batches, 1))
         trainer.fit(module, loader, val_loader, ckpt_path=ckpt_path)
         return trainer
 

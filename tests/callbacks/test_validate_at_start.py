@@ -1,5 +1,7 @@
 import csv
 
+import pytest
+
 from pl_grouprl.callbacks import RunSummary, ValidateAtStart
 
 
@@ -23,3 +25,26 @@ def test_a_resumed_run_begins_with_a_validation_as_well(fit, counter, tmp_path):
     summary = RunSummary()
     fit(counter, ValidateAtStart(), summary, ckpt_path=tmp_path / "third.ckpt")
     assert summary.history.points["val/score"] == [(3, 30.0), (4, 40.0)]
+
+
+class Seen(ValidateAtStart):
+    """Counts validation batches by the step they run at."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.batches = {}
+
+    def on_validation_batch_end(self, trainer, *args):
+        self.batches[trainer.global_step] = self.batches.get(trainer.global_step, 0) + 1
+
+
+@pytest.mark.parametrize(("options", "first"), [({"max_prompts": 3}, 3), ({"max_prompts": None}, 5), ({}, 5)])
+def test_the_first_validation_is_bounded_and_no_other(fit, counter, options, first):
+    seen = Seen(**options)
+    fit(counter, seen, val_batches=5)  # of one prompt each
+    assert seen.batches == {0: first, 2: 5, 4: 5}
+
+
+def test_at_least_one_prompt():
+    with pytest.raises(ValueError, match="max_prompts is 0"):
+        ValidateAtStart(max_prompts=0)

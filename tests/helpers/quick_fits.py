@@ -22,7 +22,7 @@ from pl_grouprl.utilities import garbage
 from pl_grouprl.utilities.modes import is_whole
 
 _LAYER_CHECKS: dict[Any, Any] = {}
-_DECODED: set[Any] = set()
+_DECODED: dict[Any, set[Any]] = {}
 _check_layers = SharedPrefix._run_layer_check
 
 
@@ -56,10 +56,9 @@ def _remembering_decoders(generate: Any) -> Any:
             return generate(sampler, *args)
         key = (type(sampler.engine), _equal_for(model, model))
         if key in _DECODED:
-            decoding_check._PASSED.add(model)
+            decoding_check._PASSED[model] = set(_DECODED[key])
         groups = generate(sampler, *args)
-        if model in decoding_check._PASSED:
-            _DECODED.add(key)
+        _DECODED[key] = _DECODED.get(key, set()) | decoding_check._PASSED.get(model, set())
         return groups
 
     return _generate

@@ -14,8 +14,9 @@ import torch
 import yaml
 from helpers.scripts import run_script
 from helpers.sweeps import sweep, sweep_pairs
+from jsonargparse import Namespace
 
-from pl_grouprl.cli import find_config, last_checkpoint, main
+from pl_grouprl.cli import RLCLI, find_config, last_checkpoint, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -423,3 +424,35 @@ def test_empty_groups_that_are_options_are_taken(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["fit", "--config", "grpo_pg.yaml", "--config", str(path)])
     assert taken
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "expected"),
+    [
+        ("fit", {}, "bf16-mixed"),
+        ("validate", {}, "bf16-mixed"),
+        ("fit", {"accelerator": "cpu"}, "32-true"),
+        ("fit", {"precision": "32-true"}, "32-true"),
+        ("fit", {"plugins": [object()]}, None),  # may be a precision
+        ("parity", {}, None),
+    ],
+)
+def test_a_precision_is_chosen_where_none_is_set(command, options, expected, monkeypatch):
+    """On a machine that says it has a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    cli = RLCLI.__new__(RLCLI)
+    trainer = {"precision": None, "accelerator": "auto", "plugins": None, **options}
+    cli.subcommand, cli.config = command, {command: {"trainer": trainer}}
+    cli.before_instantiate_classes()
+    assert trainer["precision"] == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("h100", "bf16-mixed"), (None, "32-true")])
+def test_a_plan_for_a_gpu_has_its_precision_anywhere(device, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cli = RLCLI.__new__(RLCLI)
+    trainer = Namespace(precision=None, accelerator="auto", plugins=None)
+    cli.subcommand, cli.config = "plan", {"plan": {"trainer": trainer, "device": device}}
+    cli.before_instantiate_classes()
+    assert cli._planned_options["precision"] == expected

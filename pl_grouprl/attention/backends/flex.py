@@ -37,7 +37,12 @@ def _flex_attention(device_type: str) -> Any:
     """Compiled on CUDA; not on CPU, where the compiled version lacks most rules."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    if device_type != "cuda":
+        return flex_attention
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    rank_zero_info("FlexAttention compiles for this model, forward and backward, which may take a minute.")
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Any:
@@ -115,8 +120,13 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
 
 
 def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int | None:
-    """On CUDA, for what fused kernels lack: float32, soft caps, bidirectional images under a window."""
-    return 2 if query.is_cuda else None
+    """On CUDA, for what fused kernels lack: soft caps in half precision, bidirectional images under a window.
+
+    Not in float32 where the cascade serves, whose matrix products need not be compiled first.
+    """
+    if not query.is_cuda:
+        return None
+    return 2 if query.dtype in (torch.bfloat16, torch.float16) else 0  # of equals, the first in `BACKENDS` runs
 
 
 # Compiled layers call attention as an opaque operator, in which FlexAttention would run uncompiled and dense.

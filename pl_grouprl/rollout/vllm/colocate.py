@@ -49,7 +49,8 @@ class VLLMRolloutEngine(HoldsPolicy):
         kv_cache_gib: Memory of vLLM's key and value cache in GiB instead; on CPUs 1 by default.
         max_model_len: Maximum length of prompt plus completion; None is the model's maximum.
         max_num_seqs: Most sequences decoded at once.
-        dtype: Dtype of vLLM's weights and activations; `auto` is that of the policy's weights.
+        dtype: Dtype of vLLM's weights and activations; `auto` is bfloat16 if the Trainer's precision is `bf16-mixed`,
+            else that of the policy's weights.
         enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
         sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
             memory; 2 both, and the weights are sent again before the next rollout. GPUs only.
@@ -111,6 +112,7 @@ class VLLMRolloutEngine(HoldsPolicy):
         self.version: int | None = None
         self.max_model_len = max_model_len
         self.dtype: SamplerDtype = dtype
+        self.autocast_dtype: torch.dtype | None = None  # set by the run
         self._bucket_bytes = bucket_mib << 20
         self._sent: dict[str, int] = {}
         self._awake = False
@@ -146,7 +148,8 @@ class VLLMRolloutEngine(HoldsPolicy):
         started = time.perf_counter()
         self.version = None
         model, lora = self.policy.model, self._lora_arguments(adapter)
-        dtype = getattr(torch, sampler_dtype(model, self.dtype))
+        mixed = self.dtype == "auto" and self.autocast_dtype == torch.bfloat16
+        dtype = torch.bfloat16 if mixed else getattr(torch, sampler_dtype(model, self.dtype))
         self._vllm.start(model, dtype, lora)
         sent: dict[str, int] = {}
         added: dict[str, int] = {}

@@ -1,0 +1,134 @@
+"""Applies `utilities.device_defaults` to a run: what its user left open, decided by its device, and logged once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from pl_grouprl.utilities.device_defaults import (
+    GIB,
+    FastFloat32,
+    activation_bytes,
+    checkpoints_activations,
+    free_memory,
+    fuses_adamw,
+    tokens_per_micro_batch,
+)
+from pl_grouprl.utilities.distributed import local_shard
+
+
+class DeviceChoices:
+    """The open options of a run, as its device decides them.
+
+    Args:
+        module: The `RLModule`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._fast_float32 = FastFloat32()
+
+    def checkpoint_activations(self) -> None:
+        """Let the loaded policy recompute activations, if its source leaves that open and the run is on a GPU."""
+        module, enable = self._module, getattr(self._module.policy_source, "enable_checkpointing", None)
+        device_type = "cpu" if module._trainer is None else module.trainer.strategy.root_device.type
+        setting = getattr(module.policy_source, "gradient_checkpointing", False)
+        if setting is None and checkpoints_activations(setting, device_type) and enable is not None:
+            enable(module.policy)
+
+    def fused(self) -> bool | None:
+        """`fused` of the run's AdamW."""
+        module = self._module
+        parameters = [p for part, _ in module.optimized_parts().values() for p in part.parameters() if p.requires_grad]
+        return fuses_adamw(parameters, getattr(module.trainer.precision_plugin, "scaler", None))
+
+    def describe(self) -> None:
+        """Log how the run computes; warn if that is float32 on a GPU."""
+        module = self._module
+        trainer, device = module.trainer, module.device
+        lines = [f"computes in {_name(self._dtype)} (precision {trainer.precision})"]
+        if hasattr(module.engine, "compute_dtype"):
+            lines.append(f"samples in {_name(module.engine.compute_dtype or module.policy.dtype)}")
+        if any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups):
+            lines.append("fused AdamW")
+        if getattr(module.policy, "is_gradient_checkpointing", False):
+            is_default = getattr(module.policy_source, "gradient_checkpointing", True) is None
+            lines.append(f"recomputes activations{' (the default on a GPU)' if is_default else ''}")
+        if module.max_tokens_per_micro_batch is None and device.type == "cuda":
+            lines.append("micro-batches by free memory")
+        rank_zero_info(f"{_describe(device)}: {', '.join(lines)}.")
+        if device.type == "cuda" and self._dtype == torch.float32:
+            rank_zero_warn(
+                "training computes in float32 on a GPU, which takes several times as long as bfloat16; pass "
+                "precision=default_precision() of pl_grouprl, or 'bf16-mixed', to the Trainer."
+            )
+
+    def open(self) -> None:
+        """Use TF32 for what remains in float32. After the checks at the start, which its rounding would fail."""
+        if self._fast_float32.open(self._module.device.type):
+            rank_zero_info(
+                "Float32 products use TF32; torch.set_float32_matmul_precision('highest') before the run forbids it."
+            )
+
+    def close(self) -> None:
+        """Restore the settings of the process."""
+        self._fast_float32.close()
+
+    def micro_batch_tokens(self) -> int | None:
+        """The token budget that fits in the GPU's free memory; None if there is none to choose.
+
+        Not chosen where it would change the result or is not supported: for losses that compare the tokens of a
+        micro-batch, models with dense masks, rows divided among ranks, FSDP1; and not under DeepSpeed, whose buffers
+        are not counted.
+        """
+        module = self._module
+        device, objective = module.device, module.objective
+        compares = objective.policy_loss.compares_tokens or objective.router_aux_loss_coef > 0
+        may_split = module.support.bounds_micro_batches and module.sequence_parallel_size == 1
+        if device.type != "cuda" or compares or module.prefix_sharing.dense or not may_split:
+            return None
+        width = 4 if self._dtype == torch.float32 else 2
+        models = [m for m in module.scored_models().values() if any(p.requires_grad for p in m.parameters())]
+        configs = [model.config.get_text_config(decoder=True) for model in models]
+        per_token = sum(
+            activation_bytes(config, width, getattr(model, "is_gradient_checkpointing", False))
+            for config, model in zip(configs, models, strict=True)
+        )
+        logits = sum(512 * 8 * config.vocab_size for config in configs)
+        free = free_memory(device)
+        tokens = tokens_per_micro_batch(free, self._pending(width) + logits, per_token)
+        rank_zero_info(
+            f"At most {tokens} tokens per micro-batch: {free / GIB:.1f} GiB are free, and a token takes up to "
+            f"{per_token / 2**20:.2f} MiB (max_tokens_per_micro_batch sets another number)."
+        )
+        return tokens
+
+    def _pending(self, width: int) -> int:
+        """Bytes that the first step allocates: gradients, moments, and autocast's copies of the weights."""
+        module, total = self._module, 0
+        states = [optimizer.state for optimizer in module.trainer.optimizers]
+        for part, _ in module.optimized_parts().values():
+            for weight in part.parameters():
+                total += width * weight.numel() if weight.dtype.itemsize > width else 0
+                if weight.requires_grad:
+                    total += weight.nbytes if weight.grad is None else 0
+                    total += 0 if any(weight in state for state in states) else 2 * local_shard(weight).nbytes
+        return total
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype of forward and backward."""
+        module = self._module
+        return module.support.autocast_dtype(module.device.type) or module.policy.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"On {device.type}"
+    return f"On {torch.cuda.get_device_name(device)}, {free_memory(device) / GIB:.1f} GiB free"

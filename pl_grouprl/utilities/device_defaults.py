@@ -1,0 +1,178 @@
+"""What a run does on a GPU where its user set nothing: every decision, as a function of plain facts.
+
+Nothing here overrides an option that was set. On a CPU all defaults are the former ones. `training.device_choices`
+applies the decisions and logs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+GIB = 2**30
+
+SHARE_FOR_CACHES = 0.5
+"""Share of the free memory that the caches of rollouts may take; growing one holds it twice for a moment."""
+
+SHARE_FOR_ACTIVATIONS = 0.7
+"""Share of the free memory that a micro-batch may take; the rest is for the allocator and what is not counted."""
+
+ALWAYS_FITS = GIB
+"""Rollouts that take less are sampled at once whatever is free, so small runs are the same on a busy machine."""
+
+MIN_TOKENS = 1024
+"""Smallest token budget of a micro-batch, and its unit."""
+
+
+def default_precision(accelerator: Any = "auto") -> Literal["bf16-mixed", "32-true"]:
+    """The Trainer's `precision` for this machine: bfloat16 with float32 weights on a GPU, float32 elsewhere.
+
+    The command line uses it where `trainer.precision` is not set. In Python, pass it to the Trainer, whose own default
+    is float32 everywhere: `Trainer(precision=default_precision())`.
+
+    Args:
+        accelerator: The Trainer's `accelerator`.
+    """
+    may_use_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return "bf16-mixed" if may_use_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+
+
+def fuses_adamw(parameters: Iterable[Tensor], scaler: Any = None) -> bool | None:
+    """`fused` of AdamW: one kernel for all weights if all are on a GPU; None leaves the choice to PyTorch.
+
+    Args:
+        parameters: The trained parameters, or their shards.
+        scaler: Scaler of gradients under `16-mixed`. A fused optimizer would unscale them itself, after the module has
+            clipped them.
+    """
+    on_gpu = all(parameter.device.type == "cuda" and parameter.is_floating_point() for parameter in parameters)
+    return True if on_gpu and scaler is None else None
+
+
+def checkpoints_activations(setting: bool | None, device_type: str) -> bool:
+    """Whether a policy recomputes activations: as set, else on a GPU, as in TRL."""
+    return device_type == "cuda" if setting is None else setting
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still allocate on a GPU, its allocator's unused ones included, or on the CPU."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def sequences_at_once(count: int, bytes_per_sequence: int, free: Callable[[], int]) -> int:
+    """How many of some sequences to sample at once: all, or a power of two that fits in the free memory.
+
+    Args:
+        count: The sequences.
+        bytes_per_sequence: What a sequence may take.
+        free: Free bytes of the device; called only if it matters.
+    """
+    needed = count * bytes_per_sequence
+    if needed <= ALWAYS_FITS or needed <= (room := int(SHARE_FOR_CACHES * free())):
+        return count
+    return 1 << (max(1, room // bytes_per_sequence).bit_length() - 1)
+
+
+def tokens_per_micro_batch(free: int, pending: int, bytes_per_token: int) -> int:
+    """Token budget of a micro-batch that fits in the free memory.
+
+    Args:
+        free: Free bytes of the device.
+        pending: Bytes of gradients and moments that are not allocated yet.
+        bytes_per_token: What a token takes at the peak of forward and backward.
+    """
+    room = max(0, int(SHARE_FOR_ACTIVATIONS * free) - pending)
+    return max(MIN_TOKENS, room // bytes_per_token // MIN_TOKENS * MIN_TOKENS)
+
+
+def cached_bytes(config: Any, width: int) -> int:
+    """Bytes of keys and values of a token, in all layers with attention; 0 for a model without attention.
+
+    Args:
+        config: The decoder's config.
+        width: Bytes of a number.
+    """
+    layers = _layers(config)
+    kinds = getattr(config, "layer_types", None) or ["attention"] * len(layers)
+    return sum(
+        width * (_size(layer, "num_key_value_heads") or _size(layer, "num_attention_heads")) * _key_and_value(layer)
+        for layer, kind in zip(layers, kinds, strict=False)
+        if "attention" in kind and "linear" not in kind
+    )
+
+
+def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
+    """Upper estimate of the bytes that a token takes at the peak of a decoder's forward and backward.
+
+    Layers of Qwen3 keep 26 D + 10 (N + K) H + 8 I bytes under `bf16-mixed`, those of Gemma 3 a quarter more (D hidden
+    size, N and K heads of queries and keys, H head size, I inner size). This takes 40, 12 and 10.
+
+    Args:
+        config: The decoder's config.
+        width: Bytes of a number in matrix products: 2 or 4.
+        checkpointing: Whether layers recompute their activations.
+    """
+    layers = _layers(config)
+    kept = [_kept_bytes(layer) * width // 2 for layer in layers]
+    if checkpointing:
+        return sum(4 * _size(layer, "hidden_size") for layer in layers) + 2 * max(kept)
+    return sum(kept) + max(kept)
+
+
+def _kept_bytes(layer: Any) -> int:
+    heads = _size(layer, "num_attention_heads")
+    heads += _size(layer, "num_key_value_heads") or heads
+    experts = _size(layer, "moe_intermediate_size") * (_size(layer, "num_experts_per_tok") or 1)
+    inner = max(_size(layer, "intermediate_size"), experts) or 4 * _size(layer, "hidden_size")
+    return 40 * _size(layer, "hidden_size") + 6 * heads * _key_and_value(layer) + 10 * inner
+
+
+def _layers(config: Any) -> list[Any]:
+    """The config of each layer; transformers refuses to read what differs between layers from the whole config."""
+    return list(getattr(config, "per_layer_config", None) or [config] * _size(config, "num_hidden_layers"))
+
+
+def _key_and_value(layer: Any) -> int:
+    """Sizes of a head of keys and of one of values together."""
+    head = _size(layer, "head_dim") or _size(layer, "hidden_size") // max(_size(layer, "num_attention_heads"), 1)
+    return sum(_size(layer, name) or head for name in ("qk_head_dim", "v_head_dim"))
+
+
+def _size(config: Any, name: str) -> int:
+    """A number of a config, the largest if layers differ; 0 if it has none."""
+    value = getattr(config, name, None)
+    return max(value) if isinstance(value, list | tuple) else value or 0
+
+
+class FastFloat32:
+    """Lets float32 matrix products on a GPU use TF32, until closed, unless the process has chosen otherwise.
+
+    `torch.set_float32_matmul_precision("highest")`, or any other choice by PyTorch's settings, is kept.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def open(self, device_type: str) -> bool:
+        """Turn TF32 on; returns whether it was."""
+        self.close()
+        if device_type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "none":
+            torch.set_float32_matmul_precision("high")  # sets the newer API's options, too; the reverse does not
+            self.is_open = True
+        return self.is_open
+
+    def close(self) -> None:
+        """Restore PyTorch's defaults."""
+        if self.is_open:
+            torch.set_float32_matmul_precision("highest")
+            for backend in (torch.backends.cuda, torch.backends.mkldnn):
+                backend.matmul.fp32_precision = "none"  # not chosen, which differs from "ieee"
+            self.is_open = False

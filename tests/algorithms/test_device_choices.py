@@ -1,0 +1,158 @@
+"""What a run does on a GPU where nothing is set, tried with devices that only claim to be one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+
+from pl_grouprl import PPO, PretrainedPolicy
+from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.models import PretrainedCritic
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.batches import BatchedSampler
+from pl_grouprl.training import device_choices
+from pl_grouprl.training.device_choices import DeviceChoices
+from pl_grouprl.utilities.device_defaults import GIB
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("qwen3", vocab_size=len(digit_tokenizer()), eos_token_id=1).save_pretrained(tmp_path / "policy")
+    digit_tokenizer().save_pretrained(tmp_path / "policy")
+    return str(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1, "importance_sampling": "token_truncate"}])
+def test_bf16_mixed_samples_from_copies_of_the_current_weights(
+    options, make_module, make_data, make_trainer, monkeypatch
+):
+    sampled, sample = [], BatchedSampler.sample
+
+    def record(self, prompts, *args, **kwargs):
+        if len(prompts) == 4:  # not the check of decoding
+            sampled.append([weight.detach().clone() for weight in self._model.parameters()])
+        return sample(self, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(BatchedSampler, "sample", record)
+    module, trainer = (
+        make_module(engine=HFRolloutEngine(), **options),
+        make_trainer(max_steps=3, precision="bf16-mixed"),
+    )
+    before = [weight.detach().bfloat16() for weight in module.policy_source.load().parameters()]
+    trainer.fit(module, make_data())
+    assert {weight.dtype for weights in sampled for weight in weights} == {torch.bfloat16}
+    assert all(map(torch.equal, sampled[0], before))
+    assert not all(map(torch.equal, sampled[0], sampled[-1]))
+    (last,) = (group["params"] for group in trainer.optimizers[0].param_groups)
+    assert all(now is kept for now, kept in zip(module.policy.parameters(), last, strict=True))
+    assert {weight.dtype for weight in last} == {torch.float32}
+
+
+def on_a_gpu(module):
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=GPU))
+    module._support = SimpleNamespace(serves=lambda trainer: True)
+    return module
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, True), (False, False), (True, True)])
+def test_activations_are_recomputed_on_a_gpu_unless_it_is_set(setting, expected, folder, make_module):
+    policy = PretrainedPolicy(folder, gradient_checkpointing=setting)
+    module = on_a_gpu(make_module(PPO, policy, critic=PretrainedCritic(folder)))
+    module.load_models()
+    assert module.policy.is_gradient_checkpointing == expected
+    assert module.critic.trunk.is_gradient_checkpointing == expected
+    on_cpu = make_module(policy=policy)
+    on_cpu.load_models()
+    assert on_cpu.policy.is_gradient_checkpointing == bool(setting)
+
+
+@pytest.fixture
+def pretend(make_module, monkeypatch):
+    """A module that has begun a fit on a GPU with some free memory."""
+
+    def begun(free, **options):
+        module = make_module(**options)
+        module.load_models()
+        monkeypatch.setattr(type(module), "device", GPU)
+        monkeypatch.setattr(device_choices, "free_memory", lambda device: free)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an H100")
+        precision = SimpleNamespace(scaler=None)
+        module._trainer = SimpleNamespace(optimizers=[], precision="bf16-mixed", precision_plugin=precision)
+        module._support = SimpleNamespace(
+            serves=lambda trainer: True, bounds_micro_batches=True, autocast_dtype=lambda kind: torch.bfloat16
+        )
+        return module
+
+    return begun
+
+
+def test_micro_batches_are_bounded_by_free_memory(pretend):
+    """Of 32 hidden and 64 inner units, 4 + 2 heads of 8, 2 layers and the one that is in its backward pass."""
+    per_token = 3 * (40 * 32 + 12 * 6 * 8 + 10 * 64)
+    module = pretend(2**30)
+    weights = sum(weight.numel() for weight in module.policy.parameters())
+    pending = (2 + 4 + 8) * weights + 8 * 512 * len(digit_tokenizer())
+    expected = (int(0.7 * 2**30) - pending) // per_token // 1024 * 1024
+    assert module.device_choices.micro_batch_tokens() == expected > 1024
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy_loss": "clip_cov"}, {"policy_loss": "kl_cov"}, {"sequence_parallel_size": 2}],
+)
+def test_micro_batches_are_not_bounded_where_that_would_change_the_result(options, pretend):
+    assert pretend(GIB, **options).device_choices.micro_batch_tokens() is None
+
+
+def test_micro_batches_are_not_bounded_on_a_cpu_nor_under_strategies_that_take_none(pretend, make_module, monkeypatch):
+    module = pretend(GIB)
+    module._support.bounds_micro_batches = False
+    assert module.device_choices.micro_batch_tokens() is None
+    module._support.bounds_micro_batches = True
+    monkeypatch.setattr(type(module), "device", torch.device("cpu"))
+    assert module.device_choices.micro_batch_tokens() is None
+
+
+def test_a_chosen_budget_changes_no_result(make_module, make_data, make_trainer, history, ragged_engine, monkeypatch):
+    """Prompts of 20 tokens and rollouts of up to 11: at least 31 tokens, so the groups of a step are divided."""
+    runs = []
+    for tokens in (None, 8):
+        monkeypatch.setattr(DeviceChoices, "micro_batch_tokens", lambda self, tokens=tokens: tokens)
+        steps = history(keep_tensors=True)
+        module = make_module(engine=ragged_engine())
+        make_trainer(max_steps=2, callbacks=[steps]).fit(module, make_data(shuffle=False))
+        runs.append((steps, module.micro_batcher.for_update(module.last_rollouts, range(4))))
+    (whole, one), (divided, several) = runs
+    assert one.number == 1 < several.number
+    for expected, found in zip(whole.gradients, divided.gradients, strict=True):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_set_is_not_chosen(make_module, make_data, make_trainer, ragged_engine, monkeypatch):
+    monkeypatch.setattr(DeviceChoices, "micro_batch_tokens", lambda self: pytest.fail("chosen"))
+    module = make_module(engine=ragged_engine(), max_tokens_per_micro_batch=64)
+    make_trainer(max_steps=1).fit(module, make_data())
+
+
+def test_float32_on_a_gpu_is_warned_of(pretend, caplog):
+    module = pretend(60 * GIB)
+    with caplog.at_level("INFO"):
+        module.device_choices.describe()
+    line = caplog.records[-1].message
+    assert line.startswith("On an H100, 60.0 GiB free: computes in bfloat16 (precision bf16-mixed), samples in float32")
+    assert "micro-batches by free memory" in line
+    module._support.autocast_dtype = lambda kind: None
+    with pytest.warns(UserWarning, match="computes in float32 on a GPU.*default_precision"):
+        module.device_choices.describe()
+
+
+def test_the_first_lines_of_a_run_say_how_it_computes(make_module, make_data, make_trainer, caplog):
+    with caplog.at_level("INFO"):
+        trainer = make_trainer(max_steps=1, precision="bf16-mixed")
+        trainer.fit(make_module(engine=HFRolloutEngine()), make_data())
+    lines = [record.message for record in caplog.records if record.message.startswith("On cpu")]
+    assert lines == ["On cpu: computes in bfloat16 (precision bf16-mixed), samples in bfloat16."]
