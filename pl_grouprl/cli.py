@@ -365,7 +365,10 @@ class RLCLI(LightningCLI):
         """Print the plan."""
         assert isinstance(self.trainer, RLTrainer)
         self.trainer.planned_options = self._planned_options
-        print(self.trainer.plan(**kwargs))
+        try:
+            print(self.trainer.plan(**kwargs))
+        except (TypeError, ValueError) as error:  # of the configuration: the data, or a model that cannot be planned
+            sys.exit(f"no plan: {error}")
 
 
 def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:

@@ -216,6 +216,7 @@ class Footprint:
         critic: What the critic adds.
         critic_layers: The critic's bytes per token, if it has its own backbone.
         gathered: Weights that rollouts gather from other devices.
+        sampled: The copy of the weights that rollouts make in another dtype.
     """
 
     policy: Held
@@ -224,6 +225,7 @@ class Footprint:
     critic: Held = Held()
     critic_layers: LayerBytes | None = None
     gathered: int = 0
+    sampled: int = 0
 
     @property
     def resident(self) -> int:
@@ -260,7 +262,7 @@ class Footprint:
 
     def cached_tokens(self, gib: float) -> int:
         """Most tokens in the KV caches of a rollout."""
-        return (int(gib * GIB * USABLE) - self.resident - self.gathered) // self.layers.cache
+        return (int(gib * GIB * USABLE) - self.resident - self.gathered - self.sampled) // self.layers.cache
 
 
 def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprint:
@@ -274,8 +276,9 @@ def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprin
     adapter = None if method.trains_all else LoRAAdapter(r=rank)
     model = empty_model(config, torch.float32 if method.trains_all else torch.bfloat16, adapter)
     held = held_bytes(model, state_bits=method.state_bits, four_bits=method.four_bits)
-    layers = LayerBytes.of(model, autocast=True, width=4 if method.trains_all else 2)
-    return Footprint(held, layers, held.weights if method.has_reference and method.trains_all else 0)
+    layers = LayerBytes.of(model, autocast=True, width=2)
+    reference = held.weights if method.has_reference and method.trains_all else 0
+    return Footprint(held, layers, reference, sampled=held.weights // 2 if method.trains_all else 0)
 
 
 SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")

@@ -13,6 +13,7 @@ from pl_grouprl.models import LoRACritic, ModelCost, PolicyCopyCritic, Pretraine
 from pl_grouprl.models.critic import ValueHead
 from pl_grouprl.planning.hardware import Hardware
 from pl_grouprl.planning.memory import Footprint, Held, LayerBytes, empty_model, held_bytes
+from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.utilities.device_defaults import checkpoints_activations
 
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
@@ -65,14 +66,22 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
     bits = module.optimizer_config.state_bits
     four_bits = getattr(source, "quantization", None) is not None
     held = held_bytes(policy, state_bits=bits, four_bits=four_bits, autocast=mixed)
-    layers = LayerBytes.of(policy, autocast=mixed, width=dtype.itemsize)
+    sampled = _sampling_dtype(module.engine, dtype, hardware)
+    layers = LayerBytes.of(policy, autocast=mixed, width=sampled.itemsize)
     critic_held, critic_layers = _critic(module, config, dtype, hardware)
     reference = held.weights if adapter is None and module.kl_penalty.is_used else 0
     return PlannedModels(
         name=type(policy).__name__,
         num_parameters=num_parameters,
         config=config,
-        footprint=Footprint(held, layers, reference + _teacher_bytes(module, hardware), critic_held, critic_layers),
+        footprint=Footprint(
+            held,
+            layers,
+            reference + _teacher_bytes(module, hardware),
+            critic_held,
+            critic_layers,
+            sampled=num_parameters * sampled.itemsize if sampled != dtype else 0,
+        ),
         cost=cost,
         has_adapter=adapter is not None,
         has_critic=critic_layers is not None,
@@ -80,6 +89,16 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
             getattr(source, "gradient_checkpointing", False), "cpu" if hardware.device is None else "cuda"
         ),
     )
+
+
+def _sampling_dtype(engine: Any, dtype: torch.dtype, hardware: Hardware) -> torch.dtype:
+    """The dtype that rollouts run in; that of the weights for engines which do not run them."""
+    if not isinstance(engine, HFRolloutEngine):
+        return dtype
+    if engine.dtype == "auto":
+        return torch.bfloat16 if hardware.precision == "bf16-mixed" else dtype
+    chosen: torch.dtype = getattr(torch, engine.dtype)
+    return chosen
 
 
 def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) -> tuple[Held, LayerBytes | None]:

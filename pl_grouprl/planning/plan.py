@@ -70,6 +70,7 @@ class RunPlan:
             "logits": held.logits(tokens, checkpointing),
             "caches": self.workload.cached_tokens * held.layers.cache,
             "gathered": held.gathered,
+            "sampled": held.sampled,
         }
 
     @property
@@ -80,17 +81,15 @@ class RunPlan:
 
     @property
     def rollout_bytes(self) -> int:
-        """Peak memory of a rollout, in bytes."""
-        return self.footprint.resident + self.memory["caches"] + self.memory["gathered"]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The larger of the two peaks."""
-        return max(self.update_bytes, self.rollout_bytes)
+        """Peak memory of a rollout with all sequences at once, in bytes."""
+        memory = self.memory
+        return self.footprint.resident + memory["caches"] + memory["gathered"] + memory["sampled"]
 
     def fits(self, gib: float) -> bool:
         """Whether the run as configured fits on a device with a tenth of its memory left free."""
-        return self.peak_bytes <= gib * GIB * USABLE
+        room = gib * GIB * USABLE
+        rolls_out = self.sequences(gib) > 0 if self.workload.bounds_itself else self.rollout_bytes <= room
+        return self.update_bytes <= room and rolls_out
 
     def budget(self, gib: float) -> int:
         """Largest `max_tokens_per_micro_batch` that fits; 0 if that is less than the data needs."""
@@ -202,7 +201,7 @@ def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
     unlimited = replace(plan.workload, max_tokens=None).longest_micro_batch
     if budget < unlimited:
         parts.append(f"max_tokens_per_micro_batch: {rounded(budget)}")
-    if sequences < plan.workload.sequences:
+    if sequences < plan.workload.sequences and not plan.workload.bounds_itself:
         parts.append(f"engine max_sequences: {sequences}")
     return ", ".join(parts) or "no further limit"
 
@@ -243,12 +242,17 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
         "logits": "logits beyond the peak of the layers (updates)",
         "caches": f"KV caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
         "gathered": "weights gathered from other devices (rollouts)",
+        "sampled": "weights in bfloat16 (rollouts)",
     }
-    unit, name = (GIB, "GiB") if plan.peak_bytes >= GIB else (2**20, "MiB")
+    unit, name = (GIB, "GiB") if max(plan.update_bytes, plan.rollout_bytes) >= GIB else (2**20, "MiB")
     yield f"{'Memory per device, with the longest prompts and responses':<70}{name:>9}"
     rows = {labels[part]: size for part, size in memory.items() if size}
     rows |= {"peak in updates": plan.update_bytes, "peak in rollouts": plan.rollout_bytes}
     yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
+    if work.bounds_itself:
+        needed = f"{memory['caches'] / unit:,.2f} {name}"
+        yield f"All {work.sequences:,} sequences at once need {needed} of KV caches. HFRolloutEngine samples as many as half"
+        yield "of the free memory holds, then the rest; its option max_sequences sets another number."
 
 
 def _fit_lines(plan: RunPlan) -> Iterator[str]:

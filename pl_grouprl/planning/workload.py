@@ -28,7 +28,7 @@ class Workload:
         num_mini_batches: Updates per pass over the rollouts.
         num_iterations: Passes over the rollouts.
         max_tokens: Token budget of a micro-batch; None for no limit.
-        max_sequences: Sequences decoded at once on a device; None for all.
+        max_sequences: Sequences decoded at once on a device; None for all, or as many as the free memory holds.
         shares: Whether the run encodes a prompt once per group.
         caches: Whether the trainer's process holds the KV caches of rollouts.
     """
@@ -112,6 +112,11 @@ class Workload:
         """Number of sequences that a device decodes at once."""
         everything = math.ceil(self.batch_size / self.processes) * self.num_generations
         return everything if self.max_sequences is None else min(self.max_sequences, everything)
+
+    @property
+    def bounds_itself(self) -> bool:
+        """Whether the engine samples fewer sequences at once where the free memory asks for it."""
+        return self.caches and self.max_sequences is None
 
     @property
     def cached_tokens(self) -> int:

@@ -246,3 +246,23 @@ def test_less_memory_would_not_do(config, size, gib, options, tmp_path, monkeypa
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {gib} GB"))
     assert "fits as configured" not in line
     assert f"{'8-bit AdamW' if gib == 80 else 'LoRA'}: " in line
+
+
+def test_too_few_prompts_are_one_sentence():
+    with pytest.raises(
+        SystemExit, match=r"^no plan: The training data has 4096 prompts, fewer than batch_size=5000; lower"
+    ):
+        main(["plan", "--config", "grpo_pg", "--data.init_args.batch_size", "5000"])
+
+
+def test_sequences_at_once_are_what_the_engine_bounds(capsys):
+    main(["plan", "--config", "grpo_pg"])
+    page = capsys.readouterr().out
+    # 2 layers of 2 key/value heads of 32 numbers in float32: 16 prompts of 512 tokens, 256 responses of 8.
+    cached = 2 * 2 * 2 * 32 * 4 * (16 * 512 + 256 * 8) / 2**20
+    assert f"All 256 sequences at once need {cached:.2f} MiB of KV caches. HFRolloutEngine samples as many" in page
+    engine = '{"class_path": "pl_grouprl.rollout.HFRolloutEngine", "init_args": {"max_sequences": 64}}'
+    main(["plan", "--config", "grpo_pg", "--model.init_args.engine", engine])
+    page = capsys.readouterr().out
+    assert "at once need" not in page
+    assert "KV caches of 64 sequences, 2,560 tokens" in page
