@@ -251,8 +251,8 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
     yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
     if work.bounds_itself:
         needed = f"{memory['caches'] / unit:,.2f} {name}"
-        yield f"All {work.sequences:,} sequences at once need {needed} of KV caches. HFRolloutEngine samples as many as half"
-        yield "of the free memory holds, then the rest; its option max_sequences sets another number."
+        yield f"All {work.sequences:,} sequences at once need {needed} of KV caches. HFRolloutEngine samples as many as"
+        yield "half of the free memory holds, then the rest; its option max_sequences sets another number."
 
 
 def _fit_lines(plan: RunPlan) -> Iterator[str]:
