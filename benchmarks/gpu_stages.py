@@ -304,9 +304,9 @@ def compiled_update(stage: Stage) -> None:
 
 def liger_layers(model: Any) -> None:
     """Replace a Qwen3 model's RMSNorm, rotary positions and SwiGLU by liger's kernels; nothing on a CPU."""
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-
     if model.device.type == "cuda":
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
         apply_liger_kernel_to_qwen3(
             rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
         )
@@ -583,9 +583,7 @@ def replay(stage: Stage) -> None:
         case = stage.case(QWEN3_0_6B, prefix=prefix, rollout=rollout, group_size=group_size, groups=groups)
         ours = Run(case, recorded=True)
         stage.measure("ours, recorded", our_steps, stage, "ours, recorded", ours)
-        theirs = replace(ours, liger=True)
-        needs = ("trl", "liger_kernel")
-        stage.measure("TRL, liger, recorded", trl_steps, stage, "TRL, liger, recorded", theirs, micro, needs=needs)
+        _their_steps(stage, "TRL, recorded", ours, micro)
 
 
 def whole_step(stage: Stage) -> None:
@@ -606,11 +604,19 @@ def whole_step(stage: Stage) -> None:
         if mixed and base:
             stage.add(label=f"bf16-mixed over bf16-true, {label}", ratio=mixed / base, goal="at most 1.10")
     micro = stage.pick(32, 8)
-    label = "TRL, bfloat16 weights, liger"
-    needs = ("trl", "liger_kernel")
-    stage.measure(label, trl_steps, stage, label, Run(free, liger=True), micro, needs=needs)
-    label = "TRL, autocast, checkpointing"
-    stage.measure(label, trl_steps, stage, label, Run(saving, "bf16-mixed", steps=2), micro, needs=("trl",))
+    _their_steps(stage, "TRL, bfloat16 weights", Run(free), micro)
+    stage.measure(
+        "TRL, autocast, checkpointing", trl_steps, stage, "TRL, autocast, checkpointing",
+        Run(saving, "bf16-mixed", steps=2), micro, needs=("trl", "datasets"),
+    )  # fmt: skip
+
+
+def _their_steps(stage: Stage, label: str, planned: Run, micro_batch: int) -> None:
+    """TRL at its best: with liger's layers where they are installed."""
+    liger = missing("liger_kernel") is None
+    label += ", liger" if liger else ""
+    planned = replace(planned, liger=liger)
+    stage.measure(label, trl_steps, stage, label, planned, micro_batch, needs=("trl", "datasets"))
 
 
 # ---- 5: the default run
