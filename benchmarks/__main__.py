@@ -31,11 +31,12 @@ COMMANDS = {
     "credit": "bias and variance of gradients from branched rollouts, on a table of logits",
     "branching": "training and its gradients with branched episodes, against independent ones",
     "staleness": "training with rollouts sampled ahead, against on-policy training: step times and validation",
-    "all": "all of them, unattended, in a few minutes",
+    "gpu-stages": "one stage of the unattended run on a GPU",
+    "unattended": "all of them in a few minutes; on a GPU, what matters most first, and its tests",
 }
 """Names and descriptions."""
 
-FUNCTIONS = {"all": "unattended.main", "scoring": "passes.scoring", "update": "passes.update"}
+FUNCTIONS = {"scoring": "passes.scoring", "update": "passes.update"}
 """The function of a command, unless it is `main` in the module with its name."""
 
 

@@ -1,8 +1,10 @@
 """Runs all benchmarks one after another, each in its own process, unattended and within a time limit.
 
-Each part gets a share of the remaining time and is ended when that is over; its results so far are kept. A failing
-part is recorded, and the others continue. DIR/summary.json is updated after every part. The exit code is 1 if any part
-failed or was ended. README.md lists what a machine needs.
+`--profile gpu` is the one script for a GPU that is there for minutes: first the stages of `gpu_stages.py`, then
+`pytest -m gpu`, then the other benchmarks in the time that is left. Each part has a limit of its own, or a share of the
+remaining time, and is ended when that is over; its results so far are kept. A failing part is recorded, and the others
+continue. DIR/summary.json is updated after every part. The exit code is 1 if any part failed or was ended. README.md
+lists what a machine needs.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,11 +34,14 @@ class Part:
     """One run of one benchmark.
 
     Attributes:
-        command: Name of the benchmark.
-        weight: Its share of the time.
+        command: Name of the benchmark; `tests` is `pytest -m gpu`.
+        weight: Its share of the time that parts with a limit leave.
         options: Command line options besides the common ones.
         takes: The common options that it accepts: threads, clock, minutes.
         name: Name of its results, if the command occurs twice.
+        expected: Seconds that it should take on an H100, from earlier runs or estimated; 0 for parts that fill their
+            share.
+        limit: Seconds after which it is ended, in place of a share.
     """
 
     command: str
@@ -43,11 +49,17 @@ class Part:
     options: tuple[str, ...] = ()
     takes: tuple[str, ...] = ("threads", "clock")
     name: str = ""
+    expected: float = 0.0
+    limit: float | None = None
 
     @property
     def label(self) -> str:
         """Name of the results."""
         return self.name or self.command
+
+
+def _stage(name: str, expected: float, limit: float) -> Part:
+    return Part("gpu-stages", 0, (name,), (), name, expected, limit)
 
 
 ALL = ("threads", "clock", "minutes")
@@ -72,6 +84,16 @@ PROFILES = {
         Part("balance", 8, ("--rounds", "1"), ("clock",)),
     ),
     "gpu": (
+        _stage("ceilings", 30, 60),
+        _stage("decode", 60, 100),
+        _stage("whole-step", 120, 180),
+        _stage("default-run", 60, 100),
+        _stage("update-arms", 50, 90),
+        _stage("replay", 90, 140),
+        _stage("compiled", 40, 80),
+        _stage("hybrid", 40, 70),
+        _stage("head-blocks", 20, 40),
+        Part("tests", 0, (), (), expected=100, limit=150),
         Part("attention", 8, (*CUDA, "--dtype", "bfloat16", "--prefix", "8192", "--rollout", "1024")),
         Part("scoring", 12, (*GPU, *METHODS), ALL),
         Part("update", 20, (*GPU, *METHODS), ALL),
@@ -118,38 +140,65 @@ def exiting_on(*signals: signal.Signals) -> Iterator[None]:
 
 def run_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run one part after another; returns the outcomes, which are written after each part."""
-    parts = [part for part in PROFILES[options.profile] if not options.only or part.command in options.only]
-    commands: list[tuple[str, float, Part | None]] = [(part.label, part.weight, part) for part in parts]
-    if options.tests:
-        commands.append(("tests", 20.0, None))
-    end = time.monotonic() + 60 * options.minutes
+    parts = chosen_parts(options)
+    print(plan(parts), flush=True)
+    started = time.monotonic()
     summary: list[dict[str, Any]] = []
-    for number, (label, weight, part) in enumerate(commands):
-        left = max(end - time.monotonic(), 0.0)
-        limit = left * weight / sum(other for _, other, _ in commands[number:])
-        command = test_command() if part is None else part_command(part, options, limit)
-        print(f"\n=== {label}: at most {limit:.0f} of {left:.0f} s\n{' '.join(command)}", flush=True)
-        record = run_limited(command, limit) if left else {"outcome": "ended", "seconds": 0.0, "exit_code": None}
-        summary.append({"part": label, **record})
+    for number, part in enumerate(parts):
+        left = max(60 * options.minutes - (time.monotonic() - started), 0.0)
+        limit = limit_of(parts[number:], left)
+        command = part_command(part, options, limit)
+        print(f"\n=== {part.label}: at most {limit:.0f} of {left:.0f} s\n{' '.join(command)}", flush=True)
+        record = run_limited(command, limit) if limit else {"outcome": "ended", "seconds": 0.0, "exit_code": None}
+        summary.append({"part": part.label, **record})
         (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return summary
+
+
+def chosen_parts(options: argparse.Namespace) -> list[Part]:
+    """The profile's parts, or those of `--only`; a dry run has only those with a limit, which know tiny shapes."""
+    parts = [part for part in PROFILES[options.profile] if not options.only or part.label in options.only]
+    return [part for part in parts if part.limit is not None] if options.dry_run else parts
+
+
+def plan(parts: Sequence[Part]) -> str:
+    """What each part should take on an H100."""
+    lines = [f"{part.label:14} {part.expected:4.0f} s expected on an H100, at most {part.limit:.0f}"
+             for part in parts if part.limit is not None]  # fmt: skip
+    expected = sum(part.expected for part in parts)
+    return "\n".join([*lines, f"{'together':14} {expected:4.0f} s"] if lines else [])
+
+
+def limit_of(parts: Sequence[Part], left: float) -> float:
+    """Seconds of the first part: its own limit, or its share of what the limits of the others leave.
+
+    The tests, which are late, keep their time in any case.
+    """
+    part, *later = parts
+    tests = sum(own.limit or 0.0 for own in later if own.command == "tests")
+    if part.limit is not None:
+        return max(min(part.limit, left - tests), 0.0)
+    reserved = sum(own.limit or 0.0 for own in later)
+    return max(left - reserved, 0.0) * part.weight / sum(own.weight for own in parts)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = sorted({part.command for parts in PROFILES.values() for part in parts})
+    labels = sorted({part.label for parts in PROFILES.values() for part in parts})
     parser.add_argument("--profile", choices=list(PROFILES), default="cpu", help="sizes (default: cpu)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="total limit (default: 9)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the results")
-    parser.add_argument("--only", nargs="+", choices=commands, metavar="NAME", help=f"of {', '.join(commands)}")
-    parser.add_argument("--tests", action="store_true", help="run `pytest -m gpu` at the end")
+    parser.add_argument("--only", nargs="+", choices=labels, metavar="NAME", help=f"of {', '.join(labels)}")
+    parser.add_argument("--dry-run", action="store_true", help="gpu: run the stages on a CPU with tiny shapes")
     parser.add_argument("--threads", type=int, help="of PyTorch; default: as many as PyTorch takes")
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, with --threads 1"
     )
     options = parser.parse_args(arguments)
-    there = {part.command for part in PROFILES[options.profile]}
+    if options.dry_run and options.profile != "gpu":
+        parser.error("--dry-run needs --profile gpu.")
+    there = {part.label for part in PROFILES[options.profile]}
     if missing := [name for name in options.only or () if name not in there]:
         parser.error(f"--only {' '.join(missing)} is not a part of --profile {options.profile}.")
     return options
@@ -157,41 +206,56 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def part_command(part: Part, options: argparse.Namespace, limit: float) -> list[str]:
     """The command line of a part. Parts with `--minutes` get slightly fewer than their limit, to finish in time."""
+    if part.command == "tests":
+        # Only the files that have such tests, as collecting all would take longer than running these.
+        files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+        collect = ["--collect-only"] if options.dry_run else ["--durations=5"]
+        return [sys.executable, "-m", "pytest", "-m", "gpu", "--continue-on-collection-errors", *collect, *files]
     common = {"clock": options.clock, "minutes": f"{0.6 * limit / 60:.3f}"}
     if options.threads:
         common["threads"] = str(options.threads)
     given = [word for name, value in common.items() if name in part.takes for word in (f"--{name}", value)]
+    if options.dry_run:
+        given.append("--dry-run")
     output = ("--output", str(options.output.resolve() / part.label))
     return [sys.executable, "-m", "benchmarks", part.command, *part.options, *given, *output]
-
-
-def test_command() -> list[str]:
-    """The tests that need a GPU."""
-    return [sys.executable, "-m", "pytest", "-m", "gpu"]
 
 
 def run_limited(command: Sequence[str], limit: float) -> dict[str, Any]:
     """Run a command in its own process group, which is killed when the limit is over or this process ends.
 
+    Each line that it prints is shown at once, after the seconds since it began.
+
     Returns:
-        `outcome`, `seconds`, `exit_code`, and the last lines on standard error unless it is done.
+        `outcome`, `seconds`, `exit_code`, and the last lines that it printed unless it is done.
     """
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)  # noqa: S603
-        outcome: Outcome = "ended"
-        try:
-            outcome = "failed" if process.wait(max(limit, 1.0)) else "done"
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with suppress(ProcessLookupError):  # child processes of the part may still run
-                os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
-        stderr.seek(0)
-        said = stderr.read().splitlines()[-15:]
+    said: deque[str] = deque(maxlen=15)
+    process = subprocess.Popen(  # noqa: S603
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+
+    def show() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line.rstrip())
+            print(f"{time.monotonic() - started:7.1f} {said[-1]}", flush=True)
+
+    reader = threading.Thread(target=show, daemon=True)
+    reader.start()
+    outcome: Outcome = "ended"
+    try:
+        outcome = "failed" if process.wait(max(limit, 1.0)) else "done"
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with suppress(ProcessLookupError):  # child processes of the part may still run
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    reader.join(10.0)  # a process that left the group may still hold the pipe
     record: dict[str, Any] = {"outcome": outcome, "seconds": time.monotonic() - started, "exit_code": code}
     if outcome != "done":
-        print("\n".join([outcome, *said]), flush=True)
-        record["stderr"] = said
+        print(outcome, flush=True)
+        record["last_lines"] = list(said)
     return record

@@ -49,8 +49,11 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="session")
 def _classes_are_compared_with_protocols_once():
     """To compare one, jsonargparse reads its source: 350 times in a command, half of the time that parsing takes."""
-    from jsonargparse import _typehints
-
+    try:
+        from jsonargparse import _typehints
+    except ImportError:  # a machine that only runs the tests for a GPU
+        yield
+        return
     compare = getattr(_typehints, "implements_protocol", None)
     if compare is None:  # this private name has changed; the tests take longer then
         yield

@@ -241,7 +241,7 @@ def test_unattended_run_survives_a_part_that_fails(load, tmp_path, monkeypatch):
     assert raised.value.code == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [(own["part"], own["outcome"]) for own in summary] == [("wrong", "failed"), ("packing", "done")]
-    assert "'zero' is not a positive integer" in summary[0]["stderr"][-1]
+    assert "'zero' is not a positive integer" in summary[0]["last_lines"][-1]
     assert (tmp_path / "packing.json").exists()
 
 
@@ -252,6 +252,52 @@ def test_no_part_begins_when_the_time_is_over(load, tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == [
         {"part": "packing", "outcome": "ended", "seconds": 0.0, "exit_code": None}
     ]
+
+
+def test_limits_leave_the_tests_their_time(load):
+    unattended = load("unattended")
+    long, short = unattended.Part("decode", 0, limit=100), unattended.Part("head", 0, limit=50)
+    tests = unattended.Part("tests", 0, limit=150)
+    shares = unattended.Part("scoring", 3), unattended.Part("update", 1)
+    assert unattended.limit_of([long, short, tests, *shares], 1000) == 100
+    assert unattended.limit_of([long, short, tests, *shares], 210) == 60  # 150 are the tests'
+    assert unattended.limit_of([short, tests], 120) == 0
+    assert unattended.limit_of([tests, *shares], 120) == 120
+    assert unattended.limit_of(shares, 80) == 60
+    assert unattended.limit_of([shares[0], tests, shares[1]], 230) == 60
+
+
+def test_a_stage_keeps_its_rows_and_goes_on(load, tmp_path, monkeypatch):
+    stages = load("gpu_stages")
+
+    def measured(stage):
+        stage.measure("works", lambda: stage.add(label="works", s=1.0))
+        stage.measure("not there", stage.add, needs=("no_such_package",))
+        stage.measure("breaks", lambda: 1 / 0)
+        written = json.loads((tmp_path / "decode.json").read_text())["rows"]
+        assert [row["label"] for row in written] == ["works", "not there", "breaks"]
+
+    monkeypatch.setitem(stages.STAGES, "decode", measured)
+    with pytest.raises(SystemExit, match="failed: breaks"):
+        stages.main(["decode", "--dry-run", "--output", str(tmp_path / "decode")])
+    works, lacking, breaks = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert works["s"] == 1.0
+    assert lacking["missing"] == "no-such-package is not installed: pip install no-such-package"
+    assert breaks["failed"] == "ZeroDivisionError"
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_gpu_script_goes_through_every_stage(load, tmp_path, capsys):
+    unattended = load("unattended")
+    unattended.main(["--profile", "gpu", "--dry-run", "--minutes", "20", "--output", str(tmp_path)])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    names = [part.label for part in unattended.PROFILES["gpu"] if part.limit is not None]
+    assert [(own["part"], own["outcome"]) for own in summary] == [(name, "done") for name in names]
+    for name in names[:-1]:
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert any(not {"failed", "missing"} & row.keys() for row in rows), name
+    printed = capsys.readouterr().out
+    assert "decode           60 s expected on an H100" in printed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -324,6 +370,8 @@ def test_every_part_of_a_profile_has_a_command_line_that_is_understood(load, pro
     unattended = load("unattended")
     options = unattended.parse(["--profile", profile, "--threads", "1", "--output", str(tmp_path)])
     for part in unattended.PROFILES[profile]:
+        if part.command == "tests":
+            continue
         _, _, _, name, *rest = unattended.part_command(part, options, 60.0)
         assert name == part.command
         assert rest[-2:] == ["--output", str(tmp_path / part.label)]
