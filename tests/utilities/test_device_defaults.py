@@ -132,11 +132,17 @@ def test_activations_are_not_underestimated(family, checkpointing):
     assert 0 < held <= tokens * activation_bytes(model.config, 2, checkpointing)
 
 
-@pytest.fixture
-def unset():
-    yield
+def unset_float32():
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+@pytest.fixture
+def unset():
+    """As in a new process, whatever ran before in this one."""
+    unset_float32()
+    yield
+    unset_float32()
 
 
 def settings():
