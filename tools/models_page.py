@@ -23,8 +23,9 @@ targets at all tokens, and the gradients of all weights, are compared.
 Conditions: {conditions}.
 
 `< 1e-5` is an upper bound, in powers of ten: for log-probabilities of the largest difference, in nats (allowed
-{logprob:.0e}); for gradients of the norm of the difference over the norm of all gradients (allowed {gradient:.0e}). A larger difference of
-log-probabilities counts as exact only if the paths agree in float64, and the model's own float32 is further off.
+{logprob:.0e}); for gradients of the norm of the difference over the norm of all gradients (allowed {gradient:.0e}).
+A larger difference of log-probabilities counts as exact only if the paths agree in float64 and the model's own float32
+is further off.
 Families marked with * also take images, and were run with text alone. The kinds of layers are those that the config
 names.
 
