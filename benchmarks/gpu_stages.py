@@ -167,7 +167,7 @@ def ceilings(stage: Stage) -> None:
 
 
 def _import(stage: Stage, name: str) -> None:
-    """Import in a process of its own, since this one has imported half of it."""
+    """Import in a separate process, since this one has imported half of it."""
     command = [sys.executable, "-c", f"import {name}"]
     stage.add(label=f"import {name}", s=seconds_of(lambda: subprocess.run(command, check=True)))  # noqa: S603
 
@@ -297,7 +297,7 @@ def update(stage: Stage) -> None:
 
 
 def compiled_update(stage: Stage) -> None:
-    """The same update with compiled layers; a stage of its own, since compilation may take its whole limit."""
+    """The same update with compiled layers; a separate stage, since compilation may take its whole limit."""
     prefix = stage.pick(4096, 32)
     stage.measure("compiled layers", _update, stage, "compiled layers", prefix, compile_layers)
 

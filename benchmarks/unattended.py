@@ -1,7 +1,7 @@
 """Runs all benchmarks one after another, each in its own process, unattended and within a time limit.
 
 `--profile gpu` is the one script for a GPU that is there for minutes: first the stages of `gpu_stages.py`, then
-`pytest -m gpu`, then the other benchmarks in the time that is left. Each part has a limit of its own, or a share of the
+`pytest -m gpu`, then the other benchmarks in the time that is left. Each part has its own limit, or a share of the
 remaining time, and is ended when that is over; its results so far are kept. A failing part is recorded, and the others
 continue. DIR/summary.json is updated after every part. The exit code is 1 if any part failed or was ended. README.md
 lists what a machine needs.
