@@ -113,7 +113,8 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
     """Upper estimate of the bytes that a token takes at the peak of a decoder's forward and backward.
 
     Layers of Qwen3 keep 26 D + 10 (N + K) H + 8 I bytes under `bf16-mixed`, those of Gemma 3 a quarter more (D hidden
-    size, N and K heads of queries and keys, H head size, I inner size). This takes 40, 12 and 10.
+    size, N and K heads of queries and keys, H head size, I inner size). This takes 40, 12 and 10, more for experts,
+    and four times as much for layers with a state.
 
     Args:
         config: The decoder's config.
@@ -128,11 +129,15 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
 
 
 def _kept_bytes(layer: Any) -> int:
-    heads = _size(layer, "num_attention_heads")
+    hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     heads += _size(layer, "num_key_value_heads") or heads
-    experts = _size(layer, "moe_intermediate_size") * (_size(layer, "num_experts_per_tok") or 1)
-    inner = max(_size(layer, "intermediate_size"), experts) or 4 * _size(layer, "hidden_size")
-    return 40 * _size(layer, "hidden_size") + 6 * heads * _key_and_value(layer) + 10 * inner
+    dense, chosen = _size(layer, "intermediate_size"), _size(layer, "num_experts_per_tok")
+    inner = max(dense, chosen * (_size(layer, "moe_intermediate_size") or dense)) or 4 * hidden
+    kept = 40 * hidden + 6 * heads * _key_and_value(layer) + 10 * inner
+    if chosen:  # a token is copied for each of its experts
+        kept += 24 * chosen * hidden + 10 * inner
+    has_state = any("mamba" in name or "linear_num" in name for name in vars(layer))
+    return 4 * kept if has_state else kept
 
 
 def _layers(config: Any) -> list[Any]:
