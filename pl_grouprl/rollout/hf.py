@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pl_grouprl.rollout.kept_caches import KeptCaches
 
 
+_PASS_IN_BFLOAT16: WeakSet[torch.nn.Module] = WeakSet()
 _FAIL_IN_BFLOAT16: WeakSet[torch.nn.Module] = WeakSet()
 
 
@@ -192,6 +193,8 @@ class HFRolloutEngine:
         dtype = self.compute_dtype
         if dtype is None or self.dtype != "auto" or self.model in _FAIL_IN_BFLOAT16:
             return None if self.dtype == "auto" else dtype
+        if self.model in _PASS_IN_BFLOAT16:
+            return dtype
         from pl_grouprl.rollout.batches import BatchedSampler
         from pl_grouprl.rollout.decoding_probes import probe_decoding
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts
@@ -205,6 +208,7 @@ class HFRolloutEngine:
             _FAIL_IN_BFLOAT16.add(self.model)
             _log(f"Rollouts are sampled in the dtype of the weights, because bfloat16 fails: {error}")
             return None
+        _PASS_IN_BFLOAT16.add(self.model)
         return dtype
 
     def _sequences_at_once(
