@@ -21,7 +21,8 @@ class ValidateAtStart(Callback):
 
     Args:
         max_prompts: Validate the first batches of each validation loader, until they have this many prompts, so that
-            training begins soon; None validates on all prompts, as later validations do.
+            training begins soon. None validates on all prompts, as later validations do; so does a callback with a
+            `monitor` (early stopping, the best checkpoint), which would compare this score with later ones.
 
     Raises:
         ValueError: If `max_prompts` is less than 1.
@@ -39,7 +40,8 @@ class ValidateAtStart(Callback):
         first_loop_iter = connector._first_loop_iter
         loop = trainer.fit_loop.epoch_loop.val_loop
         all_batches, size = loop._max_batches, getattr(getattr(trainer, "datamodule", None), "val_batch_size", 1)
-        if self.max_prompts is not None:
+        is_monitored = any(getattr(callback, "monitor", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if self.max_prompts is not None and not is_monitored:
             most = math.ceil(self.max_prompts / size)
             loop._max_batches = [min(batches, most) for batches in all_batches]
         trainer.validating = True

@@ -340,22 +340,22 @@ def _load_weights(model: Any, path: str, name: str) -> None:
 
 
 def save_adapter(model: Any, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-    """Save a model's only adapter to a folder in PEFT's format, as `PeftModel.save_pretrained` does.
+    """Save a model's active adapter to a folder in PEFT's format, as `PeftModel.save_pretrained` does.
 
     Args:
-        model: A transformers model with an adapter.
+        model: A transformers model with an active adapter.
         folder: Created if missing.
         state: The model's weights, if they are not its own.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    ((name, config),) = model.peft_config.items()
+    (name,) = adapter_layers(model)[0].active_adapters
     weights = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
     folder.mkdir(parents=True, exist_ok=True)
     saved = {f"{_KEY_PREFIX}{key}": weight.detach().contiguous() for key, weight in weights.items()}
     save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(str(folder))
+    model.peft_config[name].save_pretrained(str(folder))
 
 
 def expand_home(path: str) -> str:

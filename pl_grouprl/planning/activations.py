@@ -30,7 +30,7 @@ class KeptBytes:
     """Bytes per token that a decoder keeps.
 
     Attributes:
-        total: All layers, without checkpointing.
+        total: The whole decoder, without checkpointing.
         largest: The layer that keeps most.
         inputs: The inputs of all layers, which checkpointing keeps.
     """
@@ -44,8 +44,8 @@ def count_kept(model: Any, *, autocast: bool) -> KeptBytes:
     """Count what a model's decoder keeps for each token of a row, without its head.
 
     Args:
-        model: A transformers model on the meta device, with or without a head, in training mode for what it trains.
-            It ends up with fake weights, of no further use.
+        model: A transformers model on the meta device, with or without a head. Its weights are replaced by fake ones;
+            discard it afterwards.
         autocast: Whether it runs under bfloat16 autocast.
 
     Raises:
@@ -146,11 +146,12 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """What a grouped product keeps: its inputs."""
+    """What a grouped product keeps: each input whose partner needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(tokens, weight)
+        for_tokens, for_weight = ctx.needs_input_grad
+        ctx.save_for_backward(tokens if for_weight else None, weight if for_tokens else None)
         return tokens.new_empty(tokens.shape[0], weight.shape[-1])
 
 

@@ -20,6 +20,7 @@ from pl_grouprl.attention import find_backbone
 from pl_grouprl.media.processor import language_model_class
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.planning.activations import KeptBytes, count_kept
+from pl_grouprl.utilities.device_defaults import cached_by_layer, cached_bytes, kept_bytes, layer_sizes
 
 GIB = 2**30
 
@@ -154,38 +155,34 @@ class LayerBytes:
         kept: What its layers keep for the backward pass.
         trains_all: Whether all weights are trained, not an adapter.
         width: Bytes of a value in the KV cache.
+        is_counted: Whether `kept` is counted; an upper estimate otherwise.
     """
 
     config: Any
     kept: KeptBytes
     trains_all: bool = True
     width: int = 4
+    is_counted: bool = True
 
     @classmethod
     def of(cls, model: Any, *, autocast: bool, width: int) -> LayerBytes:
         """Count them for a model on the meta device, which is of no use afterwards."""
         trains_all = all(parameter.requires_grad for parameter in model.parameters())
         config = model.config.get_text_config(decoder=True)
-        return cls(config, count_kept(model, autocast=autocast), trains_all, width)
-
-    @property
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """D, N H, K H and I."""
-        config = self.config
-        heads = config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        experts = getattr(config, "moe_intermediate_size", None)
-        if experts:
-            inner = experts * (getattr(config, "num_experts_per_tok", None) or 1)
-        return config.hidden_size, heads * head_dim, key_heads * head_dim, inner
+        try:
+            return cls(config, count_kept(model, autocast=autocast), trains_all, width)
+        except TypeError:
+            kept = kept_bytes(config, 2 if autocast else model.dtype.itemsize)
+            if not kept:
+                raise
+            inputs = sum(4 * hidden for hidden, *_ in layer_sizes(config))
+            return cls(config, KeptBytes(sum(kept), max(kept), inputs), trains_all, width, is_counted=False)
 
     @property
     def working(self) -> int:
         """The gradients inside the layer that is in its backward pass."""
-        hidden, query, _, inner = self._sizes
-        return 8 * hidden + 2 * query + 4 * inner if self.trains_all else 14 * hidden + 6 * inner
+        hidden, queries, inner = (max(sizes) for sizes in zip(*layer_sizes(self.config), strict=True))
+        return 8 * hidden + 2 * queries + 4 * inner if self.trains_all else 14 * hidden + 6 * inner
 
     def activations(self, checkpointing: bool) -> tuple[int, int]:
         """Bytes that the forward pass leaves behind, and the extra bytes while a layer is in its backward pass."""
@@ -201,8 +198,14 @@ class LayerBytes:
 
     @property
     def cache(self) -> int:
-        """Keys and values of all layers."""
-        return 2 * self.width * self._sizes[2] * self.config.num_hidden_layers
+        """Keys and values of a token in all layers."""
+        return cached_bytes(self.config, self.width)
+
+    def caches(self, prompts: int, prompt: int, sequences: int, response: int) -> int:
+        """Bytes of the caches of a rollout, of sequences of equal length; prompts are shared where layers allow it."""
+        shared, whole = prompts * prompt + sequences * response, prompt + response
+        layers = cached_by_layer(self.config, self.width)
+        return sum(size * (shared if kept is None else sequences * min(kept, whole)) for size, kept in layers)
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ class Footprint:
         critic: What the critic adds.
         critic_layers: The critic's bytes per token, if it has its own backbone.
         gathered: Weights that rollouts gather from other devices.
-        sampled: The copy of the weights that rollouts make in another dtype.
+        sampling_copy: The copy of the weights that rollouts make in another dtype.
     """
 
     policy: Held
@@ -225,7 +228,7 @@ class Footprint:
     critic: Held = Held()
     critic_layers: LayerBytes | None = None
     gathered: int = 0
-    sampled: int = 0
+    sampling_copy: int = 0
 
     @property
     def resident(self) -> int:
@@ -262,7 +265,8 @@ class Footprint:
 
     def cached_tokens(self, gib: float) -> int:
         """Most tokens in the KV caches of a rollout."""
-        return (int(gib * GIB * USABLE) - self.resident - self.gathered - self.sampled) // self.layers.cache
+        room = int(gib * GIB * USABLE) - self.resident - self.gathered - self.sampling_copy
+        return room // max(1, self.layers.cache)
 
 
 def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprint:
@@ -278,7 +282,7 @@ def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprin
     held = held_bytes(model, state_bits=method.state_bits, four_bits=method.four_bits)
     layers = LayerBytes.of(model, autocast=True, width=2)
     reference = held.weights if method.has_reference and method.trains_all else 0
-    return Footprint(held, layers, reference, sampled=held.weights // 2 if method.trains_all else 0)
+    return Footprint(held, layers, reference, sampling_copy=held.weights // 2 if method.trains_all else 0)
 
 
 SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")

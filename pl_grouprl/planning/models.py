@@ -80,7 +80,7 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
             reference + _teacher_bytes(module, hardware),
             critic_held,
             critic_layers,
-            sampled=num_parameters * sampled.itemsize if sampled != dtype else 0,
+            sampling_copy=num_parameters * sampled.itemsize if sampled != dtype else 0,
         ),
         cost=cost,
         has_adapter=adapter is not None,

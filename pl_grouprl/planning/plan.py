@@ -19,6 +19,7 @@ from pl_grouprl.planning.memory import (
 )
 from pl_grouprl.planning.models import PlannedModels, plan_models
 from pl_grouprl.planning.workload import Workload
+from pl_grouprl.utilities.device_defaults import sequences_at_once
 
 GPUS = (24, 48, 80, 141)
 """Memory in GiB."""
@@ -68,10 +69,18 @@ class RunPlan:
             "copies": held.copies,
             "activations": held.activations(tokens, checkpointing),
             "logits": held.logits(tokens, checkpointing),
-            "caches": self.workload.cached_tokens * held.layers.cache,
+            "caches": self._caches,
             "gathered": held.gathered,
-            "sampled": held.sampled,
+            "sampling copy": held.sampling_copy,
         }
+
+    @property
+    def _caches(self) -> int:
+        work = self.workload
+        if not work.caches:
+            return 0
+        prompts = math.ceil(work.sequences / work.num_generations)
+        return self.footprint.layers.caches(prompts, work.prompt_lengths[-1], work.sequences, work.response)
 
     @property
     def update_bytes(self) -> int:
@@ -81,9 +90,9 @@ class RunPlan:
 
     @property
     def rollout_bytes(self) -> int:
-        """Peak memory of a rollout with all sequences at once, in bytes."""
+        """Peak memory of a rollout, in bytes, with `workload.sequences` decoded at once."""
         memory = self.memory
-        return self.footprint.resident + memory["caches"] + memory["gathered"] + memory["sampled"]
+        return self.footprint.resident + memory["caches"] + memory["gathered"] + memory["sampling copy"]
 
     def fits(self, gib: float) -> bool:
         """Whether the run as configured fits on a device with a tenth of its memory left free."""
@@ -189,17 +198,20 @@ def _usable_budget(held: Footprint, work: Workload, gib: float, checkpointing: b
 
 
 def _sequences(held: Footprint, work: Workload, gib: float) -> int:
-    """Counts a prompt once per sequence, as in a group that is split."""
+    """Counts a prompt once per sequence, as in a split group; by the engine's own rule where it sets the number."""
     per_sequence = work.prompt_lengths[-1] + work.response
     everything = math.ceil(work.batch_size / work.processes) * work.num_generations
-    return max(0, min(held.cached_tokens(gib) // per_sequence, everything))
+    fitting = max(0, min(held.cached_tokens(gib) // per_sequence, everything))
+    if not (work.bounds_itself and fitting):
+        return fitting
+    free = held.cached_tokens(gib) * held.layers.cache
+    return min(fitting, sequences_at_once(everything, per_sequence * held.layers.cache, lambda: free))
 
 
 def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
     """The options to set: a budget if a micro-batch would be too long, `max_sequences` if the caches would not fit."""
     parts = []
-    unlimited = replace(plan.workload, max_tokens=None).longest_micro_batch
-    if budget < unlimited:
+    if budget < plan.workload.longest_micro_batch:
         parts.append(f"max_tokens_per_micro_batch: {rounded(budget)}")
     if sequences < plan.workload.sequences and not plan.workload.bounds_itself:
         parts.append(f"engine max_sequences: {sequences}")
@@ -224,6 +236,8 @@ def _title(plan: RunPlan) -> Iterator[str]:
     count = f"{models.num_parameters / 1e9:.2f}e9" if models.num_parameters >= 1e7 else f"{models.num_parameters:,}"
     yield f"{plan.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}."
     yield "Counted from the shapes of the models; nothing is loaded or measured."
+    if not models.footprint.layers.is_counted:
+        yield f"Activations are an upper estimate: those of {models.name} could not be counted."
     if not plan.workload.caches:
         yield "The memory of the sampling engine is not included; only that of HFRolloutEngine is known."
 
@@ -242,12 +256,13 @@ def _memory_lines(plan: RunPlan) -> Iterator[str]:
         "logits": "logits beyond the peak of the layers (updates)",
         "caches": f"KV caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
         "gathered": "weights gathered from other devices (rollouts)",
-        "sampled": "weights in bfloat16 (rollouts)",
+        "sampling copy": "copy of the weights in the sampling dtype (rollouts)",
     }
     unit, name = (GIB, "GiB") if max(plan.update_bytes, plan.rollout_bytes) >= GIB else (2**20, "MiB")
     yield f"{'Memory per device, with the longest prompts and responses':<70}{name:>9}"
     rows = {labels[part]: size for part, size in memory.items() if size}
-    rows |= {"peak in updates": plan.update_bytes, "peak in rollouts": plan.rollout_bytes}
+    at_once = ", all sequences at once" if work.bounds_itself else ""
+    rows |= {"peak in updates": plan.update_bytes, f"peak in rollouts{at_once}": plan.rollout_bytes}
     yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
     if work.bounds_itself:
         needed = f"{memory['caches'] / unit:,.2f} {name}"

@@ -38,8 +38,8 @@ class RolloutEngine(Protocol):
       rollout of the previous call is encoded from where that rollout ended (the turns of an episode), or from the last
       whole block of the cache before that.
     - `max_model_len`, an int: maximum length of prompt plus completion.
-    - `autocast_dtype`, set by the run: dtype that the Trainer's precision computes in under autocast (`bf16-mixed`:
-      bfloat16), None without autocast. `generate` is not called under autocast.
+    - `autocast_dtype`, set by the run: on a GPU, dtype that the Trainer's precision computes in under autocast
+      (`bf16-mixed`: bfloat16); None otherwise. `generate` is not called under autocast.
     """
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from pl_grouprl.rollout.kept_caches import KeptCaches
 
 
-_PASS_IN_BFLOAT16: WeakSet[torch.nn.Module] = WeakSet()
-_FAIL_IN_BFLOAT16: WeakSet[torch.nn.Module] = WeakSet()
+_DECODES_IN_BFLOAT16: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
 
 @checked_arguments
@@ -59,12 +58,12 @@ class HFRolloutEngine:
             memory can hold, counted by the longest prompt and completion. A prompt whose rollouts are split is still
             encoded once.
         max_prefill_tokens: Most prompt tokens in one forward pass, including padding.
-        dtype: Dtype to sample in. `auto` is bfloat16 if the Trainer's precision is `bf16-mixed`, else that of the
-            weights; also if bfloat16 fails the check of a model's decoding. In any dtype but the weights' own, each
-            call of `generate` runs on a copy of the weights, which takes memory only during the call.
+        dtype: Dtype to sample in. `auto` is bfloat16 on a GPU under `bf16-mixed`, if the model passes the decoding
+            check in it; otherwise the dtype of the weights. In any other dtype, each call of `generate` samples from a
+            temporary copy of the weights.
 
     Attributes:
-        autocast_dtype: Dtype of the Trainer's autocast, set by the run; None without autocast.
+        autocast_dtype: Dtype of the Trainer's autocast on a GPU, set by the run; None otherwise.
 
     Raises:
         ValueError: If a limit is below 1, or the model is not a decoder.
@@ -157,14 +156,15 @@ class HFRolloutEngine:
         from pl_grouprl.rollout.decoding_probes import probe_decoding
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts
 
-        most = self._sequences_at_once(prompts, longest, num_generations)
+        dtype = self._checked_dtype()
+        most = self._sequences_at_once(prompts, longest, num_generations, dtype)
         memory = naming_memory(
             f"a rollout with max_sequences={most} (None: all at once) and max_prefill_tokens="
             f"{self.max_prefill_tokens} of HFRolloutEngine",
             "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens if the prompts "
             "alone do not fit",
         )
-        mode = _evaluating(self.model, self._checked_dtype(), max(longest, default=0))
+        mode = _evaluating(self.model, dtype, max(longest, default=0))
         with memory, mode, attending_to_shared_prompts(self.model):
             sampler = BatchedSampler(self.model, most, self.max_prefill_tokens)
             groups = sampler.sample(
@@ -191,10 +191,13 @@ class HFRolloutEngine:
     def _checked_dtype(self) -> torch.dtype | None:
         """`compute_dtype`, unless `auto` chose it and the model does not decode in it."""
         dtype = self.compute_dtype
-        if dtype is None or self.dtype != "auto" or self.model in _FAIL_IN_BFLOAT16:
-            return None if self.dtype == "auto" else dtype
-        if self.model in _PASS_IN_BFLOAT16:
+        if dtype is None or self.dtype != "auto":
             return dtype
+        if self.model not in _DECODES_IN_BFLOAT16:
+            _DECODES_IN_BFLOAT16[self.model] = self._decodes_in(dtype)
+        return dtype if _DECODES_IN_BFLOAT16[self.model] else None
+
+    def _decodes_in(self, dtype: torch.dtype) -> bool:
         from pl_grouprl.rollout.batches import BatchedSampler
         from pl_grouprl.rollout.decoding_probes import probe_decoding
         from pl_grouprl.rollout.prompt_attention import attending_to_shared_prompts
@@ -202,17 +205,19 @@ class HFRolloutEngine:
         try:
             with _evaluating(self.model, dtype, 0), attending_to_shared_prompts(self.model):
                 probe_decoding(self.model, BatchedSampler(self.model, None, self.max_prefill_tokens), None)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, FloatingPointError) as error:
             if is_out_of_memory(error):
                 raise
-            _FAIL_IN_BFLOAT16.add(self.model)
-            _log(f"Rollouts are sampled in the dtype of the weights, because bfloat16 fails: {error}")
-            return None
-        _PASS_IN_BFLOAT16.add(self.model)
-        return dtype
+            _log(f"Rollouts are sampled in the dtype of the weights, because {str(dtype)[6:]} fails: {error}")
+            return False
+        return True
 
     def _sequences_at_once(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], num_generations: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: Sequence[int],
+        num_generations: int,
+        dtype: torch.dtype | None,
     ) -> int | None:
         """`max_sequences`, or what the free memory holds: caches of whole sequences, and logits with temporaries."""
         count = len(prompts) * num_generations
@@ -220,10 +225,11 @@ class HFRolloutEngine:
             return self.max_sequences
         config = self.model.config.get_text_config(decoder=True)
         tokens = max(map(len, prompts)) + max(max_new_tokens)
-        width = (self.compute_dtype or self.model.dtype).itemsize
+        width = (dtype or self.model.dtype).itemsize
+        copied = sum(width * weight.numel() for weight in self.model.parameters() if dtype not in (None, weight.dtype))
         needed = tokens * cached_bytes(config, width) + 24 * getattr(config, "vocab_size", 0)
         device = next(self.model.parameters()).device
-        most = sequences_at_once(count, needed, lambda: free_memory(device))
+        most = sequences_at_once(count, needed, lambda: free_memory(device) - copied)
         if most < count and not self._told:
             self._told = True
             _log(

@@ -56,8 +56,6 @@ class DeviceChoices:
         if getattr(module.policy, "is_gradient_checkpointing", False):
             is_default = getattr(module.policy_source, "gradient_checkpointing", True) is None
             lines.append(f"recomputes activations{' (the default on a GPU)' if is_default else ''}")
-        if module.max_tokens_per_micro_batch is None and device.type == "cuda":
-            lines.append("micro-batches by free memory")
         rank_zero_info(f"{_describe(device)}: {', '.join(lines)}.")
         if device.type == "cuda" and self._dtype == torch.float32:
             rank_zero_warn(

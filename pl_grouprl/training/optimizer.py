@@ -224,6 +224,10 @@ class SeveralOptimizers(torch.optim.Optimizer):
         super().__init__([group for own in optimizers for group in own.param_groups], {})
         self._share()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies; torch names only its own attributes."""
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()

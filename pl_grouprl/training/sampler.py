@@ -89,7 +89,9 @@ class Sampler:
         self._check.forget()
         if hasattr(self.engine, "autocast_dtype"):
             support = self._run.support
-            self.engine.autocast_dtype = support.autocast_dtype(support.trainer.strategy.root_device.type)
+            kind = support.trainer.strategy.root_device.type
+            # On a CPU, bfloat16 is slower than float32 on packed weights.
+            self.engine.autocast_dtype = support.autocast_dtype(kind) if kind == "cuda" else None
 
     def close(self) -> None:
         """Release an engine that has a copy of the weights."""

@@ -100,13 +100,28 @@ def cached_bytes(config: Any, width: int) -> int:
         config: The decoder's config.
         width: Bytes of a number.
     """
+    return sum(size for size, _ in cached_by_layer(config, width))
+
+
+def cached_by_layer(config: Any, width: int) -> list[tuple[int, int | None]]:
+    """Bytes of keys and values of a token in each layer with attention, and how many tokens it keeps if not all.
+
+    Layers with a window or chunks get a copy of the prompt for each of its rollouts; others share it.
+
+    Args:
+        config: The decoder's config.
+        width: Bytes of a number.
+    """
     layers = _layers(config)
     kinds = getattr(config, "layer_types", None) or ["attention"] * len(layers)
-    return sum(
-        width * (_size(layer, "num_key_value_heads") or _size(layer, "num_attention_heads")) * _key_and_value(layer)
-        for layer, kind in zip(layers, kinds, strict=False)
-        if "attention" in kind and "linear" not in kind
-    )
+    found: list[tuple[int, int | None]] = []
+    for layer, kind in zip(layers, kinds, strict=False):
+        if "attention" in kind and "linear" not in kind:
+            heads = _size(layer, "num_key_value_heads") or _size(layer, "num_attention_heads")
+            window = _size(layer, "sliding_window") or _size(layer, "attention_chunk_size") or None
+            is_whole = kind in ("attention", "full_attention")
+            found.append((width * heads * _key_and_value(layer), None if is_whole else window))
+    return found
 
 
 def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
@@ -121,11 +136,26 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
         width: Bytes of a number in matrix products: 2 or 4.
         checkpointing: Whether layers recompute their activations.
     """
-    layers = _layers(config)
-    kept = [_kept_bytes(layer) * width // 2 for layer in layers]
+    layers, kept = _layers(config), kept_bytes(config, width)
     if checkpointing:
         return sum(4 * _size(layer, "hidden_size") for layer in layers) + 2 * max(kept)
     return sum(kept) + max(kept)
+
+
+def kept_bytes(config: Any, width: int) -> list[int]:
+    """Upper estimate of the bytes that each layer keeps of a token; see `activation_bytes`."""
+    return [_kept_bytes(layer) * width // 2 for layer in _layers(config)]
+
+
+def layer_sizes(config: Any) -> list[tuple[int, int, int]]:
+    """Sizes of each layer: hidden, queries of all heads, and inner, of all experts that a token visits."""
+    sizes = []
+    for layer in _layers(config):
+        hidden, dense = _size(layer, "hidden_size"), _size(layer, "intermediate_size")
+        experts = _size(layer, "num_experts_per_tok") * (_size(layer, "moe_intermediate_size") or dense)
+        queries = _size(layer, "num_attention_heads") * _key_and_value(layer) // 2
+        sizes.append((hidden, queries, max(dense, experts) or 4 * hidden))
+    return sizes
 
 
 def _kept_bytes(layer: Any) -> int:

@@ -23,13 +23,14 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
         forward: An unbound function, with or without decorators.
 
     Returns:
-        The parameter annotated as a `Cache`, or else named as by `generate`; None if there is none.
+        The parameter annotated as a `Cache`, or else named as by `generate`, now or formerly; None if there is none.
     """
     from transformers.generation.utils import ALL_CACHE_NAMES
 
     parameters = inspect.signature(inspect.unwrap(forward)).parameters
     annotated = [name for name, one in parameters.items() if re.search(r"Cache\b", str(one.annotation))]
-    return next(iter(annotated or [name for name in ALL_CACHE_NAMES[:1] if name in parameters]), None)
+    usual = (ALL_CACHE_NAMES[0], "past_key_values", "cache_params")
+    return next(iter(annotated or [name for name in usual if name in parameters]), None)
 
 
 def holds_cache(arguments: Mapping[str, Any]) -> bool:
@@ -230,4 +231,4 @@ NAMES = (
         "vllm.distributed.device_communicators.cpu_communicator", ("_CPUSHMDistributed",), "shared memory of one engine"
     ),
 )
-"""All others, by library."""
+"""All that this package uses, by owner; `tests/utilities/test_internals.py` checks that they exist."""

@@ -22,7 +22,7 @@ def process_identity(pid: int) -> str:
         namespace = os.readlink("/proc/self/ns/pid")
         started = _seconds_since_boot(pid)
         return f"{boot} {namespace} {started:.3f}" if is_running(psutil.Process(pid)) else ""
-    except (OSError, psutil.NoSuchProcess):
+    except (OSError, psutil.Error):
         return ""
 
 

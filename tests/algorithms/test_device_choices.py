@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_staleness": 1, "importance_sampling": "token_truncate"}])
-def test_bf16_mixed_samples_from_copies_of_the_current_weights(
+def test_rollouts_in_bfloat16_are_of_copies_of_the_current_weights(
     options, make_module, make_data, make_trainer, monkeypatch
 ):
     sampled, sample = [], BatchedSampler.sample
@@ -38,7 +38,7 @@ def test_bf16_mixed_samples_from_copies_of_the_current_weights(
 
     monkeypatch.setattr(BatchedSampler, "sample", record)
     module, trainer = (
-        make_module(engine=HFRolloutEngine(), **options),
+        make_module(engine=HFRolloutEngine(dtype="bfloat16"), **options),
         make_trainer(max_steps=3, precision="bf16-mixed"),
     )
     before = [weight.detach().bfloat16() for weight in module.policy_source.load().parameters()]
@@ -49,6 +49,17 @@ def test_bf16_mixed_samples_from_copies_of_the_current_weights(
     (last,) = (group["params"] for group in trainer.optimizers[0].param_groups)
     assert all(now is kept for now, kept in zip(module.policy.parameters(), last, strict=True))
     assert {weight.dtype for weight in last} == {torch.float32}
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:0", torch.bfloat16), ("cpu", None)])
+def test_bf16_mixed_samples_in_bfloat16_on_a_gpu_alone(device, expected, make_module):
+    module = make_module(engine=HFRolloutEngine())
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+    module._support = SimpleNamespace(
+        serves=lambda trainer: True, trainer=module._trainer, autocast_dtype=lambda kind: torch.bfloat16
+    )
+    module.sampler.reset()
+    assert module.engine.compute_dtype == expected
 
 
 def on_a_gpu(module):
@@ -144,7 +155,6 @@ def test_float32_on_a_gpu_is_warned_of(pretend, caplog):
         module.device_choices.describe()
     line = caplog.records[-1].message
     assert line.startswith("On an H100, 60.0 GiB free: computes in bfloat16 (precision bf16-mixed), samples in float32")
-    assert "micro-batches by free memory" in line
     module._support.autocast_dtype = lambda kind: None
     with pytest.warns(UserWarning, match="computes in float32 on a GPU.*default_precision"):
         module.device_choices.describe()
@@ -155,4 +165,4 @@ def test_the_first_lines_of_a_run_say_how_it_computes(make_module, make_data, ma
         trainer = make_trainer(max_steps=1, precision="bf16-mixed")
         trainer.fit(make_module(engine=HFRolloutEngine()), make_data())
     lines = [record.message for record in caplog.records if record.message.startswith("On cpu")]
-    assert lines == ["On cpu: computes in bfloat16 (precision bf16-mixed), samples in bfloat16."]
+    assert lines == ["On cpu: computes in bfloat16 (precision bf16-mixed), samples in float32."]

@@ -146,6 +146,14 @@ def test_schedules_reach_each_of_several_optimizers():
     assert rates == {"policy": 0.75, "critic": 1.0}
 
 
+def test_several_optimizers_are_copied_as_one(tiny_policy):
+    made = build_optimizer({"policy": (tiny_policy().load(), OptimizerConfig(optim="torch.optim.Muon"))}, lambda: 0)
+    copied = copy.deepcopy(made["optimizer"])
+    groups = [group for own in copied.optimizers for group in own.param_groups]
+    assert all(group is own for group, own in zip(groups, copied.param_groups, strict=True))
+    assert all(own.state is copied.state for own in copied.optimizers)
+
+
 def test_an_output_head_is_left_to_adamw(tiny_policy):
     made = build_optimizer({"policy": (tiny_policy().load(), OptimizerConfig(optim="torch.optim.Muon"))}, lambda: 0)
     groups = {group["name"]: group["params"] for group in made["optimizer"].param_groups}

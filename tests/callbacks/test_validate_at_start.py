@@ -1,6 +1,7 @@
 import csv
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 
 from pl_grouprl.callbacks import RunSummary, ValidateAtStart
 
@@ -43,6 +44,12 @@ def test_the_first_validation_is_bounded_and_no_other(fit, counter, options, fir
     seen = Seen(**options)
     fit(counter, seen, val_batches=5)  # of one prompt each
     assert seen.batches == {0: first, 2: 5, 4: 5}
+
+
+def test_a_monitored_score_is_that_of_all_prompts(fit, counter):
+    seen = Seen(max_prompts=3)
+    fit(counter, seen, EarlyStopping("val/score"), val_batches=5)
+    assert seen.batches[0] == 5
 
 
 def test_at_least_one_prompt():

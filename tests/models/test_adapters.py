@@ -13,6 +13,7 @@ from torch import nn
 from pl_grouprl.attention import check_parity
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.models import LoRAAdapter, PolicySource, PretrainedPolicy, rollout_logprobs
+from pl_grouprl.models.adapter_layers import adapter_layers
 from pl_grouprl.models.adapters import save_adapter
 from pl_grouprl.utilities import optional
 
@@ -282,3 +283,17 @@ def test_an_adapter_is_saved_as_transformers_saves_it(options, tmp_path):
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     ours, theirs = (json.loads((tmp_path / who / "adapter_config.json").read_text()) for who in ("ours", "theirs"))
     assert ours == theirs
+
+
+def test_the_active_adapter_of_several_is_saved(tmp_path):
+    from peft import LoraConfig, inject_adapter_in_model
+    from safetensors.torch import load_file
+
+    model = adapted("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, "other")
+    for layer in adapter_layers(model):
+        layer.set_adapter("other")
+    save_adapter(model, tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert {weight.shape[0] for name, weight in saved.items() if "lora_A" in name} == {2}
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2

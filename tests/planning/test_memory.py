@@ -4,6 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
+import transformers
 from helpers.peak_memory import Peak
 from helpers.quantized import save_policy
 from helpers.tiny_models import random_groups
@@ -12,7 +13,7 @@ from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models import FourBit, LoRAAdapter, PretrainedPolicy, hidden_states, score
 from pl_grouprl.models.quantization import quantized_layers
 from pl_grouprl.packing import pack
-from pl_grouprl.planning.activations import count_kept
+from pl_grouprl.planning.activations import KeptBytes, count_kept
 from pl_grouprl.planning.memory import METHODS, LayerBytes, Method, divided, empty_model, footprint_of_method
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
 
@@ -160,20 +161,58 @@ def really_saved(model, groups):
     return sum(storage.nbytes() for storage in saved.values())
 
 
+@pytest.mark.parametrize("method", [FULL, LORA], ids=lambda method: method.name)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_autograd_saves_is_counted(family, record_property):
+def test_what_autograd_saves_is_counted(family, method, record_property):
     """In a packed row with a shared prompt, under bfloat16 autocast; per token, so that copies of weights cancel."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = family_config(family)
-    model = AutoModelForCausalLM.from_config(config).train()
+    dtype, adapter = (torch.float32, None) if method.trains_all else (torch.bfloat16, LoRAAdapter(r=RANK))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if adapter is not None:
+        adapter.add_to(model)
     groups = random_groups(0, [(128, [64] * 4)] * 3)
     one, three = really_saved(model, groups[:1]), really_saved(model, groups)
     actual = (three - one) / (2 * (128 + 64 * 4))
-    counted = count_kept(empty_model(config), autocast=True).total
+    counted = count_kept(empty_model(config, dtype, adapter), autocast=True).total
     record_property("figure", f"{counted} bytes per token counted, {actual:.0f} saved: {counted / actual - 1:+.1%}")
     assert counted == pytest.approx(actual, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "counted"),
+    [
+        ("gemma4_text", {}, True),  # heads differ between layers
+        ("falcon", {"alibi": True}, False),  # needs its mask
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, False),
+    ],
+)
+def test_every_family_has_an_estimate(family, options, counted):
+    from transformers import AutoConfig
+
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = empty_model(AutoConfig.for_model(family, **options))
+    layers = LayerBytes.of(model, autocast=True, width=2)
+    assert layers.is_counted == counted
+    assert min(*layers.activations(True), *layers.activations(False), layers.cache) > 0
+
+
+def test_caches_by_hand():
+    """Two heads of 32 numbers in bfloat16 for keys and values; 3 prompts of 100 tokens, 12 sequences of 20 more."""
+    number = 2 * 2 * 32 * 2
+    mistral = family_config("mistral", layers=2)
+    mistral.sliding_window, mistral.layer_types = 50, ["full_attention", "sliding_attention"]
+    hybrid = family_config("qwen3_5_text", layers=4)  # one layer of four has attention
+    for config, expected in [
+        (family_config("qwen3", layers=2), 2 * (3 * 100 + 12 * 20)),
+        (mistral, (3 * 100 + 12 * 20) + 12 * 50),
+        (hybrid, 3 * 100 + 12 * 20),
+    ]:
+        layers = LayerBytes(config, KeptBytes(0, 0, 0), width=2)
+        assert layers.caches(3, 100, 12, 20) == number * expected
 
 
 def qwen3_06b():

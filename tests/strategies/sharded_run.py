@@ -22,6 +22,7 @@ from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import SharedTrunkCritic
 from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
 ALGORITHMS = {name: getattr(pl_grouprl, name) for name in ("GRPO", "PPO", "GroupPPO", "Distillation")}
@@ -96,6 +97,8 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
         case["module"]["critic"] = SharedTrunkCritic()
     if case["algorithm"] == "Distillation":
         case["module"]["teacher"] = TinyPolicy(seed=7, hidden_size=48, initializer_range=0.2)
+    if "rollout_dtype" in case:
+        case["module"]["engine"] = HFRolloutEngine(dtype=case["rollout_dtype"])
     module = ALGORITHMS[case["algorithm"]](
         policy,
         share_of_letters,

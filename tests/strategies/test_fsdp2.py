@@ -59,7 +59,7 @@ def test_the_export_holds_the_weights(runs):
 @pytest.mark.slow
 def test_rollouts_in_bfloat16_are_those_of_whole_weights(tmp_path):
     """The sampler's copies are made of gathered weights, and put away before the weights are sharded again."""
-    case = {"trainer": {"precision": "bf16-mixed"}, "max_steps": 3}
+    case = {"trainer": {"precision": "bf16-mixed"}, "max_steps": 3, "rollout_dtype": "bfloat16"}
     whole, sharded = (run(tmp_path / name, name, **case) for name in ("ddp", "fsdp2"))
     assert [step["reward"] for step in whole.steps] == [step["reward"] for step in sharded.steps]
     assert largest_difference(whole, sharded) < 1e-5

@@ -100,6 +100,9 @@ def test_the_cache_argument():
 
     def by_type(input_ids, memory: "transformers.Cache | None" = None): ...  # noqa: F821
 
+    def formerly(input_ids, past_key_values=None): ...
+
+    assert cache_argument(formerly) == "past_key_values"
     for model in (LlamaForCausalLM, Mamba2ForCausalLM):
         assert cache_argument(model.forward) in ("cache", "past_key_values", "cache_params")
     assert cache_argument(RwkvForCausalLM.forward) is None

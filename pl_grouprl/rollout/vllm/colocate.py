@@ -49,7 +49,7 @@ class VLLMRolloutEngine(HoldsPolicy):
         kv_cache_gib: Memory of vLLM's key and value cache in GiB instead; on CPUs 1 by default.
         max_model_len: Maximum length of prompt plus completion; None is the model's maximum.
         max_num_seqs: Most sequences decoded at once.
-        dtype: Dtype of vLLM's weights and activations; `auto` is bfloat16 if the Trainer's precision is `bf16-mixed`,
+        dtype: Dtype of vLLM's weights and activations; `auto` is bfloat16 on a GPU under `bf16-mixed`,
             else that of the policy's weights.
         enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
         sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
