@@ -6,18 +6,26 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Trainer
 
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
-"""Windows has no SIGUSR1."""
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+)
+"""Windows has neither SIGHUP, which a closed terminal sends, nor SIGUSR1."""
+
+REPEAT_SECONDS = 5.0
+"""A launcher and a scheduler may both pass a signal on; the same signal that much later is meant as another one."""
 
 
 class StopRequest:
-    """Remembers the first signal that asks to stop. A second Ctrl-C ends the process at once.
+    """Remembers the first signal that asks to stop.
+
+    A second Ctrl-C ends the process at once, and so does another signal that is repeated after `REPEAT_SECONDS`.
 
     Attributes:
         signum: The signal; 0 if there was none.
@@ -25,21 +33,35 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum = 0
+        self._came_at: dict[int, float] = {}
 
     def listen(self) -> None:
         """Handle the signals, replacing handlers that act at once. Does nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
-                signal.signal(signum, self._remember)
+                if signum == signal.SIGINT or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                    signal.signal(signum, self._remember)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # works even inside a collective, where no Python code runs
+        elif time.monotonic() - self._came_at.setdefault(signum, time.monotonic()) > REPEAT_SECONDS:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
         if not self.signum:
             self.signum = signum
             name = signal.Signals(signum).name
-            # Not print(): the signal may have interrupted one.
-            os.write(2, f"\n{name}: the run saves a checkpoint after this batch and stops.\n".encode())
+            _write(2, f"\n{name}: the run saves a checkpoint after this batch and stops.\n")
+            if name == "SIGHUP":
+                _write(1, "\n")
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Write to a terminal; if it is closed, discard this and all that follows, which would raise an error."""
+    try:
+        os.write(descriptor, text.encode())  # not print(): the signal may have interrupted one
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def run_ends(trainer: Trainer) -> bool:

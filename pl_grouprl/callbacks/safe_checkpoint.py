@@ -63,9 +63,10 @@ class SafeCheckpoint(ModelCheckpoint):
     `last`; not if `save_top_k=0` and `save_last` is unset. In the Trainer's methods, `ckpt_path="last"` means the
     newest complete checkpoint of earlier runs of this name, as on the command line.
 
-    SIGTERM, SIGUSR1 and Ctrl-C may reach any rank; after the current training batch all ranks save `last` and stop
-    (`StoppedBySignal`). If the signal comes after the last batch, the run finishes first. A second Ctrl-C kills the
-    process. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from automatically, and
+    SIGTERM, SIGHUP (a closed terminal; not under nohup), SIGUSR1 and Ctrl-C may reach any rank; after the current
+    training batch all ranks save `last` and stop (`StoppedBySignal`). If the signal comes after the last batch, the run
+    finishes first. A second Ctrl-C kills the process, and so does another of these signals that is repeated more than
+    5 seconds later. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from automatically, and
     requeues the job.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import threading
@@ -23,15 +22,12 @@ from pl_grouprl.episodes.operations import (
 )
 from pl_grouprl.episodes.tools import run_coroutine
 from pl_grouprl.episodes.workers import ToolWorkers
-from pl_grouprl.utilities.background_loop import BackgroundLoop
+from pl_grouprl.utilities.background_loop import GRACE_SECONDS, BackgroundLoop, OverTimeError, run_with_limit
 
 T = TypeVar("T")
 
 MAX_THREADS = 256
 """Most sync calls that run in threads at the same time."""
-
-GRACE_SECONDS = 1.0
-"""How long an async tool may take to end once it is cancelled."""
 
 
 @dataclass(eq=False)
@@ -197,24 +193,15 @@ def _shut_down(lanes: Lanes, workers: ToolWorkers | None, loops: list[Background
     if workers is not None:
         workers.close()
     for loop in loops:
-        loop.close(GRACE_SECONDS)
+        loop.close(2 * GRACE_SECONDS)
 
 
 async def _run_with_limit(coroutine: Coroutine[Any, Any, T], limit: float | None) -> T:
-    """Await a coroutine, and cancel it if it takes too long."""
-    clock = asyncio.get_running_loop().time
-    began = clock()
-    task = asyncio.ensure_future(coroutine)
     try:
-        await asyncio.wait({task}, timeout=limit)
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    # A task that blocked the loop may be done and still have taken too long.
-    if limit is not None and (clock() - began > limit or not task.done()):
-        task.cancel()
-        await asyncio.wait({task}, timeout=GRACE_SECONDS)
-        raise OperationTimeoutError(f"took longer than {limit} seconds", is_stuck=not task.done())
+        task = await run_with_limit(coroutine, limit)
+    except OverTimeError as error:
+        is_stuck = error.task is not None
+        raise OperationTimeoutError(f"took longer than {limit} seconds", is_stuck=is_stuck) from None
     if task.cancelled():
         raise OperationCancelledError("raised CancelledError")
     return task.result()

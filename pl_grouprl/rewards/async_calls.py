@@ -10,16 +10,21 @@ import asyncio
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
+from typing import Any
 
 from pl_grouprl.rewards.call import Call, Failure, Outcome, attempt_async, too_slow
 from pl_grouprl.rewards.conventions import PreparedReward
-from pl_grouprl.utilities.background_loop import BackgroundLoop
+from pl_grouprl.utilities.background_loop import BackgroundLoop, OverTimeError, run_with_limit
 from pl_grouprl.utilities.exit_gate import exits_refused
 
 log = logging.getLogger(__name__)
+
+MAX_ABANDONED_CALLS = 256
+"""Number of calls that go on after they were cancelled at which the run ends."""
 
 MAX_BLOCKED_THREADS = 8
 """Number of threads stuck in blocking functions at which the run ends."""
@@ -88,22 +93,15 @@ class AsyncCalls:
 
 
 async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, timeout: float | None) -> Outcome:
-    clock, failure = asyncio.get_running_loop().time, Failure("was not called")
+    failure = Failure("was not called")
     for _ in range(retries + 1):
-        began = clock()
         with exits_refused():
-            task = asyncio.ensure_future(attempt_async(reward, call))
             try:
-                await asyncio.wait({task}, timeout=timeout)
-            except asyncio.CancelledError:  # nobody waits for the outcome any more
-                task.cancel()
-                raise
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
+                task = await run_with_limit(attempt_async(reward, call), timeout)
+            except OverTimeError as error:
+                if error.task is not None:
+                    _abandon_task(reward.name, error.task)
                 return too_slow(timeout)
-        if timeout is not None and clock() - began > timeout:  # it blocked the loop, which therefore could not stop it
-            return too_slow(timeout)
         outcome = Failure("raised CancelledError") if task.cancelled() else task.result()
         if not isinstance(outcome, Failure):
             return outcome
@@ -113,6 +111,8 @@ async def _attempt_in_time(reward: PreparedReward, call: Call, retries: int, tim
 
 _loops: dict[int, BackgroundLoop] = {}
 _blocked: list[threading.Thread] = []
+_abandoned: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+"""Calls that did not end when they were cancelled."""
 _lock = threading.Lock()
 
 
@@ -122,6 +122,17 @@ def _current_loop() -> BackgroundLoop:
         if os.getpid() not in _loops:
             _loops[os.getpid()] = BackgroundLoop("reward-functions")
         return _loops[os.getpid()]
+
+
+def _abandon_task(name: str, task: asyncio.Task[Any]) -> None:
+    _abandoned.add(task)
+    running = sum(not other.done() for other in _abandoned)
+    if running >= MAX_ABANDONED_CALLS:
+        raise RuntimeError(
+            f"{running} calls of async reward functions go on after their time limit, the last one of {name!r}; let it "
+            "end when it is cancelled (no bare `except`, no long `await` in `finally`)."
+        )
+    log.warning("Reward function %r goes on after it was cancelled; the call is abandoned.", name)
 
 
 def _abandon(loop: BackgroundLoop) -> str:

@@ -6,14 +6,22 @@ An engine samples from the policy itself (`RolloutEngine`), or from its own copy
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from itertools import compress
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.sync.sampler import SyncedSampler
-from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.types import FinishReason, Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.moved import moved
 
 _MOVED = ("AdapterWeights", "SamplerLostError", "WeightsMismatchError")
+
+LOGPROB_ROUNDING = 1e-2
+"""How far above 0 a log-probability may be: a sampler may compute it in bfloat16."""
 
 __getattr__ = moved(__name__, {name: f"pl_grouprl.sync.sampler.{name}" for name in _MOVED})
 
@@ -177,3 +185,97 @@ def prompt_limits(
         if limit < 1:
             raise ValueError(f"max_new_tokens[{index}] is {limit}; it must be at least 1.")
     return list(max_new_tokens)
+
+
+def checked_rollouts(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    *,
+    num_generations: int,
+    vocab_size: int | None,
+    **options: Any,
+) -> list[list[Rollout]]:
+    """Call `RolloutEngine.generate`, refuse what it cannot have sampled, and convert its numbers to Python's.
+
+    Args:
+        engine: The engine, which errors name.
+        prompts: Tokens of each prompt.
+        sampling: How to sample.
+        num_generations: Rollouts per prompt.
+        vocab_size: Size of the policy's vocabulary; None if unknown.
+        **options: Further arguments of `generate`.
+
+    Raises:
+        TypeError: If something is not of its type, such as a token id that is not an integer.
+        ValueError: If a value is impossible.
+    """
+    rollouts = engine.generate(prompts, sampling, num_generations=num_generations, **options)
+    name, limits = type(engine).__name__, prompt_limits(prompts, sampling, options.get("max_new_tokens"))
+    if not isinstance(rollouts, Sequence) or len(rollouts) != len(prompts):
+        raise ValueError(f"{name}.generate returned no list of {len(prompts)} groups, one for each prompt.")
+    newest = None if declares(engine, "updates_in_flight") else getattr(engine, "version", None) or 0
+    for index, (group, limit) in enumerate(zip(rollouts, limits, strict=True)):
+        if not all(isinstance(rollout, Rollout) for rollout in group):
+            raise TypeError(f"{name}.generate returned something else than Rollouts for prompt {index}.")
+        episodes = {id(rollout) if rollout.episode is None else rollout.episode for rollout in group}
+        if len(episodes) != num_generations or len(set(map(id, group))) < len(group):
+            raise ValueError(
+                f"{name}.generate returned {len(episodes)} different rollouts of prompt {index} in a list of "
+                f"{len(group)}, where {num_generations} were asked for."
+            )
+        for rollout in group:
+            try:
+                _make_plain(rollout)
+                _check_rollout(rollout, None if rollout.episode is not None else limit, vocab_size, newest)
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    f"{name}.generate returned an impossible rollout of prompt {index}: {error}"
+                ) from None
+    sampled = [rollout.num_sampled_tokens for group in rollouts for rollout in group]
+    if sampled and not any(sampled):
+        raise ValueError(
+            f"{name}.generate returned {len(sampled)} rollouts without a sampled token: all are empty, or have zeros "
+            "for loss_mask."
+        )
+    if num_generations > 1 and sampled and max(sampled) > 1 and all(_are_equal(group) for group in rollouts):
+        rank_zero_warn(
+            f"{name}.generate returned the same rollout {num_generations} times for every prompt of a batch, which "
+            "trains nothing; is it certain of each token, or does it reuse a seed?"
+        )
+    return rollouts
+
+
+def _make_plain(rollout: Rollout) -> None:
+    rollout.token_ids = list(map(operator.index, rollout.token_ids))
+    if rollout.logprobs is not None:
+        rollout.logprobs = list(map(float, rollout.logprobs))
+    for name in ("loss_mask", "weight_versions"):
+        values = getattr(rollout, name)
+        if values is not None:
+            setattr(rollout, name, list(map(operator.index, values)))
+
+
+def _check_rollout(rollout: Rollout, limit: int | None, vocab_size: int | None, newest: int | None) -> None:
+    rollout.__post_init__()  # an engine may have changed it since it was made
+    tokens, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.logprobs
+    if rollout.finish_reason not in (None, *get_args(FinishReason)) or not isinstance(rollout.text, (str, type(None))):
+        raise ValueError(f"finish_reason is {rollout.finish_reason!r}, and text is a {type(rollout.text).__name__}")
+    if mask is not None and not set(mask) <= {0, 1}:
+        raise ValueError(f"loss_mask has the values {sorted(set(mask))[:5]}; it is 1 where a token is trained, else 0")
+    if logprobs is not None and mask is not None:
+        logprobs = list(compress(logprobs, mask))
+    if limit is not None and rollout.num_sampled_tokens > limit:
+        raise ValueError(f"{rollout.num_sampled_tokens} sampled tokens, where max_new_tokens is {limit}")
+    if tokens and (min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size)):
+        raise ValueError(f"token ids from {min(tokens)} to {max(tokens)}, where vocab_size is {vocab_size}")
+    if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= LOGPROB_ROUNDING):
+        raise ValueError(f"logprobs from {min(logprobs)} to {max(logprobs)}; they are finite and at most 0")
+    versions = rollout.weight_versions
+    if versions and newest is not None and max(versions) > newest:
+        raise ValueError(f"weight_versions up to {max(versions)}, where the newest weights it was given are {newest}")
+
+
+def _are_equal(rollouts: Sequence[Rollout]) -> bool:
+    first = rollouts[0]
+    return all(other.token_ids == first.token_ids for other in rollouts[1:])

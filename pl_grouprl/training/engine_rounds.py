@@ -10,8 +10,8 @@ from typing import Any
 from torch.nn.functional import pad
 
 from pl_grouprl.rollout.branch_loop import PartialRollout
-from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
-from pl_grouprl.rollout.limits import length_limits
+from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, checked_rollouts, declares
+from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.sync.sampler import SamplerLostError
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import Media, Rollout, SamplingConfig, is_per_token
@@ -74,7 +74,7 @@ class EngineRounds:
             count = 1
             groups = self._generate(number, rollouts, [rollout.stream for rollout in rollouts], limits, count)
         for group in groups:
-            _check_completions(group, count)
+            _check_completions(group)
         sampled = [rollout for group in groups for rollout in group]
         return [_truncate(rollout, limit) for rollout, limit in zip(sampled, limits, strict=True)]
 
@@ -92,10 +92,12 @@ class EngineRounds:
         if takes_indices:
             options["prompt_indices"] = indices
         stream = self._seed if number == 0 else (*self._seed, "turn", number)
-        return self._engine.generate(
+        return checked_rollouts(
+            self._engine,
             prompts,
             replace(self._sampling, max_new_tokens=max(limits, default=1)),
             num_generations=count,
+            vocab_size=vocabulary(self._run.policy),
             # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
             seed=derive_seed(*stream, self._base_seed, 0 if takes_indices else self._run.global_rank),
             **options,
@@ -113,19 +115,15 @@ class EngineRounds:
         return any(gather_plain(is_open, self._run.device)) if self._is_collective else is_open
 
 
-def _check_completions(rollouts: Sequence[Rollout], count: int) -> None:
-    """Refuse what cannot be continued: other things than single completions that the model wrote."""
+def _check_completions(rollouts: Sequence[Rollout]) -> None:
+    """Refuse what cannot be continued: other things than completions that the model wrote."""
     has_rows = any(rollout.episode is not None for rollout in rollouts)
-    has_context = any(not all(rollout.loss_mask or ()) for rollout in rollouts)
-    if len(rollouts) == count and not has_rows and not has_context:
-        return
-    what = f"{len(rollouts)} rollouts of a prompt where {count} were asked for"
-    if has_rows or has_context:
-        what = f"rollouts with {'Rollout.episode' if has_rows else 'zeros in Rollout.loss_mask'}"
-    raise ValueError(
-        f"the rollout engine returned {what}, but with branching or tools it has to sample single completions of the "
-        "model, which are continued; leave both options out, or use another engine."
-    )
+    if has_rows or any(not all(rollout.loss_mask or ()) for rollout in rollouts):
+        what = "Rollout.episode" if has_rows else "zeros in Rollout.loss_mask"
+        raise ValueError(
+            f"the rollout engine returned rollouts with {what}, but with branching or tools it has to sample completions "
+            "of the model, which are continued; leave both options out, or use another engine."
+        )
 
 
 def _truncate(rollout: Rollout, limit: int) -> Rollout:

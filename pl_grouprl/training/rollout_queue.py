@@ -16,6 +16,9 @@ from pl_grouprl.training.staleness import Staleness, measure_staleness, version_
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.progress import tick
 
+MAX_ATTEMPTS = 20
+"""How often a prompt whose groups are always too old is sampled before the run ends."""
+
 
 class RolloutQueue:
     """Prompts in submission order, each waiting, being sampled, or finished.
@@ -26,13 +29,14 @@ class RolloutQueue:
 
     Args:
         max_staleness: Largest staleness of a token that may be trained.
+        engine: Name of the rollout engine, for errors.
 
     Attributes:
         version: Version of the current weights.
     """
 
-    def __init__(self, max_staleness: int) -> None:
-        self._max_staleness = max_staleness
+    def __init__(self, max_staleness: int, engine: str = "the rollout engine") -> None:
+        self._max_staleness, self._engine = max_staleness, engine
         self._changed = threading.Condition()
         self._entries: list[QueuedGroup] = []
         self._sizes: dict[int, int] = {}
@@ -116,7 +120,8 @@ class RolloutQueue:
         Raises:
             BaseException: What a sampling thread raised.
             SamplerLostError: If the sampler lost its weights; send them again, then call `set_version`.
-            RuntimeError: If fewer than `count` groups were submitted.
+            RuntimeError: If fewer than `count` groups were submitted, or the engine reports token versions that are
+                too old, or that it was never given.
         """
         with self._changed:
             if count > len(self._entries):
@@ -259,6 +264,7 @@ class RolloutQueue:
 
     def _is_ready(self, count: int) -> bool:
         self._translate_versions()
+        self._refuse_unknown_versions()
         self._drop_stale()
         taken = set(self._oldest_finished(count))
         left = [entry for entry in self._entries if entry not in taken and entry.version is not None]
@@ -293,6 +299,16 @@ class RolloutQueue:
                     rollout.weight_versions = self._run_versions(entry, rollout)
                 entry.settle()
 
+    def _refuse_unknown_versions(self) -> None:
+        """For `wait`, during which no weights are sent: no token can have a version that is not known."""
+        for entry in self._entries:
+            if entry.group is not None and not entry.has_run_versions:
+                found = max(max(rollout.weight_versions or (0,)) for rollout in entry.group.rollouts)
+                raise RuntimeError(
+                    f"{self._engine} reports weight_versions up to {found}, but the newest weights that it was given "
+                    f"are {self._versions[-1][0]}."
+                )
+
     def _run_versions(self, entry: QueuedGroup, rollout: Rollout) -> list[int]:
         """Token versions in the run's numbering; that at the start of sampling if the engine reports none."""
         if rollout.weight_versions is None:
@@ -313,6 +329,13 @@ class RolloutQueue:
         for place, entry in enumerate(self._entries):
             if entry.group is not None and self.version - entry.oldest > self._max_staleness:
                 self._dropped += 1
+                if entry.attempt + 1 >= MAX_ATTEMPTS:
+                    raise RuntimeError(
+                        f"{self._engine} sampled a prompt {MAX_ATTEMPTS} times from weights that are too old for "
+                        f"max_staleness={self._max_staleness}: the last time from version {entry.oldest}, where "
+                        f"version {entry.version} had been sent before; it does not take its weights, or reports wrong "
+                        "weight_versions."
+                    )
                 again = QueuedGroup(entry.number, entry.place, entry.prompt, entry.attempt + 1)
                 self._entries[place] = again
                 self._changed.notify_all()

@@ -74,7 +74,8 @@ class RolloutsAhead:
     def open(self) -> None:
         """Prepare for a fit."""
         self.close()  # an earlier fit may have ended with an exception
-        run, sampler, queue = self._run, self._sampler, RolloutQueue(self._max_staleness)
+        run, sampler = self._run, self._sampler
+        queue = RolloutQueue(self._max_staleness, type(sampler.engine).__name__)
         options = drop_none(
             episodes=self._make_episodes(), branching=self._branching, stop=sampler.stop_strings(self._sampling)
         )

@@ -17,7 +17,8 @@ from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
 from pl_grouprl.rollout.branch_loop import BranchLoop
 from pl_grouprl.rollout.branching import Branching
-from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
+from pl_grouprl.rollout.engine import SyncedRolloutEngine, checked_rollouts, declares
+from pl_grouprl.rollout.limits import vocabulary
 from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.sync.weight_sync import WeightSync
 from pl_grouprl.training.engine_rounds import EngineRounds
@@ -152,8 +153,8 @@ class Sampler:
     def _sample_once(self, engine: RolloutEngine, sampling: SamplingConfig, prompt: Prompt) -> RolloutGroup:
         opened = prompt.open()
         options: dict[str, Any] = {"media": [dict(opened.media)]} if opened.media else {}
-        options["seed"] = derive_seed("compare", self._seed)
-        rollouts = engine.generate([list(opened.token_ids)], sampling, num_generations=1, **options)
+        options |= {"seed": derive_seed("compare", self._seed), "vocab_size": vocabulary(self._run.policy)}
+        rollouts = checked_rollouts(engine, [list(opened.token_ids)], sampling, num_generations=1, **options)
         return self.group([opened], rollouts)[0]
 
     def _generate(
@@ -208,10 +209,12 @@ class Sampler:
         options: dict[str, Any] = {"media": media} if any(media) else {}  # text-only engines need not accept it
         if by_prompt:
             options["prompt_indices"] = indices
-        rollouts = engine.generate(
+        rollouts = checked_rollouts(
+            engine,
             [list(prompt.token_ids) for prompt in prompts],
             sampling,
             num_generations=num_generations,
+            vocab_size=vocabulary(self._run.policy),
             # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
             seed=derive_seed(*seed, self._seed, 0 if by_prompt else self._run.global_rank),
             **options,
@@ -285,14 +288,9 @@ class Sampler:
     def group(
         self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]], indices: Sequence[int] | None = None
     ) -> list[RolloutGroup]:
-        """Join rollouts with their prompts, which are open, and convert an engine's NumPy numbers to Python's."""
+        """Join rollouts with their prompts, which are open."""
         indices = self._indices(prompts) if indices is None else indices
         for rollout in (rollout for of_prompt in rollouts for rollout in of_prompt):
-            rollout.token_ids = list(map(int, rollout.token_ids))
-            if rollout.logprobs is not None:
-                rollout.logprobs = list(map(float, rollout.logprobs))
-            if rollout.weight_versions is not None:
-                rollout.weight_versions = list(map(int, rollout.weight_versions))
             rollout.episode = _episode_name(rollout.episode)
         return [
             RolloutGroup(

@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+GRACE_SECONDS = 1.0
+"""How long a task may take to end once it is cancelled; then it is abandoned."""
+
 _label: contextvars.ContextVar[str] = contextvars.ContextVar("label", default="")
 
 
@@ -85,4 +88,37 @@ class BackgroundLoop:
 
 
 async def _wait_for_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=GRACE_SECONDS)
+
+
+class OverTimeError(Exception):
+    """A coroutine exceeded its time limit.
+
+    Attributes:
+        task: Its task, if it did not end when it was cancelled; else None.
+    """
+
+    def __init__(self, task: asyncio.Task[Any] | None) -> None:
+        super().__init__(task)
+        self.task = task
+
+
+async def run_with_limit(coroutine: Coroutine[Any, Any, T], seconds: float | None) -> asyncio.Task[T]:
+    """Await a coroutine, and return its finished task; cancel it if it takes too long, and abandon it if that fails.
+
+    Raises:
+        OverTimeError: If it took longer, even if it has a result by now, as a task that blocked the loop may.
+    """
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    task = asyncio.ensure_future(coroutine)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if seconds is not None and (clock() - began > seconds or not task.done()):
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_SECONDS)
+        raise OverTimeError(None if task.done() else task)
+    return task

@@ -207,11 +207,12 @@ def _leftovers(folder: Path) -> Iterator[tuple[Path, str]]:
     """Leftovers of dead processes in a folder, each with the name it was meant for."""
     for path in sorted(folder.glob(".*"), reverse=True):  # an unfinished one is newer than the former
         parts = _LEFTOVER.fullmatch(path.name)
-        if parts is not None and not _lives(parts["host"], int(parts["pid"])):
+        if parts is not None and not lives(parts["host"], int(parts["pid"])):
             yield path, parts["name"]
 
 
-def _lives(host: str, pid: int) -> bool:
+def lives(host: str, pid: int) -> bool:
+    """Whether another process of this host lives; False if that cannot be known."""
     if host != socket.gethostname() or pid == os.getpid():
         return False
     if sys.platform == "win32":  # where signal 0 is Ctrl-C; a file that a live process has open cannot be removed

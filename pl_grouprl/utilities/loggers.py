@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -12,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from pl_grouprl.utilities.checkpoint_files import lives
 from pl_grouprl.utilities.writes import OptionalWrites, explain_os_error
 
 _LIGHTNINGS_INTERVAL = 50
@@ -21,7 +23,8 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
     """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
     - All loggers use the same version.
-    - Metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete, are renamed.
+    - Metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete, are renamed; those of one that
+      still writes them are refused.
     - A `TensorBoardLogger` writes the numbers of a step as one event, not one event each.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
       cannot be opened at all raises an error with the same details.
@@ -50,8 +53,13 @@ def log_every_step(trainer: Trainer) -> None:
 
 @rank_zero_only
 def _keep_former_metrics(folder: Path) -> None:
-    file = folder / "metrics.csv"
+    file, marker = folder / "metrics.csv", folder / "run.json"
     if file.is_file():
+        host, _, pid = json.loads(marker.read_text())["process"].rpartition("-") if marker.is_file() else ("", "", "0")
+        if lives(host, int(pid)):
+            raise ValueError(
+                f"{file} is written by a run that is going on (process {pid}); give the CSVLogger another version."
+            )
         number = 1
         while (kept := folder / f"metrics_{number}.csv").exists():
             number += 1

@@ -1,10 +1,16 @@
 """Loggers of a run: what they cannot write is a warning, and what a former run wrote stays."""
 
+import json
 import pickle
+import socket
+import subprocess
+import sys
 
 import pytest
 from helpers.full_disk import full_disk
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from pl_grouprl.utilities.loggers import prepare_loggers
 
 pytestmark = pytest.mark.usefixtures("capsys")  # output that is captured in memory has no limit
 
@@ -56,6 +62,20 @@ def test_a_fixed_version_keeps_the_metrics_of_former_runs(make_module, make_data
     assert not (folder / "metrics_3.csv").exists()
 
 
+def test_two_runs_at_once_do_not_write_one_file(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        folder = tmp_path / "own" / "fixed"
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text("step\n")
+        (folder / "run.json").write_text(json.dumps({"process": f"{socket.gethostname()}-{other.pid}"}))
+        logger = CSVLogger(tmp_path, name="own", version="fixed")
+        with pytest.raises(ValueError, match=rf"going on \(process {other.pid}\); give the CSVLogger another version"):
+            prepare_loggers([logger])
+        other.communicate(b"\n")
+    prepare_loggers([logger])
+    assert (folder / "metrics_1.csv").read_text() == "step\n"
+
+
 class Broken(CSVLogger):
     def log_metrics(self, metrics, step=None):
         raise KeyError("a bug")
@@ -67,8 +87,6 @@ def test_other_errors_of_a_logger_are_errors(make_module, make_data, make_traine
 
 
 def test_prepared_loggers_are_what_they_were(tmp_path):
-    from pl_grouprl.utilities.loggers import prepare_loggers
-
     own = loggers(tmp_path)
     for _ in range(2):
         prepare_loggers(own)

@@ -14,10 +14,11 @@ from helpers.scripts import run_script
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint, StoppedBySignal
+from pl_grouprl.callbacks.end_of_run import STOP_SIGNALS, StopRequest
 from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
 SCRIPT = Path(__file__).with_name("signal_ranks.py")
-CODES = {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
+CODES = {"SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138, "SIGINT": 130}
 FAST = [("ddp", "update", 1, "SIGTERM"), ("single", "export", 0, "SIGINT")]
 SLOW = [
     ("single", "reward", 0, "SIGINT"),
@@ -170,13 +171,80 @@ def test_several_requests_are_one(tmp_path):
     assert end.value.code == 143
 
 
+def test_a_signal_repeated_later_ends_a_process_that_hangs(monkeypatch):
+    killed, now, before = [], [0.0], {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    monkeypatch.setattr("pl_grouprl.callbacks.end_of_run.time.monotonic", lambda: now[0])
+    request = StopRequest()
+    try:
+        request.listen()
+        handler = signal.getsignal(signal.SIGTERM)
+        monkeypatch.setattr("os.kill", lambda pid, signum: killed.append(signum))
+        for now[0], signum in ((0.0, "SIGTERM"), (1.0, "SIGTERM"), (60.0, "SIGUSR1"), (61.0, "SIGUSR1")):
+            handler(getattr(signal, signum), None)
+        assert not killed  # a launcher and a scheduler may both have sent them
+        handler(signal.SIGTERM, None)
+        assert killed == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for signum, own in before.items():
+            signal.signal(signum, own)
+
+
+def test_under_nohup_a_closed_terminal_is_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert fit(tmp_path, Counter(signal.SIGHUP)).global_step == 5
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+CLOSED_TERMINAL = """
+import fcntl, os, sys, termios
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from test_stop_on_signal import Counter, fit
+
+if os.getpid() != os.getsid(0):
+    os.setsid()
+master, terminal = os.openpty()
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+for descriptor in (1, 2):
+    os.dup2(terminal, descriptor)
+
+
+class Closes(Counter):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.batches == 3:
+            os.close(master)  # the kernel sends SIGHUP
+        print("the terminal is gone", flush=True)
+        return loss
+
+
+fit(Path(sys.argv[3]), Closes())
+"""
+
+
+def test_a_closed_terminal_saves_a_checkpoint(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CLOSED_TERMINAL)
+    folder = Path(__file__).parent
+    done = run_script(script, folder, folder.parent, tmp_path, check=False)
+    assert done.returncode == 129
+    assert saved(tmp_path)["global_step"] == 3
+
+
 def test_handlers_are_restored(tmp_path):
-    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)]
     with pytest.raises(StoppedBySignal):
         fit(tmp_path, Counter(signal.SIGINT))
-    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [
+        signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+    ] == before
     fit(tmp_path / "whole", Counter())
-    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [
+        signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+    ] == before
 
 
 def test_signals_can_be_left_to_lightning(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -180,3 +182,47 @@ def test_one_that_raises_a_cancellation_has_failed(timeout, retries):
 def test_a_timeout_out_of_range_is_refused():
     with pytest.raises(ValueError, match="timeout is 0; it must be larger than 0"):
         start_rewards([make_group("a")], patient, timeout=0)
+
+
+async def swallows(solution_str, ground_truth):
+    while solution_str == "never":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(NEVER)
+    return 1.0
+
+
+async def cleans_up_slowly(solution_str, ground_truth):
+    try:
+        if solution_str == "never":
+            await asyncio.sleep(NEVER)
+    finally:
+        if solution_str == "never":
+            await asyncio.sleep(NEVER)
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [swallows, cleans_up_slowly])
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_one_that_does_not_end_when_cancelled_is_abandoned(function, in_worker, monkeypatch, caplog):
+    monkeypatch.setattr("pl_grouprl.utilities.background_loop.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(async_calls, "_abandoned", weakref.WeakSet())
+    group = make_group("fine", "never")
+    workers = RewardWorkers(prepare_rewards(function), 1, timeout=0.3) if in_worker else None
+    try:
+        options = {"workers": workers} if workers else {"timeout": 0.3}
+        metrics = in_thread(lambda: apply_rewards([group], function, max_failed_share=1.0, **options))
+    finally:
+        if workers:
+            workers.close()
+    assert metrics[f"rewards/{function.__name__}/invalid"] >= 1.0
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, None]
+    assert in_worker or f"{function.__name__!r} goes on after it was cancelled; the call is abandoned" in caplog.text
+
+
+def test_too_many_that_do_not_end_stop_the_run(monkeypatch):
+    monkeypatch.setattr("pl_grouprl.utilities.background_loop.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(async_calls, "_abandoned", weakref.WeakSet())
+    monkeypatch.setattr(async_calls, "MAX_ABANDONED_CALLS", 3)
+    group = make_group("never", "never", "never")
+    error = in_thread(lambda: apply_rewards([group], swallows, timeout=0.1, max_failed_share=1.0))
+    assert "3 calls of async reward functions go on after their time limit, the last one of 'swallows'" in str(error)

@@ -287,10 +287,19 @@ def test_rollouts_refuse_branches_that_do_not_fit(points, path, words):
 @pytest.mark.parametrize(
     ("rollouts", "words"),
     [
-        ([Rollout([1, 2], loss_mask=[1, 0])] * 2, "zeros in Rollout.loss_mask, but with branching or tools it has to"),
-        ([Rollout([1], episode=0), Rollout([2], loss_mask=[0], episode=0)], "returned rollouts with Rollout.episode"),
-        ([Rollout([1, 2])] * 3, "returned 3 rollouts of a prompt where 2 were asked for"),
-        ([Rollout([1, 2, 3, 4])] * 2, "needs Rollout.finish_reason, .* set it to 'stop' or 'length'"),
+        (
+            [Rollout([1, 2], loss_mask=[1, 0]) for _ in "ab"],
+            "zeros in Rollout.loss_mask, but with branching or tools it has to",
+        ),
+        (
+            [Rollout([1], episode=0), Rollout([2], episode=0), Rollout([3], episode=1)],
+            "returned rollouts with Rollout.episode",
+        ),
+        (
+            [Rollout([1, 2]) for _ in "abc"],
+            "returned 3 different rollouts of prompt 0 in a list of 3, where 2 were asked for",
+        ),
+        ([Rollout([1, 2, 3, 4]) for _ in "ab"], "needs Rollout.finish_reason, .* set it to 'stop' or 'length'"),
     ],
 )
 def test_rollouts_that_cannot_be_continued(qwen3, rollouts, words):

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from pl_grouprl.sync.sampler import SamplerLostError
-from pl_grouprl.training.rollout_queue import RolloutQueue
+from pl_grouprl.training.rollout_queue import MAX_ATTEMPTS, RolloutQueue
 from pl_grouprl.training.sampling_threads import SamplingThreads
 from pl_grouprl.training.staleness import Staleness, staleness_metrics
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup
@@ -159,6 +159,36 @@ def test_groups_that_are_too_old_are_sampled_again():
     assert sorted(attempts) == [[(0, 1)], [(1, 0)]]
     queue.close()
     assert threads.join(60)
+
+
+def test_an_engine_that_never_takes_its_weights_ends_the_run():
+    queue, calls = RolloutQueue(1, "Lagging"), []
+    queue.submit(0, prompts(0, count=1))
+    queue.set_version(2, engine_version=2)
+
+    def stale(entries):
+        calls.append(entries[0].attempt)
+        return [group_of(entry, [0, 0]) for entry in entries]
+
+    threads = SamplingThreads(queue, stale, whole_batches=False)
+    threads.grow(1)
+    queue._versions.insert(0, (0, 0))
+    with pytest.raises(
+        RuntimeError, match=r"^Lagging sampled a prompt 20 times .* from version 0, where version 2 had"
+    ):
+        queue.wait(1)
+    assert calls == list(range(MAX_ATTEMPTS))
+    queue.close()
+    assert threads.join(60)
+
+
+def test_versions_that_the_engine_was_never_given_end_the_run():
+    queue = RolloutQueue(1, "Ahead")
+    queue.submit(0, prompts(0, count=1))
+    queue.set_version(0, engine_version=3)
+    sample(queue, [3, 10**9])
+    with pytest.raises(RuntimeError, match=r"^Ahead reports weight_versions up to 1000000000, .* given are 3"):
+        queue.wait(1)
 
 
 def test_versions_of_the_engine_become_batches():

@@ -1,0 +1,119 @@
+"""What an engine returns is checked once per batch, and the error names the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pl_grouprl.rollout.engine import checked_rollouts
+from pl_grouprl.types import NOT_SAMPLED, Rollout, SamplingConfig
+
+SAMPLING = SamplingConfig(max_new_tokens=4)
+
+
+class Scripted:
+    version = 3
+
+    def __init__(self, result):
+        self.result = result
+
+    def bind(self, model, tokenizer=None):
+        pass
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        return self.result
+
+
+def groups(**changes):
+    """Two rollouts of each of two prompts, all different; `changes` are made to the first."""
+    made = [[Rollout([1, 2 + place, number], [-0.5, -1.0, -0.1]) for place in range(2)] for number in range(2)]
+    for name, value in changes.items():  # as an engine might, after the checks of the constructor
+        setattr(made[0][0], name, value)
+    return made
+
+
+def check(result):
+    options = {"num_generations": 2, "vocab_size": 10, "seed": 0}
+    return checked_rollouts(Scripted(result), [[1], [1, 2]], SAMPLING, **options)
+
+
+def same(rollout):
+    return [[rollout, rollout], groups()[1]]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (None, "no list of 2 groups"),
+        (iter(groups()), "no list of 2 groups"),
+        (groups()[:1], "no list of 2 groups"),
+        ([[{"token_ids": [1]}] * 2] * 2, "something else than Rollouts for prompt 0"),
+        ([group[:1] for group in groups()], "1 different rollouts of prompt 0 in a list of 1, where 2 were asked for"),
+        ([[], []], "0 different rollouts of prompt 0"),
+        ([group * 2 for group in groups()], "2 different rollouts of prompt 0 in a list of 4"),
+        (same(Rollout([1])), "1 different rollouts of prompt 0 in a list of 2"),
+        (groups(token_ids=[1.7, 2.0, 3.0]), "'float' object cannot be interpreted as an integer"),
+        (groups(token_ids=["1", "2", "3"]), "'str' object"),
+        (groups(token_ids=[1, 2, 10]), "token ids from 1 to 10, where vocab_size is 10"),
+        (groups(token_ids=[1, 2, -1]), "token ids from -1 to 2"),
+        (groups(token_ids=[1, 2, 3, 4, 5], logprobs=None), "5 sampled tokens, where max_new_tokens is 4"),
+        (groups(logprobs=[-1.0, -1.0]), "Rollout.logprobs has 2 entries for 3 token_ids"),
+        (groups(logprobs=[-1.0, -1.0, 0.5]), "logprobs from -1.0 to 0.5; they are finite and at most 0"),
+        (groups(logprobs=[-1.0, math.nan, -1.0]), "logprobs from"),
+        (groups(logprobs=[-1.0, -math.inf, -1.0]), "logprobs from -inf"),
+        (groups(loss_mask=[1, 1]), "Rollout.loss_mask has 2 entries"),
+        (groups(loss_mask=[1, 2, 0]), r"loss_mask has the values \[0, 1, 2\]"),
+        (groups(loss_mask=[0.5, 1, 1]), "'float' object"),
+        (groups(weight_versions=[3, 3, 10**9]), "weight_versions up to 1000000000, where the newest weights .* are 3"),
+        (groups(weight_versions=[3]), "Rollout.weight_versions has 1 entries"),
+        (groups(finish_reason="banana"), "finish_reason is 'banana'"),
+        (groups(text=b"\xff"), "text is a bytes"),
+        ([[Rollout([]), Rollout([])] for _ in "ab"], "4 rollouts without a sampled token"),
+        ([[Rollout([1], loss_mask=[0]), Rollout([2], loss_mask=[0])] for _ in "ab"], "4 rollouts without a sampled"),
+    ],
+)
+def test_what_cannot_have_been_sampled_is_refused(result, words):
+    with pytest.raises((TypeError, ValueError), match=f"^Scripted.generate returned .*{words}"):
+        check(result)
+
+
+def test_what_can_be_is_converted_to_plain_numbers():
+    tokens = torch.tensor([1, 2, 3])
+    changes = {
+        "token_ids": tokens,
+        "logprobs": np.array([-1, 1e-3, -2]),
+        "weight_versions": np.array([3, NOT_SAMPLED, 1]),
+    }
+    first = check(groups(loss_mask=[True, False, True], **changes))[0][0]
+    assert first.token_ids == [1, 2, 3]
+    assert first.logprobs == [-1.0, 1e-3, -2.0]
+    assert {type(value) for value in (*first.token_ids, *first.loss_mask, *first.weight_versions)} == {int}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_mask": [0, 0, 0]},  # of one rollout among several
+        {"logprobs": [-1.0, math.nan, -1.0], "loss_mask": [1, 0, 1]},  # a token of a tool has no log-probability
+        {"token_ids": [1, 2, 3, 4, 5], "loss_mask": [1, 1, 1, 1, 0], "logprobs": None},  # nor does it count
+        {"token_ids": [], "logprobs": []},
+        {"finish_reason": "length", "text": "a"},
+    ],
+)
+def test_what_is_unusual_passes(changes):
+    assert check(groups(**changes))
+
+
+def test_rows_of_an_episode_count_as_one_rollout():
+    rows = [Rollout([1], episode=0), Rollout([2], episode=0), Rollout([3], episode=1)]
+    assert check([rows, groups()[1]])[0] == rows
+
+
+def test_the_same_rollout_for_everybody_is_told():
+    alike = [[replace(group[0]) for _ in "ab"] for group in groups()]
+    with pytest.warns(UserWarning, match="Scripted.generate returned the same rollout 2 times for every prompt"):
+        check(alike)
