@@ -66,8 +66,8 @@ class SafeCheckpoint(ModelCheckpoint):
     SIGTERM, SIGHUP (a closed terminal; not under nohup), SIGUSR1 and Ctrl-C may reach any rank; after the current
     training batch all ranks save `last` and stop (`StoppedBySignal`). If the signal comes after the last batch, the run
     finishes first. A second Ctrl-C kills the process, and so does another of these signals that is repeated more than
-    5 seconds later. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from automatically, and
-    requeues the job.
+    5 seconds later. Under SLURM with requeueing, its signal saves the checkpoint that Lightning resumes from
+    automatically, and requeues the job.
 
     Args:
         stop_on_signal: Whether to handle signals.

@@ -121,8 +121,8 @@ def _check_completions(rollouts: Sequence[Rollout]) -> None:
     if has_rows or any(not all(rollout.loss_mask or ()) for rollout in rollouts):
         what = "Rollout.episode" if has_rows else "zeros in Rollout.loss_mask"
         raise ValueError(
-            f"the rollout engine returned rollouts with {what}, but with branching or tools it has to sample completions "
-            "of the model, which are continued; leave both options out, or use another engine."
+            f"the rollout engine returned rollouts with {what}, but with branching or tools it has to sample "
+            "completions of the model, which are continued; leave both options out, or use another engine."
         )
 
 
