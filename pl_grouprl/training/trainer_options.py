@@ -13,7 +13,6 @@ from torch._dynamo import OptimizedModule
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.options import check_options
 
-
 _REWARD = re.compile(r"((val|test)/)?(reward|rewards/.+/mean|.+/(mean|best|maj|pass)@\d+)")
 """Names of metrics of which more is better."""
 

@@ -143,6 +143,7 @@ NAMES = (
         ("_current_fx_name", "_trainer", "_compiler_ctx"),
         "logging many numbers at once; compiled modules are refused",
     ),
+    Names("lightning.pytorch.trainer.call", ("_call_configure_model",), "models before callbacks that read them"),
     Names(
         "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector",
         ("_parse_ckpt_path", "dump_checkpoint", "hpc_save_path"),

@@ -385,7 +385,7 @@ def test_functions_of_one_name_are_told_apart():
 
 
 def with_set(values):
-    """A function with a set literal whose items are in the order in which they came, which differs between processes."""
+    """A function with a set literal whose items are in the order in which they came; it differs between processes."""
     code = (lambda text: text in {0, 8}).__code__
     constants = tuple(frozenset(values) if isinstance(item, frozenset) else item for item in code.co_consts)
     function = lambda text: None  # noqa: E731

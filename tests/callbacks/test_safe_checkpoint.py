@@ -189,7 +189,9 @@ def test_checkpoints_named_after_metrics_with_slashes_stay_in_the_folder(tmp_pat
     callback, _ = fit_validated(tmp_path, {2: 0.25, 4: 0.5}, 4, filename="{step}-{val/score:.2f}", save_top_k=1)
     checkpoints = {path.relative_to(callback.dirpath).as_posix() for path in tmp_path.rglob("*.ckpt")}
     assert checkpoints == {"step=4-val_score=0.50.ckpt"}
-    with pytest.raises(ValueError, match="filename is 'best/{step}', which names a folder; pass the folder as dirpath"):
+    with pytest.raises(
+        ValueError, match=r"filename is 'best/.step.', which names a folder; pass the folder as dirpath"
+    ):
         SafeCheckpoint(filename="best/{step}")
 
 
