@@ -19,6 +19,7 @@ Legend: N response tokens of all rollouts, concatenated.
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -30,7 +31,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.callbacks.defaults import callbacks_of_module, replace_earlier
+from pl_grouprl.callbacks.defaults import LoadModels, callbacks_of_module, replace_earlier
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.episodes.environment import EnvironmentFactory
@@ -452,6 +453,19 @@ class RLModule(pl.LightningModule, ABC):
             )
         super().__setattr__(name, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the module outside its run, for callbacks that average weights: without Trainer, data and threads."""
+        trainer, ahead = self._trainer, self.collector.ahead
+        run = [trainer, getattr(trainer, "datamodule", None), self._support, self.rewarder._workers, self.sampler._stop]
+        run += [] if ahead is None else [ahead.data, ahead._queue, ahead._source, ahead._threads]
+        memo.update((id(part), None) for part in run)
+        if isinstance(self.engine, SyncedRolloutEngine):  # its sampler is in other processes
+            memo[id(self.engine)] = self.engine
+        copied: Self = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     # What an algorithm fills in.
 
     @abstractmethod
@@ -526,7 +540,8 @@ class RLModule(pl.LightningModule, ABC):
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         closers: list[pl.Callback] = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
         closers += [CloseRolloutsAhead()] if self.max_staleness else []
-        required = replace_earlier(self.trainer, [CheapGarbageCollection(), *watchdogs, *closers])
+        first, *required = replace_earlier(self.trainer, [LoadModels(), CheapGarbageCollection(), *watchdogs, *closers])
+        self.trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
         return [*callbacks_of_module(self.trainer), *required]
 
     def configure_model(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from weakref import WeakSet
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
+from lightning.pytorch.trainer.call import _call_configure_model
 
 from pl_grouprl.callbacks.completions_table import CompletionsTable
 from pl_grouprl.callbacks.export_policy import ExportPolicy
@@ -16,6 +17,25 @@ from pl_grouprl.callbacks.validate_at_start import ValidateAtStart
 from pl_grouprl.callbacks.weight_summary import WeightSummary
 
 _ADDED: WeakSet[Callback] = WeakSet()  # by modules, to any Trainer
+
+
+class LoadModels(Callback):
+    """Loads the models before the `setup` of callbacks that may read them, such as those that average weights.
+
+    Lightning calls a module's `configure_model` only after all callbacks' `setup`.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Load them if there is such a callback."""
+        if any(_may_read_models(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            _call_configure_model(trainer)
+
+
+def _may_read_models(callback: Callback) -> bool:
+    """Whether it has a `setup` that is neither ours nor one of Lightning's that reads no models."""
+    home = str(callback.setup.__module__)
+    own = home.startswith(("lightning.", f"{__package__.partition('.')[0]}."))
+    return not own or home.endswith(("weight_averaging", "weight_avg", "finetuning", "pruning"))
 
 
 def default_callbacks(*, save_every_n_steps: int = 100, show_every_n_steps: int = 10) -> list[Callback]:

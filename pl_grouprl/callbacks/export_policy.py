@@ -31,6 +31,8 @@ EXPORTED = "export.json"
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
+    It runs after all other callbacks, some of which finish the weights then, such as `EMAWeightAveraging`.
+
     Works with any module that has a transformers model as an attribute, under every strategy: sharded weights are
     gathered in rank 0's main memory. Safetensors files are written next to the target, then the folder is renamed, so
     it is either complete or absent. An earlier export, recognized by its `export.json`, is replaced; anything else
@@ -84,6 +86,8 @@ class ExportPolicy(Callback):
             parent = self._target.parent
             claim(trainer, self._target, self, is_export)
             on_rank_zero(trainer, lambda: _check_writable(parent))
+        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]  # a new list, as Lightning iterates over it
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the model, now that it exists.

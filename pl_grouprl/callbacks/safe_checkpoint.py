@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,10 @@ class SafeCheckpoint(ModelCheckpoint):
     the run ends with an error on all ranks, and earlier checkpoints stay untouched. Unfinished files of killed runs are
     removed at the start.
 
+    With a `monitor` that validation logs, a checkpoint is ranked by the validation of its own weights: one that is due
+    between two validations is saved after the next, and until then as `last` (if `save_last` is set). The best of
+    earlier parts of a resumed run stay the best, in their folders, until better ones come.
+
     The last step of a run is saved too, before the policy is exported: like periodic checkpoints or, with `monitor`, as
     `last`; not if `save_top_k=0` and `save_last` is unset. In the Trainer's methods, `ckpt_path="last"` means the
     newest complete checkpoint of earlier runs of this name, as on the command line.
@@ -72,18 +77,21 @@ class SafeCheckpoint(ModelCheckpoint):
     Args:
         stop_on_signal: Whether to handle signals.
         **kwargs: Options of `lightning.pytorch.callbacks.ModelCheckpoint`. `dirpath` defaults to `checkpoints` in the
-            run folder.
+            run folder. A slash in a metric's name becomes `_` in the name of a file.
 
     Raises:
-        ValueError: Before the first step, if the folder is not local, or has checkpoints of a run with other options
-            that is not being resumed.
+        ValueError: If `filename` names a folder. Before the first step, if the folder is not local, or has checkpoints
+            of a run with other options that is not being resumed.
     """
 
     def __init__(self, *, stop_on_signal: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if "/" in re.sub(r"{.*?}", "", self.filename or ""):
+            raise ValueError(f"filename is {self.filename!r}, which names a folder; pass the folder as dirpath.")
         self.stop_on_signal = stop_on_signal
         self._request = StopRequest()
         self._chosen_by: ref[Trainer] | None = None  # the Trainer whose run folder is the default `dirpath`
+        self._validated_at: int | None = None  # the step whose weights a validation measured by `monitor`
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the folder: check that it is writable, and remove leftovers of killed runs."""
@@ -96,7 +104,7 @@ class SafeCheckpoint(ModelCheckpoint):
             self.dirpath = str(run_folder(trainer) / "checkpoints")  # type: ignore[operator]
             self._chosen_by = ref(trainer)
         super().setup(trainer, pl_module, stage)
-        self._request = StopRequest()
+        self._request, self._validated_at = StopRequest(), None
         if stage != "fit" or is_trial(trainer):
             return
         if "://" in str(self.dirpath):
@@ -127,6 +135,41 @@ class SafeCheckpoint(ModelCheckpoint):
             )
         if self.stop_on_signal:
             self._request.listen()
+
+    # The best of a run.
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the best so far, though a resumed run has another folder."""
+        super().load_state_dict(state_dict | {"dirpath": self.dirpath})
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if due, or if a save has waited for the metric of these weights."""
+        if self.monitor in trainer._logger_connector.metrics["callback"]:
+            self._validated_at = trainer.global_step
+        if not self._defer_save_until_validation or self._should_skip_saving_checkpoint(trainer):
+            super().on_validation_end(trainer, pl_module)
+            return
+        self._defer_save_until_validation = False
+        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _is_outdated(self, trainer: Trainer) -> bool:
+        """Whether the monitored metric is that of earlier weights."""
+        return self._validated_at not in (None, trainer.global_step)
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Leave out an outdated metric; Lightning then waits for the next validation."""
+        candidates = super()._monitor_candidates(trainer)
+        if self._is_outdated(trainer):
+            candidates.pop(str(self.monitor), None)
+        return candidates
+
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if not self._is_outdated(trainer):
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    def _format_checkpoint_name(self, *args: Any, **kwargs: Any) -> str:
+        return super()._format_checkpoint_name(*args, **kwargs).replace("/", "_")
 
     # The end of a run.
 
@@ -173,8 +216,14 @@ class SafeCheckpoint(ModelCheckpoint):
     # Signals.
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the signal handlers."""
+        """Install the signal handlers, and forget checkpoints of a resumed run that are gone."""
         super().on_train_start(trainer, pl_module)
+        gone = [path for path in self.best_k_models if not self.file_exists(path, trainer)]
+        if gone:
+            scores = {path: score for path, score in self.best_k_models.items() if path not in gone}
+            best = max if self.mode == "max" else min
+            self.best_k_models, self.best_model_path = scores, best(scores, key=scores.__getitem__, default="")
+            self.best_model_score = scores.get(self.best_model_path)
         self.on_sanity_check_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -183,9 +232,16 @@ class SafeCheckpoint(ModelCheckpoint):
         Raises:
             StoppedBySignal: On all ranks, after the checkpoint.
         """
+        waited, self._defer_save_until_validation = self._defer_save_until_validation, False
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        waits = self._defer_save_until_validation
+        self._defer_save_until_validation = waits or waited
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return  # checkpoints do not include accumulated gradients
+        if waits and self.save_last and not self._should_skip_saving_checkpoint(trainer):
+            validates = trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+            if not _largest(trainer, validates):
+                self._save_last(trainer)
         signum = self._requested_signal(trainer)
         if signum:
             self._stop(trainer, signum)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from pl_grouprl.data.sources import SourceRow
+from pl_grouprl.utilities.copying import field_values
+from pl_grouprl.utilities.describe import array_facts
+
+_TEXTS = ("datetime", "decimal", "enum", "fractions", "pathlib", "uuid")
+"""Modules whose classes, and subclasses of them, are known by their text."""
 
 
 def digest_rows(rows: Sequence[SourceRow]) -> str:
     """Hash all columns of all rows, in order, but not the files and lines they came from.
 
-    Nothing is decoded: images and videos are hashed by their bytes or paths, decoded images by size and mode, and any
-    other object by its class.
+    Nothing is decoded: images and videos are hashed by their bytes or paths, an image that was opened and not read by
+    its name, size and mode. Arrays, tensors, sets, dataclasses and images in memory are hashed by their contents, and
+    any other object by its class.
 
     Returns:
         SHA-256 in hexadecimal.
@@ -58,11 +65,18 @@ def _describe(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ["bytes", hashlib.sha256(value).hexdigest()]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # NumPy arrays and numbers
-        return [kind, str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
-    if type(value).__module__ in ("datetime", "decimal", "uuid", "pathlib", "fractions"):
+    if isinstance(value, (set, frozenset)):
+        return [kind, sorted(map(_encode, value))]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [kind, field_values(value)]
+    if (array := array_facts(value)) is not None:
+        return [kind, *array]
+    if any(base.__module__ in _TEXTS for base in type(value).__mro__):
         return [kind, str(value)]
-    return [kind, *(str(getattr(value, name, "")) for name in ("size", "mode", "filename"))]
+    parts = (getattr(value, name, "") for name in ("size", "mode", "filename"))
+    in_memory = hasattr(value, "tobytes") and getattr(value, "fp", None) is None  # a PIL image
+    pixels = [hashlib.sha256(value.tobytes()).hexdigest()] if in_memory else []
+    return [kind, *(str(part) for part in parts if not callable(part)), *pixels]
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, default=_describe)

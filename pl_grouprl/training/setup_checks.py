@@ -13,6 +13,7 @@ from pl_grouprl.training.prompt_checks import check_loader, check_prompts, limit
 from pl_grouprl.training.rollouts_ahead import check_max_staleness
 from pl_grouprl.training.trainer_options import check_device, check_trainer, check_updates, refuse_manual_optimization
 from pl_grouprl.utilities.run_options import check_allowed
+from pl_grouprl.utilities.verified_loading import refuse_unloadable
 
 
 def check_before_loading(module: Any, stage: str) -> None:
@@ -24,13 +25,15 @@ def check_before_loading(module: Any, stage: str) -> None:
 
     Raises:
         ValueError: Names the option or the prompt, and what it must be.
-        TypeError: If the data cannot hold prompts.
+        TypeError: If the data cannot hold prompts, or hyperparameters could not be loaded from a checkpoint.
     """
     trainer, is_fit = module.trainer, stage == "fit"
     check_loader(trainer, stage)
     if is_fit:
         refuse_manual_optimization(module)
         check_allowed(module.allow_changed, module.run_options(), module.free_options)
+        for saved in (module, getattr(trainer, "datamodule", None)):  # by save_hyperparameters
+            refuse_unloadable({"hyper_parameters": dict(getattr(saved, "hparams", {}))})
     check_device(trainer.strategy.root_device)
     check_trainer(trainer, stage)
     module.support.check(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch._dynamo import OptimizedModule
 
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.options import check_options
+
+_REWARD = re.compile(r"((val|test)/)?(reward|rewards/.+/mean|.+/(mean|best|maj|pass)@\d+)")
+"""Names of metrics of which more is better."""
 
 
 def check_device(device: torch.device) -> None:
@@ -39,6 +43,10 @@ def check_trainer(trainer: Any, stage: str) -> None:
             f"a process group of {num_ranks()} ranks exists, but the Trainer has {trainer.world_size}; gradients "
             "would not be averaged over it. Pass devices and strategy for all ranks, or destroy the group."
         )
+    for callback in trainer.callbacks:
+        name, monitor = type(callback).__name__, str(getattr(callback, "monitor", ""))
+        if getattr(callback, "mode", None) == "min" and _REWARD.fullmatch(monitor):
+            raise ValueError(f"{name}(monitor={monitor!r}) has mode='min', under which the lowest is best; pass 'max'.")
     every_epoch, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     clip, limit = trainer.gradient_clip_val, trainer.limit_train_batches
     accumulated = trainer.accumulate_grad_batches

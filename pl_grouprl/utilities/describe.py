@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -13,6 +14,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 _LONGEST = 200
 """Characters; longer values are replaced by their digest."""
@@ -59,7 +61,7 @@ def is_plain(value: Any) -> bool:
 def plain(value: Any) -> Any:
     """Convert NumPy's numbers, enums, bytes, tuples and sets to numbers, strings and lists."""
     if isinstance(value, set | frozenset):
-        value = sorted(value, key=repr)
+        return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, Enum):
@@ -70,6 +72,19 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     return value
+
+
+def array_facts(value: Any) -> list[Any] | None:
+    """The dtype, the shape and a digest of the contents of a tensor or an array; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    elif hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        data = value
+    else:
+        return None
+    if getattr(value.dtype, "hasobject", False):  # its bytes are addresses
+        return [str(value.dtype), list(value.shape), value.tolist()]
+    return [str(value.dtype), list(value.shape), hashlib.sha256(data.tobytes()).hexdigest()]
 
 
 def _flatten(name: str, tree: Any, depth: int) -> dict[str, Any]:
@@ -109,6 +124,10 @@ def _tree_of_object(value: Any, above: tuple[int, ...]) -> Any:
         return _tree_of_parts("functools.partial", parts, above)
     if inspect.isclass(value) or inspect.isroutine(value):
         return _tree_of_parts(identity(value), _function_parts(value), above)
+    if (array := array_facts(value)) is not None:
+        return _tree(array, above)
+    if isinstance(value, re.Pattern) and len(value.pattern) >= _LONGEST:  # its repr is cut
+        return _tree([value.pattern, value.flags], above)
     run_options = getattr(type(value), "run_options", None)
     parts = run_options(value) if callable(run_options) else _arguments(value)
     if not parts and " at 0x" not in repr(value):  # a dtype, a path, a range
@@ -117,11 +136,12 @@ def _tree_of_object(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _tree_of_items(value: Any, above: tuple[int, ...]) -> Any:
-    items = sorted(value, key=repr) if isinstance(value, set | frozenset) else list(value)
-    trees = [_tree(item, above) for item in items]
+    trees = [_tree(item, above) for item in value]
+    if isinstance(value, set | frozenset):
+        trees.sort(key=repr)
     if not any(isinstance(tree, _Object) for tree in trees):
         return trees
-    return _limited(len(items), dict(enumerate(trees)))
+    return _limited(len(trees), dict(enumerate(trees)))
 
 
 def _tree_of_parts(itself: Any, parts: Mapping[Any, Any], above: tuple[int, ...]) -> _Object:
@@ -151,8 +171,15 @@ def _function_parts(function: Any) -> dict[str, Any]:
 
 
 def _code(code: CodeType) -> str:
-    constants = [_code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
+    constants = [_code(item) if isinstance(item, CodeType) else repr(_ordered(item)) for item in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, constants))
+
+
+def _ordered(constant: Any) -> Any:
+    """A constant with the items of its sets in an order that is the same in every process."""
+    if isinstance(constant, frozenset):
+        return sorted(map(_ordered, constant), key=repr)
+    return tuple(map(_ordered, constant)) if isinstance(constant, tuple) else constant
 
 
 def _arguments(value: Any) -> dict[str, Any]:

@@ -143,6 +143,7 @@ NAMES = (
         ("_current_fx_name", "_trainer", "_compiler_ctx"),
         "logging many numbers at once; compiled modules are refused",
     ),
+    Names("lightning.pytorch.trainer.call", ("_call_configure_model",), "models before callbacks that read them"),
     Names(
         "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector",
         ("_parse_ckpt_path", "dump_checkpoint", "hpc_save_path"),
@@ -155,13 +156,13 @@ NAMES = (
     ),
     Names(
         "lightning.pytorch.loops.fit_loop._FitLoop",
-        ("_can_stop_early", "_combined_loader", "_combined_loader_states_to_load", "_data_source"),
-        "the end of a run; the position in the data after a resume",
+        ("_can_stop_early", "_combined_loader", "_combined_loader_states_to_load", "_data_source", "_data_fetcher"),
+        "the end of a run; the position in the data after a resume; whether validation follows a step",
     ),
     Names(
         "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
-        ("_should_accumulate", "_batches_that_stepped"),
-        "whether a batch ends with a step; repaired counters of a resumed run",
+        ("_should_accumulate", "_batches_that_stepped", "_should_check_val_fx"),
+        "whether a batch ends with a step, and validation follows; repaired counters of a resumed run",
     ),
     Names(
         "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
@@ -177,7 +178,7 @@ NAMES = (
             *("_every_n_epochs", "_every_n_train_steps", "_train_time_interval", "_monitor_candidates"),
             *("_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint", "_should_skip_saving_checkpoint"),
             *("_last_checkpoint_saved", "_last_global_step_saved", "_link_checkpoint", "_remove_checkpoint"),
-            *("_find_last_checkpoints", "_format_checkpoint_name"),
+            *("_find_last_checkpoints", "_format_checkpoint_name", "_defer_save_until_validation"),
         ),
         "SafeCheckpoint writes by itself, and lets Lightning decide when",
     ),

@@ -1,7 +1,8 @@
-"""Verifies checkpoints before anything in them is loaded, by any route."""
+"""Verifies checkpoints before anything in them is loaded, by any route, and before saving that they will load."""
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -9,12 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pl_grouprl.utilities.checkpoint_files import ABSENT, corruption_reason, finish_interrupted, read_manifest
 from pl_grouprl.utilities.distributed import gather_plain, own_rank
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+_OF_LIGHTNING = ("state_dict", "optimizer_states")
+"""Parts of a checkpoint that are tensors, perhaps shards."""
 
 _just_verified: dict[Path, list[tuple[str, int, int]]] = {}
 """Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
@@ -46,7 +51,10 @@ def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str =
 
 
 def verify_loads(trainer: Trainer) -> None:
-    """Make a Trainer verify every checkpoint before loading it. Calling this again changes nothing."""
+    """Make a Trainer verify every checkpoint before loading it, and save none that would not load.
+
+    Calling this again changes nothing.
+    """
     from lightning.pytorch.strategies import Strategy
 
     strategy = trainer.strategy
@@ -65,7 +73,43 @@ def verify_loads(trainer: Trainer) -> None:
         _refuse_folder(checkpoint_path, f"{type(strategy).__name__} reads files; use the strategy that wrote it")
         return _read(checkpoint_path, lambda: load(checkpoint_path, weights_only=weights_only))
 
+    save = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        refuse_unloadable({name: part for name, part in checkpoint.items() if name not in _OF_LIGHTNING})
+        save(checkpoint, *args, **kwargs)
+
     strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
+    strategy.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+def refuse_unloadable(parts: dict[str, Any]) -> None:
+    """Refuse parts of a checkpoint that would not load, because that runs no code: objects other than plain values.
+
+    Raises:
+        TypeError: Names the place of the first.
+    """
+    place, value = "checkpoint", tree_map_only(torch.Tensor, lambda tensor: None, parts)
+    while not _loads(value):
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        found = next(((name, part) for name, part in entries if not _loads(part)), None)
+        if found is None:
+            raise TypeError(
+                f"{place} is a {type(value).__name__}, and loading a checkpoint gives only tensors and plain values; "
+                "leave it out (save_hyperparameters takes names, or ignore=[...]), or save plain values of it."
+            )
+        place, value = f"{place}[{found[0]!r}]", found[1]
+
+
+def _loads(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # a user's object may raise anything
+        return False
+    return True
 
 
 def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import math
+import re
 from enum import Enum
 from pathlib import Path
 
@@ -381,6 +382,39 @@ def test_functions_of_one_name_are_told_apart():
     assert describe("r", weighted(1.0)) == describe("r", weighted(1.0))
     one, other = (lambda completions: [0.0], lambda completions: [1.0])
     assert describe("r", one)["r.code"] != describe("r", other)["r.code"]
+
+
+def with_set(values):
+    """A function with a set literal whose items are in the order in which they came; it differs between processes."""
+    code = (lambda text: text in {0, 8}).__code__
+    constants = tuple(frozenset(values) if isinstance(item, frozenset) else item for item in code.co_consts)
+    function = lambda text: None  # noqa: E731
+    function.__code__ = code.replace(co_consts=(*constants, ("a", frozenset(values))))
+    return function
+
+
+def test_the_order_of_a_set_is_no_property_of_a_function():
+    assert repr(frozenset([0, 8])) != repr(frozenset([8, 0]))
+    one, same, other = (describe("r", with_set(values)) for values in ([0, 8], [8, 0], [0, 9]))
+    assert one == same != other
+    for hold in (set, lambda values: {frozenset(values), frozenset({1})}):
+        assert describe("r", hold([0, 8])) == describe("r", hold([8, 0]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: torch.full((2000,), float(n)),
+        lambda n: torch.tensor([n + 1e-6], dtype=torch.float64),
+        lambda n: np.eye(100)[n:],
+        lambda n: np.array([Near(n)], dtype=object),
+        lambda n: re.compile("a" * 300 + str(n)),
+    ],
+)
+def test_arrays_and_patterns_count_by_all_that_they_hold(make):
+    one, same, other = (describe("r", functools.partial(share_of_letters, table=make(n))) for n in (1, 1, 2))
+    assert one == same != other
+    assert json.loads(json.dumps(one)) == one
 
 
 def test_nested_values_are_told_apart():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from helpers.sweeps import sweep_pairs
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.training.resume import redistribute
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.run_state import Attributes
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.random_state import random_state, set_random_state
 
 CPU = torch.device("cpu")
@@ -184,3 +186,63 @@ def test_a_rank_for_which_no_rollouts_are_left_trains_nothing():
     buffer = RolloutBuffer.from_state_dict(redistribute(per_rank, 2, 3))
     assert buffer.mini_batches == [-1]
     assert not buffer.joined("loss_mask").any()
+
+
+class Hyperparameters(GRPO):
+    """A user's module that saves some of its arguments."""
+
+    def __init__(self, policy, rewards, scale=1.0, names=(), **options):
+        super().__init__(policy, rewards, **options)
+        self.save_hyperparameters(*names)
+
+
+def test_plain_hyperparameters_are_loaded_and_others_refused_before_training(
+    make_module, make_data, make_trainer, tmp_path
+):
+    plain = {"cls": Hyperparameters, "names": ["scale"]}
+    make_trainer(max_steps=1, callbacks=[SafeCheckpoint(dirpath=tmp_path, every_n_train_steps=1)]).fit(
+        make_module(**plain, scale=2.0), make_data()
+    )
+    resumed = make_trainer(max_steps=2)
+    resumed.fit(make_module(**plain, scale=2.0), make_data(), ckpt_path=next(tmp_path.glob("*.ckpt")))
+    assert resumed.global_step == 2
+    trainer = make_trainer(max_steps=1)
+    with pytest.raises(
+        TypeError, match=r"checkpoint\['hyper_parameters'\]\['policy'\] is a TinyPolicy, and loading .*"
+    ):
+        trainer.fit(make_module(Hyperparameters), make_data())
+    assert trainer.global_step == 0
+
+
+class Saves(Callback):
+    """Puts something into each checkpoint, as a part of its state or of the checkpoint."""
+
+    def __init__(self, value, place):
+        self.value, self.place = value, place
+
+    def state_dict(self):
+        return {"numbers": [1, self.value]} if self.place == "state" else {}
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        if self.place == "checkpoint":
+            checkpoint["mine"] = {"value": self.value}
+
+
+@pytest.mark.parametrize(
+    ("place", "named"), [("state", "['callbacks']['Saves']['numbers'][1]"), ("checkpoint", "['mine']['value']")]
+)
+@pytest.mark.parametrize("kind", [SafeCheckpoint, ModelCheckpoint])
+def test_what_would_not_load_is_found_at_the_first_save(
+    make_module, make_data, make_trainer, tmp_path, kind, place, named
+):
+    def fit(value):
+        saves = kind(dirpath=tmp_path / type(value).__name__, every_n_train_steps=1, save_top_k=-1)
+        make_trainer(max_steps=2, callbacks=[Saves(value, place), saves]).fit(make_module(), make_data())
+        return len(list(tmp_path.rglob("*.ckpt")))
+
+    for value in (SamplingConfig(), lambda: None, {1: object()}):
+        with pytest.raises(TypeError, match=re.escape(f"checkpoint{named}")):
+            fit(value)
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert fit(torch.ones(2, requires_grad=True)) == 2
+    assert fit((1, "a", None, {"b": 2.0})) == 4

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,92 @@ def test_the_manifest_can_be_checked_with_one_command(tmp_path):
     torn = subprocess.run(command, check=False, capture_output=True, text=True)
     assert torn.returncode == 1
     assert "bytes of" in torn.stdout
+
+
+# The best of a run.
+
+
+class Validated(Counter):
+    """Validation logs the score of each step, as scripted."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = scores
+
+    def training_step(self, batch, batch_idx):
+        return -self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/score", self.scores[self.global_step])
+
+    val_dataloader = Counter.train_dataloader
+
+
+def fit_validated(folder, scores, steps, *, validate_every=2, checkpoint=None, **options):
+    """Returns the callback, and the step of each checkpoint with its score."""
+    options = {"every_n_train_steps": 2, "mode": "max", "save_top_k": -1, "filename": "{step}", **options}
+    callback = SafeCheckpoint(monitor="val/score", **options)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    validation = {"check_val_every_n_epoch": None, "val_check_interval": validate_every, "limit_val_batches": 1}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, callbacks=[callback], default_root_dir=folder, **quiet | validation
+    )
+    trainer.fit(Validated(scores), ckpt_path=checkpoint, weights_only=True)
+    return callback, {step_of(path): round(float(score), 3) for path, score in callback.best_k_models.items()}
+
+
+@pytest.mark.parametrize("every", [{"every_n_train_steps": 2}, {"train_time_interval": timedelta(0)}, {}])
+def test_a_checkpoint_is_ranked_by_the_validation_of_its_own_weights(tmp_path, every):
+    scores = {2: 0.2, 4: 0.9, 6: 0.1, 8: 0.3}
+    every = {"every_n_train_steps": None} | every
+    callback, saved = fit_validated(tmp_path, scores, 8, **every)
+    assert saved == scores
+    assert step_of(callback.best_model_path) == 4
+
+
+@pytest.mark.parametrize("per_epoch", [False, True])
+def test_a_save_between_two_validations_waits_for_the_next_and_is_last_until_then(tmp_path, monkeypatch, per_epoch):
+    written = []
+    save = SafeCheckpoint._save_checkpoint
+
+    def noted(self, trainer, path):
+        written.append((trainer.global_step, Path(path).stem))
+        save(self, trainer, path)
+
+    monkeypatch.setattr(SafeCheckpoint, "_save_checkpoint", noted)
+    monkeypatch.setattr(SafeCheckpoint, "_should_save_on_train_epoch_end", lambda self, trainer: per_epoch)
+    callback, saved = fit_validated(tmp_path, {3: 0.3, 6: 0.1, 9: 0.2}, 9, validate_every=3, save_last=True)
+    assert saved == {3: 0.3, 6: 0.1, 9: 0.2}
+    assert step_of(callback.best_model_path) == 3
+    assert written == [
+        *((2, "last"), (3, "step=3"), (3, "last"), (4, "last"), (6, "step=6"), (6, "last"), (8, "last")),
+        *((9, "step=9"), (9, "last")),
+    ]
+
+
+def test_a_resumed_run_keeps_the_best_so_far(tmp_path):
+    scores = {2: 0.9, 4: 0.3, 6: 0.4, 8: 0.5}
+    first, _ = fit_validated(tmp_path, scores, 4, save_top_k=1, save_last=True)
+    last = Path(first.last_model_path)
+    resumed, _ = fit_validated(tmp_path, scores, 8, save_top_k=1, save_last=True, checkpoint=last)
+    assert resumed.dirpath != first.dirpath
+    assert (resumed.best_model_path, float(resumed.best_model_score)) == (first.best_model_path, pytest.approx(0.9))
+    better, saved = fit_validated(tmp_path, scores | {6: 0.95}, 8, save_top_k=1, checkpoint=last)
+    assert saved == {6: 0.95}
+    assert Path(better.best_model_path).parent == Path(better.dirpath)
+    assert Path(first.best_model_path).exists()
+    Path(first.best_model_path).unlink()
+    assert fit_validated(tmp_path, scores, 8, save_top_k=1, checkpoint=last)[1] == {8: 0.5}
+
+
+def test_checkpoints_named_after_metrics_with_slashes_stay_in_the_folder(tmp_path):
+    callback, _ = fit_validated(tmp_path, {2: 0.25, 4: 0.5}, 4, filename="{step}-{val/score:.2f}", save_top_k=1)
+    checkpoints = {path.relative_to(callback.dirpath).as_posix() for path in tmp_path.rglob("*.ckpt")}
+    assert checkpoints == {"step=4-val_score=0.50.ckpt"}
+    with pytest.raises(
+        ValueError, match=r"filename is 'best/.step.', which names a folder; pass the folder as dirpath"
+    ):
+        SafeCheckpoint(filename="best/{step}")
 
 
 # Ends at every system call of a save.

@@ -5,13 +5,17 @@ import logging
 import subprocess
 import sys
 import time
+from enum import Enum
 
 import numpy as np
 import pytest
+import torch
 from helpers.scripts import run_script
+from PIL import Image
 
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.data.digest import digest_rows
+from pl_grouprl.data.length_policy import LengthPolicy
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.demo.digits import digit_tokenizer
 
@@ -149,6 +153,35 @@ def test_images_and_arrays_count_by_what_they_hold():
     ]
     assert len({digest(value) for value in values}) == len(values)
     assert digest(np.arange(3)) == digest(np.arange(3))
+
+
+class Weekday(Enum):
+    MONDAY, TUESDAY = 1, 2
+
+
+HELD = {
+    "tensor": lambda n: torch.tensor([n, 2.0]),
+    "bfloat16": lambda n: torch.tensor([[n, 2.0]], dtype=torch.bfloat16, requires_grad=True).T,
+    "tensor in a list": lambda n: [{"ids": torch.tensor(n)}],
+    "array of objects": lambda n: np.array([f"text {n}", {"a": n}], dtype=object),
+    "set": lambda n: {n, 8 * n},
+    "image": lambda n: Image.new("L", (2, 2), n),
+    "dataclass": lambda n: LengthPolicy(n),
+    "enum": lambda n: Weekday(n),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_values_count_by_what_they_hold_not_by_their_addresses(kind):
+    values = [HELD[kind](number) for number in (1, 1, 2)]
+    one, same, other = [digest_rows([SourceRow("", {"column": value})]) for value in values]
+    assert one == same != other
+
+
+def test_the_order_in_which_a_set_was_filled_does_not_count():
+    one, other = ({0, 8}, {8, 0})
+    assert repr(one) != repr(other)
+    assert digest_rows([SourceRow("", {"a": one})]) == digest_rows([SourceRow("", {"a": other})])
 
 
 def test_the_digest_is_cheap(record_property):
