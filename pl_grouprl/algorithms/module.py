@@ -67,7 +67,7 @@ from pl_grouprl.training.micro_batcher import MicroBatcher
 from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
-from pl_grouprl.training.override_results import is_custom, refuse_renamed
+from pl_grouprl.training.override_results import is_custom, refuse_renamed, refuse_stop_iteration
 from pl_grouprl.training.prefix_sharing import PrefixSharing
 from pl_grouprl.training.prompt_checks import check_batch
 from pl_grouprl.training.random_numbers import RandomNumbers
@@ -522,6 +522,7 @@ class RLModule(pl.LightningModule, ABC):
     def setup(self, stage: str) -> None:
         """Refuse options and prompts that cannot work, and start the reward workers."""
         verify_loads(self.trainer)
+        refuse_stop_iteration(self.trainer)
         check_before_loading(self, stage)
         self.collector.set_up(getattr(self.trainer, "datamodule", None))
         self.sampler.reset()

@@ -34,6 +34,7 @@ from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.override_results import checked_tensor
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.trainer_options import accumulation_schedule
 from pl_grouprl.utilities.annotations import describe_value
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import reduce_over_ranks
@@ -199,9 +200,10 @@ class PPO(RLModule):
         critic = self._critic
         if isinstance(critic, TiedCritic):
             critic.retie(self.policy)
-        if critic.shares_trunk and not critic.detach_trunk and self.trainer.accumulate_grad_batches > 1:
+        accumulated = max(accumulation_schedule(self.trainer).values())
+        if critic.shares_trunk and not critic.detach_trunk and accumulated > 1:
             raise ValueError(
-                f"accumulate_grad_batches is {self.trainer.accumulate_grad_batches} with a critic that sends gradients "
+                f"accumulate_grad_batches is {accumulated} with a critic that sends gradients "
                 "into the policy's trunk: the two losses have separate denominators, known only after the last "
                 "micro-batch. Use SharedTrunkCritic(detach=True), a critic with separate weights, or "
                 "accumulate_grad_batches=1."

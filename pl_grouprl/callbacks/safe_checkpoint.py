@@ -15,6 +15,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -109,6 +110,11 @@ class SafeCheckpoint(ModelCheckpoint):
             return
         if "://" in str(self.dirpath):
             raise ValueError(f"dirpath is {self.dirpath}; SafeCheckpoint needs a local folder, use ModelCheckpoint.")
+        if isinstance(trainer.strategy._checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(
+                "plugins has AsyncCheckpointIO, which returns before a checkpoint is written, and SafeCheckpoint reads "
+                "what was written; leave the plugin out, or use ModelCheckpoint."
+            )
         folder = Path(str(self.dirpath))
         if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # unless the user passed one
             trainer.strategy.checkpoint_io = DirectCheckpointIO()

@@ -20,6 +20,7 @@ from pl_grouprl.training.resume import (
 )
 from pl_grouprl.training.run_options import evaluation_options
 from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, Stateful, load_parts, save_parts
+from pl_grouprl.training.trainer_options import accumulation_schedule
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.origin import compare_lineage, describe_misfit, lineage
 from pl_grouprl.utilities.run_options import Changes, changes_since
@@ -101,7 +102,10 @@ class RunCheckpoint:
 
     def continue_training(self) -> None:
         """Continue a resumed run at its position in the data, with its random numbers."""
-        restore_loaders(self._module.trainer, begins_epoch=self._begins_epoch)
+        trainer = self._module.trainer
+        restore_loaders(trainer, begins_epoch=self._begins_epoch)
+        schedule = accumulation_schedule(trainer)  # which Lightning looks up at the beginning of an epoch alone
+        trainer.accumulate_grad_batches = schedule[max(epoch for epoch in schedule if epoch <= trainer.current_epoch)]
         self._begins_epoch = False
         self._module.random_numbers.restore()
 

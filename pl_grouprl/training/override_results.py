@@ -1,4 +1,4 @@
-"""Overridden methods: which are, and checks of what they return.
+"""Overridden methods: which are, and checks of what they return and raise.
 
 Errors name the class and method, what was found and what was expected.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,32 @@ from pl_grouprl.training.loss_sums import LossSums
 def is_custom(method: Callable[..., Any]) -> bool:
     """Whether a method, or what replaces it on an instance, is not this package's."""
     return not method.__module__.startswith("pl_grouprl.")
+
+
+def refuse_stop_iteration(trainer: Any) -> None:
+    """Make a StopIteration that a hook raises an error. A second call changes nothing.
+
+    Lightning would take it for the end of the data. It profiles every hook of modules, callbacks, strategies and data
+    modules, but not the end of the data.
+    """
+    profiler = trainer.profiler
+    if "profile" in vars(profiler):
+        return
+    profile = profiler.profile
+
+    def refusing_profile(action: str) -> ExitStack:
+        def refuse(kind: Any, error: BaseException | None, traceback: Any) -> None:
+            if isinstance(error, StopIteration):
+                raise RuntimeError(
+                    f"{action} raised StopIteration, as next() does without a default at the end of an iterator."
+                ) from error
+
+        with ExitStack() as stack:
+            stack.push(refuse)
+            stack.enter_context(profile(action))
+            return stack.pop_all()
+
+    profiler.profile = refusing_profile
 
 
 def checked_tensor(value: Any, where: str, *shapes: tuple[Sequence[int], str], boolean: bool = False) -> Tensor:

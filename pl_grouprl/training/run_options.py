@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from pl_grouprl.rewards import prepare_rewards
+from pl_grouprl.training.trainer_options import accumulation_schedule
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.describe import describe, identity, plain
 from pl_grouprl.utilities.run_options import options_of
@@ -173,10 +174,11 @@ def _is_compared(name: str, free: frozenset[str]) -> bool:
 def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:
     clips = trainer.gradient_clip_val or None
     algorithm = None if clips is None else str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
+    schedule = accumulation_schedule(trainer)
     return {
         "trainer.gradient_clip_val": clips,
         "trainer.gradient_clip_algorithm": algorithm,
-        "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "trainer.accumulate_grad_batches": schedule[0] if len(schedule) == 1 else sorted(map(list, schedule.items())),
         "trainer.overfit_batches": getattr(trainer, "overfit_batches", 0),
     }
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from torch._dynamo import OptimizedModule
 
+from pl_grouprl.data.loaders import TrainPromptLoader
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -31,11 +33,15 @@ def check_device(device: torch.device) -> None:
 
 
 def check_trainer(trainer: Any, stage: str) -> None:
-    """Refuse Trainer options that a fit cannot honour; other stages are not checked.
+    """Refuse finders of batch sizes and learning rates, and Trainer options that a fit cannot honor.
 
     Raises:
-        ValueError: Names the option, its value and what it must be.
+        ValueError: Names the option, its value and what it must be, or the finder.
     """
+    for callback in getattr(trainer, "callbacks", ()):
+        for finder, reason in _FINDERS.items():
+            if isinstance(callback, finder):
+                raise ValueError(f"callbacks has a {type(callback).__name__}, {reason}.")
     if stage != "fit":
         return
     if num_ranks() not in (1, trainer.world_size):
@@ -74,6 +80,20 @@ def check_trainer(trainer: Any, stage: str) -> None:
             "trainer.max_epochs": (trainer.max_epochs, trainer.max_epochs != 0, "at least 1, or -1 for no limit"),
         }
     )
+
+
+_FINDERS = {
+    BatchSizeFinder: "but batch_size decides what is optimized, not how much memory it takes; leave it out, and set "
+    "max_tokens_per_micro_batch (on a GPU its default is what fits)",
+    LearningRateFinder: "which compares losses, but the loss of a policy gradient does not say how good the policy is; "
+    "leave it out, and compare the rewards of short runs",
+}
+
+
+def accumulation_schedule(trainer: Any) -> dict[int, int]:
+    """Batches per optimizer step, by the epoch in which that number begins."""
+    schedulers = [callback for callback in trainer.callbacks if isinstance(callback, GradientAccumulationScheduler)]
+    return schedulers[0].scheduling if schedulers else {0: trainer.accumulate_grad_batches}
 
 
 def _is_no_batch(trainer: Any) -> bool:
@@ -121,21 +141,32 @@ def refuse_compiled(modules: Mapping[str, Any]) -> None:
 
 
 def check_updates(trainer: Any, num_iterations: int, num_mini_batches: int) -> None:
-    """Refuse more mini-batches than prompts, and accumulation over several passes over the same rollouts.
+    """Refuse more mini-batches than prompts, accumulation over several passes, and epochs that end between updates.
 
     Raises:
         ValueError: Names the options.
     """
-    batch_size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    data = trainer.fit_loop._data_source.instance
+    batch_size = getattr(data, "batch_size", None)
     if batch_size is not None and num_mini_batches > batch_size:
         raise ValueError(
             f"num_mini_batches is {num_mini_batches} with batch_size={batch_size} prompts; groups are not split, so it "
             f"can be at most {batch_size}."
         )
-    accumulated = trainer.accumulate_grad_batches
+    accumulated = max(accumulation_schedule(trainer).values())
     if num_iterations > 1 and accumulated > num_mini_batches:
         raise ValueError(
             f"accumulate_grad_batches is {accumulated} with num_mini_batches={num_mini_batches} and "
             f"num_iterations={num_iterations}: one optimizer step would add up several passes over the same "
             "rollouts, which is the same as one pass. Set num_iterations to 1, or accumulate less."
+        )
+    updates, limit = num_iterations * num_mini_batches, trainer.limit_train_batches
+    num_batches = len(data) if isinstance(data, TrainPromptLoader) else getattr(data, "num_train_batches", math.inf)
+    used = min(num_batches, limit) if isinstance(limit, int) else num_batches * limit
+    if used < math.inf and int(used) % updates and not trainer.fast_dev_run:
+        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+        raise ValueError(
+            f"trainer.{name} is {limit}, which ends each epoch after {int(used)} batches, amid the {updates} updates "
+            f"(num_iterations={num_iterations} x num_mini_batches={num_mini_batches}) of a batch of rollouts; make it "
+            f"a multiple of {updates}."
         )

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import GRPO, PPO, Estimate, LossSums
 
@@ -120,3 +121,58 @@ def test_options_of_the_trainer(options, message, make_module, make_data, make_t
     trainer = make_trainer(**{"max_steps": 1, **options})
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer.fit(make_module(), datamodule=make_data(val=True))
+
+
+def end(*args, **kwargs):
+    return next(iter([]))
+
+
+MODULE_METHODS = ["generate", "compute_advantages", "compute_loss", "on_train_batch_start", "on_train_epoch_start"]
+CALLBACK_HOOKS = [
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_end",
+    "on_train_epoch_end",
+]
+
+
+@pytest.mark.parametrize("method", MODULE_METHODS)
+def test_a_stop_iteration_of_an_override_ends_the_run_with_an_error(make_module, make_trainer, make_data, method):
+    """Lightning would take it for the end of the data: `fit` would return, or with max_epochs=-1 never end."""
+    module = make_module(type("Mine", (GRPO,), {method: end, "__module__": __name__}))
+    with pytest.raises(RuntimeError, match=r"\w+\.\w+ raised StopIteration") as raised:
+        make_trainer(max_steps=2).fit(module, make_data())
+    assert isinstance(raised.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize("hook", CALLBACK_HOOKS)
+def test_a_stop_iteration_of_a_callback_ends_the_run_with_an_error(make_module, make_trainer, make_data, hook):
+    callback = type("Mine", (Callback,), {hook: end})()
+    trainer = make_trainer(max_epochs=2, callbacks=[callback], num_sanity_val_steps=0, enable_checkpointing=False)
+    with pytest.raises(RuntimeError, match=rf"Mine\.{hook} raised StopIteration"):
+        trainer.fit(make_module(), make_data(val=True))
+
+
+@pytest.mark.parametrize("run", ["validate", "predict"])
+def test_a_stop_iteration_in_evaluation_is_an_error(make_module, make_trainer, make_data, run):
+    class Broken:
+        def bind(self, model, tokenizer=None):
+            pass
+
+        generate = end
+
+    with pytest.raises(RuntimeError, match="batch_start raised StopIteration"):
+        getattr(make_trainer(), run)(make_module(engine=Broken()), make_data(val=True))
+
+
+def test_a_hook_may_still_end_the_epoch(make_module, make_trainer, make_data):
+    class Short(GRPO):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 1 else super().on_train_batch_start(batch, batch_idx)
+
+    trainer = make_trainer(max_epochs=2)
+    trainer.fit(make_module(Short), make_data())
+    assert trainer.global_step == 2
