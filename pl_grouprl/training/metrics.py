@@ -8,6 +8,7 @@ from typing import Any
 
 from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
 from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
+from pl_grouprl.training.selection import numbers_differ
 from pl_grouprl.types import EpisodeRows, RolloutGroup
 
 _STANDARD_SUFFIXES = ("/mean", "/std", "/none", "/invalid")
@@ -65,7 +66,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     metrics = {
         "reward": _mean(_finite([reward for record in records for reward in record["rewards"]])),
         "reward_std": sum(spreads) / max(len(spreads), 1),
-        "frac_reward_zero_std": sum(spread < 1e-6 for spread in spreads) / max(len(spreads), 1),
+        "frac_reward_zero_std": _mean([not numbers_differ(record["rewards"]) for record in records]),
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
