@@ -251,8 +251,8 @@ class Collector:
         generated = collected.generated
         kept, attempt = [group for group in generated if self.is_informative(group)], 1
         while attempt < self._max_generation_batches:
-            missing = len(batch.prompts) - len(kept)
-            if not sum_over_ranks([torch.tensor(missing)], self._run.device)[0]:
+            missing = int(sum_over_ranks([torch.tensor(len(batch.prompts) - len(kept))], self._run.device)[0])
+            if not missing:
                 break
             prompts = self._data.draw_extra(missing, rollout_number=batch.rollout_number, attempt=attempt)
             groups = self._sample(prompts, batch.rollout_number, attempt)

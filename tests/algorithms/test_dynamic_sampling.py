@@ -376,20 +376,21 @@ def ranks(tmp_path_factory):
     return results
 
 
-def test_one_rank_refills_and_the_other_waits(ranks):
-    first, second = (own["refill"] for own in ranks[1])
-    # Ranks take turns in the batch: 0 and 2 are of the first rank, 1 and 3, which teach nothing, of the second.
-    assert first["calls"] == [2]
-    assert second["calls"][:2] == [2, 2]
+def test_ranks_refill_with_the_prompts_of_a_single_one(ranks):
+    alone, (first, second) = ranks[0][0]["refill"], (own["refill"] for own in ranks[1])
+    # Ranks take turns in the batch: 0 and 2 are of the first rank, 1 and 3, which teach nothing, of the second. Both
+    # are drawn anew, one by each rank.
+    assert first["calls"][:2] == [2, 1]
+    assert second["calls"][:2] == [2, 1]
     kept = first["kept"] + second["kept"]  # groups are dealt to the ranks anew once all are there
     assert {0, 2} <= set(kept)
-    assert len(kept) == 4
-    assert all(number % 2 == 0 for number in kept)
+    assert sorted(kept) == sorted(alone["kept"])
     for own in (first, second):
-        assert own["metrics"]["dynamic_sampling/kept_groups"] == 4
-        assert own["metrics"]["dynamic_sampling/generated_groups"] == 2 + sum(second["calls"])
-        assert own["metrics"]["dynamic_sampling/generation_batches"] == len(second["calls"])
+        for name in ("kept_groups", "generated_groups", "generation_batches"):
+            assert own["metrics"][f"dynamic_sampling/{name}"] == alone["metrics"][f"dynamic_sampling/{name}"]
+        assert own["metrics"]["rewards/lengths/number"] == alone["metrics"]["rewards/lengths/number"]
     assert same(first["weights"], second["weights"])
+    assert close(alone["weights"], first["weights"])
 
 
 @pytest.mark.parametrize("case", ["one_rank_keeps_none", "batch_scale", "pooled_baseline", "mini_batches"])
