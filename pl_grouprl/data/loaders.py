@@ -159,8 +159,8 @@ class TrainPromptLoader:
         """Draw additional prompts for a rollout, to replace groups without signal (dynamic sampling).
 
         The draw depends only on seed, rollout, attempt and count, so a resumed run draws the same prompts, as does any
-        number of ranks. No prompt is drawn twice. If there is enough data, draws are disjoint from the rollout's regular
-        batch, and across attempts (if none exceeds a batch). Otherwise the regular batch is used last.
+        number of ranks. No prompt is drawn twice. If there is enough data, draws are disjoint from the rollout's
+        regular batch, and across attempts (if none exceeds a batch). Otherwise the regular batch is used last.
 
         Draws from all prompts, including those outside an epoch's full batches and Lightning's `overfit_batches`.
 
