@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -97,7 +98,7 @@ from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
 from pl_grouprl.utilities.run_options import recorded
-from pl_grouprl.utilities.step_log import log_numbers
+from pl_grouprl.utilities.step_log import forget_numbers, log_numbers
 from pl_grouprl.utilities.verified_loading import verify_loads
 
 if TYPE_CHECKING:
@@ -440,7 +441,7 @@ class RLModule(pl.LightningModule, ABC):
             split_idle=partial(_trained_and_idle, self),
         )
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
-        self._reward_metrics: dict[str, float] = {}  # of the validation batch
+        self._logged_names: set[str] = set()  # by the last `training_step`
         self._tokenizer: Any = None
         self._support: StrategySupport | None = None
         self._fixed_options = frozenset(vars(self)) & PASSED_ON  # last: from here on they cannot be set
@@ -714,12 +715,14 @@ class RLModule(pl.LightningModule, ABC):
         buffer.updates_done = batch.update_index + 1
         if buffer.updates_done == self.updates_per_rollout:
             self.micro_batcher.cache.clear()
-        shown = {"reward": buffer.metrics["reward"]}
-        if token_ratio := metrics.pop("prefix/token_ratio"):  # 0 if no rank trained anything
-            shown["prefix/token_ratio"] = token_ratio
-        log_numbers(self, shown, prog_bar=True)
-        hidden = {name: value for name, value in buffer.metrics.items() if name not in shown}
-        log_numbers(self, {**hidden, **metrics, "num_tokens": float(self.num_tokens)})
+        token_ratio = metrics.pop("prefix/token_ratio")
+        shown = {"reward": buffer.metrics["reward"], "prefix/token_ratio": token_ratio or math.nan}
+        of_rollouts = {name: value for name, value in (buffer.metrics | shown).items() if not math.isnan(value)}
+        numbers = of_rollouts | metrics | {"num_tokens": float(self.num_tokens)}
+        forget_numbers(self, self._logged_names - numbers.keys())
+        self._logged_names = set(numbers)
+        log_numbers(self, {name: numbers.pop(name) for name in shown if name in numbers}, prog_bar=True)
+        log_numbers(self, numbers)
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -785,11 +788,11 @@ class RLModule(pl.LightningModule, ABC):
     def on_validation_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Sample and reward rollouts; not in the step, because that runs under autocast."""
         self.on_predict_batch_start(batch, batch_idx, dataloader_idx)
-        self._reward_metrics = self.rewarder.start(self.evaluator.groups).wait()
+        self.rewarder.start(self.evaluator.groups).wait()
 
     def validation_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Return copies of the batch's rollouts with their rewards as `groups`, and their `answers`, for callbacks."""
-        answers = self.evaluator.record(self._reward_metrics)
+        answers = self.evaluator.record()
         return {"groups": private_copy(self.evaluator.groups), "answers": answers}
 
     def on_validation_epoch_end(self) -> None:

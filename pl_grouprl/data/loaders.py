@@ -158,20 +158,19 @@ class TrainPromptLoader:
     def draw_extra(self, count: int, *, rollout_number: int, attempt: int = 0) -> list[Prompt]:
         """Draw additional prompts for a rollout, to replace groups without signal (dynamic sampling).
 
-        The draw depends only on seed, rollout, attempt, ranks and count, so a resumed run draws the same prompts. One
-        call never returns a prompt twice. If there is enough data, draws are disjoint from the rollout's regular batch,
-        across ranks, and across attempts (if none exceeds a rank's share of a batch, rounded up). Otherwise other
-        ranks' shares are used first, then the regular batch.
+        The draw depends only on seed, rollout, attempt and count, so a resumed run draws the same prompts, as does any
+        number of ranks. No prompt is drawn twice. If there is enough data, draws are disjoint from the rollout's
+        regular batch, and across attempts (if none exceeds a batch). Otherwise the regular batch is used last.
 
         Draws from all prompts, including those outside an epoch's full batches and Lightning's `overfit_batches`.
 
         Args:
-            count: Prompts for this rank; may differ between ranks.
+            count: Prompts for all ranks.
             rollout_number: The `PromptBatch.rollout_number` of the regular prompts.
             attempt: Number of the draw for this rollout, from 0.
 
         Returns:
-            `count` prompts, in random order, or all if there are fewer.
+            This rank's share: every `num_replicas`-th of `count` prompts in random order, or of all if there are fewer.
 
         Raises:
             ValueError: If an argument is negative.
@@ -183,10 +182,9 @@ class TrainPromptLoader:
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
         order = self._eligible(rng.permutation(self._order.num_rows), rollout_number)
         regular = np.isin(order, self._rows_of(rollout_number))
-        drawn = np.concatenate(
-            [self._own_share_first(order[~regular], attempt), self._own_share_first(order[regular], attempt)]
-        )
-        return [self.prompts[index] for index in self._order.prompts(drawn[:count])]
+        step = attempt * self._settings["batch_size"]
+        drawn = np.concatenate([np.roll(order[~regular], -step), np.roll(order[regular], -step)])
+        return self._prompts_of_rank(drawn[:count])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, the rows that this epoch has begun, and the settings they depend on."""
@@ -264,12 +262,6 @@ class TrainPromptLoader:
     def _prompts_of_rank(self, rows: np.ndarray) -> list[Prompt]:
         """This rank's prompts of a batch."""
         return [self.prompts[index] for index in self._order.prompts(rows[self.rank :: self.num_replicas])]
-
-    def _own_share_first(self, indices: np.ndarray, attempt: int) -> np.ndarray:
-        """Order the indices: this rank's share first, starting at the attempt's offset, then the other ranks'."""
-        is_own = np.arange(len(indices)) % self.num_replicas == self.rank
-        step = attempt * -(-self._settings["batch_size"] // self.num_replicas)
-        return np.concatenate([np.roll(part, -step) for part in (indices[is_own], indices[~is_own])])
 
     def _check(self) -> None:
         size, prompts, ranks = self._settings["batch_size"], len(self.prompts), self.num_replicas

@@ -233,12 +233,12 @@ class PromptDataModule(LightningDataModule):
         """Draw additional training prompts of this rank for a rollout; see `TrainPromptLoader.draw_extra`.
 
         Args:
-            count: Prompts for this rank.
+            count: Prompts for all ranks.
             rollout_number: The rollout.
             attempt: Number of the draw for this rollout, from 0.
 
         Returns:
-            `count` prompts, or all if there are fewer.
+            This rank's share of `count` prompts, or of all if there are fewer.
 
         Raises:
             ValueError: If the training data is not loaded or an argument is negative.

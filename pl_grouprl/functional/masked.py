@@ -6,6 +6,7 @@ Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no pa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 Reduce = Callable[[Tensor], Tensor]
 """Sums a small 1-D tensor over all ranks; collective."""
 
-_ROUNDING = 1e-12  # equal values have a standard deviation below this fraction of their mean
+_ROUNDING = 2 * torch.finfo(torch.float32).eps
 
 
 def check_flat(**tensors: Tensor) -> None:
@@ -94,13 +95,30 @@ def bool_mask(mask: Tensor) -> Tensor:
     return mask != 0
 
 
+def differ(low: Any, high: Any) -> Any:
+    """Whether two numbers differ by more than rounding: selection, advantages and metrics all ask this.
+
+    Rewards are sums, often in float32, so 0.1 + 0.2 equals 0.3. The tolerance is 2.4e-7 (twice the float32 epsilon)
+    times 1 + |low| + |high|, at least 2.4e-7 whatever the numbers, as terms of a sum may cancel.
+
+    Args:
+        low: Number, or tensor of any shape and unit.
+        high: The same.
+
+    Returns:
+        A bool, or a bool tensor; False for NaN, and for numbers that are both infinite.
+    """
+    return abs(high - low) > _ROUNDING * (1 + abs(low) + abs(high))
+
+
 @torch.no_grad()
 def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
     """Subtract the mean of the valid entries and divide by their standard deviation.
 
     Equal to verl's `masked_whiten`: (x - mean) / sqrt(variance + 1e-8) with the unbiased variance (n - 1).
-    Here the statistics are in float64 over all ranks, and entries outside the mask (even NaN) do not count. With fewer
-    than two valid entries, where verl raises an error, or if all are equal, the result is exactly 0.
+    Here the statistics are in float64 over all ranks, and entries outside the mask (even NaN) do not count. The result
+    is exactly 0 with fewer than two valid entries, where verl raises an error, or if all are equal up to rounding
+    (`differ`).
 
     Args:
         values: Any shape and unit; not changed.
@@ -122,7 +140,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None)
     mean = summed / count.clamp(min=1)
     centred = (exact - mean).masked_fill(~valid, 0)
     variance = total(centred.square().sum()[None])[0] / (count - 1).clamp(min=1)
-    spread = (count > 1) & (variance.sqrt() > _ROUNDING * mean.abs())
+    spread = (count > 1) & differ(mean, mean + variance.sqrt())
     whitened = torch.where(spread, centred * (variance + 1e-8).rsqrt(), torch.zeros_like(centred))
     return whitened.to(torch.promote_types(values.dtype, torch.float32))
 

@@ -15,7 +15,7 @@ from pl_grouprl.rewards.conventions import (
     flatten_groups,
     prepare_reward,
 )
-from pl_grouprl.rewards.results import Score, fits_float32
+from pl_grouprl.rewards.results import Score, fits_float32, reward_metrics, reward_row
 from pl_grouprl.types import EpisodeRows, LiveObject, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import private_copy
 
@@ -118,6 +118,7 @@ class PendingRewards:
         Call it once. Returns and raises the same as `apply_rewards`.
         """
         scores = self._scores.wait()
+        rewarded_rows: list[Rollout] = []
         start = 0
         for group in self._groups:
             episodes = group.episodes
@@ -128,11 +129,8 @@ class PendingRewards:
                 _write_reward(rollout, self._prepared, of_rollout)
             for episode in episodes:
                 _share_reward(episode)
-            start = end
-        metrics: dict[str, float] = {}
-        for reward, function_scores in zip(self._prepared, scores, strict=True):
-            metrics |= _metrics(f"rewards/{reward.name}", function_scores)
-        return metrics
+            start, rewarded_rows = end, rewarded_rows + rewarded
+        return reward_metrics(list(map(reward_row, rewarded_rows)), [reward.name for reward in self._prepared])
 
 
 def start_rewards(
@@ -207,10 +205,11 @@ def apply_rewards(
         timeout: Seconds that a call of an async function may take; None uses the workers' limit, if there are workers.
 
     Returns:
-        For each function, `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN and 0 if there
-        are none), `/none` (rollouts to which it did not apply), `/invalid` (on which it failed), and the mean of every
-        other number in returned dictionaries, as `rewards/{name}/{key}`. Which keys the dictionaries have
-        depends on the data, so ranks may differ.
+        For each function, `rewards/{name}/mean` and `/std` (of the finite rewards, Bessel-corrected; NaN if there are
+        none), `/none` (rollouts to which it did not apply), `/invalid` (on which it failed), and the mean of every
+        other finite number in returned dictionaries, over the rollouts whose dictionary has the key, as
+        `rewards/{name}/{key}` (`{key}_` for the keys `mean`, `std`, `none` and `invalid`). Which keys the dictionaries
+        have depends on the data, so ranks may differ.
 
     Raises:
         ValueError: If a function returns the wrong type or length, or needs a column that the data lacks; if a text is
@@ -256,10 +255,13 @@ def _share_reward(episode: EpisodeRows) -> None:
 
 def _write_reward(rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score]) -> None:
     rollout.rewards, rollout.reward, rollout.token_rewards = {}, None, None
+    rollout.failed_rewards = [reward.name for reward, score in zip(prepared, scores, strict=True) if score.failed]
+    rollout.reward_numbers = {}
     total, any_applies, any_failed = 0.0, False, False
     token_rows: list[list[float | None]] = []
     for reward, score in zip(prepared, scores, strict=True):
         rollout.rewards[reward.name] = score.value
+        rollout.reward_numbers |= {f"{reward.name}/{key}": number for key, number in score.extras.items()}
         if reward.weight == 0:
             continue
         any_failed = any_failed or score.failed
@@ -302,20 +304,3 @@ def _align(score: Score, rollout: Rollout) -> Score:
     if score.value is not None and rollout.token_ids:
         return replace(score, token_rewards=[*[None] * (len(rollout.token_ids) - 1), score.value])
     return score
-
-
-def _metrics(prefix: str, scores: Sequence[Score]) -> dict[str, float]:
-    values = [score.value for score in scores if score.value is not None]
-    failed = sum([score.failed for score in scores])
-    mean = sum(values) / len(values) if values else math.nan
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1) if len(values) > 1 else 0.0
-    extras: dict[str, list[float]] = {}
-    for given in [score.extras for score in scores if score.extras]:
-        for key, number in given.items():
-            extras.setdefault(key, []).append(number)
-    return {f"{prefix}/{key}": sum(numbers) / len(numbers) for key, numbers in extras.items()} | {
-        f"{prefix}/mean": mean,
-        f"{prefix}/std": math.sqrt(variance),
-        f"{prefix}/none": float(len(scores) - len(values) - failed),
-        f"{prefix}/invalid": float(failed),
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,4 +34,7 @@ class EnvironmentReward:
         if rollout.environment_name != self.name:
             return None
         numbers = rollout.environment_numbers
-        return {**numbers, "score": rollout.environment_reward} if numbers else rollout.environment_reward
+        if not numbers:
+            return rollout.environment_reward
+        renamed = {re.sub("^(score_*)$", r"\1_", key): number for key, number in numbers.items()}
+        return renamed | {"score": rollout.environment_reward}

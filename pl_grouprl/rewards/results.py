@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
 from pl_grouprl.rewards.conventions import PreparedReward
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.types import Rollout, RolloutGroup
 
+STATISTICS = ("mean", "std", "none", "invalid")
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
@@ -26,7 +29,7 @@ class Score:
 
     Attributes:
         value: The reward, or the sum of the token rewards; None if the function does not apply, or failed.
-        extras: Further numbers to log.
+        extras: Further numbers to log, by key.
         failed: Whether the function raised, or gave NaN or infinity. Numbers beyond float32, in which advantages are
             computed, count as infinite.
         token_rewards: The reward of each token, None for a token without one; None if the reward is of the whole
@@ -100,10 +103,14 @@ def _read_item(reward: PreparedReward, result: Any, length: int) -> Score:
         return _read_value(reward, result, length)
     if "score" not in result:
         raise ValueError(
-            f"Reward function {reward.name!r} returned a dictionary with the keys {sorted(result)}; "
+            f"Reward function {reward.name!r} returned a dictionary with the keys {list(result)}; "
             "it must have the key 'score'."
         )
-    extras = {key: float(value) for key, value in result.items() if key != "score" and isinstance(value, Real)}
+    extras = {
+        f"{key}_" if str(key).rstrip("_") in STATISTICS else str(key): number
+        for key, value in result.items()
+        if key != "score" and (number := _as_float(_without_arrays(value))) is not None and math.isfinite(number)
+    }
     return replace(_read_value(reward, result["score"], length), extras=extras)
 
 
@@ -149,12 +156,77 @@ def _without_arrays(value: Any, length: int = 0) -> Any:
 def _number(reward: PreparedReward, value: Any, of: str) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, Real):
+    number = _as_float(value)
+    if number is None:
         raise ValueError(
             f"Reward function {reward.name!r} returned {value!r} of type {type(value).__name__} as the reward of a "
             f"{of}; return a number or None."
         )
+    return number
+
+
+def _as_float(value: Any) -> float | None:
+    """A number as a float, infinite beyond float64; None for anything else."""
+    if not isinstance(value, (Real, Decimal)):
+        return None
     try:
         return float(value)
-    except OverflowError:  # an integer beyond float64
+    except OverflowError:
         return math.inf
+
+
+RewardRow = tuple[Mapping[str, float | None], Sequence[str], Mapping[str, float]]
+"""The `rewards`, `failed_rewards` and `reward_numbers` of a rollout."""
+
+
+def reward_row(rollout: Rollout) -> RewardRow:
+    """What metrics of reward functions need of a rollout."""
+    return rollout.rewards, rollout.failed_rewards, rollout.reward_numbers
+
+
+def reward_metrics(
+    rows: Sequence[RewardRow], functions: Iterable[str] = (), statistics: Sequence[str] = STATISTICS
+) -> dict[str, float]:
+    """Metrics of reward functions.
+
+    Args:
+        rows: Of all rollouts that functions have seen.
+        functions: Functions to report even if no row has them.
+        statistics: Which statistics to report.
+
+    Returns:
+        Per function `rewards/{name}/mean` and `/std` (unbiased) of its finite rewards, NaN without any, and how
+        often it did not apply (`/none`) and failed (`/invalid`); the mean of each further number over the rows that
+        have it, as `rewards/{name}/{key}`.
+    """
+    rewards: dict[str, list[float | None]] = {name: [] for name in functions}
+    failures: Counter[str] = Counter()
+    numbers: dict[str, list[float]] = {}
+    for of_row, failed, numbers_of_row in rows:
+        failures.update(failed)
+        for name, reward in of_row.items():
+            rewards.setdefault(name, []).append(reward)
+        for name, number in numbers_of_row.items():
+            numbers.setdefault(name, []).append(number)
+    metrics: dict[str, float] = {}
+    for name, values in rewards.items():
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        found = {
+            "mean": mean(finite),
+            "std": std(finite) if finite else math.nan,
+            "none": float(len(values) - len(finite) - failures[name]),
+            "invalid": float(failures[name]),
+        }
+        metrics |= {f"rewards/{name}/{statistic}": found[statistic] for statistic in statistics}
+    return metrics | {f"rewards/{name}": mean(values) for name, values in numbers.items()}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Average numbers; NaN without any."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def std(values: Sequence[float]) -> float:
+    """Compute the unbiased standard deviation; 0 for fewer than two numbers."""
+    center = mean(values)
+    return math.sqrt(sum((value - center) ** 2 for value in values) / max(len(values) - 1, 1))

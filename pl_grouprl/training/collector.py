@@ -17,7 +17,7 @@ from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards import PendingRewards
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
-from pl_grouprl.training.metrics import RewardCall, count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.training.metrics import count_tokens, rollout_metrics, summarize
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.rollouts_ahead import RolloutsAhead, log_left_out
@@ -40,7 +40,6 @@ class CollectedRollouts:
         groups: Groups that this rank trains.
         generated: Groups that this rank sampled, including replaced ones.
         pending: Rewards of `generated` that are still being computed.
-        calls: Metrics of the finished reward calls.
         mini_batches: The mini-batch of each group; empty on a single rank, where the buffer assigns them.
         metrics: Metrics of dynamic sampling and of the balance between ranks.
         has_rollout_logprobs: Whether every rollout of every rank has log-probabilities from the sampler.
@@ -50,7 +49,6 @@ class CollectedRollouts:
     groups: list[RolloutGroup]
     generated: list[RolloutGroup]
     pending: PendingRewards | None = None
-    calls: list[RewardCall] = field(default_factory=list)
     mini_batches: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     has_rollout_logprobs: bool = True
@@ -202,11 +200,10 @@ class Collector:
                 with self._timer.part("exchange"):
                     exchange_rewards(collected.generated, collected.groups, self._run.device)
         staleness = None if collected.staleness is None else vars(collected.staleness)
-        per_rank = gather_plain((summarize(collected.generated), collected.calls, staleness), self._run.device)
-        records = [record for rank_records, *_ in per_rank for record in rank_records]
-        metrics = merge_reward_metrics([call for _, calls, _ in per_rank for call in calls])
-        metrics |= rollout_metrics(records) | collected.metrics
-        metrics |= staleness_metrics([Staleness(**found) for *_, found in per_rank if found is not None])
+        per_rank = gather_plain((summarize(collected.generated), staleness), self._run.device)
+        records = [record for rank_records, _ in per_rank for record in rank_records]
+        metrics = rollout_metrics(records) | collected.metrics
+        metrics |= staleness_metrics([Staleness(**found) for _, found in per_rank if found is not None])
         metrics |= self._sampler.take_metrics()
         self._rewarder.count_unrewarded(metrics)
         buffer.metrics |= metrics
@@ -216,9 +213,8 @@ class Collector:
     def _wait(self, collected: CollectedRollouts) -> None:
         assert collected.pending is not None
         with self._timer.part("reward"):
-            metrics = collected.pending.wait()
+            collected.pending.wait()
         collected.pending = None
-        collected.calls.append((sum(len(group.rows_per_episode) for group in collected.generated), metrics))
 
     def _distribute(self, collected: CollectedRollouts, rollout_number: int) -> None:
         """Balance work by exchanging groups between ranks."""
@@ -255,8 +251,8 @@ class Collector:
         generated = collected.generated
         kept, attempt = [group for group in generated if self.is_informative(group)], 1
         while attempt < self._max_generation_batches:
-            missing = len(batch.prompts) - len(kept)
-            if not sum_over_ranks([torch.tensor(missing)], self._run.device)[0]:
+            missing = int(sum_over_ranks([torch.tensor(len(batch.prompts) - len(kept))], self._run.device)[0])
+            if not missing:
                 break
             prompts = self._data.draw_extra(missing, rollout_number=batch.rollout_number, attempt=attempt)
             groups = self._sample(prompts, batch.rollout_number, attempt)
@@ -265,7 +261,6 @@ class Collector:
             more = CollectedRollouts(groups, groups, self._rewarder.start(groups))
             self._wait(more)
             generated.extend(groups)
-            collected.calls += more.calls
             kept += [group for group in groups if self.is_informative(group)]
             attempt += 1
         counts = sum_over_ranks([torch.tensor(len(kept)), torch.tensor(len(generated))], self._run.device)

@@ -15,6 +15,8 @@ from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.copying import field_values
 from pl_grouprl.utilities.distributed import gather_plain
 
+_REWARDS = ("reward", "rewards", "failed_rewards", "reward_numbers", "token_rewards")  # fields of a rollout
+
 
 @dataclass(frozen=True)
 class RankAssignment:
@@ -108,11 +110,12 @@ def exchange_rewards(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutG
         trained: Groups that it trains, matched by `group_id`; changed in place.
         device: Device for communication.
     """
-    rewards = [(group.group_id, [(r.reward, r.rewards, r.token_rewards) for r in group.rollouts]) for group in sampled]
+    rewards = [(group.group_id, [[getattr(r, name) for name in _REWARDS] for r in group.rollouts]) for group in sampled]
     found = dict(pair for pairs in gather_plain(rewards, device) for pair in pairs)
     for group in trained:
         for rollout, rewarded in zip(group.rollouts, found.get(group.group_id, ()), strict=False):
-            rollout.reward, rollout.rewards, rollout.token_rewards = rewarded
+            for name, value in zip(_REWARDS, rewarded, strict=True):
+                setattr(rollout, name, value)
 
 
 def to_state(group: RolloutGroup) -> dict[str, Any]:

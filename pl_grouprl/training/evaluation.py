@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
 from pl_grouprl.rewards.conventions import PreparedReward
+from pl_grouprl.rewards.results import reward_metrics
 from pl_grouprl.training.episode_metrics import episode_metrics
-from pl_grouprl.training.metrics import Record, RewardCall, extra_numbers, rewards_by_function, summarize
+from pl_grouprl.training.metrics import Record, summarize
 from pl_grouprl.training.votes import AnswerExtractor, Answers
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
@@ -27,14 +28,15 @@ def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: f
 
     Returns:
         `{prefix}/reward` over all prompts, to select checkpoints by; `{prefix}/rewards/{name}/mean` of each reward
-        function; for each data source `{prefix}/{data_source}/mean@k`, and for k > 1 `best@k` and `maj@k`, where
-        completions with the same answer vote together; `pass@1`, `pass@2`, `pass@4` and so on up to k, each over the
-        prompts with that many rewarded rollouts; for episodes, `{prefix}/` and the names of `episode_metrics`.
+        function and `{prefix}/rewards/{name}/{key}` of each further number; for each data source
+        `{prefix}/{data_source}/mean@k`, and for k > 1 `best@k` and `maj@k`, where completions with the same answer vote
+        together; `pass@1`, `pass@2`, `pass@4` and so on up to k, each over the prompts with that many rewarded
+        rollouts; for episodes, `{prefix}/` and the names of `episode_metrics`.
     """
     scored = [trimmed for record in records if (trimmed := _with_reward(record))["rewards"]]
     metrics = {f"{prefix}/reward": mean_at_k([record["rewards"] for record in scored]) if scored else math.nan}
-    for name, values in rewards_by_function(records).items():
-        metrics[f"{prefix}/rewards/{name}/mean"] = math.fsum(values) / len(values) if values else math.nan
+    of_rewards = reward_metrics([row for record in records for row in record["reward_rows"]], statistics=("mean",))
+    metrics |= {f"{prefix}/{name}": value for name, value in of_rewards.items() if not math.isnan(value)}
     for source in sorted({record["data_source"] for record in scored}):
         of_source = [record for record in scored if record["data_source"] == source]
         source_metrics = _source_metrics(of_source, pass_threshold)
@@ -60,37 +62,23 @@ class Evaluator:
         self._extractor = AnswerExtractor(rewards)
         self.pass_threshold = pass_threshold
         self._records: list[Record] = []
-        self._reward_calls: list[RewardCall] = []
 
-    def record(self, reward_metrics: Mapping[str, float] | None = None) -> list[Answers]:
+    def record(self) -> list[Answers]:
         """Add the current batch, with its rewards.
-
-        Args:
-            reward_metrics: What `apply_rewards` returned for it.
 
         Returns:
             The answers of each group's rollouts.
         """
-        num_episodes = sum(len(group.episodes) for group in self.groups)
-        self._reward_calls.append((num_episodes, dict(reward_metrics or {})))
         answers = [self._extractor.answers(group) for group in self.groups]
         pairs = zip(summarize(self.groups), answers, strict=True)
         self._records += [record | {"answers": answers_of_group} for record, answers_of_group in pairs]
         return answers
 
     def metrics(self, prefix: str, device: torch.device) -> dict[str, float]:
-        """Compute the metrics of all ranks, and start over. Collective.
-
-        Adds `{prefix}/rewards/{name}/{key}` to those of `evaluation_metrics`: the mean of each other number in the
-        dictionaries that a reward function returns.
-        """
-        gathered = gather_plain((self._records, self._reward_calls), device)
-        self._records, self._reward_calls = [], []
-        records = [record for rank_records, _ in gathered for record in rank_records]
-        extras = extra_numbers([call for _, calls in gathered for call in calls])
-        return evaluation_metrics(records, prefix, self.pass_threshold) | {
-            f"{prefix}/{name}": value for name, value in extras.items()
-        }
+        """Compute `evaluation_metrics` of all ranks, and start over. Collective."""
+        records = [record for of_rank in gather_plain(self._records, device) for record in of_rank]
+        self._records = []
+        return evaluation_metrics(records, prefix, self.pass_threshold)
 
 
 def _source_metrics(records: Sequence[Record], pass_threshold: float) -> dict[str, float]:

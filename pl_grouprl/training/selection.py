@@ -6,26 +6,28 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from pl_grouprl.functional.masked import differ
 from pl_grouprl.types import RolloutGroup
 
 
 def rewards_differ(group: RolloutGroup) -> bool:
     """Whether a group's rewards or step rewards differ, so that comparing its rollouts is informative."""
-    return _differ(episode.reward for episode in group.episodes) or _steps_differ(group)
+    return numbers_differ(episode.reward for episode in group.episodes) or _steps_differ(group)
 
 
 def outcomes_or_steps_differ(group: RolloutGroup) -> bool:
     """Whether a group's outcome rewards or step rewards differ; GRPO compares the two separately."""
-    return _differ(episode.outcome_reward for episode in group.episodes) or _steps_differ(group)
+    return numbers_differ(episode.outcome_reward for episode in group.episodes) or _steps_differ(group)
 
 
 def _steps_differ(group: RolloutGroup) -> bool:
-    return _differ(reward for rollout in group.rollouts for reward in rollout.step_rewards.values())
+    return numbers_differ(reward for rollout in group.rollouts for reward in rollout.step_rewards.values())
 
 
-def _differ(rewards: Iterable[float | None]) -> bool:
+def numbers_differ(rewards: Iterable[float | None]) -> bool:
+    """Whether rewards differ by more than rounding; None and NaN are left out."""
     numbers = [reward for reward in rewards if reward is not None and not math.isnan(reward)]
-    return bool(numbers) and max(numbers) > min(numbers)
+    return bool(numbers) and differ(min(numbers), max(numbers))
 
 
 def without_rewards(group: RolloutGroup) -> RolloutGroup:

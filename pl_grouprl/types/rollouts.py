@@ -53,6 +53,8 @@ class Rollout:
         reward: The combined reward, `token_rewards` included; None where no reward function applied. Such a rollout is
             not trained.
         rewards: The reward of each function by name, before weighting; the sum where it gave rewards per token.
+        failed_rewards: Names of the functions that failed on this rollout; their `rewards` are None.
+        reward_numbers: The further numbers in the dictionaries that functions returned, as `{function}/{key}`.
         token_rewards: For reward functions that reward tokens, the weighted sum of what they gave each token; None (or
             NaN) for a token without a reward.
         text: The completion as a string, special tokens left out.
@@ -87,6 +89,8 @@ class Rollout:
     finish_reason: FinishReason | None = None
     reward: float | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)
+    failed_rewards: list[str] = field(default_factory=list)
+    reward_numbers: dict[str, float] = field(default_factory=dict)
     text: str | None = None
     token_rewards: list[float | None] | None = None
     messages: Messages | None = None

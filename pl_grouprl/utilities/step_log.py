@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,13 @@ def log_numbers(module: LightningModule, numbers: Mapping[str, float | Tensor], 
     for (name, place), value in zip(known.items(), plain.unbind(), strict=True):
         number = numbers[name]
         place.update(number.detach().squeeze() if isinstance(number, Tensor) else value, batch_size=1)
+
+
+def forget_numbers(module: LightningModule, names: Iterable[str]) -> None:
+    """Do not log metrics of the current hook that have no value in this step; Lightning would repeat the last ones."""
+    kept: Any = module.trainer._results or {}
+    for name in names:
+        kept.pop(f"{module._current_fx_name}.{name}", None)
 
 
 def _keeps_latest_only(place: Any, prog_bar: bool) -> bool:

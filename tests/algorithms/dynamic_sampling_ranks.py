@@ -53,8 +53,11 @@ class Engine:
 
 
 def lengths(completions, useful, **columns):
-    """Reward the length of useful prompts' completions; the others all get 7."""
-    return [float(len(text)) if own else 7.0 for text, own in zip(completions, useful, strict=True)]
+    """Reward the length of useful prompts' completions, with a further number; the others all get 7."""
+    return [
+        {"score": float(len(text)), "number": len(text) % 3} if own else 7.0
+        for text, own in zip(completions, useful, strict=True)
+    ]
 
 
 def run(case: str, devices: int, folder: Path) -> tuple[dict, int]:

@@ -16,7 +16,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.data.loaders import TrainPromptLoader
-from pl_grouprl.functional.advantages import group_relative_advantages
+from pl_grouprl.functional.advantages import (
+    BranchPaths,
+    gpg_advantages,
+    group_relative_advantages,
+    grpo_passk_advantages,
+    optimal_token_baseline_advantages,
+    remax_advantages,
+    rloo_advantages,
+    tree_advantages,
+)
+from pl_grouprl.functional.masked import masked_whiten
+from pl_grouprl.training.metrics import rollout_metrics, summarize
 from pl_grouprl.training.selection import rewards_differ, without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -246,11 +257,28 @@ def test_resume_is_exact(fit, tmp_path):
         ([None, None], False),
         ([math.nan, 1.0], False),
         ([1.0], False),
-        ([], False),
+        ([0.1 + 0.2, 0.3], False),
+        ([0.1 + 0.2 - 0.3, 0.0], False),
+        ([float(torch.tensor(0.7) + torch.tensor(0.1)), 0.8], False),  # one in float32
+        ([3.3e9, 3.3e9 + 0.001], False),
+        ([1e6, 1e6 + 1], True),
+        ([0.0, 1e-6], True),
     ],
 )
-def test_spread(rewards, expected):
-    assert rewards_differ(RolloutGroup([1], [Rollout([5], reward=reward) for reward in rewards])) is expected
+def test_selection_advantages_and_metrics_agree_on_whether_rewards_differ(rewards, expected):
+    group = RolloutGroup([1], [Rollout([5], reward=reward, finish_reason="stop") for reward in rewards])
+    assert rewards_differ(group) is expected
+    assert rollout_metrics(summarize([group]))["frac_reward_zero_std"] == 1 - expected
+    tensor = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
+    mask = torch.ones(len(rewards), 1)
+    for estimate in (group_relative_advantages, rloo_advantages, gpg_advantages, grpo_passk_advantages):
+        assert bool(estimate(tensor, [0] * len(rewards)).any()) is expected, estimate.__name__
+    assert bool(remax_advantages(tensor, tensor.nanmean().expand(len(rewards))).any()) is expected
+    assert bool(masked_whiten(tensor[:, None], mask * ~tensor.isnan()[:, None]).any()) is expected
+    branches = BranchPaths([()] * len(rewards), [()] * len(rewards))
+    assert bool(tree_advantages(tensor, [0] * len(rewards), mask, branches).any()) is expected
+    norms = torch.ones(len(rewards), 1)
+    assert bool(optimal_token_baseline_advantages(tensor[:, None], [0] * len(rewards), mask, norms).any()) is expected
 
 
 def test_a_group_left_untrained_is_a_copy_without_rewards():
@@ -348,20 +376,21 @@ def ranks(tmp_path_factory):
     return results
 
 
-def test_one_rank_refills_and_the_other_waits(ranks):
-    first, second = (own["refill"] for own in ranks[1])
-    # Ranks take turns in the batch: 0 and 2 are of the first rank, 1 and 3, which teach nothing, of the second.
-    assert first["calls"] == [2]
-    assert second["calls"][:2] == [2, 2]
+def test_ranks_refill_with_the_prompts_of_a_single_one(ranks):
+    alone, (first, second) = ranks[0][0]["refill"], (own["refill"] for own in ranks[1])
+    # Ranks take turns in the batch: 0 and 2 are of the first rank, 1 and 3, which teach nothing, of the second. Both
+    # are drawn anew, one by each rank.
+    assert first["calls"][:2] == [2, 1]
+    assert second["calls"][:2] == [2, 1]
     kept = first["kept"] + second["kept"]  # groups are dealt to the ranks anew once all are there
     assert {0, 2} <= set(kept)
-    assert len(kept) == 4
-    assert all(number % 2 == 0 for number in kept)
+    assert sorted(kept) == sorted(alone["kept"])
     for own in (first, second):
-        assert own["metrics"]["dynamic_sampling/kept_groups"] == 4
-        assert own["metrics"]["dynamic_sampling/generated_groups"] == 2 + sum(second["calls"])
-        assert own["metrics"]["dynamic_sampling/generation_batches"] == len(second["calls"])
+        for name in ("kept_groups", "generated_groups", "generation_batches"):
+            assert own["metrics"][f"dynamic_sampling/{name}"] == alone["metrics"][f"dynamic_sampling/{name}"]
+        assert own["metrics"]["rewards/lengths/number"] == alone["metrics"]["rewards/lengths/number"]
     assert same(first["weights"], second["weights"])
+    assert close(alone["weights"], first["weights"])
 
 
 @pytest.mark.parametrize("case", ["one_rank_keeps_none", "batch_scale", "pooled_baseline", "mini_batches"])

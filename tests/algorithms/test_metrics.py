@@ -9,7 +9,7 @@ from helpers.episodes import make_episode, make_group, turns_of
 from pl_grouprl.rewards import ExactMatch, NumericAnswer, prepare_rewards
 from pl_grouprl.training.episode_metrics import FAILURES
 from pl_grouprl.training.evaluation import Evaluator
-from pl_grouprl.training.metrics import count_tokens, merge_reward_metrics, rollout_metrics, summarize
+from pl_grouprl.training.metrics import count_tokens, rollout_metrics, summarize
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
@@ -45,29 +45,21 @@ def test_rollout_metrics_by_hand():
     assert count_tokens(records) == 3 * (2 * 3 + 1 + 2)
 
 
-def test_ranks_are_joined():
-    calls = [
-        (6, {"rewards/f/extra": 1.0, "rewards/f/none": 2.0}),
-        (2, {"rewards/f/extra": 2.0, "rewards/f/none": 3.0}),
-        (8, {"rewards/g/invalid": 1.0}),
-    ]
-    # (6 * 1 + 2 * 2) / 8: the third call did not see the extra.
-    assert merge_reward_metrics(calls) == {"rewards/f/extra": 1.25, "rewards/f/none": 5.0, "rewards/g/invalid": 1.0}
-    assert merge_reward_metrics([]) == {}
+def with_numbers(*numbers):
+    rollouts = [Rollout([4], reward=1.0, rewards={"f": 1.0}, reward_numbers=own) for own in numbers]
+    return RolloutGroup([1], rollouts)
 
 
-def test_extra_numbers_of_reward_dictionaries_are_in_the_evaluation():
-    evaluator = Evaluator()
-    for size, extra in ((1, 2.0), (3, 4.0)):
-        evaluator.groups = [group([1.0] * size)]
-        evaluator.record({"rewards/f/mean": 1.0, "rewards/f/invalid": 0.0, "rewards/f/length": extra})
-    metrics = evaluator.metrics("val", torch.device("cpu"))
-    assert metrics["val/rewards/f/length"] == (1 * 2.0 + 3 * 4.0) / 4
-    assert [name for name in metrics if name.startswith("val/rewards/f/")] == [
-        "val/rewards/f/mean",
-        "val/rewards/f/length",
+def test_a_further_number_is_the_mean_over_the_rollouts_that_have_it_however_they_are_split():
+    groups = [with_numbers({"f/a": 1.0}, {"f/a": 1.0}, {}), with_numbers({}), with_numbers({"f/a": 7.0, "f/b": 2.0})]
+    by_rank = [record for part in (groups[:1], groups[1:]) for record in summarize(part)]
+    metrics = rollout_metrics(by_rank)
+    assert (metrics["rewards/f/a"], metrics["rewards/f/b"]) == ((1 + 1 + 7) / 3, 2.0)
+    evaluated = evaluate(groups)  # a batch each
+    assert (evaluated["val/rewards/f/a"], evaluated["val/rewards/f/b"]) == ((1 + 1 + 7) / 3, 2.0)
+    assert [name for name in evaluated if name.startswith("val/rewards/")] == [
+        f"val/rewards/f/{key}" for key in ("mean", "a", "b")
     ]
-    assert "val/rewards/f/length" not in evaluator.metrics("val", torch.device("cpu"))
 
 
 def test_evaluation_by_hand():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from pl_grouprl.rewards import Weighted
 
@@ -61,6 +64,26 @@ def test_the_count_continues_from_a_checkpoint(make_module, make_data, make_trai
     with pytest.raises(RuntimeError, match="no rollout had a reward in 4 batches in a row"):
         fit(make_module, make_data, make_trainer, resumed, checkpoint=tmp_path / "state.ckpt", **options)
     assert resumed.calls == 1
+
+
+def test_a_function_that_applies_to_nobody_in_a_step_logs_no_mean(make_module, make_data, make_trainer, tmp_path):
+    def graded(completions, **columns):
+        return [{"score": 1.0, "extra": 2.0} if late.calls == 2 else 1.0 for _ in completions]
+
+    late, logger = LateReward((1, 3)), CSVLogger(tmp_path, version="")
+    trainer = make_trainer(max_steps=4, logger=logger, log_every_n_steps=1)
+    trainer.fit(make_module(rewards=[late, Weighted(graded, name="graded")]), make_data())
+    with open(tmp_path / "lightning_logs" / "metrics.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["reward"]]
+    assert "nan" not in [value for row in rows for value in row.values()]
+    applies = [[name for name in ("LateReward/mean", "LateReward/std", "graded/mean", "graded/extra")
+                if row[f"rewards/{name}"]] for row in rows]  # fmt: skip
+    always = ["graded/mean"]
+    assert applies == [
+        ["LateReward/mean", "LateReward/std", *always], [*always, "graded/extra"],
+        ["LateReward/mean", "LateReward/std", *always], always,
+    ]  # fmt: skip
+    assert [float(row["rewards/LateReward/none"]) for row in rows] == [0, 16, 0, 16]
 
 
 def test_the_limit_is_at_least_one(make_module):

@@ -50,31 +50,26 @@ def regular(loaders, rollout_number):
 def test_ranks_attempts_and_the_regular_batch_are_disjoint(ranks, rollout_number):
     # 24 prompts, 6 of them regular: 18 are left, for three attempts of 6 over all ranks.
     loaders = make_loaders(24, 6, ranks, seed=5)
-    drawn = [draw(loader, 6 // ranks, rollout_number, attempt) for loader in loaders for attempt in range(3)]
+    drawn = [draw(loader, 6, rollout_number, attempt) for loader in loaders for attempt in range(3)]
     everything = [number for own in drawn for number in own] + regular(loaders, rollout_number)
     assert sorted(everything) == list(range(24))
 
 
-def test_ranks_may_want_different_numbers():
-    loaders = make_loaders(24, 6, 2)
-    drawn = [draw(loaders[0], 9), draw(loaders[1], 1)]
-    assert [len(own) for own in drawn] == [9, 1]
-    assert not set(drawn[0]) & set(drawn[1])
-    assert not set(drawn[0] + drawn[1]) & set(regular(loaders, 0))
-
-
-def test_uneven_shares_are_disjoint():
-    # 11 prompts, 4 regular, 7 for two ranks: 4 and 3.
-    loaders = make_loaders(11, 4, 2)
-    assert sorted(draw(loaders[0], 4) + draw(loaders[1], 3) + regular(loaders, 0)) == list(range(11))
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("count", [1, 4, 9, 24])
+def test_any_number_of_ranks_draws_the_same_prompts(ranks, count):
+    (alone,) = make_loaders(24, 6)
+    for attempt in range(3):
+        expected = draw(alone, count, 1, attempt)
+        shares = [draw(loader, count, 1, attempt) for loader in make_loaders(24, 6, ranks)]
+        assert shares == [expected[rank::ranks] for rank in range(ranks)]
 
 
 def test_order_of_preference_where_the_data_ends():
-    loaders = make_loaders(11, 4, 2)
-    whole, other = draw(loaders[0], 11), draw(loaders[1], 3)
+    (loader,) = make_loaders(11, 4)
+    whole = draw(loader, 11)
     assert sorted(whole) == list(range(11))
-    assert set(whole[4:7]) == set(other)  # after its own four, what the other rank would take first
-    assert set(whole[7:]) == set(regular(loaders, 0))
+    assert set(whole[7:]) == set(regular([loader], 0))
 
 
 def test_more_than_there_are_and_none():
@@ -85,18 +80,18 @@ def test_more_than_there_are_and_none():
 
 def test_data_that_is_one_batch():
     loaders = make_loaders(4, 4, 2)
-    assert sorted(draw(loaders[0], 2) + draw(loaders[1], 2)) == list(range(4))
-    assert sorted(draw(loaders[0], 9, 3, 2)) == list(range(4))
+    assert sorted(draw(loaders[0], 4) + draw(loaders[1], 4)) == list(range(4))
+    assert sorted(draw(loaders[0], 9, 3, 2) + draw(loaders[1], 9, 3, 2)) == list(range(4))
     (small,) = make_loaders(1, 4, drop_last=False)
     assert draw(small, 2, 5, 5) == [0]
 
 
 @pytest.mark.parametrize("attempt", range(6))
 def test_no_prompt_comes_twice_in_a_call_after_going_round(attempt):
-    for loader in make_loaders(10, 3, 2):
-        for count in range(11):
-            drawn = draw(loader, count, 1, attempt)
-            assert len(set(drawn)) == len(drawn) == count
+    loaders = make_loaders(10, 3, 2)
+    for count in range(11):
+        drawn = [number for loader in loaders for number in draw(loader, count, 1, attempt)]
+        assert len(set(drawn)) == len(drawn) == count
 
 
 def test_draws_depend_on_seed_rollout_and_attempt_and_on_nothing_else():
@@ -152,5 +147,5 @@ def test_data_module_draws_for_the_rank_of_its_trainer():
         )
         data.setup("fit")
         batch = next(batch for batch in data.train_dataloader() if batch.rollout_number == 2)
-        drawn += numbers(data.draw_extra(3, rollout_number=2)) + numbers(batch.prompts)
+        drawn += numbers(data.draw_extra(6, rollout_number=2)) + numbers(batch.prompts)
     assert sorted(drawn) == list(range(8))

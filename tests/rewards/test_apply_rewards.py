@@ -7,9 +7,12 @@ import itertools
 import math
 import threading
 import weakref
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from pl_grouprl.rewards import Weighted, apply_rewards, prepare_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
@@ -123,7 +126,7 @@ def test_none_everywhere_leaves_the_rollout_without_reward():
     metrics = apply_rewards(groups, lambda completions, **columns: [None, None])
     assert rewards_of(groups) == [None, None]
     assert math.isnan(metrics["rewards/reward_1/mean"])
-    assert metrics["rewards/reward_1/std"] == 0.0
+    assert math.isnan(metrics["rewards/reward_1/std"])
     assert metrics["rewards/reward_1/none"] == 2.0
 
 
@@ -133,6 +136,7 @@ def test_a_number_that_is_not_finite_masks_the_rollout(bad):
     metrics = apply_rewards(groups, [length, Weighted(lambda completions, **columns: [bad, 1.0], name="odd")])
     assert rewards_of(groups) == [None, 3.0]
     assert groups[0].rollouts[0].rewards == {"length": 1.0, "odd": None}
+    assert groups[0].rollouts[0].failed_rewards == ["odd"]
     assert metrics["rewards/odd/invalid"] == 1.0
     assert metrics["rewards/odd/mean"] == 1.0
 
@@ -190,6 +194,34 @@ def test_dictionaries_in_a_list_are_scores_with_extra_numbers():
     ]  # fmt: skip
     assert (metrics["rewards/grade/tokens"], metrics["rewards/grade/none"], metrics["rewards/steps/steps"]) == (3, 1, 1)
     assert "rewards/grade/why" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(np.bool_(True), 1.0), (np.float32(0.5), 0.5), (np.array([2]), 2.0), (np.array(3.0), 3.0), (True, 1.0),
+     (torch.tensor(0.5), 0.5), (torch.tensor([True]), 1.0), (torch.tensor(2.0, requires_grad=True).bfloat16(), 2.0),
+     (Decimal("0.5"), 0.5), (Fraction(1, 2), 0.5)],
+)  # fmt: skip
+def test_every_kind_of_number_in_a_dictionary_is_logged(value, number):
+    metrics = apply_rewards(make_groups(["a"]), lambda completions, **columns: [{"score": 1.0, "extra": value}])
+    assert metrics["rewards/reward_1/extra"] == number
+
+
+def test_no_key_of_a_dictionary_is_lost():
+    keys = ["mean", "mean_", "std", "none", "invalid", "bleu/mean", "a_std", 7]
+
+    def grade(solution_str, **columns):
+        return {"score": 0.0, "broken": math.nan, "late": None} | {key: i + 1 for i, key in enumerate(keys)}
+
+    def sometimes(completions, **columns):
+        return [{"score": 1.0, "extra": 2.0}, {"score": 0.0}, {"score": None, "extra": 5.0}]
+
+    metrics = apply_rewards(make_groups(["a", "b", "c"]), [grade, sometimes])
+    names = ["mean_", "mean__", "std_", "none_", "invalid_", "bleu/mean", "a_std", "7"]
+    assert [metrics[f"rewards/grade/{name}"] for name in names] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [metrics[f"rewards/grade/{name}"] for name in ("mean", "std", "none", "invalid")] == [0, 0, 0, 0]
+    assert not {"rewards/grade/broken", "rewards/grade/late"} & metrics.keys()
+    assert metrics["rewards/sometimes/extra"] == 3.5
 
 
 def test_verl_dictionary_without_score_is_refused():

@@ -230,7 +230,7 @@ def test_rewards_of_tokens_begin_after_the_observation():
 
 def test_the_reward_of_an_environment():
     episodes = [
-        make_episode(environment_reward=0.5, environment_name="Room"),
+        make_episode(environment_reward=0.5, environment_name="Room", environment_numbers={"score": 3.0, "moves": 2.0}),
         make_episode(environment_reward=0.7, environment_name="Cave"),
         make_episode(environment_reward=math.nan, environment_name="Room"),
         make_episode(),
@@ -240,6 +240,7 @@ def test_the_reward_of_an_environment():
     assert [episode.reward for episode in episodes] == [0.5, 0.7, None, None]
     assert (metrics["rewards/Room/mean"], metrics["rewards/Cave/mean"]) == (0.5, 0.7)
     assert (metrics["rewards/Room/invalid"], metrics["rewards/Room/none"]) == (1, 2)
+    assert (metrics["rewards/Room/score_"], metrics["rewards/Room/moves"]) == (3.0, 2.0)
 
 
 def test_functions_that_take_environments_are_refused_in_workers_at_construction():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.advantages.groups import check_rewards, gather_groups
 from pl_grouprl.functional.advantages.registry import register_advantage_estimator
+from pl_grouprl.functional.masked import differ
 
 
 @register_advantage_estimator("opo", needs=("group_ids", "lengths"))
@@ -66,8 +67,9 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
             f"greedy_rewards has {len(greedy_rewards)} entries for {len(rewards)} rewards; "
             "pass the greedy reward of the prompt once per rollout."
         )
-    difference_B = rewards.to(torch.float64) - greedy_rewards.to(rewards.device, torch.float64)
-    return difference_B.nan_to_num(nan=0.0).to(torch.promote_types(rewards.dtype, torch.float32))
+    rewards_B, greedy_B = rewards.to(torch.float64), greedy_rewards.to(rewards.device, torch.float64)
+    advantages_B = (rewards_B - greedy_B).masked_fill(~differ(greedy_B, rewards_B), 0)
+    return advantages_B.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def _check_lengths(lengths: Tensor, num_rollouts: int) -> None:

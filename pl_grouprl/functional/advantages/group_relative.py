@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.advantages.groups import gather_groups
 from pl_grouprl.functional.advantages.registry import register_advantage_estimator
+from pl_grouprl.functional.masked import differ
 from pl_grouprl.utilities.options import check_options
 
 REWARD_SCALES = ("group", "batch", "none")
@@ -128,7 +129,7 @@ def grpo_passk_advantages(
     _check_eps(eps)
     groups = gather_groups(rewards, group_ids)
     rewards_B = groups.rewards_B.masked_fill(~groups.valid_B, -torch.inf)
-    best_B = groups.valid_B & (rewards_B == groups.largest(rewards_B)[groups.index_B])
+    best_B = groups.valid_B & ~differ(rewards_B, groups.largest(rewards_B)[groups.index_B])
     second_P = groups.largest(rewards_B.masked_fill(best_B, -torch.inf))
     unique_P = groups.sum(best_B.to(torch.float64)) == 1
     lead_B = groups.rewards_B - second_P[groups.index_B]

@@ -5,7 +5,7 @@ Legend: B rollouts, P prompts (groups).
 Groups are given by explicit ids, in any order and of any size. Conventions of all group-based estimators:
 - a NaN reward means that the rollout has none: it is left out of all statistics and its advantage is 0 (callers also
   mask it out of the loss);
-- a group whose rewards are all equal, or with fewer than two, gets exactly 0, regardless of rounding in its mean;
+- a group whose rewards are all equal up to rounding (`differ`), or with fewer than two, gets exactly 0;
 - statistics are computed in float64 and returned in the dtype of the rewards (at least float32), without gradient.
 
 The only rollout of a group gets an advantage of 0, as in TRL; in verl it gets its reward.
@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pl_grouprl.functional.masked import differ
+
 
 class Groups(NamedTuple):
     """Rewards, the group of each, and statistics per group.
@@ -29,7 +31,7 @@ class Groups(NamedTuple):
         index_B: Group of each rollout, int64 in [0, P), in the order of the sorted ids.
         count_P: Rewards of each group, float64.
         mean_P: Their mean, 0 where there is none.
-        spread_P: True where the largest reward of the group exceeds the smallest.
+        spread_P: True where the rewards of the group differ.
         dtype: Dtype of the results.
     """
 
@@ -91,7 +93,7 @@ def gather_groups(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Groups:
     highest_B, lowest_B = rewards_B.masked_fill(~valid_B, -torch.inf), rewards_B.masked_fill(~valid_B, torch.inf)
     highest_P = (zeros_P - torch.inf).scatter_reduce(0, index_B, highest_B, "amax")
     lowest_P = (zeros_P + torch.inf).scatter_reduce(0, index_B, lowest_B, "amin")
-    return Groups(rewards_B, valid_B, index_B, count_P, mean_P, highest_P > lowest_P, dtype)
+    return Groups(rewards_B, valid_B, index_B, count_P, mean_P, differ(lowest_P, highest_P), dtype)
 
 
 def check_rewards(rewards: Tensor, name: str = "rewards") -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.advantages.group_relative import group_relative_advantages
 from pl_grouprl.functional.advantages.groups import gather_groups
+from pl_grouprl.functional.masked import differ
 
 REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
@@ -98,7 +99,7 @@ def multi_reward_advantages(
 
 def _standardize(total_B: Tensor, group_ids: Tensor | Sequence[int], valid_B: Tensor, eps: float) -> Tensor:
     groups = gather_groups(total_B, group_ids)
-    nonzero_B = (groups.largest(total_B.abs()) > 0)[groups.index_B]
+    nonzero_B = differ(0, groups.largest(total_B.abs()))[groups.index_B]
     one_group_B = torch.zeros_like(groups.index_B)
     standardized_B = group_relative_advantages(total_B.masked_fill(~valid_B, torch.nan), one_group_B, eps=eps)
     return standardized_B.masked_fill(~nonzero_B, 0)

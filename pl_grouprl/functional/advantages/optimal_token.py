@@ -13,6 +13,7 @@ from torch import Tensor
 from pl_grouprl.functional.advantages.gae import check_rows, discounted_returns
 from pl_grouprl.functional.advantages.groups import gather_groups
 from pl_grouprl.functional.advantages.registry import register_advantage_estimator
+from pl_grouprl.functional.masked import differ
 from pl_grouprl.functional.rows import compact
 from pl_grouprl.utilities.options import check_options
 
@@ -138,7 +139,7 @@ def _differs(returns_BT: Tensor, inside_BT: Tensor, index_B: Tensor) -> Tensor:
     high_B = returns_BT.masked_fill(~inside_BT, -torch.inf).amax(dim=1)
     low_P, high_P = inf_P.scatter_reduce(0, index_B, low_B, "amin"), (-inf_P).scatter_reduce(0, index_B, high_B, "amax")
     count_P = torch.zeros_like(inf_P).index_add(0, index_B, inside_BT.any(dim=1).to(inf_P.dtype))
-    return ((high_P > low_P) & (count_P > 1))[index_B]
+    return (differ(low_P, high_P) & (count_P > 1))[index_B]
 
 
 def _num_groups(index_B: Tensor) -> int:

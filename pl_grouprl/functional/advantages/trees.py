@@ -39,7 +39,7 @@ from torch import Tensor
 from pl_grouprl.functional.advantages.branches import BranchPaths, Forest, build_forest
 from pl_grouprl.functional.advantages.groups import Groups, gather_groups
 from pl_grouprl.functional.advantages.registry import register_advantage_estimator
-from pl_grouprl.functional.masked import Reduce, bool_mask
+from pl_grouprl.functional.masked import Reduce, bool_mask, differ
 from pl_grouprl.utilities.options import check_options
 
 TREE_SCALES = ("none", "group")
@@ -210,7 +210,7 @@ class _Values:
         self.siblings_mean_M = (total_M[up] - mean_M) / (count_M[up] - 1).clamp(min=1)
         self._is_valid_M = valid_M > 0
         self._is_only_M = count_M[up] == 1
-        self._is_equal_M = ~(high_M > low_M)[up]
+        self._is_equal_M = ~differ(low_M, high_M)[up]
 
     def off_trunk(self, first_M: Tensor) -> Tensor:
         """Value at the end of each node, its continuation that `first_M` marks left out; the reward of a leaf."""
