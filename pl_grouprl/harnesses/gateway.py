@@ -15,6 +15,7 @@ from typing import Any
 
 from pl_grouprl.harnesses.requests import RoundRequests
 from pl_grouprl.sync.sampler import SamplerLostError
+from pl_grouprl.utilities.text import mask_secret
 
 _EPISODE = "X-Session-ID"
 """Header with the name of an episode, the same in all its turns."""
@@ -40,7 +41,7 @@ class Gateway:
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         self.base_url = ""
         self._urls = [url.rstrip("/") for url in urls]
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._token = token
         self._round_requests: RoundRequests | None = None
         self._failed: asyncio.Future[Any] | None = None
         self._server_of: dict[str, int] = {}
@@ -118,15 +119,17 @@ class Gateway:
     async def _ask(self, method: str, url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         from aiohttp import ClientError
 
+        headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
         try:
-            async with self._client.request(method, url + path, json=body, headers=self._headers) as response:
+            async with self._client.request(method, url + path, json=body, headers=headers) as response:
                 status, text = response.status, await response.text()
         except (ClientError, OSError) as error:
             raise SamplerLostError(f"the sampling server at {url} does not answer: {error!r}") from error
         if status == 200:
             return json.loads(text)
         kind = ValueError if status in _DUE_TO_REQUEST else SamplerLostError if status >= 500 else RuntimeError
-        raise kind(f"the sampling server at {url} answers {status} to {path}: {text[:1000]}")
+        reason = mask_secret(text, self._token)[:1000]
+        raise kind(f"the sampling server at {url} answers {status} to {path}: {reason}")
 
 
 async def _no_models(request: Any) -> Any:

@@ -135,10 +135,10 @@ def _library() -> Any:
 def _last_boxed(text: str) -> str | None:
     r"""The stripped content of the `\boxed{...}` that closes last, found in one pass."""
     opened: list[int | None] = []  # for each open brace: where its content begins, or None if it does not open a box
-    last: str | None = None
+    last = slice(0)
     for match in _BRACES.finditer(text):
         if match[0] != "}":
             opened.append(match.end() if match["box"] else None)
         elif opened and (start := opened.pop()) is not None:
-            last = text[start : match.start()].strip()
-    return last
+            last = slice(start, match.start())
+    return text[last].strip() if last.start is not None else None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pl_grouprl.utilities.arguments import checked_arguments
 
 _NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_MARKED = re.compile(rf"####\s*\$?\s*({_NUMBER})")
+_MARKED = re.compile(rf"####\s*(?:\$\s*)?({_NUMBER})")
 _ANY = re.compile(_NUMBER)
 
 

@@ -24,16 +24,18 @@ def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[
     may_complete = _MayComplete(tokenizer, separator[-1])
     window = _BYTES_PER_CHARACTER * len(separator)  # a token has at least one byte
     ends: list[int] = []
-    start = 0
+    start = blank = 0  # the tokens from `start` to `blank` have no content
     for index in range(length):
         if not may_complete(token_ids[index]):
             continue
         tail = token_ids[max(start, index + 1 - window) : index + 1]
         without, count = (_decode(tokenizer, tokens).count(separator) for tokens in (tail[:-1], tail))
-        if count > without and _has_content(tokenizer, token_ids[start : index + 1], separator):
-            ends.append(index)
-            start = index + 1
-    if _has_content(tokenizer, token_ids[start:length], separator):
+        if count > without:
+            if _has_content(tokenizer, token_ids[blank : index + 1], separator):
+                ends.append(index)
+                start = index + 1
+            blank = index + 1
+    if _has_content(tokenizer, token_ids[blank:length], separator):
         ends.append(length - 1)
     return ends
 

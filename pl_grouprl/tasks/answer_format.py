@@ -36,8 +36,9 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
     """
     before, after = text_around(template)
     if after:
-        found = re.findall(f"{re.escape(before)}(.*?){re.escape(after)}", completion, re.DOTALL)
-        return found[-1].strip() if found else None
+        # Without the alternative \Z, every unclosed answer would be searched to the end.
+        found = re.findall(f"{re.escape(before)}(.*?)({re.escape(after)}|\\Z)", completion, re.DOTALL)
+        return next((answer.strip() for answer, end in reversed(found) if end), None)
     if before not in completion:
         return None
     rest = completion.rpartition(before)[2] if before else completion

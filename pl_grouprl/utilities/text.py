@@ -1,10 +1,14 @@
-"""Short descriptions of values, names and exceptions for error messages."""
+"""Short descriptions of values, names and exceptions for error messages, without secrets."""
 
 from __future__ import annotations
 
+import html
+import re
 import sys
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote_plus
 
 
 def encodable(text: str) -> str:
@@ -37,3 +41,29 @@ def describe_error(error: BaseException, length: int = 2000) -> str:
     except BaseException:  # a user's __str__ may do anything, even call sys.exit
         text = ""
     return text[:length] or type(error).__name__
+
+
+def mask_secret(text: str, secret: str | None) -> str:
+    """Replace a secret by `***`, also where it is escaped for JSON, a URL or HTML, in hex, or inside a Base64 text.
+
+    Args:
+        text: Text of a server, which may quote the secret that it was sent.
+        secret: A key or token in ASCII; None if there is none.
+    """
+    if not secret:
+        return text
+    data = secret.encode()
+    forms = [data.hex()]
+    for shift in range(3):  # its first byte may be any of the three that four letters of Base64 encode
+        letters = b64encode(bytes(shift) + data).decode()
+        forms.append(letters[-(-8 * shift // 6) : 8 * (shift + len(data)) // 6])
+    patterns = ("".join(map(_escapes, form)) for form in [secret, *(form for form in forms if len(form) > 3)])
+    return re.sub("|".join(patterns), "***", text, flags=re.IGNORECASE)
+
+
+def _escapes(character: str) -> str:
+    """A pattern of the ways to write a character, some of them nested."""
+    written = {character, {"+": "-", "/": "_"}.get(character, character), quote_plus(character), html.escape(character)}
+    plain, code = "|".join(map(re.escape, sorted(written))), f"{ord(character):02x}"
+    json = rf"(?<!\\)\\{{1,8}}(?:{plain}|u00{code}|x{code})"
+    return rf"(?:{plain}|{json}|%(?:25){{0,4}}{code}|&(?:amp;){{0,4}}#(?:0*{ord(character)}|x0*{code});)"

@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from pl_grouprl.utilities.progress import tick
+from pl_grouprl.utilities.text import mask_secret
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -23,7 +24,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 _MAX_ANSWER_BYTES = 4 << 20
 
-_SHOWN_BYTES = 300
+_SHOWN_CHARACTERS = 300
 """How much of an unexpected answer error messages show."""
 
 _jitter = random.Random()  # its own generator: server failures must not change the run's random numbers
@@ -46,8 +47,8 @@ class Reply:
     """A reply of the model, and the tokens that the server counted."""
 
     text: str
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: float
+    completion_tokens: float
 
 
 class ChatClient:
@@ -114,7 +115,7 @@ class _Session:
             try:
                 return await self._ask_with_retries(body), clock() - began
             except NoReplyError as error:
-                raise NoReplyError(self._without_key(str(error))) from None
+                raise NoReplyError(mask_secret(str(error), self._api_key)) from None
 
     async def _ask_with_retries(self, body: bytes) -> Reply:
         pause = _FIRST_WAIT
@@ -142,27 +143,23 @@ class _Session:
             raise _TransientError(f"{type(error).__name__}: {error}") from error
         if status == 200:
             return _read_reply(content)
-        reason = f"status {status}: {content[:_SHOWN_BYTES].decode(errors='replace')!r}"
+        reason = f"status {status}: {content[:_SHOWN_CHARACTERS]!r}"
         if status == 429 or status >= 500:
             raise _TransientError(reason, _retry_after(headers.get("retry-after", "")))
         raise NoReplyError(reason)
 
-    async def _post(self, body: bytes) -> tuple[int, Any, bytes]:
+    async def _post(self, body: bytes) -> tuple[int, Any, str]:
         async with self._http.stream("POST", self._url, content=body) as response:
             content = await _read_limited(response)
-        if self._api_key:  # before it is truncated, cached or shown
-            content = content.replace(self._api_key.encode(), b"***")
-        return response.status_code, response.headers, content
-
-    def _without_key(self, text: str) -> str:
-        """Mask the key, which the server's error might quote."""
-        return text.replace(self._api_key, "***") if self._api_key else text
+        text = content.decode(json.detect_encoding(content), errors="replace")
+        # Masked before it is truncated, cached or shown: the server might quote the key.
+        return response.status_code, response.headers, mask_secret(text, self._api_key)
 
 
 def _open_client(api_key: str | None, max_concurrent: int) -> AsyncClient:
     import httpx2
 
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     limits = httpx2.Limits(max_connections=max_concurrent, max_keepalive_connections=max_concurrent)
@@ -170,27 +167,30 @@ def _open_client(api_key: str | None, max_concurrent: int) -> AsyncClient:
 
 
 async def _read_limited(response: Response) -> bytes:
+    coding = response.headers.get("content-encoding", "identity")
+    if coding != "identity":  # a few bytes may decompress to gigabytes
+        raise NoReplyError(f"the answer is compressed ({coding!r:.80}), which the request did not accept")
     content = bytearray()
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.aiter_raw():
         content += chunk
         if len(content) > _MAX_ANSWER_BYTES:
             raise NoReplyError(f"the answer has more than {_MAX_ANSWER_BYTES} bytes")
     return bytes(content)
 
 
-def _read_reply(content: bytes) -> Reply:
+def _read_reply(content: str) -> Reply:
     try:
         answer = json.loads(content)
         choice = answer["choices"][0]
         text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
         usage = answer.get("usage") or {}
-        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        counts = [float(int(usage.get(name) or 0)) for name in ("prompt_tokens", "completion_tokens")]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise NoReplyError(f"the answer is not a chat completion: {content[:_SHOWN_BYTES]!r}") from error
+        raise NoReplyError(f"the answer is not a chat completion: {content[:_SHOWN_CHARACTERS]!r}") from error
     if finish_reason == "length":
         raise NoReplyError("the reply was cut off; raise max_tokens")
     if not isinstance(text, str):
-        raise NoReplyError(f"the reply has no text (finish_reason {finish_reason!r})")
+        raise NoReplyError(f"the reply has no text (finish_reason {finish_reason!r:.80})")
     return Reply(text, *counts)
 
 

@@ -14,7 +14,6 @@ _LINE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _BARE = re.compile(_NUMBER)
-_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 _FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 
 
@@ -70,7 +69,8 @@ def _grade_of_text(reply: str, highest: float) -> float:
 
 
 def _grade_of_json(reply: str) -> float:
-    candidates = [reply, *_FENCED.findall(reply)[-1:], *_FLAT_OBJECT.findall(reply)[-1:]]
+    fenced = reply.split("```")[1:-1:2]  # between an opening and a closing fence
+    candidates = [reply, *(block.removeprefix("json") for block in fenced[-1:]), *_FLAT_OBJECT.findall(reply)[-1:]]
     for candidate in candidates:
         try:
             found = json.loads(candidate)

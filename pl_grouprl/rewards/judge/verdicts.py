@@ -84,7 +84,7 @@ class Grader:
         if verdict.grade is None:
             return verdict
         self._cache.put(_digest(body), reply.text)
-        tokens = {"prompt_tokens": float(reply.prompt_tokens), "completion_tokens": float(reply.completion_tokens)}
+        tokens = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
         return replace(verdict, cost={"latency": seconds, **tokens})
 
     def _cached(self, body: bytes) -> Verdict | None:

@@ -69,8 +69,8 @@ def main() -> NoReturn:
     _watch(init)
 
 
-def _read_line() -> bytes:
-    line = b""
+def _read_line() -> bytearray:
+    line = bytearray()
     while not line.endswith(b"\n"):
         part = os.read(0, 1 << 20)
         if not part:

@@ -19,6 +19,7 @@ from pl_grouprl.rollout.stopping import StopStrings
 from pl_grouprl.rollout.vllm.requests import Completion
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
+from pl_grouprl.utilities.text import mask_secret
 
 T = TypeVar("T")
 
@@ -161,7 +162,7 @@ async def _parts(
                 message = json.loads(line.removeprefix("data: "))
                 parts = [_read_part(choice, request.vocab_size) for choice in message.get("choices", ())]
             if "error" in message:
-                raise BrokenOffError(str(message["error"])[:2000])
+                raise BrokenOffError(mask_secret(str(message["error"]), server.token)[:2000])
             for part in parts:
                 yield part
 

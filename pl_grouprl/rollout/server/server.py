@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpx2
 
 from pl_grouprl.rollout.server.auth import check_token
+from pl_grouprl.utilities.text import mask_secret
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 """Seconds between two attempts to reach a server."""
@@ -56,7 +57,7 @@ class Server:
         check_token(token, "token")
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self.token = token
 
     def post(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
         """Post to a route, with httpx2's `options`; return the decoded answer.
@@ -126,7 +127,7 @@ class Server:
             RefusedError: If it is an error, or not from a sampling server.
         """
         if response.status_code != 200:
-            raise RefusedError(self.url, response.status_code, _reason(response))
+            raise RefusedError(self.url, response.status_code, mask_secret(_reason(response), self.token))
         try:
             return response.json() if response.content else None
         except ValueError:
@@ -137,7 +138,7 @@ class Server:
         """Options of httpx2's clients: no proxies, and no keep-alive connections, which the server may have closed."""
         return {
             "base_url": self.url,
-            "headers": self._headers,
+            "headers": {} if self.token is None else {"Authorization": f"Bearer {self.token}"},
             "trust_env": False,
             "limits": httpx2.Limits(max_keepalive_connections=0),
             "verify": httpx2.create_ssl_context() if self._parts.scheme == "https" else False,

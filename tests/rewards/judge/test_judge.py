@@ -2,14 +2,19 @@
 
 import asyncio
 import copy
+import gzip
+import html
 import json
 import logging
 import math
 import pickle
 import random
 import threading
+import tracemalloc
+from base64 import b64encode
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
+from urllib.parse import quote
 
 import pytest
 from helpers.judge_server import Answer, judge_server, reply
@@ -98,13 +103,20 @@ def test_structured_output_is_asked_for_and_fields_may_be_left_out():
         (reply("Grade: 11"), "the grade 11.0 is not between 0 and 10"),
         (reply("Grade: 3", finish_reason="length"), "the reply was cut off; raise max_tokens"),
         (reply(None), "the reply has no text"),
-        (Answer(b"<html>"), "the answer is not a chat completion: b'<html>'"),
+        (Answer(b"<html>"), "the answer is not a chat completion: '<html>'"),
         (Answer(b'{"choices": []}'), "the answer is not a chat completion"),
         (
             Answer(b'{"choices": [{"message": {"content": "Grade: 1"}}], "usage": {"prompt_tokens": 1e999}}'),
             "the answer is not a chat completion",
         ),
         (Answer(b" " * 5_000_000), "the answer has more than 4194304 bytes"),
+        (
+            Answer(
+                b'{"choices": [{"message": {"content": "Grade: 1"}}], "usage": {"prompt_tokens": 1%s}}' % (b"0" * 999)
+            ),
+            "the answer is not a chat completion",
+        ),
+        (Answer(gzip.compress(b"{}"), 200, {"Content-Encoding": "gzip"}), "the answer is compressed ('gzip')"),
         (Answer(b'{"error": "context too long"}', 400), 'status 400: \'{"error": "context too long"}\''),
         (Answer(b"elsewhere", 302, {"Location": "http://127.0.0.1:1/"}), "status 302"),
     ],
@@ -266,6 +278,53 @@ def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog):
     assert "status 401: 'wrong key ***'" in caplog.text
     assert KEY[:8] not in caplog.text  # nor a part of it, where an answer is cut
     assert KEY not in repr(vars(judge)) + repr(judge.run_options()) + str(pickle.dumps(judge))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_an_escaped_key_is_neither_logged_nor_cached(monkeypatch, caplog, tmp_path, encoding):
+    key = 'sk/very+"secret"'
+    monkeypatch.setenv("JUDGE_KEY", key)
+    forms = [
+        key,
+        json.dumps(key),
+        "".join(f"\\u{ord(character):04x}" for character in key),
+        quote(key),
+        quote(quote(key, safe="")),
+        html.escape(key),
+        "".join(f"&#{ord(character)};" for character in key),
+        key.encode().hex(),
+        *(b64encode((start + key).encode()).decode() for start in ("", "Bearer ", "user:")),
+    ]
+    quoted = " ".join(forms)
+    answers = in_turn(
+        Answer(json.dumps({"error": quoted}).encode(encoding), 401),
+        Answer(quoted.encode(encoding), 400),
+        reply(f"{quoted}\nGrade: 1"),
+    )
+    with caplog.at_level(logging.DEBUG), judge_server(answers) as (_, url):
+        judge = Judge(url, "m", "Count.", api_key_env="JUDGE_KEY", cache_dir=str(tmp_path))
+        for text in ("x", "xx", "xxx"):
+            apply_rewards([make_group(text)], judge, max_failed_share=1.0)
+    (cached,) = tmp_path.rglob("*.json")
+    shown = caplog.text + json.loads(cached.read_bytes())["reply"]
+    assert shown.count("***") == 3 * len(forms)
+    for form in [*forms[:-3], *(form[12:] for form in forms[-3:])]:  # not even a part of it, after "Bearer "
+        assert not [form[start : start + 8] for start in range(len(form) - 8) if form[start : start + 8] in shown]
+
+
+def test_an_answer_that_is_compressed_twice_is_not_unpacked(waits, caplog):
+    bomb = gzip.compress(gzip.compress(bytes(64 << 20)))
+    assert len(bomb) < 1000
+    answer = Answer(bomb, 200, {"Content-Encoding": "gzip, gzip"})
+    tracemalloc.start()
+    try:
+        rewards, _, server = grade(lambda request: answer, "x")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert (rewards, len(server.requests)) == ([None], 1)
+    assert "the answer is compressed ('gzip, gzip'), which the request did not accept" in caplog.text
+    assert server.requests[0].headers["Accept-Encoding"] == "identity"
 
 
 @pytest.mark.parametrize(
