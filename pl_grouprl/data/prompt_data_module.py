@@ -58,8 +58,8 @@ class PromptDataModule(LightningDataModule):
             `max_prompt_length` tokens (an error with images), `error` refuses the data. The counts are printed at the
             start and logged as `data/...`. Both options may change when a run is resumed.
         max_dropped_share: Maximum fraction of a split's prompts that `drop` may skip, from 0 to 1; more is an error.
-        add_special_tokens: Let the tokenizer add its special tokens to string prompts. (For messages the chat template
-            writes them.)
+        add_special_tokens: Begin string prompts with the tokenizer's special tokens, such as BOS, unless they do already.
+            (For messages the chat template writes them.) Tokens after a text, such as EOS, are never added.
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
         shuffle: Draw a new order of the training prompts in each epoch, from `seed` and the epoch's number.
         seed: Determines the orders.

@@ -11,6 +11,7 @@ from pyarrow import parquet
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.demo.digits import digit_tokenizer
+from tests.helpers.chat_tokenizers import add_to_texts, gemma_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + message['content'] }}"
@@ -81,23 +82,31 @@ def test_prompt_column(tokenizer):
     assert (prompt.prompt, prompt.columns) == ("7", {"prompt": "8"})
 
 
-def test_add_special_tokens():
-    seen = []
+@pytest.mark.parametrize(
+    ("family", "ids", "rendered"),
+    [
+        ("<bos> $A", "<bos>hi", "<bos>hi"),
+        ("<bos> $A <eos>", "<bos>hi", "<bos>hi"),
+        ("$A <eos>", "hi", "<bos>hi"),
+    ],
+)
+def test_added_special_tokens(family, ids, rendered):
+    """A string gets what the tokenizer puts before a text once, and never what it puts after it."""
+    tokenizer = gemma_tokenizer()
+    add_to_texts(tokenizer, family)
+    rows = [{"prompt": "hi"}, {"prompt": "<bos>hi"}]
+    assert [tokenizer.decode(prompt.token_ids) for prompt in prompts_of(rows, tokenizer)] == [ids, rendered]
+    own = prompts_of(rows, tokenizer, add_special_tokens=False)
+    assert [tokenizer.decode(prompt.token_ids) for prompt in own] == ["hi", "<bos>hi"]
+    tokenizer.chat_template = "<bos>{{ messages[0].content }}"
+    (chat,) = prompts_of([{"prompt": [{"role": "user", "content": "hi"}]}], tokenizer)
+    assert tokenizer.decode(chat.token_ids) == "<bos>hi"
 
-    class Tokenizer:
-        chat_template = "x"
 
-        def __call__(self, texts, add_special_tokens):
-            seen.append((texts, add_special_tokens))
-            return {"input_ids": [[1]] * len(texts)}
-
-        def apply_chat_template(self, messages, **kwargs):
-            return "rendered"
-
-    rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}]
-    prompts_of(rows, Tokenizer())
-    prompts_of(rows[:1], Tokenizer(), add_special_tokens=False)
-    assert seen == [(["a"], True), (["rendered"], False), (["a"], False)]
+def test_a_prompt_that_ends_with_eos_is_reported():
+    rows = [{"prompt": "a"}, {"prompt": "a<eos>"}]
+    with pytest.warns(UserWarning, match=r"ends with the EOS token '<eos>' \(1 of 2 prompts do\)"):
+        prompts_of(rows, gemma_tokenizer())
 
 
 ROWS = [{"prompt": "1"}, {"prompt": "123"}, {"prompt": "12"}, {"prompt": "1234"}]

@@ -56,3 +56,11 @@ def plain_tokenizer() -> Any:
         additional_special_tokens=[token for token in PLAIN if token != "<end>"],
         clean_up_tokenization_spaces=False,
     )
+
+
+def add_to_texts(tokenizer: Any, form: str) -> None:
+    """Let a tokenizer add special tokens to texts: `<bos> $A <eos>`."""
+    from tokenizers.processors import TemplateProcessing
+
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in form.split() if token != "$A"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(form, None, special)
