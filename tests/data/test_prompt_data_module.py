@@ -11,7 +11,7 @@ from pyarrow import parquet
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.demo.digits import digit_tokenizer
-from tests.helpers.chat_tokenizers import add_to_texts, gemma_tokenizer
+from tests.helpers.chat_tokenizers import CHATML, add_to_texts, gemma_tokenizer, qwen_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + message['content'] }}"
@@ -126,6 +126,36 @@ def test_overlong_prompts(tokenizer, policy, kept, counts, caplog):
     assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == kept
     (message,) = [record.getMessage() for record in caplog.records]
     assert message == f"train: 4 rows, {counts}"
+
+
+def test_a_truncated_prompt_is_shown_as_the_model_reads_it():
+    """By hand, a token per byte: a turn ends with 2, its header has 6 (user) or 11 (assistant, also at the end)."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHATML.replace("m.content | trim", "m.content.split('</think>')[-1] | trim")
+    system, answer = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "<think>x</think>No. "},
+    )
+    question = {"role": "user", "content": [{"type": "text", "text": "One and "}, {"type": "text", "text": "two?"}]}
+    last = {"role": "user", "content": "Why?"}
+
+    def shown(prompt, length):
+        rows = [{"prompt": prompt, "answer": "x"}]
+        (cut,) = prompts_of(rows, tokenizer, max_prompt_length=length, overlong_prompts="truncate")
+        assert len(cut.token_ids) <= length
+        return cut.prompt
+
+    assert shown("0123456789", 4) == "6789"
+    assert shown("\u00e9\u00e9", 3) == "\ufffd\u00e9"
+    messages = [system, question, answer, last]
+    assert shown(messages, 11) == [{"role": "user", "content": ""}]
+    assert shown(messages, 11 + 2 + 3) == [{"role": "user", "content": "hy?"}]
+    assert shown(messages, 11 + 2 + 4) == shown(messages, 17 + 6 + 2) == [last]
+    assert shown(messages, 17 + 6 + 2 + 2) == [{"role": "assistant", "content": "o."}, last]
+    cut = {"role": "user", "content": [{"type": "text", "text": "d two?"}]}
+    assert shown(messages, 25 + 3 + 11 + 2 + 6) == [cut, answer, last]
+    assert shown(messages, 25 + 3 + 11 + 2 + 12 + 6 + 2) == [question, answer, last]
+    assert shown(messages, 1000) == messages
 
 
 def test_overlong_prompts_refused(tokenizer):

@@ -11,6 +11,11 @@ QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_TEXT = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PLAIN = ("<user>", "<assistant>", "<call>", "<result>", "<end>")
 
 
