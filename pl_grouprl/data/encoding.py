@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from pl_grouprl.chat.control_tokens import added_tokens
 from pl_grouprl.data.row_checks import check_columns_of
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.media.places import (
@@ -103,6 +106,14 @@ def encode_rows(
     processor = _find(load_processor) if reads_media and text_rows else None
     made |= _text_prompts(rows, read, text_rows, tokenizer, options, processor, chat)
     prompts = [made[index] for index in range(len(rows))]
+    end = getattr(tokenizer, "eos_token_id", None)
+    ended = [prompt for prompt in prompts if len(prompt.token_ids) > 1 and prompt.token_ids[-1] == end]
+    if ended:
+        rank_zero_warn(
+            f"{ended[0].where}: the prompt ends with the EOS token {tokenizer.eos_token!r} ({len(ended)} of "
+            f"{len(prompts)} prompts do), so the policy continues after the end of the text; remove that token, or let "
+            "the prompt end with the header of the model's turn."
+        )
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt.token_ids and not (chat.may_be_empty and prompt.prompt == EMPTY_PROMPT):
             raise ValueError(
@@ -139,6 +150,7 @@ def _media_prompts(
     """The prompts with images or videos, by row index."""
     made: dict[int, MediaPrompt] = {}
     processor: Any = None
+    before, after = added_tokens(tokenizer) if options.add_special_tokens else ([], [])
     for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
         counts = count_media(row.values, options.media_columns(row.values))
         if not any(counts.values()):
@@ -146,19 +158,22 @@ def _media_prompts(
         if processor is None:
             processor = _load(load_processor, row, options)
             check_processor_options(processor, options.processor_kwargs)
-        special_tokens = isinstance(prompt, str) and options.add_special_tokens
         if isinstance(prompt, str):
             text = prompt
         else:
             template = processor if getattr(processor, "chat_template", None) else tokenizer
             text = _render(place_media(prompt, counts, row.where), row, template, options, chat)
-        processor_options = {"add_special_tokens": special_tokens, **options.processor_kwargs}
+        token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        adds_tokens = isinstance(prompt, str) and token_ids[: len(before)] != before
+        processor_options = {"add_special_tokens": adds_tokens, **options.processor_kwargs}
         columns = options.media_columns(row.values)
         made[index] = MediaPrompt(
-            list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"]),
+            before * adds_tokens + token_ids,
             prompt,
             **_other_columns(row, options),
-            encode=check_row_media(row.values, text, processor, columns, processor_options, where=row.where),
+            encode=check_row_media(
+                row.values, text, processor, columns, processor_options, len(after) * adds_tokens, where=row.where
+            ),
         )
     return made
 
@@ -247,26 +262,26 @@ def _tokenize(
     processor: Any,
     chat: ChatOptions,
 ) -> list[list[int]]:
-    token_ids: list[list[int]] = [[] for _ in prompts]
-    plain = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
     chats = [index for index, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     if chats and not (getattr(tokenizer, "chat_template", None) or chat.of_row(rows[chats[0]].values)):
         raise ValueError(
             f"{rows[chats[0]].where}: the prompt is a list of messages and the tokenizer has no chat template; use a "
             "tokenizer that has one, set tokenizer.chat_template, or pass prompts as strings."
         )
-    texts = {index: prompts[index] for index in plain} | {
-        index: _render(prompts[index], rows[index], tokenizer, options, chat) for index in chats
-    }
-    for index, text in texts.items() if processor is not None else ():
-        check_tokens({}, str(text), processor, rows[index].where)
-    # Templates write special tokens themselves.
-    for indices, special in ((plain, options.add_special_tokens), (chats, False)):
-        if indices:
-            encoded = tokenizer([texts[index] for index in indices], add_special_tokens=special)["input_ids"]
-            for index, ids in zip(indices, encoded, strict=True):
-                token_ids[index] = list(ids)
-    return token_ids
+    texts = [
+        prompt if isinstance(prompt, str) else _render(prompt, row, tokenizer, options, chat)
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    for text, row in zip(texts, rows, strict=True) if processor is not None else ():
+        check_tokens({}, text, processor, row.where)
+    encoded = (
+        tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    )  # templates write them themselves
+    before = added_tokens(tokenizer)[0] if len(chats) < len(texts) and options.add_special_tokens else []
+    return [
+        before + ids if isinstance(prompt, str) and ids[: len(before)] != before else list(ids)
+        for prompt, ids in zip(prompts, encoded, strict=True)
+    ]
 
 
 def _render(messages: Any, row: SourceRow, template: Any, options: EncodingOptions, chat: ChatOptions) -> str:

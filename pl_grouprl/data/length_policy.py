@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pl_grouprl.media.prompts import MediaPrompt
-from pl_grouprl.types import Prompt
+from pl_grouprl.types import Messages, Prompt
 from pl_grouprl.utilities.options import check_options
 
 OverlongPrompts = Literal["drop", "truncate", "error"]
@@ -75,14 +75,15 @@ class LengthPolicy:
             }
         )
 
-    def apply(self, prompts: Sequence[Prompt], split: str) -> KeptPrompts:
+    def apply(self, prompts: Sequence[Prompt], split: str, decode: Callable[[list[int]], str]) -> KeptPrompts:
         """Drop, truncate or refuse the prompts that are longer than the limit.
 
         Processes images and videos once to count their tokens, without keeping them.
 
         Args:
-            prompts: One per row; truncated in place.
+            prompts: One per row; truncated in place, tokens and text.
             split: Name of the data, for messages.
+            decode: Returns the text of tokens.
 
         Raises:
             ValueError: If a prompt is too long and `overlong_prompts` is `error`, or if none, or too few, would remain.
@@ -97,7 +98,9 @@ class LengthPolicy:
         self._refuse(prompts, overlong, split)
         if self.overlong_prompts == "truncate":
             for index in overlong:
-                prompts[index].token_ids = prompts[index].token_ids[-limit:]
+                prompt = prompts[index]
+                prompt.token_ids = prompt.token_ids[-limit:]
+                prompt.prompt = _cut(prompt.prompt, decode(prompt.token_ids))
             return KeptPrompts(list(prompts), list(everything), len(prompts), len(overlong))
         dropped = set(overlong)
         rows = [index for index in everything if index not in dropped]
@@ -124,3 +127,22 @@ class LengthPolicy:
             + ("" if everything else f", more than max_dropped_share={self.max_dropped_share}")
             + "; raise the limit or set overlong_prompts='truncate'."
         )
+
+
+def _cut(prompt: str | Messages, text: str) -> str | Messages:
+    """What the model reads of a prompt, given the end of its rendered text; messages keep the content that is there."""
+    if isinstance(prompt, str):
+        return text
+    text, kept = text.lstrip("\ufffd"), []  # half a character
+    for index in reversed(range(len(prompt))):
+        parts = prompt[index]["content"]
+        content = parts if isinstance(parts, str) else "".join(part.get("text") or "" for part in parts or ())
+        place = text.rfind(content.strip())
+        if text and place >= 0:
+            text, kept = text[:place], prompt[index:]
+            continue
+        size = next(size for size in range(len(text), -1, -1) if content.strip().endswith(text[:size]))
+        if size > 0:
+            cut = text[:size] if isinstance(parts, str) else [{"type": "text", "text": text[:size]}]
+            return [{**prompt[index], "content": cut}, *prompt[index + 1 :]]
+    return kept or [{**prompt[-1], "content": ""}]

@@ -58,8 +58,8 @@ class PromptDataModule(LightningDataModule):
             `max_prompt_length` tokens (an error with images), `error` refuses the data. The counts are printed at the
             start and logged as `data/...`. Both options may change when a run is resumed.
         max_dropped_share: Maximum fraction of a split's prompts that `drop` may skip, from 0 to 1; more is an error.
-        add_special_tokens: Let the tokenizer add its special tokens to string prompts. (For messages the chat template
-            writes them.)
+        add_special_tokens: Begin string prompts with the tokenizer's special tokens, such as BOS, unless they have
+            them. (For messages the chat template writes them.) Tokens after a text, such as EOS, are never added.
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
         shuffle: Draw a new order of the training prompts in each epoch, from `seed` and the epoch's number.
         seed: Determines the orders.
@@ -286,7 +286,7 @@ class PromptDataModule(LightningDataModule):
         if split == "train":
             self._digest = digest_rows(rows)
         prompts = encode_rows(rows, self._tokenizer(), self.encoding, self._processor, self._reads_media(), chat)
-        self.kept[split] = self.length_policy.apply(prompts, split)
+        self.kept[split] = self.length_policy.apply(prompts, split, self._tokenizer().decode)
         self.prompts[split] = self.kept[split].prompts
 
     def _chat(self) -> ChatOptions:

@@ -57,6 +57,7 @@ def check_row_media(
     processor: Any,
     columns: Mapping[str, str],
     options: Mapping[str, Any],
+    num_after: int = 0,
     *,
     where: str,
 ) -> Callable[[], tuple[list[int], Media]]:
@@ -68,6 +69,7 @@ def check_row_media(
         processor: A transformers processor.
         columns: The column of each kind.
         options: Keyword arguments of the processor.
+        num_after: Number of tokens that the tokenizer adds after the text, such as EOS; they are removed.
         where: Names the row.
 
     Returns:
@@ -84,11 +86,11 @@ def check_row_media(
                 (check_image if kind == "image" else check_video)(item)
             except ValueError as error:
                 raise ValueError(f"{where}: {columns[kind]}[{number}]: {error}; correct the row.") from error
-    return partial(_encode, processor, text, media, options, where)
+    return partial(_encode, processor, text, media, options, num_after, where)
 
 
 def _encode(
-    processor: Any, text: str, media: Mapping[str, list[Any]], options: Mapping[str, Any], where: str
+    processor: Any, text: str, media: Mapping[str, list[Any]], options: Mapping[str, Any], num_after: int, where: str
 ) -> tuple[list[int], Media]:
     try:
         read = {
@@ -101,4 +103,5 @@ def _encode(
         raise ValueError(f"{where}: the images or videos cannot be processed ({error}); correct the row.") from error
     token_ids = encoded.pop("input_ids")[0].tolist()
     encoded.pop("attention_mask", None)
-    return token_ids, {name: value[0] if is_per_token(name) else value for name, value in encoded.items()}
+    own = slice(len(token_ids) - num_after)
+    return token_ids[own], {name: value[0][own] if is_per_token(name) else value for name, value in encoded.items()}

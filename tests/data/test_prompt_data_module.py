@@ -11,6 +11,7 @@ from pyarrow import parquet
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.demo.digits import digit_tokenizer
+from tests.helpers.chat_tokenizers import CHATML, add_to_texts, gemma_tokenizer, qwen_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + message['content'] }}"
@@ -81,23 +82,31 @@ def test_prompt_column(tokenizer):
     assert (prompt.prompt, prompt.columns) == ("7", {"prompt": "8"})
 
 
-def test_add_special_tokens():
-    seen = []
+@pytest.mark.parametrize(
+    ("family", "ids", "rendered"),
+    [
+        ("<bos> $A", "<bos>hi", "<bos>hi"),
+        ("<bos> $A <eos>", "<bos>hi", "<bos>hi"),
+        ("$A <eos>", "hi", "<bos>hi"),
+    ],
+)
+def test_added_special_tokens(family, ids, rendered):
+    """A string gets what the tokenizer puts before a text once, and never what it puts after it."""
+    tokenizer = gemma_tokenizer()
+    add_to_texts(tokenizer, family)
+    rows = [{"prompt": "hi"}, {"prompt": "<bos>hi"}]
+    assert [tokenizer.decode(prompt.token_ids) for prompt in prompts_of(rows, tokenizer)] == [ids, rendered]
+    own = prompts_of(rows, tokenizer, add_special_tokens=False)
+    assert [tokenizer.decode(prompt.token_ids) for prompt in own] == ["hi", "<bos>hi"]
+    tokenizer.chat_template = "<bos>{{ messages[0].content }}"
+    (chat,) = prompts_of([{"prompt": [{"role": "user", "content": "hi"}]}], tokenizer)
+    assert tokenizer.decode(chat.token_ids) == "<bos>hi"
 
-    class Tokenizer:
-        chat_template = "x"
 
-        def __call__(self, texts, add_special_tokens):
-            seen.append((texts, add_special_tokens))
-            return {"input_ids": [[1]] * len(texts)}
-
-        def apply_chat_template(self, messages, **kwargs):
-            return "rendered"
-
-    rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}]
-    prompts_of(rows, Tokenizer())
-    prompts_of(rows[:1], Tokenizer(), add_special_tokens=False)
-    assert seen == [(["a"], True), (["rendered"], False), (["a"], False)]
+def test_a_prompt_that_ends_with_eos_is_reported():
+    rows = [{"prompt": "a"}, {"prompt": "a<eos>"}]
+    with pytest.warns(UserWarning, match=r"ends with the EOS token '<eos>' \(1 of 2 prompts do\)"):
+        prompts_of(rows, gemma_tokenizer())
 
 
 ROWS = [{"prompt": "1"}, {"prompt": "123"}, {"prompt": "12"}, {"prompt": "1234"}]
@@ -117,6 +126,36 @@ def test_overlong_prompts(tokenizer, policy, kept, counts, caplog):
     assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == kept
     (message,) = [record.getMessage() for record in caplog.records]
     assert message == f"train: 4 rows, {counts}"
+
+
+def test_a_truncated_prompt_is_shown_as_the_model_reads_it():
+    """By hand, a token per byte: a turn ends with 2, its header has 6 (user) or 11 (assistant, also at the end)."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHATML.replace("m.content | trim", "m.content.split('</think>')[-1] | trim")
+    system, answer = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "<think>x</think>No. "},
+    )
+    question = {"role": "user", "content": [{"type": "text", "text": "One and "}, {"type": "text", "text": "two?"}]}
+    last = {"role": "user", "content": "Why?"}
+
+    def shown(prompt, length):
+        rows = [{"prompt": prompt, "answer": "x"}]
+        (cut,) = prompts_of(rows, tokenizer, max_prompt_length=length, overlong_prompts="truncate")
+        assert len(cut.token_ids) <= length
+        return cut.prompt
+
+    assert shown("0123456789", 4) == "6789"
+    assert shown("\u00e9\u00e9", 3) == "\ufffd\u00e9"
+    messages = [system, question, answer, last]
+    assert shown(messages, 11) == [{"role": "user", "content": ""}]
+    assert shown(messages, 11 + 2 + 3) == [{"role": "user", "content": "hy?"}]
+    assert shown(messages, 11 + 2 + 4) == shown(messages, 17 + 6 + 2) == [last]
+    assert shown(messages, 17 + 6 + 2 + 2) == [{"role": "assistant", "content": "o."}, last]
+    cut = {"role": "user", "content": [{"type": "text", "text": "d two?"}]}
+    assert shown(messages, 25 + 3 + 11 + 2 + 6) == [cut, answer, last]
+    assert shown(messages, 25 + 3 + 11 + 2 + 12 + 6 + 2) == [question, answer, last]
+    assert shown(messages, 1000) == messages
 
 
 def test_overlong_prompts_refused(tokenizer):

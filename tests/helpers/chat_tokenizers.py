@@ -11,6 +11,11 @@ QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_TEXT = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | trim }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PLAIN = ("<user>", "<assistant>", "<call>", "<result>", "<end>")
 
 
@@ -56,3 +61,11 @@ def plain_tokenizer() -> Any:
         additional_special_tokens=[token for token in PLAIN if token != "<end>"],
         clean_up_tokenization_spaces=False,
     )
+
+
+def add_to_texts(tokenizer: Any, form: str) -> None:
+    """Let a tokenizer add special tokens to texts: `<bos> $A <eos>`."""
+    from tokenizers.processors import TemplateProcessing
+
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in form.split() if token != "$A"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(form, None, special)

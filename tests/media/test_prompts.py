@@ -8,12 +8,13 @@ from pyarrow import parquet
 
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.media.places import place_media
+from tests.helpers.chat_tokenizers import add_to_texts
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "what?"}
 
 
-def prompts_of(rows, family="qwen2_5_vl", **options):
-    processor = tiny_processor(family)
+def prompts_of(rows, family="qwen2_5_vl", processor=None, **options):
+    processor = processor or tiny_processor(family)
     data = PromptDataModule(rows, batch_size=1, tokenizer=processor.tokenizer, processor=processor, **options)
     data.setup("fit")
     return data.prompts["train"]
@@ -63,6 +64,22 @@ def test_a_string_holds_the_models_own_token():
     assert len(opened.token_ids) == 4 + 4  # 16 x 16 pixels in patches of 4, merged two by two
     assert len(prompt.token_ids) == 4 + 1
     assert opened.media["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_tokens_that_the_tokenizer_adds_to_a_string(family):
+    """Those before the text once, those after it never; the types of tokens stay beside them."""
+    place = "<start_of_image>" if family == "gemma3" else "<|vision_start|><|image_pad|><|vision_end|>"
+    rows = [{"prompt": f"{start}{place}what", "images": [tiny_image(8)]} for start in ("", "<unk>")]
+    plain, expected = (prompt.open() for prompt in prompts_of(rows, family))
+    processor = tiny_processor(family)
+    add_to_texts(processor.tokenizer, "<unk> $A <end>")
+    for prompt in prompts_of(rows, processor=processor):
+        opened = prompt.open()
+        assert opened.token_ids == [processor.tokenizer.unk_token_id, *plain.token_ids] == expected.token_ids
+        assert prompt.token_ids[0] == opened.token_ids[0]
+        types = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
+        assert opened.media[types].tolist() == expected.media[types].tolist()
 
 
 def test_images_are_processed_when_a_prompt_is_opened_and_not_kept(tmp_path):
