@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pl_grouprl.rewards.references import ReferenceGrader
 
 
 def leading_correct_share(completion: str, answer: str) -> float:
@@ -22,17 +22,13 @@ def leading_correct_share(completion: str, answer: str) -> float:
     return right / longest
 
 
-class LeadingCorrectCharacters:
+class LeadingCorrectCharacters(ReferenceGrader):
     """Share of correct leading characters; see `leading_correct_share`. Has verl's signature.
 
-    Partly correct completions earn a reward too, so a policy that is rarely exactly right still has a signal.
+    Partly correct completions earn a reward too, so a policy that is rarely exactly right still has a signal. Of a list
+    of references, the nearest counts.
     """
 
-    reads_final_answer = True
-    """For an episode, the completion is the content of the last assistant message."""
-
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-    ) -> float:
-        """Score one completion against its reference."""
-        return leading_correct_share(solution_str, str(ground_truth))
+    def score(self, text: str, reference: str) -> float:
+        """Score one completion."""
+        return leading_correct_share(text, reference)

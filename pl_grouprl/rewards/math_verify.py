@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from pl_grouprl.rewards.conventions import ground_truth_of
 from pl_grouprl.rewards.numeric_answer import extract_number
+from pl_grouprl.rewards.references import ReferenceGrader, accepted_answers
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.optional import MATH_VERIFY_AVAILABLE, require
 
@@ -16,7 +15,7 @@ _BRACES = re.compile(r"(?P<box>\\boxed *\{)|(?<!\\)[{}]")
 
 
 @checked_arguments
-class MathVerify:
+class MathVerify(ReferenceGrader):
     r"""1 if the completion's answer is mathematically equal to the reference, else 0. Has verl's signature.
 
     `\frac{1}{2}`, `0.5` and `2^{-1}` are equal. With the default extraction the reward is that of TRL's
@@ -39,9 +38,6 @@ class MathVerify:
         ModuleNotFoundError: If math-verify is not installed.
     """
 
-    reads_final_answer = True
-    """For an episode, the completion is the content of the last assistant message."""
-
     needs_time_limit = True
     """Runs are refused without `reward_workers` and `reward_timeout`."""
 
@@ -53,25 +49,20 @@ class MathVerify:
     ) -> None:
         require(MATH_VERIFY_AVAILABLE, "MathVerify", "math")
         self.reference = reference
-        self.column = column
+        self.column = self.ground_truth_column = column
         self.extraction = extraction
-
-    @property
-    def ground_truth_column(self) -> str | None:
-        """Column of the reference, as functions of verl's signature name it."""
-        return self.column
 
     def set_up(self) -> None:
         """Import the library now, because calls have a time limit."""
         self("", r"\boxed{1}", "1")
 
-    def check_row(self, columns: Mapping[str, Any]) -> None:
+    def check_reference(self, reference: str) -> None:
         """Refuse a worked solution where a bare answer is expected; its words would be parsed as products of letters.
 
         Raises:
             ValueError: Names the remedy.
         """
-        text = str(ground_truth_of(columns, self.column)).strip()
+        text = reference.strip()
         if self.reference == "answer" and ("\n" in text or "####" in text):
             raise ValueError(
                 f"MathVerify: the reference {text!r:.80} is a worked solution rather than a bare answer; pass "
@@ -82,7 +73,7 @@ class MathVerify:
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> float | None:
         """Score one completion; None if the reference cannot be parsed."""
-        gold = _parse_reference(str(ground_truth), self.reference)
+        gold = [form for answer in accepted_answers(ground_truth) for form in _parse_reference(answer, self.reference)]
         if not gold:
             return None
         return float(_library().verify(gold, _parse(solution_str, self.extraction), timeout_seconds=None))

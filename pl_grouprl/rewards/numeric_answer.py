@@ -3,49 +3,91 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
-from typing import Any, Literal
+import unicodedata
+from decimal import Decimal
+from fractions import Fraction
+from typing import Literal
 
+from pl_grouprl.rewards.references import ReferenceGrader
 from pl_grouprl.utilities.arguments import checked_arguments
 
-_NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-_MARKED = re.compile(rf"####\s*(?:\$\s*)?({_NUMBER})")
-_ANY = re.compile(_NUMBER)
+_SEPARATOR = r"(?:,|\{,\}|\\,|[_'\u2019\u00a0\u2009\u202f])"
+_DIGITS = rf"""(?:(?:\d{{1,2}}(?:{_SEPARATOR}\d\d){{1,4}}{_SEPARATOR}\d{{3}}(?!\d)  # 1,00,000
+    |\d{{1,3}}(?:{_SEPARATOR}\d{{3}}(?!\d))+  # 1,000,000
+    |\d+)(?:\.\d+)?|(?<!\d)\.\d+)"""
+_CURRENCY = r"\\?[$€£¥₹₩₽¢]"
+_NUMBER = rf"""
+    (?:(?<![\dA-Za-z)\]}}%°.$€£¥₹₩₽¢-])(?P<sign>[-+]))?  # no sign in 15-8, 10%-20%
+    (?:(?<!\d){_CURRENCY}\ ?(?P<inner_sign>[-+])?)?
+    (?:(?P<whole>\d+)\ (?=\d+/\d))?
+    (?P<number>{_DIGITS})
+    (?:(?:[eE]|\ ?(?:\u00d7|\\times|\\cdot|[*x\u00b7])\ ?10(?:\^|\*\*)\{{?)(?P<exponent>[-+]?\d+))?
+    (?:\ ?/\ ?(?P<divisor>{_DIGITS}))?
+    (?P<percent>\}}?\ ?(?:\\?%|percent\b))?"""
+_MARKED = re.compile(rf"\#\#\#\#\s*(?:{_NUMBER})", re.VERBOSE)
+_ANY = re.compile(rf"(?<=[A-Za-z\d)\]}}])[\^_]\{{?[-+]?\d+|(?:{_NUMBER})", re.VERBOSE)  # skips exponents and indices
+_MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
+_SUPERSCRIPT = re.compile("[\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+_LATEX_FRACTION = re.compile(r"(\d?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_MOST_CHARACTERS = 1000  # calculating with longer numbers takes more than linear time
 
 
-def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") -> Decimal | None:
-    """Return the final number of a solution.
+def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") -> Fraction | None:
+    r"""Return the final number of a solution.
+
+    A number is decimal digits, perhaps with a sign, a currency, separators of thousands, an exponent (`2e3`,
+    `2 \times 10^3`), a divisor (`3/4`, `1 1/2`, `\frac{3}{4}`) or a percent sign, which does not change its value.
 
     Args:
         text: A solution with its worked steps.
         method: `strict` takes the number after the last `####`; `flexible` the last number anywhere.
 
     Returns:
-        The number (thousands separators are ignored), or None if there is none.
+        The number, or None if there is none.
     """
-    found = (_MARKED if method == "strict" else _ANY).findall(text)
-    if not found:
+    found = _last_number(text, method)
+    return found[0] if found else None
+
+
+def _last_number(text: str, method: Literal["strict", "flexible"]) -> tuple[Fraction, bool] | None:
+    """The final number and whether it is a percentage."""
+    numbers = _numbers(text, method)
+    return _value(numbers[-1]) if numbers else None
+
+
+def _numbers(text: str, method: Literal["strict", "flexible"]) -> list[re.Match[str]]:
+    text = _SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
+    text = _LATEX_FRACTION.sub(lambda match: f"{match[1] and match[1] + ' '}{match[2]}/{match[3]}", text)
+    pattern = _MARKED if method == "strict" else _ANY
+    return [match for match in pattern.finditer(text.translate(_MINUS_SIGNS)) if match["number"]]
+
+
+def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
+    exponent = match["exponent"] or "0"
+    if len(match[0]) > _MOST_CHARACTERS or abs(int(exponent)) > _MOST_CHARACTERS:
         return None
-    try:
-        return Decimal(found[-1].replace(",", ""))
-    except InvalidOperation:
+    whole, number, divisor = (
+        Fraction(re.sub(_SEPARATOR, "", match[part] or default))
+        for part, default in (("whole", "0"), ("number", ""), ("divisor", "1"))
+    )
+    if not divisor:
         return None
+    sign = -1 if "-" in (match["sign"], match["inner_sign"]) else 1
+    return sign * (whole + number * Fraction(10) ** int(exponent) / divisor), bool(match["percent"])
 
 
 @checked_arguments
-class NumericAnswer:
+class NumericAnswer(ReferenceGrader):
     """1 if the final number of the completion equals the reference, else 0. Has verl's signature.
 
-    Numbers are compared by value: 42, 42.0 and $42 are equal. The reference may be the bare number or a whole
-    GSM8K solution that ends in `#### 42`. Nothing is evaluated: an expression such as 6*7 is not a number.
+    Numbers are compared by value: 42, 42.0, $42 and 84/2 are equal; see `extract_number` for what a number is. 50%
+    equals both 50 and 0.5. The reference may be the bare number, with a unit, or a whole GSM8K solution that ends in
+    `#### 42`; or a list of such, any of which is right. Nothing is evaluated: an expression such as 6*7 is no number.
 
     Args:
         method: `strict` requires the form `#### 42`; `flexible` takes the last number of the completion.
         format_score: Reward for a wrong number in the required form.
     """
-
-    reads_final_answer = True
-    """For an episode, the completion is the content of the last assistant message."""
 
     def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
         if method not in ("strict", "flexible"):
@@ -53,29 +95,43 @@ class NumericAnswer:
         self.method = method
         self.format_score = format_score
 
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-    ) -> float:
+    def check_reference(self, reference: str) -> None:
+        """Refuse a reference without a single number.
+
+        Raises:
+            ValueError: If the reference has no number, or several and none after `####`.
+        """
+        _reference_number(reference)
+
+    def score(self, text: str, reference: str) -> float:
         """Score one completion.
 
         Raises:
-            ValueError: If the reference contains no number.
+            ValueError: As `check_reference`.
         """
-        reference = extract_number(str(ground_truth), "strict")
-        if reference is None:
-            reference = extract_number(str(ground_truth), "flexible")
-        if reference is None:
-            raise ValueError(f"NumericAnswer: the reference {ground_truth!r} contains no number; check the data.")
-        answer = extract_number(solution_str, self.method)  # type: ignore[arg-type]
-        if answer is None:
+        wanted, wanted_percent = _reference_number(reference)
+        found = _last_number(text, self.method)
+        if found is None:
             return 0.0
-        return 1.0 if answer == reference else self.format_score
+        number, percent = found
+        scaled = percent != wanted_percent and (number == wanted * 100 if percent else number * 100 == wanted)
+        return 1.0 if number == wanted or scaled else self.format_score
 
     def extract_answer(self, text: str) -> str | None:
         """The number in a completion in normal form, for majority votes; None if there is none."""
-        number = extract_number(text, self.method)  # type: ignore[arg-type]
+        number = extract_number(text, self.method)
         if number is None:
             return None
-        written = f"{number:f}"
-        written = written.rstrip("0").rstrip(".") if "." in written else written
-        return "0" if written == "-0" else written
+        decimal = Decimal(number.numerator) / Decimal(number.denominator)
+        return f"{decimal.normalize():f}" if Fraction(decimal) == number else str(number)
+
+
+def _reference_number(reference: str) -> tuple[Fraction, bool]:
+    numbers = _numbers(reference, "strict")[-1:] or _numbers(reference, "flexible")
+    found = _value(numbers[0]) if len(numbers) == 1 else None
+    if found is None:
+        raise ValueError(
+            f"NumericAnswer: the reference {reference!r:.80} contains {'no single' if numbers else 'no'} number; "
+            "write the answer alone, or after ####."
+        )
+    return found
