@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.callbacks.defaults import LoadModels, callbacks_of_module, replace_earlier
+from pl_grouprl.callbacks.end_of_run import stop_together
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.episodes.environment import EnvironmentFactory
@@ -524,6 +525,7 @@ class RLModule(pl.LightningModule, ABC):
         """Refuse options and prompts that cannot work, and start the reward workers."""
         verify_loads(self.trainer)
         refuse_stop_iteration(self.trainer)
+        stop_together(self.trainer)
         check_before_loading(self, stage)
         self.collector.set_up(getattr(self.trainer, "datamodule", None))
         self.sampler.reset()

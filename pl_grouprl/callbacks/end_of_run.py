@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -64,12 +64,38 @@ def _write(descriptor: int, text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
+def stop_together(trainer: Trainer) -> None:
+    """Make all ranks stop if one sets `trainer.should_stop`, wherever in a fit. Calling this again changes nothing.
+
+    The ranks agree each time before Lightning's loops read it; otherwise the others would wait for that rank forever.
+    """
+    fit: Any = trainer.fit_loop
+    if "run" in vars(fit):
+        return
+
+    def agree() -> None:
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    def agreeing(part: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            agree()
+            part(*args)
+            agree()
+
+        return run
+
+    for name in ("run", "on_run_start", "on_advance_start", "on_advance_end"):
+        setattr(fit, name, agreeing(getattr(fit, name)))
+    fit.epoch_loop.on_advance_end = agreeing(fit.epoch_loop.on_advance_end)  # after a batch, and after a validation
+
+
 def run_ends(trainer: Trainer) -> bool:
-    """Whether the fit ends with this epoch; for `on_train_epoch_end`, where Lightning has not decided yet."""
+    """Whether the fit ends with this epoch; for `on_train_epoch_end`, where Lightning has not decided. Collective."""
     loop: Any = trainer.fit_loop
     limits = ((trainer.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs))
     reached = any(limit is not None and limit != -1 and count >= limit for count, limit in limits)
-    return reached or (trainer.should_stop and loop._can_stop_early)
+    stops = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)  # set in this hook, on any rank
+    return reached or (stops and loop._can_stop_early)
 
 
 @contextlib.contextmanager

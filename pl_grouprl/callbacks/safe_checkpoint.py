@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.callbacks.end_of_run import StopRequest, run_ends, unfinished_epoch_counted
+from pl_grouprl.callbacks.end_of_run import StopRequest, run_ends, stop_together, unfinished_epoch_counted
 from pl_grouprl.callbacks.run_folder import is_trial, run_folder
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.checkpoint_files import (
@@ -97,6 +97,7 @@ class SafeCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Prepare the folder: check that it is writable, and remove leftovers of killed runs."""
         verify_loads(trainer)
+        stop_together(trainer)
         if self._chosen_by is not None and self._chosen_by() is not trainer:
             self._forget_run()
         if self.dirpath is None and not is_trial(trainer):

@@ -3,15 +3,20 @@
 Legend: T packed tokens, H query heads, K key/value heads, D head size.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.flash_attention import flash_attention_on_cpu
 from helpers.forests import Forest, attention_by_sequence, random_forest, relative_error, sequences
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from pl_grouprl.attention.backends import cascade
 from pl_grouprl.attention.backends.cascade import cascade_attention
 from pl_grouprl.attention.backends.cascade_plan import plan_cascade
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall
+from pl_grouprl.attention.backends.merge import merge
 from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -125,6 +130,44 @@ def test_bfloat16_with_each_kernel(kernel, window):
     for one, other in zip((out, *grads[0]), (expected, *grads[1]), strict=True):
         assert one.dtype == torch.bfloat16
         assert relative_error(one, other) < 2e-2
+
+
+SAVED = {
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def save_attention(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("limit", [{}, {"window": 4}], ids=str)
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_what_selective_checkpointing_saves_stays_as_the_kernel_returned_it(kernel, limit, depth, monkeypatch):
+    def merge_unseen(out, lse, *part):  # a Triton kernel writes without telling autograd, too
+        merge(torch.from_numpy(out.detach().numpy()), torch.from_numpy(lse.detach().numpy()), *part)
+
+    monkeypatch.setattr(cascade, "merge", merge_unseen)
+    contexts = partial(create_selective_checkpoint_contexts, save_attention)
+    for seed, heads in enumerate([(4, 4), (4, 2), (3, 1)]):
+        forest = random_forest(seed, depth, roots=1 + seed, lengths=(5, 5, 40))
+        tensors = packed_inputs(sum(forest.lengths), heads)
+        plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, **limit), CPU)
+        for sinks in ([], [torch.ones(heads[0], dtype=torch.float64, requires_grad=True)]):
+            out = checkpoint(
+                lambda query, key, value, *sinks, plan=plan: (
+                    cascade_attention(query, key, value, plan, SCALE, kernel, *sinks) * 1.0
+                ),
+                *tensors, *sinks, use_reentrant=False, context_fn=contexts,
+            )  # fmt: skip
+            compare(
+                out,
+                by_definition(*tensors, forest, **limit, sinks_H=next(iter(sinks), None)),
+                (*tensors, *sinks),
+                1e-11,
+            )
 
 
 def calls_of(plan):

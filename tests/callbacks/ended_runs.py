@@ -23,6 +23,11 @@ CASES = json.loads(sys.argv[1])
 """Of each: strategy, how it ends (a limit of the Trainer, the hook that asks to stop, or `broken shard`), the step."""
 
 
+def asks_to_stop(trainer, step):
+    """Whether a rank sets `should_stop`: the last one alone, at a step."""
+    return trainer.global_step == step and trainer.global_rank == trainer.world_size - 1
+
+
 class Stops(Callback):
     """Sets `should_stop` at a step, in one hook or another."""
 
@@ -31,7 +36,7 @@ class Stops(Callback):
         setattr(self, hook, self.stop)
 
     def stop(self, trainer, *args):
-        trainer.should_stop = trainer.should_stop or trainer.global_step == self.step
+        trainer.should_stop = trainer.should_stop or asks_to_stop(trainer, self.step)
 
 
 class BreaksShard(Callback):
@@ -61,7 +66,7 @@ def train(folder, strategy, rank, how=None, step=0, checkpoint=None):
 
         def on_train_batch_end(*args):
             own(module, *args)
-            module.trainer.should_stop = module.trainer.global_step == step
+            module.trainer.should_stop = asks_to_stop(module.trainer, step)
 
         module.on_train_batch_end = on_train_batch_end
     elif how and not limits:

@@ -15,6 +15,7 @@ from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
 SCRIPT = Path(__file__).with_name("ended_runs.py")
 FAST = [("single", "max_steps", 7)]
+ONE_RANK = [("ddp", "module", 3)]
 SLOW = [
     ("single", "module", 6),
     ("single", "max_steps", 5),  # with a validation
@@ -25,6 +26,12 @@ SLOW = [
     ("single", "on_train_epoch_end", 8),
     ("ddp", "max_steps", 7),
     ("fsdp2", "max_steps", 7),
+    # From here on, a single rank asks to stop.
+    ("ddp", "on_train_batch_end", 1),
+    ("ddp", "on_validation_end", 5),
+    ("ddp", "on_train_epoch_end", 8),
+    ("ddp", "on_train_epoch_start", 8),
+    ("fsdp2", "module", 3),
 ]
 
 
@@ -41,6 +48,10 @@ def check(cases, record_property):
 
 def test_a_longer_run_goes_on_exactly(record_property):
     check(FAST, record_property)
+
+
+def test_all_ranks_stop_if_one_asks_to(record_property):
+    check(ONE_RANK, record_property)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "algorithms"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from conftest import TinyPolicy, share_of_letters
-from cpu_strategies import CPUFSDPStrategy
+from cpu_strategies import CPUDeepSpeedStrategy, CPUFSDPStrategy
 
 import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig
@@ -34,6 +34,8 @@ def strategy(name: str) -> Any:
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     if name == "fsdp1":
         return CPUFSDPStrategy(state_dict_type="sharded")
+    if name in ("zero2", "zero3"):
+        return CPUDeepSpeedStrategy(stage=int(name[-1]))
     return name
 
 

@@ -101,7 +101,7 @@ def cascade_forward(
             merge(out, lse, part, part_lse, queries)
     if sinks_H is not None:  # one more key for every query, with a value of zero
         sinks_H1 = sinks_H.to(lse.dtype)[:, None]
-        torch.mul(out, non_sink_share(lse, sinks_H1).t()[..., None], out=out)
+        out = out * non_sink_share(lse, sinks_H1).t()[..., None]
         lse = torch.logaddexp(lse, sinks_H1)
     return out.to(query.dtype), lse
 
@@ -109,14 +109,17 @@ def cascade_forward(
 def _own_output(
     query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, scale: float, kernel: VarlenKernel
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the first call, in which every token queries."""
+    """Output and log-sum-exp of the first call, in which every token queries.
+
+    They are copies if anything is merged into them: selective checkpointing may have saved the kernel's own.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     dtype = wide if plan.parts_of_query > 2 else query.dtype  # merged more than once: round only at the end
     out = query.new_empty(*query.shape[:2], value.shape[2], dtype=dtype)
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
     for queries, part, part_lse in kernel.forward(query, key, value, plan.own, scale):
         if len(part) == len(query):
-            return part.to(dtype), part_lse
+            return part.to(dtype, copy=bool(plan.others)), part_lse.clone()
         put(out, queries, part.to(dtype))
         put(lse.t(), queries, part_lse.t())
     return out, lse

@@ -80,7 +80,7 @@ class EagerKernel:
         self, queries: Tensor, keys: Tensor, block: Block, heads: int, scale: float
     ) -> tuple[Tensor, Tensor | None]:
         """Scores of a block, minus infinity where hidden, and the cap's slope, if any: [R, K, G * N, M] each."""
-        scores = (queries @ keys.mT).mul_(scale)
+        scores = queries @ keys.mT * scale  # a copy: selective checkpointing may have saved the product
         slope = None
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_()
