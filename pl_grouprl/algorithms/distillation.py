@@ -15,6 +15,7 @@ from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.functional.advantages import distillation_advantages
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.models.adapters import check_adapters
 from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import leave_out_of_checkpoints, unfrozen
 from pl_grouprl.models.teacher import check_pair, check_tokenizers
@@ -103,6 +104,7 @@ class Distillation(GRPO):
         super().load_models()
         # In training mode like the policy: scoring switches to evaluation mode when it has to.
         self.teacher = self.teacher_source.load().requires_grad_(False).train()
+        check_adapters(self.teacher, "teacher")
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
 
     def configure_model(self) -> None:

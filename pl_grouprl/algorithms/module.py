@@ -42,6 +42,7 @@ from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.registry import describe
 from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_frozen_parameters_out_of_checkpoints
+from pl_grouprl.models.adapters import check_adapters
 from pl_grouprl.models.policy import PolicySource, as_policy_source
 from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.models.router import check_balanced
@@ -559,6 +560,7 @@ class RLModule(pl.LightningModule, ABC):
     def load_models(self) -> None:
         """Load the policy, and its frozen copy if one is used. A subclass adds models of its own."""
         self.policy = self.policy_source.load().train()
+        check_adapters(self.policy, "policy")
         self.device_choices.checkpoint_activations()
         if has_adapters(self.policy):
             leave_frozen_parameters_out_of_checkpoints(self, "policy")

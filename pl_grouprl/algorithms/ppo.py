@@ -23,6 +23,7 @@ from pl_grouprl.functional.masked import masked_whiten
 from pl_grouprl.functional.rows import from_rows, to_rows
 from pl_grouprl.functional.value_loss import clipped_value_loss, explained_variance
 from pl_grouprl.models import Critic, CriticSource, PolicyCopyCritic, PretrainedCritic, check_critic_parity
+from pl_grouprl.models.adapters import check_adapters
 from pl_grouprl.models.lora_critic import TiedCritic
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
@@ -177,6 +178,7 @@ class PPO(RLModule):
         """Load policy and critic."""
         super().load_models()
         self.critic = self.critic_source.load(self.policy)
+        check_adapters(self.critic, "critic")
 
     def scored_models(self) -> dict[str, Any]:
         """Add the critic's trunk, where it is not the policy's."""

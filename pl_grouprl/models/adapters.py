@@ -111,8 +111,16 @@ class LoRAOptions:
             )
 
 
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
-"""PEFT's initializations that change the base weights."""
+_KNOWN_OPTIONS = {
+    *("r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"),
+    *("bias", "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
+    *("modules_to_save", "ensure_weight_tying", "fan_in_fan_out", "task_type", "auto_mapping", "peft_version"),
+    *("base_model_name_or_path", "revision", "inference_mode"),
+}
+"""Options of PEFT's `LoraConfig` with which an adapter only adds to its base, whatever their values."""
+
+_KNOWN_INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that leave the base as it is."""
 
 
 @checked_arguments
@@ -158,25 +166,15 @@ class LoRAAdapter(LoRAOptions):
         return model
 
     def _saved_config(self, path: str) -> LoraConfig:
-        from peft import LoraConfig, PeftConfig
+        from peft import LoraConfig
+        from transformers.utils import cached_file
 
-        location = expand_home(path)
-        with readable_weights(location, f"the adapter of path {path!r}"):
-            config = PeftConfig.from_pretrained(location)
-        if not isinstance(config, LoraConfig):
-            raise ValueError(f"adapter path {path!r} has a {config.peft_type} adapter; pass a LoRA or DoRA adapter.")
+        location, owner = expand_home(path), f"the adapter of path {path!r}"
+        with readable_weights(location, owner):
+            saved = LoraConfig.from_json_file(str(cached_file(location, "adapter_config.json")))
+        _check_options(saved, owner)
+        config = LoraConfig(**{name: value for name, value in saved.items() if name in _KNOWN_OPTIONS})
         config.inference_mode = False
-        if str(config.init_lora_weights).startswith(_CHANGES_BASE):  # for example pissa_niter_16
-            raise ValueError(
-                f"the adapter of path {path!r} was made with init_lora_weights={config.init_lora_weights!r}, which "
-                "changes the base weights, so the base would not be the reference; convert it to an ordinary LoRA "
-                "(path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge it into its model."
-            )
-        if config.trainable_token_indices is not None:
-            raise ValueError(
-                f"the adapter of path {path!r} trains token embeddings (trainable_token_indices), which cannot be "
-                "merged or removed; pass an adapter without them."
-            )
         names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
         for field in fields(LoRAOptions):
             ours, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)
@@ -199,13 +197,49 @@ def adapter_options(model: nn.Module) -> dict[str, Any]:
         By `<adapter name>.<option>`: the options of `LoRAOptions` that matter outside training, and PEFT's per-layer
         exceptions. Layer names are sorted, and `all-linear` is expanded.
     """
-    configs: Any = next((module.peft_config for module in model.modules() if "peft_config" in vars(module)), {})
     return {
         f"{name}.{option}": sorted(value) if isinstance(value, set | list) else value
-        for name, config in configs.items()
+        for name, config in _configs(model).items()
         for option, attribute in _ACTING_OPTIONS.items()
         if (value := getattr(config, attribute, None)) not in (None, {})
     }
+
+
+def check_adapters(model: nn.Module, owner: str) -> None:
+    """Refuse adapters of a model that are not known to only add to their base, as LoRA and DoRA do.
+
+    Others draw noise, act on some tokens only, need a call per step, or replace the base that is the reference.
+
+    Args:
+        model: Any model, such as a `PeftModel`.
+        owner: What it is, for the error.
+
+    Raises:
+        ValueError: Names the first option of PEFT's that is not known.
+    """
+    for name, config in _configs(model).items():
+        _check_options(vars(config), f"the adapter {name!r} of {owner}")
+
+
+def _check_options(options: dict[str, Any], owner: str) -> None:
+    from peft import LoraConfig
+
+    defaults = vars(LoraConfig())
+    for name in ("peft_type", *options):
+        value = options.get(name)
+        known = name in _KNOWN_OPTIONS or (name == "init_lora_weights" and value in _KNOWN_INITIALIZATIONS)
+        if not known and (value or None) != (
+            defaults.get(name) or None
+        ):  # newer versions' options have no default here
+            raise ValueError(
+                f"{owner} has {name}={value!r}, which is not known to train as plain LoRA or DoRA does; pass a "
+                "plain one, or merge this one into its model (merge_and_unload of PEFT) and pass that."
+            )
+
+
+def _configs(model: nn.Module) -> dict[str, Any]:
+    """PEFT's options of a model's adapters, by the adapters' names."""
+    return next((configs for module in model.modules() if (configs := getattr(module, "peft_config", None))), {})
 
 
 def inject(config: LoraConfig, model: Any, name: str, *, seed: int, argument: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.checks.model_introspection import check_causal, check_score_head
+from pl_grouprl.models.adapters import check_adapters
 from pl_grouprl.models.loading import check_patterns
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.score import hidden_states
@@ -103,6 +104,7 @@ class FrozenModel:
             OSError, ValueError: If it cannot be loaded or used.
         """
         model = self._load_or_move().eval()
+        check_adapters(model, repr(self))
         head = score_head(model, self.kind)
         if self.sharing == "shared":
             with shared_prefix(model, self.attention_backend):  # refuses a model that cannot share prefixes

@@ -128,6 +128,29 @@ def test_sharing_on_and_off_give_the_same_trajectory(
     assert max(map(abs, losses["shared"])) > 1e-3
 
 
+@pytest.mark.parametrize("where", ["policy", "critic"])
+def test_adapters_that_are_not_known_to_be_lora_are_refused(make_module, make_data, make_trainer, tiny_policy, where):
+    """Made by PEFT itself, in a source of one's own."""
+    import peft
+
+    class Critic:
+        def load(self, policy):
+            critic = PolicyCopyCritic().load(policy)
+            return peft.inject_adapter_in_model(peft.LoraConfig(**activated), critic.trunk) and critic
+
+    class Policy:
+        load_tokenizer = tiny_policy().load_tokenizer
+
+        def load(self):
+            model = tiny_policy().load()
+            return peft.get_peft_model(model, peft.LoraConfig(**activated)) if where == "policy" else model
+
+    activated = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "alora_invocation_tokens": [3]}
+    module = make_module(PPO, policy=Policy(), critic=Critic() if where == "critic" else PolicyCopyCritic())
+    with pytest.raises(ValueError, match=rf"the adapter 'default' of {where} has alora_invocation_tokens=\[3\]"):
+        make_trainer(max_steps=2).fit(module, make_data())
+
+
 RUNS = {
     "grpo": (GRPO, {}),
     "ppo, lora": (PPO, {"critic": LoRACritic(r=4, head_std=0.1)}),

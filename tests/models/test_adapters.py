@@ -14,7 +14,7 @@ from pl_grouprl.attention import check_parity
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.models import LoRAAdapter, PolicySource, PretrainedPolicy, rollout_logprobs
 from pl_grouprl.models.adapter_layers import adapter_layers
-from pl_grouprl.models.adapters import save_adapter
+from pl_grouprl.models.adapters import check_adapters, save_adapter
 from pl_grouprl.utilities import optional
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -253,19 +253,53 @@ def test_without_peft_the_constructor_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("options", "message"),
     [
-        ("init_lora_weights", "pissa_niter_16", "init_lora_weights='pissa_niter_16', which changes the base weights"),
-        ("init_lora_weights", "olora", "so the base would not be the reference"),
-        ("trainable_token_indices", [1, 2], "trains token embeddings"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga'"),
+        ({"init_lora_weights": "another"}, "init_lora_weights='another'"),
+        ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices=\[1, 2\]"),
+        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens=\[3\]"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication="),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config="),
+        ({"of_a_newer_peft": {"noise": 0.1}}, "of_a_newer_peft={'noise': 0.1}"),
+        ({"peft_type": "ADALORA", "beta1": 0.85}, "peft_type='ADALORA'"),
+        ({"peft_type": "NEWER"}, "peft_type='NEWER'"),
+    ],
+    ids=str,
+)
+def test_a_saved_adapter_that_is_not_known_to_be_lora_is_refused(tmp_path, options, message):
+    save_adapter(LoRAAdapter(r=2).add_to(tiny_model("llama")), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "of_a_newer_peft": None, "init_lora_weights": "gaussian"}))
+    LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))
+    file.write_text(json.dumps({**config, **options}))
+    with pytest.raises(ValueError, match=rf"^the adapter of path '{tmp_path}' has {message}.*merge this one into its"):
+        LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ("AdaLoraConfig", {"total_step": 9}, "peft_type=.*ADALORA"),
+        ("VeraConfig", {}, "peft_type=.*VERA"),
+        ("PromptTuningConfig", {"num_virtual_tokens": 2}, "peft_type=.*PROMPT_TUNING"),
+        ("LoraConfig", {"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+        ("LoraConfig", {"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
     ],
 )
-def test_a_saved_adapter_that_changes_more_than_it_adds_is_refused(tmp_path, option, value, message):
-    from peft import LoraConfig
+def test_a_model_whose_adapter_is_not_known_to_be_lora_is_refused(config, options, message):
+    import peft
 
-    LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **{option: value}).save_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match=message):
-        LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))
+    targets = {} if config == "PromptTuningConfig" else {"target_modules": ["q_proj"]}
+    options = {"task_type": "CAUSAL_LM", **targets, **options}
+    model = peft.get_peft_model(tiny_model("llama"), getattr(peft, config)(**options))
+    with pytest.raises(ValueError, match=f"^the adapter 'default' of the critic has {message}"):
+        check_adapters(model, "the critic")
+    plain = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], bias="all"))
+    check_adapters(plain, "policy")
+    check_adapters(adapted("llama", use_dora=True), "policy")
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]}], ids=str)
