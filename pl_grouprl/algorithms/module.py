@@ -179,8 +179,8 @@ class RLModule(pl.LightningModule, ABC):
             more fails. None is no limit.
         reward_retries: How often a call that raised is repeated.
         max_failed_share: Share of a rank's rollouts on which a reward function may fail; a larger share ends the run.
-        seed: Decides rollouts, the order of mini-batches and dropout, together with the position in the run, so that a
-            resumed run continues exactly.
+        seed: Decides rollouts, the order of mini-batches and random draws of a loss, together with the position in the
+            run, so that a resumed run continues exactly.
         num_generations: Rollouts per prompt.
         branching: Continue training rollouts several times at branch points; `num_generations` then counts the roots
             of a group's tree, and its rollouts are the leaves. See `pl_grouprl.rollout.Branching`.
@@ -712,7 +712,7 @@ class RLModule(pl.LightningModule, ABC):
         buffer = self.last_rollouts
         assert buffer is not None
         self.timer.enter("update")
-        # Dropout depends on the position in the run, so a resumed run needs no state of the random numbers.
+        # Random draws depend on the position in the run, so a resumed run needs no state of the random numbers.
         update = batch.rollout_number, batch.update_index
         seed_torch(derive_seed("update", *update, self.seed, self.global_rank), self.device)
         loss, metrics = self.updater.update(buffer, buffer.members(batch.update_index), Accumulation.of(self.trainer))

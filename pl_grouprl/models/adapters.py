@@ -42,8 +42,7 @@ class LoRAOptions:
     Attributes:
         r: Rank of the adapter layers.
         alpha: Their output is multiplied by alpha / r.
-        dropout: Dropout rate of their input, in training mode. With shared prefixes, a prompt's tokens are dropped
-            once for all rollouts of a group.
+        dropout: Dropout rate of their input: 0, as ratios of log-probabilities with dropout differ from 1 by chance.
         target_modules: `all-linear` for every linear layer of the language model's decoder; or suffixes of layer names,
             looked up in the decoder first, then elsewhere; or a regular expression for full names, as in PEFT. Experts
             stored in one parameter are not linear layers.
@@ -70,7 +69,7 @@ class LoRAOptions:
         checks = {
             "r": (isinstance(self.r, int) and self.r >= 1, "an integer of at least 1"),
             "alpha": (0 < self.alpha < math.inf, "larger than 0, and finite"),
-            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
+            "dropout": (self.dropout == 0, "0, since log-probabilities with and without dropout cannot be compared"),
             "target_modules": (bool(self.target_modules), "'all-linear' or names of layers"),
         }
         check_options({f"{owner}.{name}": (getattr(self, name), *check) for name, check in checks.items()})
@@ -131,7 +130,7 @@ class LoRAAdapter(LoRAOptions):
     Attributes:
         r: See `LoRAOptions`, also for the options down to `seed`.
         alpha: The adapter's output is multiplied by alpha / r.
-        dropout: Dropout rate of its input, in training mode.
+        dropout: Dropout rate of its input: 0, also for an adapter of `path` that was saved with another.
         target_modules: `all-linear`, suffixes of layer names, or a regular expression.
         use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead.
@@ -175,7 +174,8 @@ class LoRAAdapter(LoRAOptions):
         _check_options(saved, owner)
         config = LoraConfig(**{name: value for name, value in saved.items() if name in _KNOWN_OPTIONS})
         config.inference_mode = False
-        names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
+        config.lora_dropout = self.dropout
+        names = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
         for field in fields(LoRAOptions):
             ours, saved = getattr(self, field.name), getattr(config, names.get(field.name, field.name), None)
             ours, saved = (set(value) if isinstance(value, list) else value for value in (ours, saved))

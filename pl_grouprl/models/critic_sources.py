@@ -63,7 +63,6 @@ class PolicyCopyCritic:
         trunk = copy.deepcopy(merged_copy(backbone) if has_adapters(backbone) else backbone)
         if has_adapters(backbone):
             trunk.requires_grad_(True)
-        zero_dropout_rates(trunk)
         return Critic(trunk, ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)).train()
 
 
@@ -200,19 +199,6 @@ def unpatched_backbone(policy: Any) -> Any:
             "create the critic before entering the context."
         )
     return find_backbone(policy)
-
-
-def zero_dropout_rates(model: nn.Module) -> None:
-    """Set the dropout rates of an already built model to 0, in place, in its modules as well as its config."""
-    from pl_grouprl.models.policy import zero_dropout
-
-    zero_dropout(model.config)  # type: ignore[arg-type]
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
 
 
 def check_head_std(source: Any, head_std: float) -> None:

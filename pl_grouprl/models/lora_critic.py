@@ -17,7 +17,7 @@ from pl_grouprl.checks.model_introspection import hidden_size
 from pl_grouprl.models.adapter_layers import aliased_copy, leave_parameters_out_of_checkpoints, remove_adapters
 from pl_grouprl.models.adapters import LoRAOptions
 from pl_grouprl.models.critic import DEFAULT_HEAD_STD, Critic, ValueHead
-from pl_grouprl.models.critic_sources import check_head_std, unpatched_backbone, zero_dropout_rates
+from pl_grouprl.models.critic_sources import check_head_std, unpatched_backbone
 from pl_grouprl.utilities.arguments import checked_arguments
 
 
@@ -29,8 +29,7 @@ class LoRACritic(LoRAOptions):
     Attributes:
         r: See `LoRAOptions`, also for the options down to `use_rslora`.
         alpha: The output of the low-rank layers is multiplied by alpha / r.
-        dropout: Dropout rate of their input, in training mode. With shared prefixes, a prompt's tokens are dropped
-            once for all rollouts of a group.
+        dropout: Dropout rate of their input: 0, as in `LoRAOptions`.
         target_modules: `all-linear`, suffixes of layer names, or a regular expression.
         use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead.
@@ -58,7 +57,6 @@ class LoRACritic(LoRAOptions):
         """
         trunk, names = aliased_copy(unpatched_backbone(policy))
         remove_adapters(trunk)
-        zero_dropout_rates(trunk)
         self.put_on(trunk, "critic")
         tied = {name: names[parameter] for name, parameter in trunk.named_parameters() if parameter in names}
         head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)

@@ -81,8 +81,8 @@ class PretrainedPolicy:
         attn_implementation: As in transformers (`sdpa`, `flash_attention_2`, `eager`); None is its default. Prefix
             sharing wraps it.
         gradient_checkpointing: Recompute the activations of each layer in the backward pass. None: on a GPU.
-        disable_dropout: Set every dropout rate of the config to 0, so that old and new log-probabilities are
-            comparable.
+        disable_dropout: Set every dropout rate of the config to 0; training refuses a model with another, since old
+            and new log-probabilities would not be comparable.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         adapter: Train low-rank layers on frozen weights. The reference is then the policy with the adapter off, and

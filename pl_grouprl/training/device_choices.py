@@ -45,7 +45,7 @@ class DeviceChoices:
         return fuses_adamw(parameters, getattr(module.trainer.precision_plugin, "scaler", None))
 
     def describe(self) -> None:
-        """Log how the run computes; warn if that is float32 on a GPU."""
+        """Log how the run computes; warn if that is float32 on a GPU, or rounds updates of weights away."""
         module = self._module
         trainer, device = module.trainer, module.device
         lines = [f"computes in {_name(self._dtype)} (precision {trainer.precision})"]
@@ -61,6 +61,29 @@ class DeviceChoices:
             rank_zero_warn(
                 "training computes in float32 on a GPU, which takes several times as long as bfloat16; pass "
                 "precision=default_precision() of pl_grouprl, or 'bf16-mixed', to the Trainer."
+            )
+
+        self._warn_of_lost_updates()
+
+    def _warn_of_lost_updates(self) -> None:
+        """Warn of half-precision weights that stay where they are after a step of the learning rate's size.
+
+        What the optimizer holds is what counts: DeepSpeed's has float32 copies of such weights.
+        """
+        lost, total, learning_rates = 0, 0, set()
+        for optimizer in self._module.trainer.optimizers:
+            for group in [] if getattr(optimizer, "bf16_stochastic_round", False) else optimizer.param_groups:
+                learning_rate = group.get("initial_lr", group["lr"])  # the peak of the schedule
+                for weight in (local_shard(weight).detach() for weight in group["params"] if weight.dtype.itemsize < 4):
+                    unmoved = (weight + learning_rate == weight) & (weight - learning_rate == weight)
+                    lost, total = lost + int(unmoved.sum()), total + weight.numel()
+                    learning_rates.add(f"{learning_rate:g}")
+        if lost > 0.01 * total:
+            rank_zero_warn(
+                f"{lost / total:.1%} of the trained half-precision weights do not move in a step of the size of "
+                f"learning_rate ({', '.join(sorted(learning_rates))}), which rounds to nothing; train float32 weights "
+                "(dtype='float32' of the model, and precision='bf16-mixed' of the Trainer), or round stochastically "
+                "(optim='torchao.optim.AdamW8bit', optim_args={'bf16_stochastic_round': True})."
             )
 
     def open(self) -> None:

@@ -51,13 +51,13 @@ class PrefixSharing:
             reports: Compares shared with repeated prefixes.
 
         Raises:
-            ValueError: If a model has attention dropout.
+            ValueError: If a model in training mode has dropout.
         """
+        for name, model in models.items():
+            _refuse_dropout(name, model)
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
-        for name, model in models.items():
-            _refuse_attention_dropout(name, model)
         if self.verify:
             memory = naming_memory("the check of shared prefixes before training", "verify=False skips it")
             with memory, self._run.support.forward_context():
@@ -83,14 +83,14 @@ class PrefixSharing:
         self.dense.clear()
 
 
-def _refuse_attention_dropout(name: str, model: Any) -> None:
-    """Refuse attention dropout at setup; the layers would refuse it only in the first training step."""
-    config = model.config.get_text_config(decoder=True)
-    for option in ("attention_dropout", "attn_pdrop", "attn_dropout"):
-        rate = getattr(config, option, None)
-        if model.training and isinstance(rate, float) and rate > 0:
-            raise ValueError(
-                f"{name} has {option}={rate}, and dropout in attention cannot match between a shared and a repeated "
-                f"prefix; set it to 0 in the model's config (disable_dropout=True of PretrainedPolicy does that), or "
-                "pass sharing='repeated'."
-            )
+def _refuse_dropout(owner: str, model: Any) -> None:
+    """Refuse dropout: old and reference scores are without, so ratios would differ from 1 by chance alone."""
+    for name, module in model.named_modules() if model.training else ():
+        rates = {option: rate for option, rate in vars(module).items() if isinstance(rate, float) and rate > 0}
+        for option, rate in rates.items():
+            if "drop" in option or (option == "p" and "Drop" in type(module).__name__):
+                raise ValueError(
+                    f"{owner} has dropout ({name}.{option}={rate}), and what it computes with it cannot be compared "
+                    "with old values and log-probabilities, computed without; set it to 0 in the model's config "
+                    "(disable_dropout=True of PretrainedPolicy does that) or in the module."
+                )

@@ -99,8 +99,8 @@ _VALUE_NOTES: dict[tuple[str, Any], str] = {
     ("scale_rewards", True): _BOOLEAN,
 }
 _LORA_CONFIG = (
-    "PEFT's LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=['q_proj']) is written "
-    "LoRAAdapter(r=8, alpha=16, dropout=0.1, target_modules=['q_proj'])."
+    "PEFT's LoraConfig(r=8, lora_alpha=16, target_modules=['q_proj']) is written "
+    "LoRAAdapter(r=8, alpha=16, target_modules=['q_proj'])."
 )
 _PARSED = {"False": False, "True": True}
 

@@ -21,13 +21,11 @@ class TinyPolicy:
     def __init__(
         self,
         gradient_checkpointing: bool = False,
-        attention_dropout: float = 0.0,
         seed: int = 0,
         hidden_size: int = 32,
         initializer_range: float = 0.02,
     ) -> None:
         self.gradient_checkpointing = gradient_checkpointing
-        self.attention_dropout = attention_dropout
         self.seed = seed
         self.hidden_size = hidden_size
         self.initializer_range = initializer_range
@@ -45,7 +43,6 @@ class TinyPolicy:
             num_key_value_heads=2,
             head_dim=8,
             max_position_embeddings=64,
-            attention_dropout=self.attention_dropout,
             eos_token_id=1,
             pad_token_id=0,
         )

@@ -244,9 +244,9 @@ def test_a_checkpoint_is_for_adapters_of_the_same_options(make_module, make_data
 
 
 def test_what_trains_the_adapter_may_be_another(make_module, make_data, make_trainer, adapted, tmp_path):
-    """Dropout is an option of the training, and the seed is of weights that the checkpoint replaces."""
+    """The seed is of weights that the checkpoint replaces."""
     make_trainer(max_steps=1, callbacks=[saving(tmp_path)]).fit(make_module(policy=adapted()), make_data())
-    other = make_module(policy=adapted(LoRAAdapter(r=4, alpha=16, dropout=0.1, seed=3)))
+    other = make_module(policy=adapted(LoRAAdapter(r=4, alpha=16, seed=3)))
     make_trainer(max_steps=2).fit(other, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 
 

@@ -1,12 +1,14 @@
 """What a run does on a GPU where nothing is set, tried with devices that only claim to be one."""
 
+import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl import PPO, PretrainedPolicy
+from pl_grouprl import PPO, OptimizerConfig, PretrainedPolicy
 from pl_grouprl.demo.digits import digit_tokenizer
 from pl_grouprl.models import PretrainedCritic
 from pl_grouprl.rollout import HFRolloutEngine
@@ -166,3 +168,39 @@ def test_the_first_lines_of_a_run_say_how_it_computes(make_module, make_data, ma
         trainer.fit(make_module(engine=HFRolloutEngine()), make_data())
     lines = [record.message for record in caplog.records if record.message.startswith("On cpu")]
     assert lines == ["On cpu: computes in bfloat16 (precision bf16-mixed), samples in float32."]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "learning_rate", "warned"),
+    [
+        ("bfloat16", "32-true", 1e-6, True),
+        ("bfloat16", "bf16-mixed", 1e-6, True),
+        ("float32", "bf16-true", 1e-4, True),
+        ("bfloat16", "32-true", 1.0, False),
+        ("float32", "bf16-mixed", 1e-6, False),
+    ],
+)
+def test_weights_too_coarse_for_the_learning_rate_are_counted(
+    dtype, precision, learning_rate, warned, folder, make_module, make_data, make_trainer
+):
+    """The share is that of weights which a first step of PyTorch's AdamW leaves unchanged, whatever the gradient."""
+    policy = PretrainedPolicy(folder, dtype=dtype)
+    optimizer = OptimizerConfig(learning_rate, schedule="linear", warmup_steps=2)
+    module = make_module(policy=policy, optimizer=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(max_steps=1, precision=precision).fit(module, make_data())
+    texts = "\n".join(str(warning.message) for warning in caught)
+    found = re.findall(r"([\d.]+)% of the trained half-precision weights do not move .*bf16-mixed", texts)
+    if not warned:
+        assert not found
+        return
+    model = policy.load().to(torch.bfloat16)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    for weight in model.parameters():
+        weight.grad = torch.where(torch.rand(weight.shape) < 0.5, -1.0, 1.0).to(weight.dtype)
+    torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0).step()
+    pairs = list(zip(model.parameters(), before, strict=True))
+    share = sum(int((now == then).sum()) for now, then in pairs) / sum(then.numel() for then in before)
+    assert share > 0.3
+    assert [float(percent) for percent in found] == [pytest.approx(100 * share, abs=1)]

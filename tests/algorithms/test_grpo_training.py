@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.rollouts import per_rollout_means
-from helpers.sweeps import sweep
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -54,20 +53,13 @@ def test_sharing_on_and_off_give_the_same_trajectory(
 
 # Each batch of rollouts serves 2 passes of 2 mini-batches, and 2 batches are an epoch.
 @pytest.mark.parametrize("resumed_at", [(1, 2, 4, 9), pytest.param(range(1, 10), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("attention_dropout", sweep([0.0, 0.2], quick=[0.2]))
 def test_resume_at_every_step_is_exact(
-    make_module, make_data, make_trainer, tiny_policy, parameters, tmp_path, attention_dropout, resumed_at
+    make_module, make_data, make_trainer, tiny_policy, parameters, tmp_path, resumed_at
 ):
     steps = 10
 
     def fit(checkpoint=None, callbacks=()):
-        module = make_module(
-            policy=tiny_policy(attention_dropout=attention_dropout),
-            sharing="repeated" if attention_dropout else "shared",
-            num_iterations=2,
-            num_mini_batches=2,
-            beta=0.1,
-        )
+        module = make_module(num_iterations=2, num_mini_batches=2, beta=0.1)
         trainer = make_trainer(max_steps=steps, callbacks=list(callbacks))
         trainer.fit(module, make_data(train_size=8), ckpt_path=checkpoint, weights_only=True)
         assert trainer.global_step == steps

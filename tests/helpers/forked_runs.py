@@ -48,27 +48,6 @@ torch.set_num_threads(1)
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2}
 
 
-def with_dropout(model: Any) -> Any:
-    """Add dropout to the feed-forward layers."""
-    for layer in model.model.layers:
-        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.1))
-    return model
-
-
-class DroppingPolicy(TinyPolicy):
-    """With dropout in its feed-forward layers."""
-
-    def load(self) -> Any:
-        return with_dropout(super().load())
-
-
-class DroppingChancePolicy(ChancePolicy):
-    """Calls tools by chance, with dropout in its feed-forward layers."""
-
-    def load(self) -> Any:
-        return with_dropout(super().load())
-
-
 def noisy_reward(completions: Sequence[str], **columns: Any) -> list[float]:
     """Depends on all global random numbers, as code of users may."""
     noise = random.random() + np.random.random() + float(torch.rand(()))
@@ -77,7 +56,7 @@ def noisy_reward(completions: Sequence[str], **columns: Any) -> list[float]:
 
 
 def make_module(algorithm: str = "group_ppo", reward: Any = noisy_reward, **options: Any) -> Any:
-    """Two passes of two mini-batches over each batch of rollouts, with dropout, and a coefficient that adapts."""
+    """Two passes of two mini-batches over each batch of rollouts, and a coefficient that adapts."""
     kl = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
     shared = {
         "num_generations": 4,
@@ -87,7 +66,7 @@ def make_module(algorithm: str = "group_ppo", reward: Any = noisy_reward, **opti
         "optimizer": OptimizerConfig(1e-2, weight_decay=0.1, schedule="cosine"),
         "verify": False,
     }
-    policy = DroppingChancePolicy(eos_token_id=1) if "tools" in options else DroppingPolicy()
+    policy = ChancePolicy(eos_token_id=1) if "tools" in options else TinyPolicy()
     cls = {"grpo": GRPO, "group_ppo": GroupPPO}[algorithm]
     return cls(policy, reward, **{**shared, **kl, **options})
 

@@ -83,12 +83,11 @@ def test_shared_and_repeated_prefixes_agree(family, use_dora):
 
 
 def test_options():
-    model = LoRAAdapter(r=2, alpha=6, target_modules=["q_proj", "up_proj"], dropout=0.5).add_to(tiny_model("llama"))
+    model = LoRAAdapter(r=2, alpha=6, target_modules=["q_proj", "up_proj"]).add_to(tiny_model("llama"))
     assert {name.rpartition(".")[2] for name in places(model)} == {"q_proj", "up_proj"}
     layer = model.model.layers[1].self_attn.q_proj
     assert layer.lora_A["default"].weight.shape == (2, 32)
     assert layer.scaling["default"] == 3.0
-    assert layer.lora_dropout["default"].p == 0.5
     stable = LoRAAdapter(r=4, alpha=6, use_rslora=True).add_to(tiny_model("llama"))
     assert stable.model.layers[0].self_attn.q_proj.scaling["default"] == 3.0  # 6 / sqrt(4)
     with pytest.raises(ValueError, match="already has adapters"):
@@ -97,7 +96,7 @@ def test_options():
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("r", 0), ("r", 4.5), ("r", 8.0), ("alpha", 0), ("alpha", math.inf), ("dropout", 1.0), ("target_modules", [])],
+    [("r", 0), ("r", 4.5), ("r", 8.0), ("alpha", 0), ("alpha", math.inf), ("dropout", 0.1), ("target_modules", [])],
 )
 def test_options_out_of_range(name, wrong):
     with pytest.raises(ValueError, match=rf"LoRAAdapter.{name} is {re.escape(repr(wrong))}; it must be"):
@@ -272,8 +271,11 @@ def test_a_saved_adapter_that_is_not_known_to_be_lora_is_refused(tmp_path, optio
     save_adapter(LoRAAdapter(r=2).add_to(tiny_model("llama")), tmp_path)
     file = tmp_path / "adapter_config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "of_a_newer_peft": None, "init_lora_weights": "gaussian"}))
-    LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))
+    other = {"of_a_newer_peft": None, "init_lora_weights": "gaussian", "lora_dropout": 0.1}
+    file.write_text(json.dumps({**config, **other}))
+    model = LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))
+    assert model.peft_config["default"].lora_dropout == 0
+    assert not any(isinstance(module, nn.Dropout) for module in model.modules())
     file.write_text(json.dumps({**config, **options}))
     with pytest.raises(ValueError, match=rf"^the adapter of path '{tmp_path}' has {message}.*merge this one into its"):
         LoRAAdapter(path=str(tmp_path)).add_to(tiny_model("llama"))

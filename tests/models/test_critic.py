@@ -133,16 +133,6 @@ def test_a_copy_has_separate_weights(policy):
     assert isinstance(PolicyCopyCritic(), CriticSource)
 
 
-def test_copies_have_no_dropout():
-    policy = tiny_model("gpt2", attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3)
-    trunk = PolicyCopyCritic().load(policy).trunk
-    assert all(module.p == 0 for module in trunk.modules() if isinstance(module, nn.Dropout))
-    assert trunk.config.attn_pdrop == 0
-    assert policy.config.attn_pdrop == 0.3
-    trunk = PolicyCopyCritic().load(tiny_model("llama", attention_dropout=0.3)).trunk
-    assert trunk.layers[0].self_attn.attention_dropout == 0
-
-
 def test_a_patched_policy_is_not_copied(policy):
     with shared_prefix(policy), pytest.raises(RuntimeError, match="Qwen3ForCausalLM is inside a shared_prefix context"):
         PolicyCopyCritic().load(policy)

@@ -236,14 +236,24 @@ def test_prefix_sharing_patches_until_closed(run):
         PrefixSharing(run, "twice")
 
 
-@pytest.mark.parametrize(("family", "option"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
-def test_attention_dropout_is_refused_before_the_first_step(family, option):
-    model = tiny_model(family, **{option: 0.25})
+@pytest.mark.parametrize(
+    ("family", "option", "named"),
+    [
+        ("llama", "attention_dropout", "model.layers.0.self_attn.attention_dropout"),
+        ("gpt2", "attn_pdrop", "transformer.h.0.attn.attn_dropout.p"),
+        ("gpt2", "resid_pdrop", "transformer.h.0.attn.resid_dropout.p"),
+        ("gpt2", "embd_pdrop", "transformer.drop.p"),
+        ("opt", "dropout", "model.decoder.dropout"),
+        ("opt", "layerdrop", "model.decoder.layerdrop"),
+    ],
+)
+def test_dropout_is_refused_before_the_first_step(family, option, named):
+    model = tiny_model(family, **({"dropout": 0.0} if family == "opt" else {}) | {option: 0.25})
     run = PlainRun(model)
-    with pytest.raises(ValueError, match=rf"policy has {option}=0.25.*\(disable_dropout=True of PretrainedPolicy"):
-        PrefixSharing(run, verify=False).open({"policy": model.train()}, list)
-    PrefixSharing(run, "repeated").open({"policy": model}, list)
-    for safe in (model.eval(), tiny_model(family).train()):
+    for sharing in ("shared", "repeated"):
+        with pytest.raises(ValueError, match=rf"^policy has dropout \({named}=0.25\).*\(disable_dropout=True of Pret"):
+            PrefixSharing(run, sharing, verify=False).open({"policy": model.train()}, list)
+    for safe in (model.eval(), tiny_model("llama").train()):
         sharing = PrefixSharing(run, verify=False)
         sharing.open({"policy": safe}, list)
         sharing.close()
