@@ -35,6 +35,15 @@ FLEXIBLE = [
     ("The answer is \u201312.", "-12", 1.0),  # an en dash
     ("The answer is \uff0d\uff11\uff12", "-12", 1.0),  # full width
     ("答案是-12", "-12", 1.0),
+    ("-US$12", "-12", 1.0),
+    ("-USD 12", "-12", 1.0),
+    ("-Rs. 12", "-12", 1.0),
+    ("Rs.12", "12", 1.0),
+    ("R$-12", "-12", 1.0),
+    ("-\\$12", "-12", 1.0),
+    ("- 12", "-12", 0.0),  # unsupported: a space after the sign, as after a bullet
+    ("minus 12", "12", 1.0),  # unsupported: signs in words
+    ("($12)", "12", 1.0),  # unsupported: negative numbers of accountants
     ("答案是42。", "42", 1.0),
     ("=+5", "5", 1.0),
     ("-12", "\u221212", 1.0),
@@ -71,6 +80,7 @@ FLEXIBLE = [
     ("50%", "50", 1.0),
     ("50%", "0.5", 1.0),
     (r"50\%", "50%", 1.0),
+    ("\uff15\uff10\uff05", "0.5", 1.0),
     ("50", "50%", 1.0),
     ("0.5", "50%", 1.0),
     ("50%", "0.5%", 0.0),
@@ -85,6 +95,7 @@ FLEXIBLE = [
     ("1'000", "1000", 1.0),
     ("1_000", "1000", 1.0),
     ("1,2,3", "123", 0.0),
+    ("分别是1\uff0c200", "200", 1.0),  # the Chinese comma separates words
     ("1,2,3", "3", 1.0),
     ("1 000", "1000", 0.0),  # unsupported: lists of numbers have spaces, too
     ("1,000.00", "1000", 1.0),
@@ -162,6 +173,18 @@ def wrong(grade, rows):
     """The rows that a grader of verl's signature grades wrongly, with its reward."""
     graded = [(text, reference, right, grade("", text, reference)) for text, reference, right in rows]
     return [row for row in graded if row[2] != row[3]]
+
+
+def test_what_verl_accepts_beyond():
+    """All are wrong: verl takes the exponent, or the divisor, for the number."""
+    grade = pytest.importorskip("verl.utils.reward_score.gsm8k").compute_score
+    accepted = [
+        (text, reference)
+        for rows, method in ((FLEXIBLE, "flexible"), (STRICT, "strict"))
+        for text, reference, reward in rows
+        if grade(text, str(reference), method) > reward
+    ]
+    assert accepted == [("an area of 12 m^2", "2"), ("8 = 2^3", "3"), ("3/4", "4"), (r"\boxed{\frac{1}{2}}", "2")]
 
 
 def test_numbers_anywhere():
