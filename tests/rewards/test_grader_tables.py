@@ -588,7 +588,7 @@ def test_mathematical_answers():
         return float(library.verify(gold, library.parse(text, [library.LatexExtractionConfig()])))
 
     assert wrong(MathVerify(), MATH + MATH_NUMBERS) == []
-    assert wrong(library_alone, MATH) == []
+    assert wrong(library_alone, [row for row in MATH if "%" not in row[0] + str(row[1])]) == []  # 0.8: 50% is 0.5 alone
     assert len(wrong(library_alone, MATH_NUMBERS)) == len(MATH_NUMBERS)
 
 
