@@ -61,11 +61,11 @@ def _read_test(test: Any, where: str) -> CodeTest:
     raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
 
 
-def _function_test(function: str, args: Any, expected: Any, where: str) -> ValueTest:
+def _function_test(function: str, args: Any, expected: Any, where: str, or_in_list: bool = False) -> ValueTest:
     if not isinstance(args, list | tuple):
         raise ValueError(f"{where}: args is {args!r:.80}; write a list of arguments.")
     try:
-        return ValueTest({"function": function, "args": args}, expected)
+        return ValueTest({"function": function, "args": args}, expected, or_in_list)
     except TypeError as error:
         raise ValueError(f"{where}: {args!r:.80} or {expected!r:.80} is not JSON ({error}).") from error
 
@@ -78,13 +78,16 @@ def _read_pairs(value: Mapping[str, Any], where: str) -> list[CodeTest]:
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"{where} has {len(inputs)} inputs and {len(outputs)} outputs; write as many, at least one.")
     function = value.get("fn_name")
+    # APPS wraps each decoded value in a list. Where all are lists of one, the functions may also return such lists.
+    wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
     tests: list[CodeTest] = []
     for number, pair in enumerate(zip(inputs, outputs, strict=True)):
         which = f"{where}, test {number}"
         if function is None:
             tests.append(StdinTest(*(_as_text(side, which) for side in pair)))
         else:
-            tests.append(_function_test(str(function), *_args_and_expected(*pair, which), which))
+            args, expected = _args_and_expected(*pair, which)
+            tests.append(_function_test(str(function), args, expected[0] if wrapped else expected, which, wrapped))
     return tests
 
 
@@ -98,13 +101,9 @@ def _as_text(value: Any, where: str) -> str:
 
 
 def _args_and_expected(args: Any, expected: Any, where: str) -> tuple[list[Any], Any]:
-    """Decode arguments, a line of JSON each, and the expected value.
-
-    They may also be decoded already; APPS then wraps the expected value in a list.
-    """
+    """Decode arguments, a line of JSON each, and the expected value, which may also be decoded already."""
     if isinstance(args, list):
-        wrapped = isinstance(expected, list) and len(expected) == 1
-        return args, expected[0] if wrapped else expected
+        return args, expected
     if not isinstance(args, str):
         raise ValueError(f"{where} is {args!r:.80}; write a list of arguments, or lines of JSON.")
     return [_from_json(line, where) for line in args.splitlines()], _from_json(expected, where)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import textwrap
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +16,17 @@ from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
-_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_OPENS = re.compile(r"[ \t]*```+(?=[^`]*$)")
 
 
 @checked_arguments
 class CodeTests:
     """The share of tests that the program in a completion passes. Has TRL's signature.
 
-    The program is the completion's last fenced block (three backticks); without one the reward is 0. Each test
-    runs it in a new sandbox; see `pl_grouprl.rewards.sandbox.Sandbox` for what that prevents and requires. Answers are
-    compared in this process, so a program cannot read the expected ones, and what it claims about itself is ignored.
+    The program is the completion's last fenced block (three backticks) marked as `python` or `py`, or else its last
+    one; without a block the reward is 0. Each test runs it in a new sandbox; see `pl_grouprl.rewards.sandbox.Sandbox`
+    for what that prevents and requires. Answers are compared in this process, so a program cannot read the expected
+    ones, and what it claims about itself is ignored. Numbers that are not whole may differ by 1e-6.
 
     Args:
         column: Data column with the tests of each prompt: a list (or its JSON) of
@@ -112,6 +115,17 @@ class CodeTests:
 
 
 def extract_code(text: str) -> str | None:
-    """Return the last fenced block of a text, or None."""
-    blocks: list[str] = _BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    """Return the last fenced block of a text that is marked as Python, or else the last one; None without any."""
+    blocks: list[tuple[bool, str]] = []
+    fence, is_python, lines = "", False, list[str]()
+    for line in io.StringIO(text):
+        if fence and line.startswith(fence):
+            blocks.append((is_python, textwrap.dedent("".join(lines))))
+            fence = ""
+        elif fence:
+            lines.append(line)
+        elif opening := _OPENS.match(line):
+            fence, lines = opening[0], []
+            is_python = line[opening.end() :].strip().casefold().startswith("py")
+    marked = [block for block in blocks if block[0]]
+    return (marked or blocks)[-1][1] if blocks else None

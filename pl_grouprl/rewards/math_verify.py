@@ -6,7 +6,7 @@ import functools
 import re
 from typing import Any, Literal
 
-from pl_grouprl.rewards.numeric_answer import extract_number
+from pl_grouprl.rewards.numeric_answer import NumericAnswer, equal_numbers
 from pl_grouprl.rewards.references import ReferenceGrader, accepted_answers
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.optional import MATH_VERIFY_AVAILABLE, require
@@ -18,9 +18,11 @@ _BRACES = re.compile(r"(?P<box>\\boxed *\{)|(?<!\\)[{}]")
 class MathVerify(ReferenceGrader):
     r"""1 if the completion's answer is mathematically equal to the reference, else 0. Has verl's signature.
 
-    `\frac{1}{2}`, `0.5` and `2^{-1}` are equal. With the default extraction the reward is that of TRL's
-    `accuracy_reward`; with `reference="answer"` the reference is read as in verl's `math_verify.compute_score`. If
-    nothing in the reference can be parsed, the result is None: the reward does not apply.
+    `\frac{1}{2}`, `0.5` and `2^{-1}` are equal; the reference may be a list of accepted answers. With the default
+    extraction and `reference="solution"` the reward is that of TRL's `accuracy_reward`. With `reference="answer"` the
+    reference is read as in verl's `math_verify.compute_score`; and if it and the last box are equal numbers, as
+    `NumericAnswer` reads them, the reward is 1 whatever math-verify says. If nothing in the reference can be parsed,
+    the result is None: the reward does not apply.
 
     Comparing `9^{9^{9}}` with anything takes forever. The library's own time limit is switched off: it uses a signal,
     which works only on the main thread, and it counts the answer as wrong. Instead, a run must set `reward_workers` and
@@ -73,7 +75,11 @@ class MathVerify(ReferenceGrader):
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> float | None:
         """Score one completion; None if the reference cannot be parsed."""
-        gold = [form for answer in accepted_answers(ground_truth) for form in _parse_reference(answer, self.reference)]
+        answers = accepted_answers(ground_truth)
+        boxed = _last_boxed(solution_str) if self.reference == "answer" else None
+        if boxed is not None and any(equal_numbers(boxed, answer) for answer in answers):
+            return 1.0
+        gold = [form for answer in answers for form in _parse_reference(answer, self.reference)]
         if not gold:
             return None
         return float(_library().verify(gold, _parse(solution_str, self.extraction), timeout_seconds=None))
@@ -87,8 +93,7 @@ class MathVerify(ReferenceGrader):
         boxed = _last_boxed(text)
         if boxed is not None or self.extraction == "latex":
             return boxed
-        number = extract_number(text, "flexible")
-        return None if number is None else str(number)
+        return NumericAnswer("flexible").extract_answer(text)
 
 
 @functools.lru_cache(maxsize=64)

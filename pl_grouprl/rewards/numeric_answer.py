@@ -15,7 +15,7 @@ _SEPARATOR = r"(?:,|\{,\}|\\,|[_'\u2019\u00a0\u2009\u202f])"
 _DIGITS = rf"""(?:(?:\d{{1,2}}(?:{_SEPARATOR}\d\d){{1,4}}{_SEPARATOR}\d{{3}}(?!\d)  # 1,00,000
     |\d{{1,3}}(?:{_SEPARATOR}\d{{3}}(?!\d))+  # 1,000,000
     |\d+)(?:\.\d+)?|(?<!\d)\.\d+)"""
-_CURRENCY = r"\\?[$€£¥₹₩₽¢]"
+_CURRENCY = r"(?:\\?[$€£¥₹₩₽¢]|[A-Z]{1,2}\$|USD|EUR|GBP|CNY|JPY|INR|Rs\.?)"
 _NUMBER = rf"""
     (?:(?<![\dA-Za-z)\]}}%°.$€£¥₹₩₽¢-])(?P<sign>[-+]))?  # no sign in 15-8, 10%-20%
     (?:(?<!\d){_CURRENCY}\ ?(?P<inner_sign>[-+])?)?
@@ -24,12 +24,17 @@ _NUMBER = rf"""
     (?:(?:[eE]|\ ?(?:\u00d7|\\times|\\cdot|[*x\u00b7])\ ?10(?:\^|\*\*)\{{?)(?P<exponent>[-+]?\d+))?
     (?:\ ?/\ ?(?P<divisor>{_DIGITS}))?
     (?P<percent>\}}?\ ?(?:\\?%|percent\b))?"""
+_WHOLE = re.compile(_NUMBER, re.VERBOSE)
 _MARKED = re.compile(rf"\#\#\#\#\s*(?:{_NUMBER})", re.VERBOSE)
 _ANY = re.compile(rf"(?<=[A-Za-z\d)\]}}])[\^_]\{{?[-+]?\d+|(?:{_NUMBER})", re.VERBOSE)  # skips exponents and indices
-_MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if code != 0xFF0C}  # not the Chinese comma
+_AS_ASCII = _FULL_WIDTH | str.maketrans("\u2212\u2012\u2013\ufe63", "----")
 _SUPERSCRIPT = re.compile("[\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
-_LATEX_FRACTION = re.compile(r"(\d?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_LATEX_FRACTION = re.compile(r"(\d?)\\[dt]?frac(\{[^{}]*\}|\d)(\{[^{}]*\}|\d)")
 _MOST_CHARACTERS = 1000  # calculating with longer numbers takes more than linear time
+
+Number = tuple[Fraction, bool]
+"""A value, and whether it was written with a percent sign (which does not change it)."""
 
 
 def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") -> Fraction | None:
@@ -49,20 +54,31 @@ def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") 
     return found[0] if found else None
 
 
-def _last_number(text: str, method: Literal["strict", "flexible"]) -> tuple[Fraction, bool] | None:
-    """The final number and whether it is a percentage."""
+def equal_numbers(text: str, reference: str) -> bool:
+    """Whether both texts are one number and nothing else, of equal value; 50% equals both 50 and 0.5."""
+    sides = [_WHOLE.fullmatch(_plain(side.strip())) for side in (text, reference)]
+    values = [_value(side) for side in sides if side]
+    return len(values) == 2 and _equal(*values)
+
+
+def _last_number(text: str, method: Literal["strict", "flexible"]) -> Number | None:
     numbers = _numbers(text, method)
     return _value(numbers[-1]) if numbers else None
 
 
 def _numbers(text: str, method: Literal["strict", "flexible"]) -> list[re.Match[str]]:
-    text = _SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
-    text = _LATEX_FRACTION.sub(lambda match: f"{match[1] and match[1] + ' '}{match[2]}/{match[3]}", text)
     pattern = _MARKED if method == "strict" else _ANY
-    return [match for match in pattern.finditer(text.translate(_MINUS_SIGNS)) if match["number"]]
+    return [match for match in pattern.finditer(_plain(text)) if match["number"]]
 
 
-def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
+def _plain(text: str) -> str:
+    """The text with `-` for minus signs, ASCII for full width, `^2` for superscripts, `1/2` for LaTeX's fractions."""
+    text = _SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
+    text = _LATEX_FRACTION.sub(lambda m: f"{m[1] and m[1] + ' '}{m[2].strip('{}')}/{m[3].strip('{}')}", text)
+    return text.translate(_AS_ASCII)
+
+
+def _value(match: re.Match[str]) -> Number | None:
     exponent = match["exponent"] or "0"
     if len(match[0]) > _MOST_CHARACTERS or abs(int(exponent)) > _MOST_CHARACTERS:
         return None
@@ -74,6 +90,14 @@ def _value(match: re.Match[str]) -> tuple[Fraction, bool] | None:
         return None
     sign = -1 if "-" in (match["sign"], match["inner_sign"]) else 1
     return sign * (whole + number * Fraction(10) ** int(exponent) / divisor), bool(match["percent"])
+
+
+def _equal(number: Number | None, reference: Number | None) -> bool:
+    if number is None or reference is None:
+        return False
+    (value, percent), (wanted, wanted_percent) = number, reference
+    scaled = percent != wanted_percent and (value == wanted * 100 if percent else value * 100 == wanted)
+    return value == wanted or scaled
 
 
 @checked_arguments
@@ -109,13 +133,10 @@ class NumericAnswer(ReferenceGrader):
         Raises:
             ValueError: As `check_reference`.
         """
-        wanted, wanted_percent = _reference_number(reference)
-        found = _last_number(text, self.method)
+        wanted, found = _reference_number(reference), _last_number(text, self.method)
         if found is None:
             return 0.0
-        number, percent = found
-        scaled = percent != wanted_percent and (number == wanted * 100 if percent else number * 100 == wanted)
-        return 1.0 if number == wanted or scaled else self.format_score
+        return 1.0 if _equal(found, wanted) else self.format_score
 
     def extract_answer(self, text: str) -> str | None:
         """The number in a completion in normal form, for majority votes; None if there is none."""
@@ -126,7 +147,7 @@ class NumericAnswer(ReferenceGrader):
         return f"{decimal.normalize():f}" if Fraction(decimal) == number else str(number)
 
 
-def _reference_number(reference: str) -> tuple[Fraction, bool]:
+def _reference_number(reference: str) -> Number:
     numbers = _numbers(reference, "strict")[-1:] or _numbers(reference, "flexible")
     found = _value(numbers[0]) if len(numbers) == 1 else None
     if found is None:

@@ -25,6 +25,11 @@ ASSERTS = [
     "assert is_sum(3, 1, 2) == True",
     "assert add((1,), (2,)) == (1, 2)",
 ]
+FLOATS = [
+    "assert add(0.1, 0.2) == 0.3",
+    "assert add([0.1], [2.0]) == [0.1000000001, 2]",
+    "assert add(0.1, 0.2) == 0.3001",
+]
 ADD = "def add(a, b):\n    return a + b\n\ndef is_sum(c, *parts):\n    return c == sum(parts)\n"
 METHOD = "class Solution:\n    def add(self, a: Any, b: List[int]) -> Optional[int]:\n        return a + b\n"
 SCRIPT = "import sys\nprint(sum(map(int, sys.stdin.read().split())))\n"
@@ -122,8 +127,10 @@ def test_malformed_rows_are_refused(given, message):
         (METHOD, CALLS, 1.0),
         (ADD, ASSERTS, 1.0),
         (ADD.replace("a + b", "b + a"), ASSERTS[1:3], 1 / 2),
+        (ADD, FLOATS, 2 / 3),
+        ("print(0.1 + 0.2)\n", {"inputs": [""], "outputs": ["0.3"]}, 1.0),
     ],
-    ids=["lines", "calls", "method", "asserts", "wrong"],
+    ids=["lines", "calls", "method", "asserts", "wrong", "floats", "printed float"],
 )
 def test_programs_are_run_against_them(code, tests, expected):
     assert share(code, tests) == expected
