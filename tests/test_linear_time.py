@@ -107,7 +107,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_of_readers(name):
+def test_of_readers(name: str) -> None:
     read, pieces = READERS[name]
     for text in hostile(pieces):
         with (
@@ -117,7 +117,7 @@ def test_of_readers(name):
             read(text)
 
 
-def test_of_patterns():
+def test_of_patterns() -> None:
     found = patterns()
     assert len(found) >= 10
     for name, pattern in found.items():
@@ -129,7 +129,7 @@ def test_of_patterns():
 
 
 @pytest.mark.parametrize("text", ["\n", "\n\n", "x", "x\n", "x\n\n", " \n"], ids=repr)
-def test_of_steps(text):
+def test_of_steps(text: str) -> None:
     """Work is counted: of how many tokens a completion is decoded."""
     decoded = []
 

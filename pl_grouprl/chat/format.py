@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pl_grouprl.chat.casting import cast_arguments
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
+from pl_grouprl.chat.response_template import TemplateParser
 from pl_grouprl.chat.template_check import check_complete, check_prefix_preserving, remedy
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.types import Messages
@@ -53,7 +54,18 @@ class ChatFormat:
             source = source.get("tool_use") or source.get("default") or ""
         self.source = source
         self.parser = find_tool_parser(source)
+        self._template_parser: TemplateParser | None = None
         self._dummy_prefixes: dict[str, list[int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the worker process."""
+        return vars(self) | {"_template_parser": None}
+
+    def close(self) -> None:
+        """End the worker process that parses turns, if there is one."""
+        if self._template_parser is not None:
+            self._template_parser.close()
+            self._template_parser = None
 
     def check_tools(self, *, may_rewrite: bool = False) -> None:
         """Refuse a template that cannot render a conversation with tools, or is not prefix-preserving.
@@ -76,7 +88,10 @@ class ChatFormat:
             raise ValueError(
                 f"Tools need another chat template: {error}; {remedy(self.source)}{alternative}."
             ) from error
-        if self.parser is None and not self._tokenizer_parses():
+        if self._response_template is not None:
+            with suppress(MalformedTurnError):
+                self._parse([], [], ())  # a malformed template, which is another ValueError, ends the run here
+        elif self.parser is None:
             raise ValueError(
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
@@ -163,9 +178,9 @@ class ChatFormat:
     ) -> dict[str, Any]:
         """Parse a turn of the model into an assistant message, with `tool_calls` if it has any.
 
-        It is parsed by the tokenizer's `response_template` (or `response_schema`) if there is one, otherwise by the
-        parser of the template's family. A malformed turn, such as a call without a name or with broken JSON, becomes
-        plain text.
+        It is parsed by the tokenizer's `response_template` if there is one, in a worker process and for at most 2
+        seconds, otherwise by the parser of the chat template's family. A malformed turn, such as a call without a name
+        or with broken JSON, becomes plain text.
 
         Args:
             token_ids: The turn with its end token.
@@ -192,18 +207,20 @@ class ChatFormat:
         return {"role": "assistant", "content": self.tokenizer.decode(token_ids, skip_special_tokens=True)}
 
     def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> Any:
-        if self._tokenizer_parses():
-            options = {"prefix": prefix_ids} if _takes_prefix(self.tokenizer) else {}
-            return self.tokenizer.parse_response(token_ids, **options)
+        if self._response_template is not None:
+            if self._template_parser is None:
+                self._template_parser = TemplateParser(self._response_template)
+            return self._template_parser.parse(
+                self.tokenizer.decode(token_ids), self.tokenizer.decode(prefix_ids), tools
+            )
         if self.parser is None:
             raise MalformedTurnError("no parser knows this chat template")
         text = self._turn_start(prefix_ids, self.parser.header) + self.tokenizer.decode(token_ids)
         return self.parser.parse(text, tools)
 
-    def _tokenizer_parses(self) -> bool:
-        """Whether the tokenizer has what `parse_response` of this transformers version needs."""
-        name = "response_template" if _takes_prefix(self.tokenizer) else "response_schema"
-        return getattr(self.tokenizer, name, None) is not None
+    @property
+    def _response_template(self) -> Mapping[str, Any] | None:
+        return getattr(self.tokenizer, "response_template", None)
 
     def _turn_start(self, prefix_ids: list[int], header: str) -> str:
         """The part of the turn that is in the prompt: the text after the last header."""
@@ -249,12 +266,6 @@ class ChatFormat:
             return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
-
-
-def _takes_prefix(tokenizer: Any) -> bool:
-    """Whether `parse_response` is the one of transformers >= 5.13, with response templates."""
-    parse_response = getattr(tokenizer, "parse_response", None)
-    return parse_response is not None and "prefix" in inspect.signature(parse_response).parameters
 
 
 def dummy_conversation(name: str) -> Messages:

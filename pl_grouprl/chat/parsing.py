@@ -114,7 +114,9 @@ def checked_message(message: Any) -> Message:
     """
     if not isinstance(message, dict):
         raise MalformedTurnError(f"the parsed turn is {type(message).__name__}, not a dictionary")
-    message = {key: value for key, value in plain_data(message).items() if key != "reasoning_content" or value}
+    message = {"role": "assistant", **plain_data(message)}
+    if not message.get("reasoning_content"):
+        message.pop("reasoning_content", None)
     message["content"] = message.get("content") or ""
     calls = message.get("tool_calls")
     if calls is None:

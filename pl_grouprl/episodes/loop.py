@@ -28,6 +28,12 @@ from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.types import Messages, Prompt, Rollout
 from pl_grouprl.utilities.threads import run_concurrently
 
+_FIRST_CHARACTERS = 2**14
+"""How much of a tool's result is encoded first; eight times more follows as long as it fits, up to the whole."""
+
+_CUT_TOKENS = 16
+"""By how many tokens a result may become shorter when what follows it is encoded, too."""
+
 
 class EpisodeLoop:
     """Samples episodes of a run.
@@ -195,7 +201,7 @@ class EpisodeLoop:
             episode.count(answers)
             history = episode.history
             with self._lock:
-                next_ids = self._read_results(episode, history, answers)
+                next_ids = self._read_results(episode, history, answers, max_length)
             if not self._fits(len(next_ids) - len(episode.prompt_ids), len(next_ids), max_length):
                 episode.finish_reason = "length"
             elif next_ids[: len(history)] == history:
@@ -203,13 +209,23 @@ class EpisodeLoop:
             else:
                 episode.begin_row(answers, next_ids)
 
-    def _read_results(self, episode: Episode, history: list[int], answers: Sequence[ToolResult]) -> list[int]:
-        """All tokens that the model reads before its next turn."""
-        results = [answer.message for answer in answers]
-        if not self._may_rewrite:
-            return history + self._chat.encode_results(results)
-        messages = [*episode.opening, *episode.messages, *results]
-        return self._chat.encode_history(history, messages, self.runner.schemas(episode.session.kind))
+    def _read_results(
+        self, episode: Episode, history: list[int], answers: Sequence[ToolResult], max_length: int | None
+    ) -> list[int]:
+        """All tokens that the model reads before its next turn; only the first of them if they do not fit by far."""
+        characters = _FIRST_CHARACTERS
+        while True:
+            results = [{**answer.message, "content": answer.content[:characters]} for answer in answers]
+            if not self._may_rewrite:
+                next_ids = history + self._chat.encode_results(results)
+            else:
+                messages = [*episode.opening, *episode.messages, *results]
+                next_ids = self._chat.encode_history(history, messages, self.runner.schemas(episode.session.kind))
+            least = len(next_ids) - _CUT_TOKENS
+            is_whole = all(len(answer.content) <= characters for answer in answers)
+            if is_whole or not self._fits(least - len(episode.prompt_ids), least, max_length):
+                return next_ids
+            characters *= 8
 
     def _fits(self, length: int, total: int, max_length: int | None) -> bool:
         most = self._limits.max_episode_tokens

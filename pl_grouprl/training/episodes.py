@@ -91,6 +91,7 @@ class Episodes:
             )
         self._template_kwargs: Mapping[str, Any] = {}
         self._format: ChatFormat | None = None
+        self._formats: list[ChatFormat] = []
         self._loop: EpisodeLoop | None = None
 
     def with_rewards(self, rewards: Rewards | None) -> Rewards:
@@ -196,6 +197,8 @@ class Episodes:
 
     def close(self) -> None:
         """Stop the workers and the harness, and drop the environments."""
+        while self._formats:
+            self._formats.pop().close()
         if self.runner is not None:
             self.runner.close()
         if self.harness is not None:
@@ -231,7 +234,9 @@ class Episodes:
         return self._format
 
     def _make_format(self, tokenizer: Any) -> ChatFormat:
-        return make_chat_format(tokenizer, self._chat_template, self._template_kwargs)
+        chat = make_chat_format(tokenizer, self._chat_template, self._template_kwargs)
+        self._formats.append(chat)
+        return chat
 
 
 def _refuse_with_harness(**options: Any) -> None:

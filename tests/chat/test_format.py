@@ -207,7 +207,9 @@ def test_a_template_that_ends_only_questions_with_eos_is_refused():
 def test_turns_that_end_without_eos_are_pointed_out(caplog):
     tokenizer = gemma_tokenizer()
     tokenizer.response_template = {"start_anchor": "model", "fields": {"content": {}}}
-    ChatFormat(tokenizer, GEMMA).check_tools()
+    chat = ChatFormat(tokenizer, GEMMA)
+    chat.check_tools()
+    chat.close()
     assert "does not end turns with the tokenizer's EOS token ('<eos>')" in caplog.text
     caplog.clear()
     ChatFormat(qwen_tokenizer(), "qwen3").check_tools()

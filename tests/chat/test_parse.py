@@ -1,8 +1,11 @@
 """Turns of models as messages: calls, thoughts, malformed ones, and hostile ones."""
 
 import contextlib
+import copy
 import json
+import os
 
+import psutil
 import pytest
 
 from pl_grouprl.chat import ChatFormat, MalformedTurnError, ToolParser, families, register_tool_parser
@@ -368,14 +371,50 @@ def test_a_response_template_of_the_tokenizer_precedes_the_family():
     assert parse_with_template("<do>" + "[" * 100_000 + "</do><|im_end|>")["content"].startswith("<do>[[")
     assert parse_with_template("<|im_end|>") == message("")
     assert chat.parse([]) == message("")
+    chat.close()
 
 
-def test_a_response_schema_is_used_where_transformers_knows_no_templates():
-    """As transformers before 5.13."""
+TAG_PATTERN = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
+BACKTRACKING_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": TAG_PATTERN},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}
+
+
+def test_a_response_template_that_backtracks_is_stopped(caplog):
     tokenizer = qwen_tokenizer()
-    tokenizer.response_schema = {"x-regex": ".*"}
-    chat = ChatFormat(tokenizer, "qwen3")
-    token_ids = tokenizer(f"{QWEN_CALL}<|im_end|>")["input_ids"]
-    assert chat.parse(token_ids) == message("", CALL)  # this version parses by templates only
-    tokenizer.parse_response = lambda response: {"role": "assistant", "content": f"{len(response)} tokens"}
-    assert chat.parse(token_ids) == message(f"{len(token_ids)} tokens")
+    tokenizer.response_template = BACKTRACKING_TEMPLATE
+    chat = copy.deepcopy(ChatFormat(tokenizer, "qwen3"))
+    prefix_ids = tokenizer(HEADERS["qwen"])["input_ids"]
+    try:
+        chat.check_tools()
+        worker = chat._template_parser._process.pid
+        assert worker != os.getpid()
+        for blanks in (10_000, 20_000):  # its time is cubic: this would take an hour
+            text = "<tool_call><function=search><parameter=n>" + " " * blanks
+            assert chat.parse(tokenizer(text)["input_ids"], prefix_ids, [SEARCH]) == message(text)
+        assert caplog.text.count("it took longer than 2 seconds. Such turns count as text") == 1
+        text = "<tool_call><function=search><parameter=n> 3 </parameter></function></tool_call><|im_end|>"
+        assert chat.parse(tokenizer(text)["input_ids"], prefix_ids, [SEARCH]) == message("", call("search", {"n": 3}))
+        assert chat._template_parser._process.pid == worker
+        assert copy.deepcopy(chat)._template_parser is None
+    finally:
+        chat.close()
+    assert not psutil.pid_exists(worker)
+
+
+def test_a_response_template_that_is_malformed_ends_the_run_at_setup():
+    tokenizer = qwen_tokenizer()
+    tokenizer.response_template = {"fields": {"content": {"open_pattern": "("}}}
+    with pytest.raises(ValueError, match=r"Field 'content': invalid open_pattern regex"):
+        ChatFormat(tokenizer, "qwen3").check_tools()

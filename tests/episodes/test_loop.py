@@ -117,3 +117,37 @@ def test_an_error_of_one_episode_is_raised_once_all_have_ended(run):
     with pytest.raises(RuntimeError, match="the second turn fails"):
         run(Turns(before))
     assert (1, 0) in turns
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "encoded", "reason"),
+    [
+        (2**20, 4096, [2**14], "length"),  # not a million characters
+        (2**20, 50_000, [2**14, 2**17], "length"),
+        (100, 4096, [100], "stop"),
+        (2**15, None, [2**14, 2**15], "stop"),
+    ],
+)
+def test_a_result_that_does_not_fit_is_not_encoded_whole(length, most, encoded, reason):
+    seen = []
+
+    class Characters(Chat):
+        def encode_results(self, results):
+            seen.append(len(results[0]["content"]))
+            return [9] * seen[-1]
+
+    def meet() -> str:
+        """Return much."""
+        return "x" * length
+
+    runner = ToolRunner([meet])
+    try:
+        loop = EpisodeLoop(Characters(), runner, EpisodeLimits(max_episode_tokens=most))
+        sampler = Turns()
+        sampler.is_concurrent = False
+        prompt = Prompt([1], prompt=[{"role": "user", "content": "Hello."}], columns={})
+        _, ((rollout,),) = loop.run(sampler, [prompt], [0], 8, 1)
+    finally:
+        runner.close()
+    assert (seen, rollout.finish_reason) == (encoded, reason)
+    assert len(rollout.token_ids) == (1 if reason == "length" else length + 2)

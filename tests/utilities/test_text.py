@@ -1,4 +1,11 @@
-from pl_grouprl.utilities.text import first_names, shorten
+from base64 import b64encode
+from urllib.parse import quote
+
+import httpx2
+import pytest
+
+from pl_grouprl.rollout.server.server import RefusedError, Server
+from pl_grouprl.utilities.text import first_names, mask_secret, shorten
 
 
 def test_the_first_names_and_how_many_more():
@@ -12,3 +19,17 @@ def test_a_long_value_is_cut():
     assert shorten("a" * 78) == f"'{'a' * 78}'"
     assert shorten("a" * 79) == f"'{'a' * 79}..."
     assert shorten([1, 2, 3], length=4) == "[1, ..."
+
+
+def test_a_token_that_a_sampling_server_quotes_is_masked():
+    token = "s3cret/token+1"
+    encoded = b64encode(f"Bearer {token}".encode()).decode()
+    response = httpx2.Response(400, json={"error": f"{token} {quote(token, safe='')} {encoded}"})
+    with pytest.raises(RefusedError, match=r"answers 400: \*\*\* \*\*\* QmVhcmVyIH\*\*\*"):
+        Server("http://127.0.0.1:1", token=token).decode(response)
+
+
+def test_other_text_is_not_masked():
+    assert mask_secret("a sk-1 b", None) == "a sk-1 b"
+    assert mask_secret("a sk-1 b", "sk-2") == "a sk-1 b"
+    assert mask_secret("abc", "b") == "a***c"  # a secret too short for the other forms
