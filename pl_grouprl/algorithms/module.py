@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -93,9 +94,10 @@ from pl_grouprl.utilities.copying import private_copy
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.garbage import CheapGarbageCollection
 from pl_grouprl.utilities.last_checkpoint import find_last
-from pl_grouprl.utilities.loggers import log_every_step, prepare_loggers
+from pl_grouprl.utilities.loggers import log_every_step, place_default_logger, prepare_loggers
 from pl_grouprl.utilities.memory import naming_memory
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
+from pl_grouprl.utilities.origin import lineage
 from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.random_state import seed_torch
 from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
@@ -971,14 +973,15 @@ class RLModule(pl.LightningModule, ABC):
 
     @property
     def trainer(self) -> pl.Trainer:
-        """The Trainer that the module is attached to, which finds `ckpt_path="last"` as the command line does."""
+        """The Trainer of the run, which finds `ckpt_path="last"`, and by default logs, where the command line does."""
         return super().trainer
 
     @trainer.setter
     def trainer(self, trainer: pl.Trainer | None) -> None:
         pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
-        if trainer is not None:
-            find_last(trainer)  # here, because Lightning chooses the checkpoint before it calls any hook
+        if trainer is not None:  # here, because Lightning chooses the checkpoint before it calls any hook
+            place_default_logger(trainer, re.sub("(?<=[a-z])(?=[A-Z])", "_", lineage(self)[-1]).lower())
+            find_last(trainer)
 
 
 def _needs_whole_episodes(module: RLModule) -> bool:

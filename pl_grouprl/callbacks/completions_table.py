@@ -102,9 +102,8 @@ class CompletionsTable(Callback):
             )
         self._next_step = 0
         self._writes = OptionalWrites("CompletionsTable")
-        folder = run_folder(trainer)
-        named = None if self.filename is None else f"{self._prefix}{self.filename}"
-        self._file = None if folder is None or named is None else folder / named
+        folder = None if self.filename is None else run_folder(trainer)
+        self._file = None if folder is None else folder / f"{self._prefix}{self.filename}"
         if self._file is not None:
             claim(trainer, self._file, self)
 

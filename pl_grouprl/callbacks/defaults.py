@@ -33,7 +33,7 @@ class LoadModels(Callback):
 
 def _may_read_models(callback: Callback) -> bool:
     """Whether it has a `setup` that is neither ours nor one of Lightning's that reads no models."""
-    home = str(callback.setup.__module__)
+    home = str(getattr(callback.setup, "__module__", ""))
     own = home.startswith(("lightning.", f"{__package__.partition('.')[0]}."))
     return not own or home.endswith(("weight_averaging", "weight_avg", "finetuning", "pruning"))
 

@@ -246,7 +246,8 @@ class SafeCheckpoint(ModelCheckpoint):
         if trainer.fit_loop.epoch_loop._should_accumulate():
             return  # checkpoints do not include accumulated gradients
         if waits and self.save_last and not self._should_skip_saving_checkpoint(trainer):
-            validates = trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+            loop: Any = trainer.fit_loop
+            validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
             if not _largest(trainer, validates):
                 self._save_last(trainer)
         signum = self._requested_signal(trainer)

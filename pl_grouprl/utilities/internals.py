@@ -191,8 +191,16 @@ NAMES = (
         ),
         "our progress bar in its place",
     ),
-    Names("lightning.pytorch.loggers.CSVLogger", ("_experiment",), "whether the logger has begun to write"),
-    Names("lightning.pytorch.loggers.TensorBoardLogger", ("_prefix",), "a step as one event"),
+    Names(
+        "lightning.pytorch.loggers.CSVLogger",
+        ("_experiment", "_save_dir", "_root_dir", "_name", "_version"),
+        "whether the logger has begun to write, and where the Trainer's own writes",
+    ),
+    Names(
+        "lightning.pytorch.loggers.TensorBoardLogger",
+        ("_prefix", "_experiment", "_root_dir", "_name", "_version"),
+        "a step as one event; where the Trainer's own writes",
+    ),
     Names("lightning.fabric.utilities.logger", ("_convert_params", "_flatten_dict"), "the logger for trackio"),
     Names("tensorboardX.SummaryWriter", ("_get_file_writer",), "a step as one event"),
     Names("torch.utils.tensorboard.SummaryWriter", ("_get_file_writer",), "a step as one event"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -36,6 +38,20 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
             _keep_former_metrics(Path(logger.log_dir))
         if not isinstance(logger, _Guarded):
             logger.__class__ = _guarded(type(logger))
+
+
+def place_default_logger(trainer: Trainer, name: str) -> None:
+    """Let the logger that a Trainer makes by itself write to `runs/{name}`, where the YAML configurations write.
+
+    Args:
+        trainer: Its default logger writes to `lightning_logs` in its root folder; any other stays as it is.
+        name: The algorithm's.
+    """
+    for logger in trainer.loggers:
+        default = logger.name == "lightning_logs" and logger.save_dir == trainer.default_root_dir
+        if default and isinstance(logger, (CSVLogger, TensorBoardLogger)) and logger._experiment is None:
+            logger._root_dir = logger._save_dir = os.path.join(trainer.default_root_dir, "runs")  # type: ignore[union-attr]
+            logger._name, logger._version = name, SLURMEnvironment.job_id()
 
 
 def log_every_step(trainer: Trainer) -> None:

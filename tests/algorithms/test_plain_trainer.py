@@ -2,6 +2,7 @@
 
 import csv
 import logging
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
@@ -9,8 +10,8 @@ from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from lightning.pytorch.loggers import CSVLogger
 
-from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.callbacks import RunProgressBar, RunSummary
+from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
+from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunProgressBar, RunSummary, SafeCheckpoint
 from pl_grouprl.report.run import different_options, read_runs
 from pl_grouprl.training import prefix_sharing
 
@@ -37,6 +38,40 @@ def test_it_keeps_curves_a_summary_and_every_step(fit, tmp_path, capfd):
     assert "Run summary: 2 steps" in printed.out
     assert "FLOPs" not in printed.out + printed.err
     assert "weights are trained" in printed.out
+
+
+@pytest.mark.parametrize(("cls", "name"), [(GRPO, "grpo"), (GroupPPO, "group_ppo"), (type("Mine", (PPO,), {}), "ppo")])
+def test_the_trainers_own_logger_writes_where_the_configurations_do(make_module, make_trainer, tmp_path, cls, name):
+    trainer = make_trainer(logger=True)
+    assert "lightning_logs" in trainer.log_dir
+    module = make_module(cls)
+    module.trainer = trainer
+    assert Path(trainer.log_dir) == tmp_path / "runs" / name / "version_0"
+    (tmp_path / "runs" / name / "version_0").mkdir(parents=True)
+    module.trainer = trainer = make_trainer(logger=True)
+    assert Path(trainer.log_dir) == tmp_path / "runs" / name / "version_1"
+    module.trainer = trainer = make_trainer(logger=CSVLogger(tmp_path / "own"))
+    assert Path(trainer.log_dir) == tmp_path / "own" / "lightning_logs" / "version_0"
+
+
+def test_a_run_and_its_evaluations_are_in_one_place(make_module, make_data, make_trainer, scripted_engine, tmp_path):
+    callbacks = [SafeCheckpoint(every_n_train_steps=1), CompletionsTable(console=False)]
+    trainer = make_trainer(logger=True, max_steps=1, callbacks=callbacks)
+    trainer.fit(make_module(engine=scripted_engine), make_data())
+    trainer.validate(make_module(engine=scripted_engine), make_data(val=True), ckpt_path="last", verbose=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    run = tmp_path / "runs" / "grpo" / "version_0"
+    assert list(run.parent.iterdir()) == [run]
+    assert {"checkpoints", "completions.jsonl", "val_completions.jsonl"} < {path.name for path in run.iterdir()}
+
+
+def test_an_evaluation_that_writes_nothing_leaves_no_folder(
+    make_module, make_data, make_trainer, scripted_engine, tmp_path
+):
+    callbacks = [SafeCheckpoint(), CompletionsTable(filename=None, console=False), ExportPolicy(), RunSummary()]
+    trainer = make_trainer(callbacks=callbacks)
+    trainer.validate(make_module(), make_data(val=True), verbose=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_writes_nothing_without_a_logger(fit, tmp_path):
