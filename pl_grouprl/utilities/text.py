@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+
+def printable(text: str) -> str:
+    """The text with escapes for control characters, which a terminal would obey."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def metric_name(text: str) -> str:
+    """A name from data as part of a metric's name: `printable`, and one to one."""
+    return printable(re.sub(r"\\(?=[xuUntr\\])", r"\\\\", text))
 
 
 def encodable(text: str) -> str:
