@@ -18,7 +18,7 @@ from pl_grouprl.loggers.tables import markdown_of
 from pl_grouprl.types import Messages, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
-from pl_grouprl.utilities.text import output_encoding
+from pl_grouprl.utilities.text import output_encoding, printable
 from pl_grouprl.utilities.writes import OptionalWrites, append_whole
 
 CONSOLE_WIDTH = 120
@@ -278,7 +278,7 @@ def _cells(row: Row, columns: Sequence[str], max_characters: int) -> list[str]:
 
 def printable_line(text: str, max_characters: int) -> str:
     """Make a text one printable line: escape control characters, and cut out the middle if it is too long."""
-    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    line = printable(text)
     if len(line) <= max_characters:
         return line
     head = (max_characters - 1) * 2 // 3

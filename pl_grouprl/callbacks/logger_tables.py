@@ -39,7 +39,7 @@ def log_tables(trainer: Trainer, tables: Sequence[Table], writes: OptionalWrites
     for logger in trainer.loggers:
         for table in tables:
             if table.rows:
-                with writes.to(logger.log_dir or logger.name):
+                with writes.to(logger.log_dir or logger.name, Exception):
                     log_table(logger, table)
 
 

@@ -11,6 +11,9 @@ over a rollout's trained tokens:
 | `sequence_truncate` | clip(W, low, high) | TIS of sequences | `sequence_truncate` |
 | `sequence_mask` | W, or 0 where W is outside [low, high] | "When Speed Kills Stability" (2025) | `sequence_mask` |
 
+Both probabilities are at the sampling temperature over the whole vocabulary, so the weights correct for numerics and
+older weights, not for tokens that top-k, top-p or min-p never sample; on-policy they are 1.
+
 `low` and `high` are TRL's `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` (once
 `vllm_importance_sampling_cap`). Multiply the policy loss of each token by its weight; a KL penalty is not weighted.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pl_grouprl.rewards.conventions import PreparedReward
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.text import metric_name
 
 STATISTICS = ("mean", "std", "none", "invalid")
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -107,7 +108,7 @@ def _read_item(reward: PreparedReward, result: Any, length: int) -> Score:
             "it must have the key 'score'."
         )
     extras = {
-        f"{key}_" if str(key).rstrip("_") in STATISTICS else str(key): number
+        f"{key}_" if str(key).rstrip("_") in STATISTICS else metric_name(str(key)): number
         for key, value in result.items()
         if key != "score" and (number := _as_float(_without_arrays(value))) is not None and math.isfinite(number)
     }

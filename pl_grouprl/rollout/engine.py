@@ -45,6 +45,8 @@ class RolloutEngine(Protocol):
     - `keeps_caches = True`: it has a method `keep_caches()`, a context manager. In it, a prompt that continues a
       rollout of the previous call is encoded from where that rollout ended (the turns of an episode), or from the last
       whole block of the cache before that.
+    - `truncates_logprobs = True`: with top-k, top-p or min-p, `Rollout.logprobs` are those of the truncated
+      distribution. They are then neither compared with the policy's nor corrected for.
     - `max_model_len`, an int: maximum length of prompt plus completion.
     - `autocast_dtype`, set by the run: on a GPU, dtype that the Trainer's precision computes in under autocast
       (`bf16-mixed`: bfloat16); None otherwise. `generate` is not called under autocast.
@@ -109,6 +111,7 @@ Capability = Literal[
     "updates_in_flight",
     "takes_limits",
     "keeps_caches",
+    "truncates_logprobs",
 ]
 
 

@@ -131,7 +131,7 @@ class HFRolloutEngine:
 
         Returns:
             For each prompt, in the caller's order, `num_generations` rollouts: tokens including the end token,
-            log-probabilities under the sampled distribution (`sampling.sample_tokens`), finish reason, and text if
+            log-probabilities (`sampling.sample_tokens`), finish reason, and text if
             there is a tokenizer.
 
         Raises:

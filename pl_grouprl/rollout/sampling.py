@@ -78,8 +78,8 @@ def sample_tokens(logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tenso
         uniforms_B: Float64 in [0, 1), shape [B]; may be None for temperature 0.
 
     Returns:
-        Tokens, int64 [B], and their log-probabilities under the sampled distribution, float32 [B]. Greedy tokens get
-        log-probabilities at temperature 1 without filters, as in scoring. NaN logits give NaN log-probabilities.
+        Tokens, int64 [B], and their log-probabilities at the temperature (1 for greedy tokens) without filters, as in
+        scoring, float32 [B]. NaN logits give NaN log-probabilities.
 
     Raises:
         ValueError: If `uniforms_B` is None and the temperature is not 0.
@@ -90,8 +90,9 @@ def sample_tokens(logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tenso
     elif uniforms_B is None:
         raise ValueError(f"uniforms_B is None at temperature={sampling.temperature}; pass one number per sequence.")
     else:
-        logprobs_BV = filter_logits(logits_BV, sampling).log_softmax(dim=-1)
-        tokens_B1 = _invert_cdf(logprobs_BV.exp(), uniforms_B)
+        logprobs_BV = filter_logits(logits_BV, SamplingConfig(temperature=sampling.temperature)).log_softmax(dim=-1)
+        drawn_BV = filter_logits(logits_BV, sampling).log_softmax(dim=-1) if sampling.is_truncated else logprobs_BV
+        tokens_B1 = _invert_cdf(drawn_BV.exp(), uniforms_B)
     return tokens_B1.squeeze(-1), logprobs_BV.gather(-1, tokens_B1).squeeze(-1)
 
 

@@ -16,6 +16,7 @@ from pl_grouprl.models.cost import ModelCost
 from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards import PendingRewards
 from pl_grouprl.rollout.branching import Branching
+from pl_grouprl.rollout.engine import declares
 from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
 from pl_grouprl.training.metrics import count_tokens, rollout_metrics, summarize
 from pl_grouprl.training.rewarder import Rewarder
@@ -42,7 +43,8 @@ class CollectedRollouts:
         pending: Rewards of `generated` that are still being computed.
         mini_batches: The mini-batch of each group; empty on a single rank, where the buffer assigns them.
         metrics: Metrics of dynamic sampling and of the balance between ranks.
-        has_rollout_logprobs: Whether every rollout of every rank has log-probabilities from the sampler.
+        has_rollout_logprobs: Whether every rollout of every rank has log-probabilities from the sampler, over the whole
+            vocabulary.
         staleness: Staleness of this rank's rollouts that were sampled ahead; None if none were.
     """
 
@@ -174,6 +176,7 @@ class Collector:
         if ahead is not None:
             collected.staleness = ahead.measure(collected.groups)
         reports = all(rollout.logprobs is not None for group in collected.groups for rollout in group.rollouts)
+        reports &= not (self._sampling.is_truncated and declares(self._sampler.engine, "truncates_logprobs"))
         collected.has_rollout_logprobs = all(gather_plain(reports, self._run.device))
         self._distribute(collected, batch.rollout_number)
         return collected

@@ -16,6 +16,7 @@ from pl_grouprl.training.votes import AnswerExtractor, Answers
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.options import check_finite
+from pl_grouprl.utilities.text import metric_name
 
 
 def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: float = 1.0) -> dict[str, float]:
@@ -40,7 +41,7 @@ def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: f
     for source in sorted({record["data_source"] for record in scored}):
         of_source = [record for record in scored if record["data_source"] == source]
         source_metrics = _source_metrics(of_source, pass_threshold)
-        metrics |= {f"{prefix}/{source}/{name}": value for name, value in source_metrics.items()}
+        metrics |= {f"{prefix}/{metric_name(source)}/{name}": value for name, value in source_metrics.items()}
     return metrics | episode_metrics(records, f"{prefix}/")
 
 

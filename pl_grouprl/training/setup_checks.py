@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from pl_grouprl.rollout.engine import declares
 from pl_grouprl.rollout.limits import length_limits, vocabulary
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.prompt_checks import check_loader, check_prompts, limits_of_source, prompts_of_stage
@@ -99,6 +100,16 @@ def _check_prompts(module: Any, stage: str, limits: Mapping[str, int], vocab_siz
         check_prompts(prompts, split, sampling, option, module.engine, dict(limits), vocab_size)
 
 
+def _check_whole_logprobs(module: Any) -> None:
+    if declares(module.engine, "truncates_logprobs"):
+        raise ValueError(
+            f"importance_sampling is {module.objective.importance_sampling['kind']!r}, but with top_k, top_p or min_p "
+            f"{type(module.engine).__name__} reports log-probabilities of the truncated distribution, and the policy's "
+            "are of the whole one; leave importance_sampling 'none', drop these filters from sampling, or sample with "
+            "HFRolloutEngine."
+        )
+
+
 def _check_fit(module: Any) -> None:
     trainer = module.trainer
     data = getattr(trainer, "datamodule", None)
@@ -106,6 +117,8 @@ def _check_fit(module: Any) -> None:
         raise ValueError(
             "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
         )
+    if module.objective.corrects_sampling and module.sampling.is_truncated:
+        _check_whole_logprobs(module)
     if module.max_staleness:
         check_max_staleness(module, module.engine, module.objective.corrects_sampling)
     check_updates(trainer, module.num_iterations, module.num_mini_batches)

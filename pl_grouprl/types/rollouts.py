@@ -45,9 +45,9 @@ class Rollout:
 
     Attributes:
         token_ids: The sampled tokens, the end token included where the model produced one. May be empty.
-        logprobs: Log-probability of each token under the distribution that it was sampled from (temperature,
-            top-k, top-p and min-p applied), as the sampler computed it. Greedy decoding, whose distribution is a
-            point, reports those of temperature 1 without filters.
+        logprobs: Log-probability of each token as the sampler computed it, at the sampling temperature (1 for greedy
+            decoding) over the whole vocabulary: before top-k, top-p and min-p, as the policy is trained. An engine that
+            can only report them after these declares `truncates_logprobs`.
         loss_mask: 1 where a token is trained, 0 where it is only context (tool output). None trains every token.
         finish_reason: Why the completion ended.
         reward: The combined reward, `token_rewards` included; None where no reward function applied. Such a rollout is

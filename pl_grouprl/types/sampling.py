@@ -44,3 +44,8 @@ class SamplingConfig:
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
         }
         check_options({f"SamplingConfig.{name}": (getattr(self, name), *check) for name, check in checks.items()})
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether top-k, top-p or min-p may leave out tokens."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -12,10 +14,11 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from pl_grouprl.utilities.checkpoint_files import lives
+from pl_grouprl.utilities.text import describe_error, first_names
 from pl_grouprl.utilities.writes import OptionalWrites, explain_os_error
 
 _LIGHTNINGS_INTERVAL = 50
@@ -30,6 +33,8 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
     - A `TensorBoardLogger` writes the numbers of a step as one event, not one event each.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
       cannot be opened at all raises an error with the same details.
+    - `MLFlowLogger` gets each metric under a name that it takes. Metrics that a logger refuses are left out of it, and
+      whatever else it raises is a warning.
     """
     for logger in loggers:
         _ = logger.version
@@ -86,6 +91,8 @@ class _Guarded(Logger):
     """A mixin for loggers that warns if they cannot write."""
 
     _writes: OptionalWrites | None = None
+    _renamed = False
+    _refused: frozenset[str] = frozenset()
 
     @property
     def experiment(self) -> Any:
@@ -95,21 +102,48 @@ class _Guarded(Logger):
             with explain_os_error(f"{_name(self)} cannot write to {_place(self)}"):
                 raise
 
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        self._attempt(lambda: super(_Guarded, self).log_metrics(*args, **kwargs))  # type: ignore[safe-super]
+    def log_metrics(self, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        def write(part: dict[str, Any]) -> Exception | None:
+            try:
+                self._attempt(lambda: super(_Guarded, self).log_metrics(part, *args, **kwargs))  # type: ignore[safe-super]
+            except Exception as error:
+                return error
+            return None
+
+        if isinstance(self, MLFlowLogger):
+            metrics = self._with_mlflow_names(metrics)
+        left = {name: value for name, value in metrics.items() if name not in self._refused}
+        if error := write(left):
+            refused = [name for name, value in left.items() if write({name: value})]
+            if refused:
+                rank_zero_warn(
+                    f"{_name(self)} refuses the metrics {first_names(refused)} ({describe_error(error, 300)}); it does "
+                    "without them, and training continues."
+                )
+            self._refused |= set(refused)
+
+    def _with_mlflow_names(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        names = {name: _mlflow_name(name) for name in metrics}
+        if not self._renamed and (changed := next((name for name in names if names[name] != name), None)):
+            self._renamed = True
+            rank_zero_warn(
+                f"MLflow takes only letters, digits and '_/. -' in names of metrics: {changed!r} is logged as "
+                f"{names[changed]!r}, and others like it."
+            )
+        return {names[name]: value for name, value in metrics.items()}
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        self._attempt(lambda: super(_Guarded, self).log_hyperparams(*args, **kwargs))  # type: ignore[safe-super]
+        self._tolerate(lambda: super(_Guarded, self).log_hyperparams(*args, **kwargs))  # type: ignore[safe-super]
 
     def save(self) -> None:
-        self._attempt(super().save)
+        self._tolerate(super().save)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self._attempt(lambda: super(_Guarded, self).after_save_checkpoint(checkpoint_callback))
+        self._tolerate(lambda: super(_Guarded, self).after_save_checkpoint(checkpoint_callback))
 
     def finalize(self, status: str) -> None:
         if self._writes is None:
-            self._attempt(lambda: super(_Guarded, self).finalize(status))
+            self._tolerate(lambda: super(_Guarded, self).finalize(status))
         else:
             with suppress(Exception):  # closes as much as it can
                 super().finalize(status)
@@ -119,6 +153,12 @@ class _Guarded(Logger):
         reduced: Any = super().__reduce_ex__(protocol)
         own = next(kind for kind in type(self).__mro__ if not issubclass(kind, (_Guarded, _OneEvent)))
         return object.__new__, (own,), *reduced[2:]
+
+    def _tolerate(self, write: Callable[[], None]) -> None:
+        try:
+            self._attempt(write)
+        except Exception as error:
+            rank_zero_warn(f"{_name(self)} raised {describe_error(error, 300)}; training continues.")
 
     def _attempt(self, write: Callable[[], None]) -> None:
         if self._writes is not None:
@@ -154,6 +194,20 @@ class _OneEvent(Logger):
         self.experiment._get_file_writer().add_summary(Summary(value=values), step)
 
 
+def _mlflow_name(name: str) -> str:
+    """A name that MLflow takes; different names get different ones.
+
+    `@` becomes `-at-`, and another character that Lightning would drop becomes `.x{hex}.`, as do `-` and `.` where they
+    would look like these. Parts between slashes that make no path (empty, `.` and `..`) are escaped, too.
+    """
+    escaped = re.sub(
+        r"[^\w/. -]|-(?=at)|\.(?=x)", lambda c: "-at-" if c[0] == "@" else f".x{ord(c[0]):x}.", name, flags=re.A
+    )
+    parts = [f".x{part.encode().hex()}." if part in ("", ".", "..") else part for part in escaped.split("/")]
+    whole = "/".join(parts)
+    return whole if len(whole) <= 250 else f"{whole[:200]}.x.{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
 @cache
 def _guarded(kind: type[Logger]) -> type[Logger]:
     """A guarded subclass with the same name, so `isinstance` and messages do not change."""
@@ -166,7 +220,7 @@ def _guarded(kind: type[Logger]) -> type[Logger]:
 def _reason(error: BaseException | None) -> OSError | None:
     """The OSError that caused an error, if any."""
     while error is not None and not isinstance(error, OSError):
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
     return error
 
 

@@ -11,6 +11,16 @@ from typing import Any
 from urllib.parse import quote_plus
 
 
+def printable(text: str) -> str:
+    """The text with escapes for control characters, which a terminal would obey."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def metric_name(text: str) -> str:
+    """A name from data as part of a metric's name: `printable`, and one to one."""
+    return printable(re.sub(r"\\(?=[xuUntr\\])", r"\\\\", text))
+
+
 def encodable(text: str) -> str:
     """The text with escapes for what standard output cannot encode, such as emoji in a file on Windows (cp1252)."""
     encoding = output_encoding()

@@ -57,21 +57,19 @@ class OptionalWrites:
         self._warned = False
 
     @contextmanager
-    def to(self, place: object) -> Iterator[None]:
-        """Turn a file system error inside the context into a warning that names the place and the remedy."""
+    def to(self, place: object, errors: type[Exception] = OSError) -> Iterator[None]:
+        """Turn such an error inside the context into a warning that names the place and the remedy."""
         try:
             yield
-        except OSError as error:
+        except errors as error:
             self.warn(place, error)
 
-    def warn(self, place: object, error: OSError) -> None:
+    def warn(self, place: object, error: Exception) -> None:
         """Warn, once."""
         if not self._warned:
             self._warned = True
-            rank_zero_warn(
-                f"{self.writer} cannot write to {place}: {error}. Training continues without it; free space there, or "
-                "make it writable."
-            )
+            remedy = "; free space there, or make it writable" if isinstance(error, OSError) else ""
+            rank_zero_warn(f"{self.writer} cannot write to {place}: {error}. Training continues without it{remedy}.")
 
 
 @contextmanager

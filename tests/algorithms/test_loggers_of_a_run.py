@@ -1,14 +1,17 @@
 """Loggers of a run: what they cannot write is a warning, and what a former run wrote stays."""
 
+import csv
 import json
 import pickle
+import posixpath
+import re
 import socket
 import subprocess
 import sys
 
 import pytest
 from helpers.full_disk import full_disk
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
 from pl_grouprl.utilities.loggers import prepare_loggers
 
@@ -76,14 +79,72 @@ def test_two_runs_at_once_do_not_write_one_file(tmp_path):
     assert (folder / "metrics_1.csv").read_text() == "step\n"
 
 
-class Broken(CSVLogger):
+class Particular(CSVLogger):
     def log_metrics(self, metrics, step=None):
-        raise KeyError("a bug")
+        if "loss" in metrics:
+            raise KeyError("no such metric")
+        super().log_metrics(metrics, step)
+
+    def log_hyperparams(self, *args, **kwargs):
+        raise ValueError("too long")
+
+    def finalize(self, status):
+        super().finalize(status)
+        raise RuntimeError("not my run")
 
 
-def test_other_errors_of_a_logger_are_errors(make_module, make_data, make_trainer, tmp_path):
-    with pytest.raises(KeyError, match="a bug"):
-        make_trainer(max_steps=1, log_every_n_steps=1, logger=Broken(tmp_path)).fit(make_module(), make_data())
+def test_no_complaint_of_a_logger_ends_a_run_and_it_gets_what_it_takes(make_module, make_data, make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=2, log_every_n_steps=1, logger=Particular(tmp_path, version="own"))
+    with pytest.warns(UserWarning, match="Particular") as recorded:
+        trainer.fit(make_module(), make_data())
+    said = [str(one.message) for one in recorded if str(one.message).startswith("Particular")]
+    with pytest.warns(UserWarning, match="Particular raised too long; training continues"):
+        trainer.logger.log_hyperparams({})
+    assert said == [
+        "Particular refuses the metrics loss ('no such metric'); it does without them, and training continues.",
+        "Particular raised not my run; training continues.",
+    ]
+    with open(tmp_path / "lightning_logs" / "own" / "metrics.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert "loss" not in rows[0]
+    assert {row["step"] for row in rows if row["reward"]} == {"0", "1"}
+
+
+class Recorded(MLFlowLogger):
+    """Checks names as MLflow does, and keeps them."""
+
+    run_id = "run"
+
+    def __init__(self):
+        self.names, self._prefix, self._log_batch_kwargs = [], "", {}  # and nothing that opens MLflow
+
+    @property
+    def experiment(self):
+        return self
+
+    def log_batch(self, run_id, metrics, **options):
+        for name in (metric.key for metric in metrics):
+            assert re.fullmatch(r"[\w/. -]{1,250}", name, flags=re.ASCII)
+            assert posixpath.normpath(name) == name
+            assert not name.startswith(("/", "../"))
+        self.names += [metric.key for metric in metrics]
+
+
+def test_mlflow_gets_one_name_for_each_metric():
+    pytest.importorskip("mlflow")
+    sources = [
+        "openai/gsm8k", "math (hard)", "a+b", "ab", "a b", "a-b", "数学", "数", "学", "/abs/path", "../up", "a//b",
+        "a/./b", "x" * 300, "x" * 301, "a.x2b.b", "a-at-b", "a@b", "a@-at", "\\x1b", "-", ".", "..", "AIME-2024",
+    ]  # fmt: skip
+    metrics = {f"val/{source}/mean@2": 0.5 for source in sources} | {"loss": 1.0, "time/step": 2.0, "val/": 3.0}
+    logger = Recorded()
+    prepare_loggers([logger])
+    with pytest.warns(UserWarning, match="'val/openai/gsm8k/mean@2' is logged as 'val/openai/gsm8k/mean-at-2'"):
+        logger.log_metrics(metrics, step=1)
+    logger.log_metrics(metrics, step=2)  # said once: another warning would be an error
+    assert logger.names[: len(metrics)] == logger.names[len(metrics) :]
+    assert len(set(logger.names)) == len(metrics)
+    assert {"loss", "time/step", "val/ab/mean-at-2", "val/a.x2b.b/mean-at-2"} <= set(logger.names)
 
 
 def test_prepared_loggers_are_what_they_were(tmp_path):

@@ -86,6 +86,14 @@ def test_evaluation_by_hand():
     )
 
 
+def test_names_from_data_reach_the_terminal_as_text_and_stay_apart():
+    sources = ["\x1b]0;owned\x07", "\\x1b]0;owned\\x07", "a\nb", "a\\nb", "数学", "C:\\data", "\u202e"]
+    names = evaluate([group([1.0], source=source) for source in sources]).keys()
+    assert all(name.isprintable() for name in names)
+    assert len([name for name in names if name.endswith("/mean@1")]) == len(sources)
+    assert {"val/\\x1b]0;owned\\x07/mean@1", "val/数学/mean@1", "val/C:\\data/mean@1"} <= names
+
+
 def test_an_evaluation_without_rewards_is_not_a_number():
     assert math.isnan(evaluate([group([None])])["val/reward"])
 

@@ -15,7 +15,8 @@ from pl_grouprl.algorithms import GRPO
 from pl_grouprl.functional import policy_loss as losses
 from pl_grouprl.functional.aggregation import LOSS_PRESETS, aggregate
 from pl_grouprl.functional.kl import kl_estimate
-from pl_grouprl.types import Rollout
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.types import Rollout, SamplingConfig
 
 SAMPLER = -3.1
 """Log-probability that the engines here report for the first token of a rollout; the policy's are about -3.3."""
@@ -264,6 +265,36 @@ def test_weights_stay_those_of_before_the_updates(fit):
     for step in metrics.steps:
         assert [step[name] for name in names] == pytest.approx([metrics.steps[0][name] for name in names], rel=1e-5)
     assert not torch.allclose(module.updates[0][1], module.updates[2][1], atol=1e-2)
+
+
+TRUNCATIONS = ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.5}, {"temperature": 0.7, "top_k": 4, "top_p": 0.8})
+
+
+@pytest.mark.parametrize("filters", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("kind", ["token_mask", "sequence_mask"])
+def test_on_policy_ratios_are_one_when_sampling_is_truncated(fit, kind, filters):
+    bounds = {"importance_sampling_low": 0.99, "importance_sampling_high": 1.01}
+    sampling = SamplingConfig(max_new_tokens=6, **filters)
+    _, metrics = fit(1, engine=HFRolloutEngine(), importance_sampling=kind, sampling=sampling, **bounds)
+    for statistic in ("min", "mean", "max"):
+        assert metrics.steps[0][f"sampling/importance_sampling_ratio/{statistic}"] == pytest.approx(1, abs=1e-4)
+    assert metrics.steps[0]["grad_norm"] > 0
+
+
+def test_an_engine_whose_logprobs_are_truncated_is_not_compared_nor_corrected_for(fit):
+    class Truncating(Engine):
+        truncates_logprobs = True
+
+    for filters in TRUNCATIONS:
+        sampling = SamplingConfig(max_new_tokens=6, **filters)
+        _, metrics = fit(1, engine=Truncating(), sampling=sampling)
+        assert not any(name.startswith("sampling/") for name in metrics.steps[0])
+        with pytest.raises(
+            ValueError, match="with top_k, top_p or min_p Truncating reports log-probabilities of the tr"
+        ):
+            fit(1, engine=Truncating(), sampling=sampling, importance_sampling="token_mask")
+    _, metrics = fit(1, engine=Truncating(), importance_sampling="token_truncate")
+    assert metrics.steps[0]["sampling/importance_sampling_ratio/max"] > 0
 
 
 def test_an_engine_without_logprobs(fit):

@@ -208,7 +208,7 @@ def test_every_kind_of_number_in_a_dictionary_is_logged(value, number):
 
 
 def test_no_key_of_a_dictionary_is_lost():
-    keys = ["mean", "mean_", "std", "none", "invalid", "bleu/mean", "a_std", 7]
+    keys = ["mean", "mean_", "std", "none", "invalid", "bleu/mean", "a_std", 7, "\x1b[2J"]
 
     def grade(solution_str, **columns):
         return {"score": 0.0, "broken": math.nan, "late": None} | {key: i + 1 for i, key in enumerate(keys)}
@@ -217,8 +217,8 @@ def test_no_key_of_a_dictionary_is_lost():
         return [{"score": 1.0, "extra": 2.0}, {"score": 0.0}, {"score": None, "extra": 5.0}]
 
     metrics = apply_rewards(make_groups(["a", "b", "c"]), [grade, sometimes])
-    names = ["mean_", "mean__", "std_", "none_", "invalid_", "bleu/mean", "a_std", "7"]
-    assert [metrics[f"rewards/grade/{name}"] for name in names] == [1, 2, 3, 4, 5, 6, 7, 8]
+    names = ["mean_", "mean__", "std_", "none_", "invalid_", "bleu/mean", "a_std", "7", "\\x1b[2J"]
+    assert [metrics[f"rewards/grade/{name}"] for name in names] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert [metrics[f"rewards/grade/{name}"] for name in ("mean", "std", "none", "invalid")] == [0, 0, 0, 0]
     assert not {"rewards/grade/broken", "rewards/grade/late"} & metrics.keys()
     assert metrics["rewards/sometimes/extra"] == 3.5

@@ -79,6 +79,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
     reserves_max_new_tokens = True
     takes_prompt_indices = True
     takes_limits = True
+    truncates_logprobs = True
     updates_in_flight = True
 
     def __init__(

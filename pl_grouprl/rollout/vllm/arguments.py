@@ -14,7 +14,7 @@ DECIDED_ALWAYS = {
     "disable_log_stats": "the trainer, which logs",
     "enable_prefix_caching": "the group, whose rollouts share their prompt",
     "generation_config": "the module's sampling options",
-    "logprobs_mode": "the loss, which needs log-probabilities of the sampled distribution",
+    "logprobs_mode": "the loss, which needs log-probabilities at the sampling temperature",
     "quantization": "the comparison of weights, which does not support it",
     "runner": "the policy",
     "skip_tokenizer_init": "the policy's tokenizer, which stays in the trainer",

@@ -69,6 +69,7 @@ class VLLMRolloutEngine(HoldsPolicy):
     reserves_max_new_tokens = True
     takes_prompt_indices = True
     takes_limits = True
+    truncates_logprobs = True
     keeps_caches = True
 
     def __init__(

@@ -39,12 +39,19 @@ OPTIONS = {
 def assert_logprobs_of_a_fresh_forward(subject, **options):
     sampling = {"max_new_tokens": 20, "stop_token_ids": (4, 9), **options}
     groups = subject.sample(PROMPTS, 4, seed=5, **sampling)
-    min_p_first = subject.engine_name != "hf"  # as documented
+    is_hf = subject.engine_name == "hf"
+    whole = SamplingConfig(temperature=sampling.get("temperature", 1.0))
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for rollout in group:
-            expected = reference_logprobs(
-                subject.model, prompt, rollout, SamplingConfig(**sampling), min_p_first=min_p_first
+            drawn = reference_logprobs(
+                subject.model,
+                prompt,
+                rollout,
+                SamplingConfig(**sampling),
+                min_p_first=not is_hf,  # as documented
             )
+            assert drawn.isfinite().all()
+            expected = reference_logprobs(subject.model, prompt, rollout, whole) if is_hf else drawn
             torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
 
 
