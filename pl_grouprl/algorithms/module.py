@@ -514,6 +514,7 @@ class RLModule(pl.LightningModule, ABC):
         self.rewarder.close()  # may still be open after an exception
         encoding = getattr(getattr(self.trainer, "datamodule", None), "encoding", None)
         self.episodes.set_up(getattr(encoding, "chat_template_kwargs", {}))
+        self.sampler.turn_end_ids = self.episodes.turn_end_ids
         if stage != "predict":
             self.rewarder.open()
 

@@ -10,3 +10,10 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     own, ids = (list(tokenizer(["0a"], add_special_tokens=special)["input_ids"][0]) for special in (False, True))
     start = next(place for place in range(len(ids) + 1) if ids[place : place + len(own)] == own)
     return ids[:start], ids[start + len(own) :]
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The special tokens of a tokenizer, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return {token: text.content for token, text in added.items() if text.special} | dict(named)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from pl_grouprl.chat.casting import cast_arguments
+from pl_grouprl.chat.control_tokens import special_tokens
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
 from pl_grouprl.chat.template_check import check_complete, check_prefix_preserving, remedy
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.types import Messages
 
-log = logging.getLogger(__name__)
-
 _MAX_CACHED_PREFIXES = 256
 _TAIL_TOKENS = 64
+_MARKER = "check marker"
 
 
 class ChatFormat:
@@ -81,12 +82,29 @@ class ChatFormat:
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
             )
-        if self.tokenizer.eos_token_id not in self._dummy_prefix_ids("check"):
-            log.warning(
-                "The chat template does not end turns with the tokenizer's EOS token (%r). Add the token that ends "
-                "them to sampling.stop_token_ids, unless it is among the model's end tokens.",
-                self.tokenizer.eos_token,
-            )
+
+    @cached_property
+    def turn_end_ids(self) -> list[int]:
+        """The tokens with which the template ends the model's turns, answers and calls; empty if it has none.
+
+        They are the special tokens that follow the turn whatever comes next: the EOS token if it is one of them,
+        otherwise the last.
+        """
+        answer = {"role": "assistant", "content": _MARKER}
+        user, call = dummy_conversation("check", {"check": _MARKER})
+        result = {"role": "tool", "name": "check", "content": "check"}
+        found = set()
+        for turn, following in ((answer, user), (call, result)):
+            try:
+                texts = [self._render([user, turn]), self._render([user, turn, following])]
+            except ValueError:  # some templates have no tools
+                continue
+            tails = [text.partition(_MARKER)[2] for text in texts]
+            always = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*tails, strict=False)))
+            special, eos = special_tokens(self.tokenizer), self.tokenizer.eos_token_id
+            ends = [token for token in self._encode_text(always) if token in special]
+            found.update([eos] if eos in ends else ends[-1:])
+        return sorted(found)
 
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:
         """Render a prompt up to where the model starts to write; a final assistant message is left open.
@@ -182,9 +200,9 @@ class ChatFormat:
             message = plain_data(cast_arguments(message, tools))
         except (ValueError, TypeError, RecursionError):
             return self.plain_message(token_ids)
-        eos = self.tokenizer.eos_token
-        if eos and isinstance(message["content"], str):
-            message["content"] = message["content"].removesuffix(eos)
+        for end in self.tokenizer.convert_ids_to_tokens(self.turn_end_ids):
+            if isinstance(message["content"], str):
+                message["content"] = message["content"].removesuffix(end)
         return message
 
     def plain_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -217,13 +235,12 @@ class ChatFormat:
             count *= 4
 
     def _dummy_prefix_ids(self, name: str) -> list[int]:
-        """Tokens of a dummy conversation up to the EOS token that ends a call of this name."""
+        """Tokens of a dummy conversation up to the token that ends a call of this name."""
         if name in self._dummy_prefixes:
             return self._dummy_prefixes[name]
         token_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
-        eos = self.tokenizer.eos_token_id
-        if eos in token_ids:
-            token_ids = token_ids[: len(token_ids) - token_ids[::-1].index(eos)]
+        ends = [place for place, token in enumerate(token_ids, 1) if token in self.turn_end_ids]
+        token_ids = token_ids[: max(ends, default=None)]
         if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
             self._dummy_prefixes.clear()
         self._dummy_prefixes[name] = token_ids
@@ -257,7 +274,7 @@ def _takes_prefix(tokenizer: Any) -> bool:
     return parse_response is not None and "prefix" in inspect.signature(parse_response).parameters
 
 
-def dummy_conversation(name: str) -> Messages:
+def dummy_conversation(name: str, arguments: Mapping[str, str] = {}) -> Messages:
     """A question, and a turn that calls the tool of this name."""
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -286,7 +286,7 @@ class PromptDataModule(LightningDataModule):
         if split == "train":
             self._digest = digest_rows(rows)
         prompts = encode_rows(rows, self._tokenizer(), self.encoding, self._processor, self._reads_media(), chat)
-        self.kept[split] = self.length_policy.apply(prompts, split, self._tokenizer().decode)
+        self.kept[split] = self.length_policy.apply(prompts, split, self._tokenizer())
         self.prompts[split] = self.kept[split].prompts
 
     def _chat(self) -> ChatOptions:
