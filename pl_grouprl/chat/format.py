@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from pl_grouprl.chat.casting import cast_arguments
-from pl_grouprl.chat.control_tokens import special_tokens
+from pl_grouprl.chat.control_tokens import MARK, ControlTokens, special_tokens
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
 from pl_grouprl.chat.template_check import check_complete, check_prefix_preserving, remedy
@@ -29,6 +29,7 @@ class ChatFormat:
         chat_template: The name of a built-in training template (`qwen3`, `llama3`, `plain`), a path to a file, or a
             Jinja template; None for the tokenizer's.
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
+        split_special_tokens: Encode control tokens in the text of messages as text; see `ControlTokens`.
 
     Raises:
         ValueError: If there is no such chat template, or `template_kwargs` also sets one.
@@ -38,7 +39,11 @@ class ChatFormat:
     """Whether prompts must come from `encode_prompt`; otherwise `apply_chat_template` gives the same tokens."""
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        split_special_tokens: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
@@ -54,6 +59,7 @@ class ChatFormat:
             source = source.get("tool_use") or source.get("default") or ""
         self.source = source
         self.parser = find_tool_parser(source)
+        self._control = ControlTokens(tokenizer, source, split_special_tokens)
         self._dummy_prefixes: dict[str, list[int]] = {}
 
     def check_tools(self, *, may_rewrite: bool = False) -> None:
@@ -116,6 +122,9 @@ class ChatFormat:
         Raises:
             ValueError: If there is no chat template, or it refuses the messages.
         """
+        return self._control.without_marks(self._render_prompt(messages, tools))
+
+    def _render_prompt(self, messages: Messages, tools: Sequence[Schema]) -> str:
         open_ended = messages[-1]["role"] == "assistant"
         options = {"tools": list(tools)} if tools else {}
         return self._apply(
@@ -128,7 +137,7 @@ class ChatFormat:
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
         """Tokens of a prompt, up to where the model starts to write; see `render_prompt`."""
-        return self._encode_text(self.render_prompt(messages, tools))
+        return self._encode_text(self._render_prompt(messages, tools))
 
     def encode_history(self, history_ids: Sequence[int], messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
         """Tokens of a conversation as the template renders it now, up to where the model writes its next turn.
@@ -142,14 +151,17 @@ class ChatFormat:
         Raises:
             ValueError: If the template refuses the messages.
         """
-        text = self.render_prompt(messages, tools)
+        text = self._render_prompt(messages, tools)
         past = self.tokenizer.decode(history_ids, clean_up_tokenization_spaces=False)
-        if text.startswith(past):
-            return [*history_ids, *self._encode_text(text[len(past) :])]
-        return self._encode_text(text)
+        if not self._control.without_marks(text).startswith(past):
+            return self._encode_text(text)
+        end = len(past)
+        while end != (with_marks := len(past) + len(MARK) * text[:end].count(MARK)):
+            end = with_marks
+        return [*history_ids, *self._encode_text(text[end:])]
 
     def _encode_text(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._control.encode([text])[0]
 
     def encode_results(self, results: Messages) -> list[int]:
         """Tokens between two turns of the model: the results of tools, and the header of the next turn.
@@ -248,8 +260,8 @@ class ChatFormat:
 
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
         """Tokens of a conversation, by the tokenizer's template for tools if it has several."""
-        options = {"return_dict": False, "add_generation_prompt": add_generation_prompt, "chat_template": self.source}
-        return list(self._apply(messages, tokenize=True, **options))
+        options = {"add_generation_prompt": add_generation_prompt, "chat_template": self.source}
+        return self._encode_text(self._apply(messages, tokenize=False, **options))
 
     def _render(self, messages: Messages) -> str:
         return self._apply(messages, tokenize=False, chat_template=self.source)
@@ -263,7 +275,7 @@ class ChatFormat:
         if self.chat_template is not None:
             options.setdefault("chat_template", self.chat_template)
         try:
-            return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
+            return self.tokenizer.apply_chat_template(self._control.mark(messages), **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
 

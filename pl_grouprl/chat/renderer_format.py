@@ -135,7 +135,10 @@ def uses_renderers(chat_template: str | None) -> bool:
 
 
 def make_chat_format(
-    tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    split_special_tokens: bool = True,
 ) -> ChatFormat:
     """Create the chat format that a `chat_template` option selects.
 
@@ -143,7 +146,8 @@ def make_chat_format(
         tokenizer: A transformers tokenizer.
         chat_template: See `ChatFormat`; `renderers` and `renderers:NAME` use the library of that name.
         template_kwargs: See `ChatFormat`.
+        split_special_tokens: See `ChatFormat`; the library encodes control tokens in text as it does.
     """
     if chat_template is not None and uses_renderers(chat_template):
         return RendererFormat(tokenizer, chat_template.partition(":")[2] or "auto", template_kwargs)
-    return ChatFormat(tokenizer, chat_template, template_kwargs)
+    return ChatFormat(tokenizer, chat_template, template_kwargs, split_special_tokens)

@@ -93,6 +93,7 @@ class Episodes:
                 chat_template=chat_template if uses_renderers(chat_template) else None,
             )
         self._template_kwargs: Mapping[str, Any] = {}
+        self._split_special_tokens = True
         self.turn_end_ids: list[int] = []
         self._format: ChatFormat | None = None
         self._loop: EpisodeLoop | None = None
@@ -182,16 +183,18 @@ class Episodes:
             )
         return self._limits.max_episode_tokens or max_new_tokens
 
-    def set_up(self, template_kwargs: Mapping[str, Any]) -> None:
+    def set_up(self, template_kwargs: Mapping[str, Any], split_special_tokens: bool = True) -> None:
         """Refuse a chat template that cannot work, find the end of its turns, and start the workers.
 
         Args:
             template_kwargs: What the data passes to the chat template.
+            split_special_tokens: Whether control tokens in messages are text.
 
         Raises:
             ValueError: Says what to change.
         """
         self._template_kwargs, self._format, self._loop = template_kwargs, None, None
+        self._split_special_tokens = split_special_tokens
         tokenizer = self._run.tokenizer
         self.turn_end_ids = [end for end in self._chat_format().turn_end_ids if end != tokenizer.eos_token_id]
         if self.turn_end_ids:
@@ -242,7 +245,7 @@ class Episodes:
         return self._format
 
     def _make_format(self, tokenizer: Any) -> ChatFormat:
-        return make_chat_format(tokenizer, self._chat_template, self._template_kwargs)
+        return make_chat_format(tokenizer, self._chat_template, self._template_kwargs, self._split_special_tokens)
 
 
 def _refuse_with_harness(**options: Any) -> None:
