@@ -40,24 +40,23 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any, template: str | None = None, split: bool = True) -> None:
         self._tokenizer, self._split = tokenizer, split
-        special = special_tokens(tokenizer)
-        self._mark_id = getattr(tokenizer, "eos_token_id", None)
-        if self._mark_id not in special:
-            self._mark_id = next(iter(special), None)
-        self._mark_text = special.get(self._mark_id, "")
+        special, eos = special_tokens(tokenizer), getattr(tokenizer, "eos_token_id", None)
+        mark = (eos, special[eos]) if eos in special else next(iter(special.items()), (None, ""))
+        self._mark_id: int | None = mark[0]
+        self._mark_text: str = mark[1]
         source = str(template or getattr(tokenizer, "chat_template", None))
         added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values())
         written = [text for text in added if text.strip() and text in source]
         self._special, self._written = _any_of(special.values()), _any_of([*special.values(), *written])
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Messages with marks; others than these are not modified."""
+        """Copies of messages with marks."""
         if not self._split:
             return list(messages)
         return [_mark(one, self._written if one.get("role") == "tool" else self._special) for one in messages]
 
     def mark_text(self, text: str) -> str:
-        """A text with marks."""
+        """A text with marks, outside of messages."""
         return str(_mark(text, self._special))
 
     def without_marks(self, text: str) -> str:

@@ -99,7 +99,7 @@ class ChatFormat:
         answer = {"role": "assistant", "content": _MARKER}
         user, call = dummy_conversation("check", {"check": _MARKER})
         result = {"role": "tool", "name": "check", "content": "check"}
-        found = set()
+        found: set[int] = set()
         for turn, following in ((answer, user), (call, result)):
             try:
                 texts = [self._render([user, turn]), self._render([user, turn, following])]
