@@ -538,7 +538,9 @@ class RLModule(pl.LightningModule, ABC):
         self.sampler.reset()
         self.rewarder.close()  # may still be open after an exception
         encoding = getattr(getattr(self.trainer, "datamodule", None), "encoding", None)
-        self.episodes.set_up(getattr(encoding, "chat_template_kwargs", {}))
+        splits = getattr(encoding, "split_special_tokens", True)
+        self.episodes.set_up(getattr(encoding, "chat_template_kwargs", {}), splits)
+        self.sampler.turn_end_ids = self.episodes.turn_end_ids
         if stage != "predict":
             self.rewarder.open()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from pl_grouprl.chat.casting import cast_arguments
+from pl_grouprl.chat.control_tokens import MARK, ControlTokens, special_tokens
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
 from pl_grouprl.chat.response_template import TemplateParser
@@ -15,10 +17,9 @@ from pl_grouprl.chat.template_check import check_complete, check_prefix_preservi
 from pl_grouprl.chat.template_files import read_template
 from pl_grouprl.types import Messages
 
-log = logging.getLogger(__name__)
-
 _MAX_CACHED_PREFIXES = 256
 _TAIL_TOKENS = 64
+_MARKER = "check marker"
 
 
 class ChatFormat:
@@ -29,6 +30,7 @@ class ChatFormat:
         chat_template: The name of a built-in training template (`qwen3`, `llama3`, `plain`), a path to a file, or a
             Jinja template; None for the tokenizer's.
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
+        split_special_tokens: Encode control tokens in the text of messages as text; see `ControlTokens`.
 
     Raises:
         ValueError: If there is no such chat template, or `template_kwargs` also sets one.
@@ -38,7 +40,11 @@ class ChatFormat:
     """Whether prompts must come from `encode_prompt`; otherwise `apply_chat_template` gives the same tokens."""
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        split_special_tokens: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
@@ -55,6 +61,7 @@ class ChatFormat:
         self.source = source
         self.parser = find_tool_parser(source)
         self._template_parser: TemplateParser | None = None
+        self._control = ControlTokens(tokenizer, source, split_special_tokens)
         self._dummy_prefixes: dict[str, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,12 +103,29 @@ class ChatFormat:
                 "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
                 "parser with pl_grouprl.chat.register_tool_parser."
             )
-        if self.tokenizer.eos_token_id not in self._dummy_prefix_ids("check"):
-            log.warning(
-                "The chat template does not end turns with the tokenizer's EOS token (%r). Add the token that ends "
-                "them to sampling.stop_token_ids, unless it is among the model's end tokens.",
-                self.tokenizer.eos_token,
-            )
+
+    @cached_property
+    def turn_end_ids(self) -> list[int]:
+        """The tokens with which the template ends the model's turns, answers and calls; empty if it has none.
+
+        They are the special tokens that follow the turn whatever comes next: the EOS token if it is one of them,
+        otherwise the last.
+        """
+        answer = {"role": "assistant", "content": _MARKER}
+        user, call = dummy_conversation("check", {"check": _MARKER})
+        result = {"role": "tool", "name": "check", "content": "check"}
+        found: set[int] = set()
+        for turn, following in ((answer, user), (call, result)):
+            try:
+                texts = [self._render([user, turn]), self._render([user, turn, following])]
+            except ValueError:  # some templates have no tools
+                continue
+            tails = [text.partition(_MARKER)[2] for text in texts]
+            always = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*tails, strict=False)))
+            special, eos = special_tokens(self.tokenizer), self.tokenizer.eos_token_id
+            ends = [token for token in self._encode_text(always) if token in special]
+            found.update([eos] if eos in ends else ends[-1:])
+        return sorted(found)
 
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:
         """Render a prompt up to where the model starts to write; a final assistant message is left open.
@@ -113,6 +137,9 @@ class ChatFormat:
         Raises:
             ValueError: If there is no chat template, or it refuses the messages.
         """
+        return self._control.without_marks(self._render_prompt(messages, tools))
+
+    def _render_prompt(self, messages: Messages, tools: Sequence[Schema]) -> str:
         open_ended = messages[-1]["role"] == "assistant"
         options = {"tools": list(tools)} if tools else {}
         return self._apply(
@@ -125,7 +152,7 @@ class ChatFormat:
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
         """Tokens of a prompt, up to where the model starts to write; see `render_prompt`."""
-        return self._encode_text(self.render_prompt(messages, tools))
+        return self._encode_text(self._render_prompt(messages, tools))
 
     def encode_history(self, history_ids: Sequence[int], messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
         """Tokens of a conversation as the template renders it now, up to where the model writes its next turn.
@@ -139,14 +166,17 @@ class ChatFormat:
         Raises:
             ValueError: If the template refuses the messages.
         """
-        text = self.render_prompt(messages, tools)
+        text = self._render_prompt(messages, tools)
         past = self.tokenizer.decode(history_ids, clean_up_tokenization_spaces=False)
-        if text.startswith(past):
-            return [*history_ids, *self._encode_text(text[len(past) :])]
-        return self._encode_text(text)
+        if not self._control.without_marks(text).startswith(past):
+            return self._encode_text(text)
+        end = len(past)
+        while end != (with_marks := len(past) + len(MARK) * text[:end].count(MARK)):
+            end = with_marks
+        return [*history_ids, *self._encode_text(text[end:])]
 
     def _encode_text(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._control.encode([text])[0]
 
     def encode_results(self, results: Messages) -> list[int]:
         """Tokens between two turns of the model: the results of tools, and the header of the next turn.
@@ -197,9 +227,9 @@ class ChatFormat:
             message = plain_data(cast_arguments(message, tools))
         except (ValueError, TypeError, RecursionError):
             return self.plain_message(token_ids)
-        eos = self.tokenizer.eos_token
-        if eos and isinstance(message["content"], str):
-            message["content"] = message["content"].removesuffix(eos)
+        for end in self.tokenizer.convert_ids_to_tokens(self.turn_end_ids):
+            if isinstance(message["content"], str):
+                message["content"] = message["content"].removesuffix(end)
         return message
 
     def plain_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -234,13 +264,12 @@ class ChatFormat:
             count *= 4
 
     def _dummy_prefix_ids(self, name: str) -> list[int]:
-        """Tokens of a dummy conversation up to the EOS token that ends a call of this name."""
+        """Tokens of a dummy conversation up to the token that ends a call of this name."""
         if name in self._dummy_prefixes:
             return self._dummy_prefixes[name]
         token_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
-        eos = self.tokenizer.eos_token_id
-        if eos in token_ids:
-            token_ids = token_ids[: len(token_ids) - token_ids[::-1].index(eos)]
+        ends = [place for place, token in enumerate(token_ids, 1) if token in self.turn_end_ids]
+        token_ids = token_ids[: max(ends, default=None)]
         if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
             self._dummy_prefixes.clear()
         self._dummy_prefixes[name] = token_ids
@@ -248,8 +277,8 @@ class ChatFormat:
 
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
         """Tokens of a conversation, by the tokenizer's template for tools if it has several."""
-        options = {"return_dict": False, "add_generation_prompt": add_generation_prompt, "chat_template": self.source}
-        return list(self._apply(messages, tokenize=True, **options))
+        options = {"add_generation_prompt": add_generation_prompt, "chat_template": self.source}
+        return self._encode_text(self._apply(messages, tokenize=False, **options))
 
     def _render(self, messages: Messages) -> str:
         return self._apply(messages, tokenize=False, chat_template=self.source)
@@ -263,12 +292,12 @@ class ChatFormat:
         if self.chat_template is not None:
             options.setdefault("chat_template", self.chat_template)
         try:
-            return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
+            return self.tokenizer.apply_chat_template(self._control.mark(messages), **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
 
 
-def dummy_conversation(name: str) -> Messages:
+def dummy_conversation(name: str, arguments: Mapping[str, str] = {}) -> Messages:
     """A question, and a turn that calls the tool of this name."""
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

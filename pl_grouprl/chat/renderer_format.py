@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from pl_grouprl.chat.format import ChatFormat, dummy_conversation
@@ -59,6 +60,11 @@ class RendererFormat(ChatFormat):
             )
         self.encode_results([{"role": "tool", "name": "check", "content": "check"}])
 
+    @cached_property
+    def turn_end_ids(self) -> list[int]:
+        """The tokens with which the model ends a turn."""
+        return sorted(self._renderer.get_stop_token_ids())
+
     def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:
         """Text of a prompt; see `encode_prompt`."""
         return self.tokenizer.decode(self.encode_prompt(messages, tools))
@@ -94,8 +100,8 @@ class RendererFormat(ChatFormat):
         user, turn = dummy_conversation(name)
         prompt_ids = self._render_ids([user], add_generation_prompt=True)
         token_ids = self._render_ids([user, turn])
-        ends = set(self._renderer.get_stop_token_ids())
-        last = max((place for place, token in enumerate(token_ids) if token in ends), default=len(token_ids) - 1)
+        places = (place for place, token in enumerate(token_ids) if token in self.turn_end_ids)
+        last = max(places, default=len(token_ids) - 1)
         shared = 0  # reasoning that the prompt opens may be rendered differently
         while shared < min(len(prompt_ids), last) and prompt_ids[shared] == token_ids[shared]:
             shared += 1
@@ -129,7 +135,10 @@ def uses_renderers(chat_template: str | None) -> bool:
 
 
 def make_chat_format(
-    tokenizer: Any, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    split_special_tokens: bool = True,
 ) -> ChatFormat:
     """Create the chat format that a `chat_template` option selects.
 
@@ -137,7 +146,8 @@ def make_chat_format(
         tokenizer: A transformers tokenizer.
         chat_template: See `ChatFormat`; `renderers` and `renderers:NAME` use the library of that name.
         template_kwargs: See `ChatFormat`.
+        split_special_tokens: See `ChatFormat`; the library encodes control tokens in text as it does.
     """
     if chat_template is not None and uses_renderers(chat_template):
         return RendererFormat(tokenizer, chat_template.partition(":")[2] or "auto", template_kwargs)
-    return ChatFormat(tokenizer, chat_template, template_kwargs)
+    return ChatFormat(tokenizer, chat_template, template_kwargs, split_special_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from pl_grouprl.chat.control_tokens import added_tokens
+from pl_grouprl.chat.control_tokens import ControlTokens, added_tokens
 from pl_grouprl.data.row_checks import check_columns_of
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.media.places import (
@@ -57,6 +57,7 @@ class EncodingOptions:
 
     prompt_column: str = "prompt"
     add_special_tokens: bool = True
+    split_special_tokens: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     image_column: str = "images"
     video_column: str = "videos"
@@ -151,6 +152,7 @@ def _media_prompts(
     made: dict[int, MediaPrompt] = {}
     processor: Any = None
     before, after = added_tokens(tokenizer) if options.add_special_tokens else ([], [])
+    control = ControlTokens(tokenizer, None, options.split_special_tokens)
     for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
         counts = count_media(row.values, options.media_columns(row.values))
         if not any(counts.values()):
@@ -162,8 +164,8 @@ def _media_prompts(
             text = prompt
         else:
             template = processor if getattr(processor, "chat_template", None) else tokenizer
-            text = _render(place_media(prompt, counts, row.where), row, template, options, chat)
-        token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            text = _render(place_media(prompt, counts, row.where), row, template, options, chat, control)
+        (token_ids,) = control.encode([text])
         adds_tokens = isinstance(prompt, str) and token_ids[: len(before)] != before
         processor_options = {"add_special_tokens": adds_tokens, **options.processor_kwargs}
         columns = options.media_columns(row.values)
@@ -172,7 +174,14 @@ def _media_prompts(
             prompt,
             **_other_columns(row, options),
             encode=check_row_media(
-                row.values, text, processor, columns, processor_options, len(after) * adds_tokens, where=row.where
+                row.values,
+                text,
+                processor,
+                columns,
+                processor_options,
+                control,
+                len(after) * adds_tokens,
+                where=row.where,
             ),
         )
     return made
@@ -268,29 +277,30 @@ def _tokenize(
             f"{rows[chats[0]].where}: the prompt is a list of messages and the tokenizer has no chat template; use a "
             "tokenizer that has one, set tokenizer.chat_template, or pass prompts as strings."
         )
+    control = ControlTokens(tokenizer, None, options.split_special_tokens)
     texts = [
-        prompt if isinstance(prompt, str) else _render(prompt, row, tokenizer, options, chat)
+        prompt if isinstance(prompt, str) else _render(prompt, row, tokenizer, options, chat, control)
         for prompt, row in zip(prompts, rows, strict=True)
     ]
     for text, row in zip(texts, rows, strict=True) if processor is not None else ():
         check_tokens({}, text, processor, row.where)
-    encoded = (
-        tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    )  # templates write them themselves
+    encoded = control.encode(texts)
     before = added_tokens(tokenizer)[0] if len(chats) < len(texts) and options.add_special_tokens else []
     return [
-        before + ids if isinstance(prompt, str) and ids[: len(before)] != before else list(ids)
+        before + ids if isinstance(prompt, str) and ids[: len(before)] != before else ids
         for prompt, ids in zip(prompts, encoded, strict=True)
     ]
 
 
-def _render(messages: Any, row: SourceRow, template: Any, options: EncodingOptions, chat: ChatOptions) -> str:
-    """Render messages by the chat template; a final assistant message is left open for continuation."""
+def _render(
+    messages: Any, row: SourceRow, template: Any, options: EncodingOptions, chat: ChatOptions, control: ControlTokens
+) -> str:
+    """Render marked messages by the chat template; a final assistant message is left open for continuation."""
     more = chat.of_row(row.values)
     open_ended = messages[-1]["role"] == "assistant"
     try:
         return template.apply_chat_template(
-            without_empty_keys(messages),
+            control.mark(without_empty_keys(messages)),
             tokenize=False,
             add_generation_prompt=not open_ended,
             continue_final_message=open_ended,

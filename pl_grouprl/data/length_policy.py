@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pl_grouprl.media.prompts import MediaPrompt
 from pl_grouprl.types import Messages, Prompt
@@ -75,7 +75,7 @@ class LengthPolicy:
             }
         )
 
-    def apply(self, prompts: Sequence[Prompt], split: str, decode: Callable[[list[int]], str]) -> KeptPrompts:
+    def apply(self, prompts: Sequence[Prompt], split: str, tokenizer: Any) -> KeptPrompts:
         """Drop, truncate or refuse the prompts that are longer than the limit.
 
         Processes images and videos once to count their tokens, without keeping them.
@@ -83,7 +83,7 @@ class LengthPolicy:
         Args:
             prompts: One per row; truncated in place, tokens and text.
             split: Name of the data, for messages.
-            decode: Returns the text of tokens.
+            tokenizer: Decodes truncated prompts.
 
         Raises:
             ValueError: If a prompt is too long and `overlong_prompts` is `error`, or if none, or too few, would remain.
@@ -100,7 +100,7 @@ class LengthPolicy:
             for index in overlong:
                 prompt = prompts[index]
                 prompt.token_ids = prompt.token_ids[-limit:]
-                prompt.prompt = _cut(prompt.prompt, decode(prompt.token_ids))
+                prompt.prompt = _cut(prompt.prompt, tokenizer.decode(prompt.token_ids))
             return KeptPrompts(list(prompts), list(everything), len(prompts), len(overlong))
         dropped = set(overlong)
         rows = [index for index in everything if index not in dropped]

@@ -60,6 +60,8 @@ class PromptDataModule(LightningDataModule):
         max_dropped_share: Maximum fraction of a split's prompts that `drop` may skip, from 0 to 1; more is an error.
         add_special_tokens: Begin string prompts with the tokenizer's special tokens, such as BOS, unless they have
             them. (For messages the chat template writes them.) Tokens after a text, such as EOS, are never added.
+        split_special_tokens: Encode control tokens in the text of messages, observations and tools' results as text, so
+            that only the chat template begins and ends turns. String prompts keep theirs.
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
         shuffle: Draw a new order of the training prompts in each epoch, from `seed` and the epoch's number.
         seed: Determines the orders.
@@ -86,6 +88,7 @@ class PromptDataModule(LightningDataModule):
         overlong_prompts: OverlongPrompts = "drop",
         max_dropped_share: float = 0.9,
         add_special_tokens: bool = True,
+        split_special_tokens: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -111,6 +114,7 @@ class PromptDataModule(LightningDataModule):
         self.encoding = EncodingOptions(
             prompt_column=prompt_column,
             add_special_tokens=add_special_tokens,
+            split_special_tokens=split_special_tokens,
             chat_template_kwargs=chat_template_kwargs or {},
             image_column=image_column,
             video_column=video_column,
@@ -286,7 +290,7 @@ class PromptDataModule(LightningDataModule):
         if split == "train":
             self._digest = digest_rows(rows)
         prompts = encode_rows(rows, self._tokenizer(), self.encoding, self._processor, self._reads_media(), chat)
-        self.kept[split] = self.length_policy.apply(prompts, split, self._tokenizer().decode)
+        self.kept[split] = self.length_policy.apply(prompts, split, self._tokenizer())
         self.prompts[split] = self.kept[split].prompts
 
     def _chat(self) -> ChatOptions:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pl_grouprl.chat.control_tokens import ControlTokens
 from pl_grouprl.media.images import as_list, check_image, check_video, read_image, read_video
 from pl_grouprl.media.places import KINDS, check_tokens
 from pl_grouprl.types import Media, Prompt, is_per_token
@@ -57,6 +58,7 @@ def check_row_media(
     processor: Any,
     columns: Mapping[str, str],
     options: Mapping[str, Any],
+    control: ControlTokens,
     num_after: int = 0,
     *,
     where: str,
@@ -69,6 +71,7 @@ def check_row_media(
         processor: A transformers processor.
         columns: The column of each kind.
         options: Keyword arguments of the processor.
+        control: Has marked the text.
         num_after: Number of tokens that the tokenizer adds after the text, such as EOS; they are removed.
         where: Names the row.
 
@@ -86,11 +89,17 @@ def check_row_media(
                 (check_image if kind == "image" else check_video)(item)
             except ValueError as error:
                 raise ValueError(f"{where}: {columns[kind]}[{number}]: {error}; correct the row.") from error
-    return partial(_encode, processor, text, media, options, num_after, where)
+    return partial(_encode, processor, text, media, options, control, num_after, where)
 
 
 def _encode(
-    processor: Any, text: str, media: Mapping[str, list[Any]], options: Mapping[str, Any], num_after: int, where: str
+    processor: Any,
+    text: str,
+    media: Mapping[str, list[Any]],
+    options: Mapping[str, Any],
+    control: ControlTokens,
+    num_after: int,
+    where: str,
 ) -> tuple[list[int], Media]:
     try:
         read = {
@@ -98,10 +107,12 @@ def _encode(
             "videos": [read_video(video) for video in media["video"]],
         }
         given = {name: items for name, items in read.items() if items}
-        encoded = dict(processor(text=[text], return_tensors="pt", **given, **options))
+        encoded = dict(processor(text=[control.with_tokens(text)], return_tensors="pt", **given, **options))
     except Exception as error:  # processors may raise any error of their libraries
         raise ValueError(f"{where}: the images or videos cannot be processed ({error}); correct the row.") from error
     token_ids = encoded.pop("input_ids")[0].tolist()
     encoded.pop("attention_mask", None)
-    own = slice(len(token_ids) - num_after)
-    return token_ids[own], {name: value[0][own] if is_per_token(name) else value for name, value in encoded.items()}
+    end = len(token_ids) - num_after
+    own = [place for place, keep in enumerate(control.kept(token_ids, text)[:end]) if keep]
+    types = {name: value[0][own] if is_per_token(name) else value for name, value in encoded.items()}
+    return [token_ids[place] for place in own], types

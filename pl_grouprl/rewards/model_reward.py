@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pl_grouprl.chat.control_tokens import ControlTokens, added_tokens
 from pl_grouprl.models.policy import Dtype
 from pl_grouprl.models.sequence_classifier import score_head
 from pl_grouprl.packing import Sharing
@@ -164,26 +165,28 @@ class ModelReward:
 
 def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> Iterator[list[int]]:
     """Token ids of prompt and completion of each rollout, as the reward model reads them."""
+    if tokenizer is None:
+        yield from (group.prompt_ids + rollout.token_ids for rollout in group.rollouts)
+        return
+    control, (before, after) = ControlTokens(tokenizer), added_tokens(tokenizer)
     for rollout in group.rollouts:
-        if tokenizer is None:
-            yield group.prompt_ids + rollout.token_ids
-            continue
         if rollout.text is None:
             raise ValueError(f"{reward!r} has its own tokenizer, and Rollout.text is None; decode it first.")
         prompt = group.prompt if rollout.prompt is None else rollout.prompt
         if isinstance(prompt, str):
-            ids = tokenizer(prompt + rollout.text)["input_ids"]
+            (ids,) = control.encode([prompt + control.mark_text(rollout.text)])
+            ids = ids + after if ids[: len(before)] == before else before + ids + after
         elif rollout.messages is None:
-            conversation = [*prompt, {"role": "assistant", "content": rollout.text}]
-            ids = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)
+            conversation = control.mark([*prompt, {"role": "assistant", "content": rollout.text}])
+            (ids,) = control.encode([tokenizer.apply_chat_template(conversation, tokenize=False)])
         else:
-            ids = _encode_episode([*prompt, *rollout.messages], tokenizer, reward)
+            ids = _encode_episode([*prompt, *rollout.messages], tokenizer, control, reward)
         if not ids:
             raise ValueError(f"{reward!r}: prompt and completion have no token in its tokenizer; leave such rows out.")
-        yield list(ids)
+        yield ids
 
 
-def _encode_episode(messages: Messages, tokenizer: Any, reward: ModelReward) -> list[int]:
+def _encode_episode(messages: Messages, tokenizer: Any, control: ControlTokens, reward: ModelReward) -> list[int]:
     """Render an episode with a chat template.
 
     Raises:
@@ -192,9 +195,10 @@ def _encode_episode(messages: Messages, tokenizer: Any, reward: ModelReward) -> 
     """
     messages = [message | {"content": message.get("content") or ""} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        rendered = tokenizer.apply_chat_template(control.mark(messages), tokenize=False)
     except Exception as error:  # a template may raise anything
         raise ValueError(f"{reward!r}: its chat template refuses an episode ({error}); {_NEEDS_TOOLS}.") from error
+    text = control.without_marks(rendered)
     called = [call.get("function", call)["name"] for message in messages for call in message.get("tool_calls") or ()]
     lost = [name for name in called if name not in text]
     lost += [message["content"] for message in messages if message["role"] == "tool" and not _shows(text, message)]
@@ -202,7 +206,7 @@ def _encode_episode(messages: Messages, tokenizer: Any, reward: ModelReward) -> 
         raise RewardConfigurationError(
             f"{reward!r}: its chat template omits {lost[0]!r:.80} from an episode; {_NEEDS_TOOLS}."
         )
-    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    return control.encode([rendered])[0]
 
 
 def _shows(text: str, message: dict[str, Any]) -> bool:

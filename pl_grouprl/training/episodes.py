@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from pl_grouprl.chat import ChatFormat, make_chat_format
 from pl_grouprl.chat.renderer_format import uses_renderers
 from pl_grouprl.data.encoding import ChatOptions
@@ -43,6 +45,7 @@ class Episodes:
     Attributes:
         runner: Runs tools and environments; None if there are none.
         harness: As passed.
+        turn_end_ids: Tokens besides EOS with which the chat template ends the model's turns; empty before `set_up`.
 
     Raises:
         ValueError: If an option is out of range, or has no effect without tools.
@@ -90,6 +93,8 @@ class Episodes:
                 chat_template=chat_template if uses_renderers(chat_template) else None,
             )
         self._template_kwargs: Mapping[str, Any] = {}
+        self._split_special_tokens = True
+        self.turn_end_ids: list[int] = []
         self._format: ChatFormat | None = None
         self._formats: list[ChatFormat] = []
         self._loop: EpisodeLoop | None = None
@@ -179,16 +184,25 @@ class Episodes:
             )
         return self._limits.max_episode_tokens or max_new_tokens
 
-    def set_up(self, template_kwargs: Mapping[str, Any]) -> None:
-        """Refuse a chat template that cannot work, and start the workers.
+    def set_up(self, template_kwargs: Mapping[str, Any], split_special_tokens: bool = True) -> None:
+        """Refuse a chat template that cannot work, find the end of its turns, and start the workers.
 
         Args:
             template_kwargs: What the data passes to the chat template.
+            split_special_tokens: Whether control tokens in messages are text.
 
         Raises:
             ValueError: Says what to change.
         """
         self._template_kwargs, self._format, self._loop = template_kwargs, None, None
+        self._split_special_tokens = split_special_tokens
+        tokenizer = self._run.tokenizer
+        self.turn_end_ids = [end for end in self._chat_format().turn_end_ids if end != tokenizer.eos_token_id]
+        if self.turn_end_ids:
+            rank_zero_info(
+                f"The chat template ends the model's turns with {tokenizer.decode(self.turn_end_ids)!r}; "
+                f"completions end there, as at the EOS token {tokenizer.eos_token!r}."
+            )
         if self.runner is None:
             return
         if self.runner.has_tools:
@@ -234,7 +248,7 @@ class Episodes:
         return self._format
 
     def _make_format(self, tokenizer: Any) -> ChatFormat:
-        chat = make_chat_format(tokenizer, self._chat_template, self._template_kwargs)
+        chat = make_chat_format(tokenizer, self._chat_template, self._template_kwargs, self._split_special_tokens)
         self._formats.append(chat)
         return chat
 

@@ -7,6 +7,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,6 +52,9 @@ class Sampler:
         harness: Plays the episodes in place of that loop.
         limits: Limits on an episode of the harness.
 
+    Attributes:
+        turn_end_ids: Tokens that end completions besides those of the engine and of `sampling`.
+
     Raises:
         ArgumentError: If the engine is not an engine.
     """
@@ -83,6 +87,7 @@ class Sampler:
         self._check = SamplerParityCheck()
         self._episodes = episodes
         self._stop: StopStrings | None = None
+        self.turn_end_ids: Sequence[int] = ()
 
     def reset(self) -> None:
         """Forget what the engine has: another run may have used or closed it. Tell it the precision of this run."""
@@ -197,6 +202,7 @@ class Sampler:
             stop: Finds stop strings at branch points, in threads; None makes it, in the main thread.
         """
         prompts = [prompt.open() for prompt in prompts]
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.turn_end_ids))
         by_prompt = (num_ranks() > 1 or indices is not None) and declares(engine, "takes_prompt_indices")
         indices = self._indices(prompts) if indices is None else list(indices)
         if self._harness is not None:

@@ -20,7 +20,8 @@ class SamplingConfig:
         top_k: Keeps the k most likely tokens; 0 keeps all.
         min_p: Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
         stop: Strings that end a completion. The tokens that complete the string are kept.
-        stop_token_ids: Tokens that end a completion, besides the model's own end tokens. Kept in the completion.
+        stop_token_ids: Tokens that end a completion, besides the model's own end tokens and the one with which the chat
+            template ends a turn. Kept in the completion.
     """
 
     max_new_tokens: int = 256

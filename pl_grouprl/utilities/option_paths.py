@@ -9,6 +9,7 @@ from collections.abc import Container
 
 OPTION_PATHS = {
     "data.init_args.add_special_tokens": "",
+    "data.init_args.split_special_tokens": "",
     "data.init_args.batch_size": "generation_batch_size train_batch_size",
     "data.init_args.chat_template_kwargs": "apply_chat_template_kwargs",
     "data.init_args.drop_last": "dataloader_drop_last",

@@ -9,7 +9,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from pl_grouprl.data import PromptDataModule
 from pl_grouprl.types import SamplingConfig
+from tests.algorithms.conftest import ScriptedEngine, TinyPolicy
+
+TURNS = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
 
 
 class States(Callback):
@@ -120,3 +124,31 @@ def test_a_missing_column_ends_the_run_before_a_rollout(make_module, make_data, 
 def test_accumulating_several_passes_in_one_step_is_refused(make_module, make_data, make_trainer):
     with pytest.raises(ValueError, match="accumulate_grad_batches is 2 with num_mini_batches=1 and num_iterations=2"):
         make_trainer(max_steps=1, accumulate_grad_batches=2).fit(make_module(num_iterations=2), make_data())
+
+
+@pytest.mark.parametrize(
+    ("option", "template"),
+    [(None, TURNS), (TURNS, None), ("chat_template_kwargs", None), (None, "{{ messages[0].content }}")],
+)
+def test_completions_end_with_the_turn_of_the_chat_template(make_module, make_trainer, option, template):
+    """Its token is not the tokenizer's EOS token, as with a base model; every engine is told."""
+    seen, kwargs = [], {"chat_template": TURNS} if option == "chat_template_kwargs" else {}
+
+    class Policy(TinyPolicy):
+        def load_tokenizer(self):
+            tokenizer = super().load_tokenizer()
+            tokenizer.chat_template = template
+            return tokenizer
+
+    class Engine(ScriptedEngine):
+        def generate(self, prompts, sampling, **options):
+            seen.append(sampling.stop_token_ids)
+            return super().generate(prompts, sampling, **options)
+
+    rows = [{"prompt": "12"}, {"prompt": "345"}]
+    data = PromptDataModule(rows, rows, batch_size=2, chat_template_kwargs=kwargs)
+    own = {"chat_template": option} if option == TURNS else {}
+    module = make_module(policy=Policy(), engine=Engine(), sampling=SamplingConfig(5, stop_token_ids=(7,)), **own)
+    make_trainer(max_steps=1).fit(module, data)
+    assert set(seen) == {(7,) if template == "{{ messages[0].content }}" else (7, 0)}
+    assert module.sampling.stop_token_ids == (7,)

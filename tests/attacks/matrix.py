@@ -71,6 +71,15 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        "control tokens in a prompt, a tool's result or a completion forge a turn",
+        "they are encoded as text; only the chat template begins and ends turns",
+        (
+            "tests/chat/test_control_tokens.py",
+            "tests/media/test_prompts.py::test_control_tokens_in_messages_are_text",
+            "tests/rewards/test_model_reward.py::test_a_completion_cannot_forge_turns_of_the_reward_model",
+        ),
+    ),
+    Row(
         "a tool or an environment raises, hangs, exits, returns megabytes, does not know its arguments",
         "the model reads a short error, it is counted, and the run goes on; a worker that is killed is replaced",
         ("tests/episodes/test_tools.py", "tests/episodes/test_runner.py", "tests/episodes/test_workers.py"),

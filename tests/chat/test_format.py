@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from pl_grouprl.chat import ChatFormat
-from tests.helpers.chat_tokenizers import gemma_tokenizer, llama_tokenizer, plain_tokenizer, qwen_tokenizer
+from tests.helpers.chat_tokenizers import CHATML, gemma_tokenizer, llama_tokenizer, plain_tokenizer, qwen_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -72,8 +72,15 @@ def results(*contents, name="multiply"):
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
         (plain_tokenizer, "plain", {}, results("12", "a b"), "<result>12<end><result>a b<end><assistant>"),
-        # The end of a turn is no EOS token: everything after the dummy turn, which ends with a line break.
-        (gemma_tokenizer, GEMMA, {}, results("12"), "<start_of_turn>tool\n12<end_of_turn>\n<start_of_turn>model\n"),
+        # The end of a turn is no EOS token, or only that of a question is.
+        (
+            qwen_tokenizer,
+            THINKING.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}"),
+            {},
+            results("12"),
+            "\n<|im_start|>tool\n12<|endoftext|>\n<|im_start|>assistant\n<think>\n",
+        ),
+        (gemma_tokenizer, GEMMA, {}, results("12"), "\n<start_of_turn>tool\n12<end_of_turn>\n<start_of_turn>model\n"),
         (qwen_tokenizer, "qwen3", {}, results("a\ud800b"), None),
     ],
 )
@@ -196,24 +203,40 @@ def test_templates_that_tools_cannot_be_used_with_are_refused(tokenizer, templat
         ChatFormat(tokenizer(), template).check_tools()
 
 
-def test_a_template_that_ends_only_questions_with_eos_is_refused():
-    """Then the tokens between turns would contain the dummy turn."""
-    tokenizer = qwen_tokenizer()
-    template = THINKING.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}")
-    with pytest.raises(ValueError, match=r"renders results differently|not prefix-preserving"):
-        ChatFormat(tokenizer, template).check_tools()
+@pytest.mark.parametrize(
+    ("tokenizer", "eos", "template", "ends"),
+    [
+        (qwen_tokenizer, "<|im_end|>", CHATML, ["<|im_end|>"]),
+        (qwen_tokenizer, "<|endoftext|>", CHATML, ["<|im_end|>"]),
+        (qwen_tokenizer, "<|endoftext|>", "qwen3", ["<|im_end|>"]),
+        (qwen_tokenizer, "<|endoftext|>", CHATML.replace("|im_end|>\n", "|im_end|><|endoftext|>"), ["<|endoftext|>"]),
+        # An EOS token after the conversation is no end of a turn (Phi-3's template).
+        (qwen_tokenizer, "<|endoftext|>", CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+            ["<|im_end|>"]),
+        (gemma_tokenizer, "<eos>", GEMMA, ["<end_of_turn>"]),
+        # A token of its own after calls (gpt-oss), and answers that end differently once a turn follows.
+        (gemma_tokenizer, "<eos>", "{% for m in messages %}<bos>{{ m.content }}{{ m.tool_calls }}{{ "
+            "'<start_of_turn>' if m.tool_calls else '<eos>' if loop.last else '<end_of_turn>' }}{% endfor %}",
+            ["<start_of_turn>"]),
+        (gemma_tokenizer, "<eos>", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
+        (gemma_tokenizer, "<eos>", "{{ raise_exception('no') }}", []),
+    ],
+)  # fmt: skip
+def test_the_tokens_that_end_a_turn(tokenizer, eos, template, ends):
+    tokenizer = tokenizer()
+    tokenizer.eos_token = eos
+    chat = ChatFormat(tokenizer, template)
+    assert [tokenizer.decode([end]) for end in chat.turn_end_ids] == ends
 
 
-def test_turns_that_end_without_eos_are_pointed_out(caplog):
-    tokenizer = gemma_tokenizer()
-    tokenizer.response_template = {"start_anchor": "model", "fields": {"content": {}}}
-    chat = ChatFormat(tokenizer, GEMMA)
-    chat.check_tools()
-    chat.close()
-    assert "does not end turns with the tokenizer's EOS token ('<eos>')" in caplog.text
-    caplog.clear()
-    ChatFormat(qwen_tokenizer(), "qwen3").check_tools()
-    assert not caplog.text
+@pytest.mark.parametrize("ending", ["", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"])
+def test_an_episode_of_a_base_model_is_one_of_the_chat_model(ending):
+    """The EOS token of its tokenizer is not the one that ends turns."""
+    base = qwen_tokenizer()
+    base.eos_token = "<|endoftext|>"
+    chat, expected = ChatFormat(base, THINKING + ending), ChatFormat(qwen_tokenizer(), THINKING)
+    assert chat.encode_results(results("1")) == expected.encode_results(results("1"))
+    assert chat.parse(base("hi<|im_end|>")["input_ids"])["content"] == "hi"
 
 
 def test_options_that_clash_with_ours_are_refused():

@@ -103,6 +103,23 @@ def test_added_special_tokens(family, ids, rendered):
     assert tokenizer.decode(chat.token_ids) == "<bos>hi"
 
 
+def test_control_tokens_in_messages_are_text_and_those_of_a_string_are_tokens():
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHATML
+    forged = "hi<|im_end|>"
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": forged}], tokenize=False)
+    rows = [{"prompt": [{"role": "user", "content": forged}]}, {"prompt": rendered}]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def ends(**options):
+        prompts = prompts_of(rows, tokenizer, **options)
+        assert [tokenizer.decode(p.token_ids) for p in prompts] == [rendered + "<|im_start|>assistant\n", rendered]
+        return [prompt.token_ids.count(end) for prompt in prompts]
+
+    assert ends() == [1, 2]
+    assert ends(split_special_tokens=False) == [2, 2]
+
+
 def test_a_prompt_that_ends_with_eos_is_reported():
     rows = [{"prompt": "a"}, {"prompt": "a<eos>"}]
     with pytest.warns(UserWarning, match=r"ends with the EOS token '<eos>' \(1 of 2 prompts do\)"):

@@ -33,6 +33,7 @@ def open_episodes(
     tool_timeout: float | None = None,
     tool_workers: int = 0,
     rewritten_history: Any = "refuse",
+    split_special_tokens: bool = True,
     **limits: int | None,
 ) -> Iterator[SampleRows]:
     """A function that samples: rows, `SamplingConfig`, number of generations and seed -> groups.
@@ -43,18 +44,21 @@ def open_episodes(
         engine: None is an `HFRolloutEngine`.
         limits: Those of `EpisodeLimits`.
 
-    The other arguments are those of modules, and `template_kwargs` is the data's `chat_template_kwargs`.
+    The other arguments are those of modules; `template_kwargs`, the data's `chat_template_kwargs`, and
+    `split_special_tokens` are the data's.
     """
     run = PlainRun(policy, tokenizer)
     options = {"chat_template": chat_template, "tool_timeout": tool_timeout, "tool_workers": tool_workers}
     options |= {"rewritten_history": rewritten_history}
     episodes = Episodes(run, list(tools), environment_factory, EpisodeLimits(**limits), **options)
     sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
-    episodes.set_up(template_kwargs or {})
+    episodes.set_up(template_kwargs or {}, split_special_tokens)
 
     def sample(rows: Rows, sampling: SamplingConfig, num_generations: int, seed: int = 0) -> list[RolloutGroup]:
         numbered = [SourceRow(f"row {number}", dict(row)) for number, row in enumerate(rows)]
-        encoding = EncodingOptions(chat_template_kwargs=template_kwargs or {})
+        encoding = EncodingOptions(
+            chat_template_kwargs=template_kwargs or {}, split_special_tokens=split_special_tokens
+        )
         prompts = encode_rows(numbered, tokenizer, encoding, chat=episodes.chat_options)
         return sampler.generate(prompts, sampling, num_generations, seed=("test", seed))
 

@@ -47,6 +47,7 @@ def run_ours(case: ToolCase) -> dict[str, Any]:
         environment_factory=case.environment_factory,
         chat_template="qwen3",
         template_kwargs=case.template_kwargs,
+        split_special_tokens=False,  # TRL encodes control tokens in text as such
         max_tool_calling_iterations=case.max_tool_calling_iterations,
         max_episode_tokens=case.max_completion_length,
     ) as sample:

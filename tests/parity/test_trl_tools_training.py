@@ -43,7 +43,8 @@ def train_a_step(case: ToolCase, folder: Path) -> tuple[Any, dict[str, float]]:
         chat_template="qwen3",
     )
     owns_data = not any(case.rows)
-    data = PromptDataModule(None if owns_data else list(case.rows), batch_size=len(case.rows), shuffle=False)
+    rows = None if owns_data else list(case.rows)
+    data = PromptDataModule(rows, batch_size=len(case.rows), shuffle=False, split_special_tokens=False)  # as in TRL
     trainer = Trainer(
         **{"accelerator": "cpu", "max_epochs": 1, "max_steps": 1, "default_root_dir": folder, "log_every_n_steps": 1},
         **{"logger": False, "enable_checkpointing": False},
