@@ -184,6 +184,17 @@ class DeepSpeedSupport(StrategySupport):
                 for weight in weights:
                     yield weight.name, weight.get()
 
+    def master_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Under `bf16-mixed`, in float32: the optimizer's own of what is trained, of which the model has roundings."""
+        if not self.trainer.precision.endswith("mixed"):
+            yield from self.named_weights(model)
+            return
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for weight, (name, rounded) in zip(weights_of(model), self.named_weights(model), strict=True):
+            master = safe_get_full_fp32_param(getattr(weight.owner, weight.attribute))
+            yield name, rounded.float() if master is None else master
+
     @torch.inference_mode(False)
     def _offload(self) -> Any:
         """Drop prefetched weights; returns ZeRO-3's object that gathers and shards weights."""
