@@ -64,6 +64,8 @@ def register_over(
 class _Over(str):
     """The name of an implementation on top of another; a pickled config has the other's, which every process knows."""
 
+    wrapped: str
+
     def __new__(cls, name: str, wrapped: str) -> _Over:
         own = super().__new__(cls, name)
         own.wrapped = wrapped
