@@ -5,7 +5,7 @@ The check says nothing about them, so they refuse packed rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +37,12 @@ def tracking_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
             handle.remove()
 
 
-def refuse_packed_rows(layers: Sequence[nn.Module]) -> list[Any]:
-    """Make layers refuse packed rows; returns handles to undo it."""
-    return [layer.register_forward_pre_hook(_refuse, with_kwargs=True) for layer in layers]
+def refuse_packed_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook of such a layer.
 
-
-def _refuse(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Raises:
+        NotImplementedError: If a packed row reaches it.
+    """
     if kwargs.get("prefix_layout") is not None or any(map(is_marker, (*args, *kwargs.values()))):
         raise NotImplementedError(
             f"{type(layer).__name__} did not run on text alone, so it was not compared between a shared and a repeated "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import ORACLE, get_backend
-from pl_grouprl.attention.idle_layers import layers_of, refuse_packed_rows, tracking_idle_layers
+from pl_grouprl.attention.idle_layers import layers_of, refuse_packed_row, tracking_idle_layers
 from pl_grouprl.attention.layer_check import Padding, check_layers, differing_padding
 from pl_grouprl.attention.layout_call import LayoutCall
 from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
@@ -35,6 +35,7 @@ from pl_grouprl.attention.support import (
     check_supported,
     find_backbone,
     find_decoder,
+    unwrapped,
     why_not_reached,
 )
 from pl_grouprl.attention.transformers_function import register
@@ -74,11 +75,27 @@ class CallReport:
         return self.layout.token_ratio if self.layout is not None else 1.0
 
 
+class _Hook:
+    """A hook that a deep copy of its module shares, and that a pickle replaces by one that does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, returns None, needs the standard library
+
+
 class SharedPrefix:
     """Context manager that makes a transformers decoder share prefixes; see `shared_prefix`.
 
     Attributes:
-        model: The patched model.
+        model: The patched model, without wrappers such as DDP.
         backend: Name of the attention backend.
         decoder: Its decoder.
         backbone: For multimodal models, the parent of decoder and vision tower; otherwise the decoder.
@@ -92,6 +109,7 @@ class SharedPrefix:
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "auto", min_saved_tokens: int = 16) -> None:
+        model = unwrapped(model)
         self.model, self.backend = model, backend
         self._max_depth = get_backend(backend).max_depth
         self.last_call: CallReport | None = None
@@ -108,31 +126,24 @@ class SharedPrefix:
         self._parameters = list(inspect.signature(self.decoder.forward).parameters)
         self._row_sharing = RowSharing(self.decoder, min_saved_tokens, self._max_depth)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedPrefix:
-        """A copied model keeps the hooks, which do nothing after this context exits."""
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A pickled model's copy of this context is never active."""
-        return self.__dict__ | {"_handles": [], "listeners": [], "last_call": None}
-
     def __enter__(self) -> SharedPrefix:
         if self._handles:
             raise RuntimeError("this shared_prefix context is already active; make a new one to nest it.")
         config = self.decoder.config
         self.wrapped = internals.attention_implementation(config) or "eager"
         internals.set_attention_implementation(config, register(self.backend, self.wrapped))
+        decoder, backbone = self.decoder, self.backbone
         self._handles = [
-            self.model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
-            self.decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            self.decoder.register_forward_hook(self._after, with_kwargs=True),
-            self.decoder.register_forward_hook(_end_masks, with_kwargs=True, always_call=True),
-            install(self.decoder),
+            self.model.register_forward_pre_hook(_Hook(self._note_labels), with_kwargs=True),
+            decoder.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            decoder.register_forward_hook(_Hook(self._after), with_kwargs=True),
+            decoder.register_forward_hook(_Hook(_end_masks), with_kwargs=True, always_call=True),
+            install(decoder),
         ]
-        if self.backbone is not self.decoder:
+        if backbone is not decoder:
             self._handles += [
-                self.backbone.register_forward_pre_hook(self._before_backbone, with_kwargs=True),
-                self.backbone.register_forward_hook(_end_masks, with_kwargs=True, always_call=True),
+                backbone.register_forward_pre_hook(_Hook(self._before_backbone), with_kwargs=True),
+                backbone.register_forward_hook(_Hook(_end_masks), with_kwargs=True, always_call=True),
             ]
         _IN_FORCE.setdefault(self.decoder, []).append(self)
         try:
@@ -292,7 +303,8 @@ class SharedPrefix:
             self.layers, self.dense = found.layers, found.dense
             self._row_sharing.learn(found.relative, found.padding)
             self._idle = [layers_of(self.decoder)[index] for index in found.idle]
-            self._handles += refuse_packed_rows(self._idle)
+            hook = _Hook(refuse_packed_row)
+            self._handles += [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in self._idle]
 
     def _run_layer_check(self) -> _LayerFindings | None:
         if not is_whole(self.decoder):
@@ -364,7 +376,7 @@ def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_to
     done: activation checkpointing runs the forward again.
 
     Args:
-        model: A decoder, with or without a head.
+        model: A decoder, with or without a head; it may be wrapped by PEFT, DDP, FSDP, DeepSpeed or `torch.compile`.
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
         min_saved_tokens: Ordinary rows share a prefix only if that saves at least this many tokens.
 
@@ -377,14 +389,14 @@ def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_to
 
 def in_force(model: PreTrainedModel) -> SharedPrefix | None:
     """The model's outermost `shared_prefix` context, or None."""
-    contexts = _IN_FORCE.get(find_decoder(model))
+    contexts = _IN_FORCE.get(find_decoder(unwrapped(model)))
     return contexts[0] if contexts else None
 
 
 @contextmanager
 def sharing_paused(model: PreTrainedModel) -> Iterator[None]:
     """Let ordinary calls of the model through untouched, in any context."""
-    contexts = [(patch, patch.paused) for patch in _IN_FORCE.get(find_decoder(model), [])]
+    contexts = [(patch, patch.paused) for patch in _IN_FORCE.get(find_decoder(unwrapped(model)), [])]
     for patch, _ in contexts:
         patch.paused = True
     try:

@@ -62,6 +62,16 @@ def _without_adapter_wrapper(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def unwrapped(model: Any) -> Any:
+    """The PEFT or transformers model inside DDP, FSDP1, `torch.compile`, DeepSpeed's engine and other wrappers."""
+    while not (hasattr(type(model), "get_decoder") or hasattr(type(model), "get_base_model")):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
 def positions_are_relative(decoder: PreTrainedModel) -> bool:
     """Whether shifting all positions by a constant leaves a row's result unchanged, as with plain rotary embeddings.
 

@@ -58,7 +58,24 @@ def register_over(
     name = f"{name}_over_{wrapped}"
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, wrap_mask(dict(ALL_MASK_ATTENTION_FUNCTIONS).get(wrapped)))
-    return name
+    return _Over(name, wrapped)
+
+
+class _Over(str):
+    """The name of an implementation on top of another; a pickled config has the other's, which every process knows."""
+
+    wrapped: str
+
+    def __new__(cls, name: str, wrapped: str) -> _Over:
+        own = super().__new__(cls, name)
+        own.wrapped = wrapped
+        return own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Over:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.wrapped,)
 
 
 def _attention_function(backend: Backend, wrapped: str) -> Callable[..., tuple[Tensor, Tensor | None]]:

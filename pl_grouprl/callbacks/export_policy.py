@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, refuse_foreign, run_folder
-from pl_grouprl.models.adapter_layers import has_adapters, merged_copy
+from pl_grouprl.models.adapter_layers import base_of, has_adapters, merged_copy
 from pl_grouprl.models.adapters import save_adapter
 from pl_grouprl.strategies import StrategySupport, support_of
 from pl_grouprl.utilities.arguments import checked_arguments
@@ -119,11 +119,14 @@ class ExportPolicy(Callback):
         if target is None:
             return
         model = getattr(pl_module, self.attribute)
-        state = self._support.full_state_dict(model) if self._support.shards else None
+        merges = self._merges(model)
+        plain = self._support.keeps_plain_weights
+        state = None if plain else self._support.full_state_dict(base_of(model) if merges else model)
         tokenizer = None if self.tokenizer_attribute is None else getattr(pl_module, self.tokenizer_attribute)
 
         def save() -> None:
-            export(merged_copy(model) if self._merges(model) else model, tokenizer, target, state, trainer.global_step)
+            whole = merged_copy(model, state) if merges else model
+            export(whole, tokenizer, target, None if merges else state, trainer.global_step)
 
         with PROGRESS.during("Exporting the policy"):
             on_rank_zero(trainer, save)
@@ -157,6 +160,9 @@ def export(
             else:
                 given = {} if state is None else {"state_dict": _without_tied(model, state)}
                 model.save_pretrained(unfinished, **given)
+                if state is not None and (unfinished / "config.json").exists():  # written with the model's dtype
+                    model.config.dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+                    model.config.save_pretrained(unfinished)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
             note = {"written_by": "pl_grouprl.callbacks.ExportPolicy", "step": step}

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pl_grouprl.models.quantization import dequantize
 from pl_grouprl.utilities import internals
@@ -93,13 +93,19 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach(), requires_grad=False)
 
 
-def merged_copy(model: Any) -> Any:
+def merged_copy(model: Any, state: dict[str, Tensor] | None = None) -> Any:
     """Copy a model with its active adapters merged into its weights, as a plain transformers model.
 
     The copy is frozen. Weights without an adapter alias the model's, except those of 4-bit layers, which are
     dequantized first.
+
+    Args:
+        model: The model.
+        state: The weights to copy, if they are not its own; see `StrategySupport.full_state_dict`.
     """
     duplicate, _ = aliased_copy(base_of(model))
+    if state is not None:
+        duplicate.load_state_dict(state, assign=True)
     dequantize(duplicate)
     for layer in adapter_layers(duplicate):
         if hasattr(layer, "merge"):

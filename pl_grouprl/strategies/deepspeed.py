@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from pl_grouprl.strategies.support import StrategySupport
@@ -86,7 +87,8 @@ class DeepSpeedSupport(StrategySupport):
                 )
         # The module clips by part, and logs the norm.
         strategy.config["gradient_clipping"] = 0.0
-        strategy.init_deepspeed = partial(_without_clipping_warning, strategy)
+        strategy.init_deepspeed = partial(_init_engine, strategy)
+        strategy.load_model_state_dict = partial(_load_weights, strategy)
         # Use PyTorch's optimizer even if offloaded, so steps are the same under all strategies.
         strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
         # DeepSpeed only prints speed from it; to infer it, Lightning would build the train loader, even for validation.
@@ -184,6 +186,17 @@ class DeepSpeedSupport(StrategySupport):
                 for weight in weights:
                     yield weight.name, weight.get()
 
+    def master_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Under `bf16-mixed`, in float32: the optimizer's own of what is trained, of which the model has roundings."""
+        if not self.trainer.precision.endswith("mixed"):
+            yield from self.named_weights(model)
+            return
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for weight, (name, rounded) in zip(weights_of(model), self.named_weights(model), strict=True):
+            master = safe_get_full_fp32_param(getattr(weight.owner, weight.attribute))
+            yield name, rounded.float() if master is None else master
+
     @torch.inference_mode(False)
     def _offload(self) -> Any:
         """Drop prefetched weights; returns ZeRO-3's object that gathers and shards weights."""
@@ -236,11 +249,35 @@ class DeepSpeedSupport(StrategySupport):
                 accumulated.zero_()
 
 
-def _without_clipping_warning(strategy: Any) -> None:
-    """`init_deepspeed` of a strategy, without the warning that modules which clip by themselves do not clip."""
+def _init_engine(strategy: Any) -> None:
+    """`init_deepspeed` of a strategy, without the warning that modules which clip by themselves do not clip.
+
+    The hooks of the engine of the module's earlier run, if any, are removed.
+    """
+    module = strategy.lightning_module
+    if "_deepspeed_engine" in vars(module):
+        vars(module)["_deepspeed_engine"].destroy()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
         type(strategy).init_deepspeed(strategy)
+    vars(module)["_deepspeed_engine"] = strategy.model  # not as a child
+    if not module.trainer.training and strategy.zero_stage_3:  # DeepSpeed calls it after any load
+        strategy.model.optimizer._restore_from_bit16_weights = lambda: None
+
+
+def _load_weights(strategy: Any, checkpoint: Any, strict: bool = True) -> None:
+    """`load_model_state_dict` of a strategy; in evaluation under ZeRO-3, from a folder's shards of the optimizer.
+
+    They alone have the weights there, and DeepSpeed loads them only into an optimizer.
+    """
+    trainer = strategy.lightning_module.trainer
+    if trainer.state.fn == TrainerFn.FITTING or not strategy.zero_stage_3 or strategy.load_full_weights:
+        type(strategy).load_model_state_dict(strategy, checkpoint, strict)
+        return
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    whole = get_fp32_state_dict_from_zero_checkpoint(trainer.ckpt_path) if strategy.is_global_zero else {}
+    strategy._restore_zero_state({"state_dict": whole}, strict)
 
 
 class _GroupSteps:

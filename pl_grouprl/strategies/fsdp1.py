@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,8 @@ class FSDP1Support(ShardedSupport):
         Raises:
             ValueError: If the strategy is configured to wrap anything but decoder layers.
         """
+        strategy: Any = self.trainer.strategy
+        strategy._setup_model = partial(_wrapped_once, module, partial(type(strategy)._setup_model, strategy))
         if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
             return
         for parameter in module.parameters():
@@ -133,6 +135,14 @@ class FSDP1Support(ShardedSupport):
     @property
     def _options(self) -> dict[str, Any]:
         return self.trainer.strategy.kwargs  # type: ignore[attr-defined]
+
+
+def _wrapped_once(module: LightningModule, wrap: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
+    """A module's wrapper, made in its first run. Another could not be: its weights are flat shards then."""
+    if "_fsdp1_wrapper" not in vars(module):
+        vars(module)["_fsdp1_wrapper"] = wrap(model)  # not as a child, which it has as one
+    wrapper: nn.Module = vars(module)["_fsdp1_wrapper"]
+    return wrapper
 
 
 def _frozen_outside(module: LightningModule, layers: Sequence[nn.Module]) -> list[nn.Parameter]:

@@ -149,13 +149,17 @@ class StrategySupport:
         for weight in weights_of(model):
             yield weight.name, weight.get()
 
+    def master_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Like `named_weights`, but where the optimizer steps float32 masters of rounded weights, those. Collective."""
+        return self.named_weights(model)
+
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """A model's whole state on rank 0 (on the CPU if it was sharded); None on other ranks. Collective."""
+        """The state of a model's master weights on rank 0 (on the CPU unless plain); None elsewhere. Collective."""
         first = self.trainer.is_global_zero
-        if not self.shards:
+        if self.keeps_plain_weights:
             return dict(model.state_dict()) if first else None
         state: dict[str, Tensor] = {}
-        for name, weight in self.named_weights(model):
+        for name, weight in self.master_weights(model):
             if first:
                 state[name] = weight.to("cpu", copy=True)
         return {name: state[place.name] for name, place in named_places(model).items()} if first else None

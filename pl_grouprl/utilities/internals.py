@@ -171,6 +171,8 @@ NAMES = (
     ),
     Names("lightning.pytorch.utilities.combined_loader.CombinedLoader", ("_load_state_dicts",), "a resume's data"),
     Names("lightning.pytorch.strategies.Strategy", ("_checkpoint_io", "_forward_redirection"), "checkpoints; FSDP1"),
+    Names("lightning.pytorch.strategies.FSDPStrategy", ("_setup_model",), "the second run of a module"),
+    Names("lightning.pytorch.strategies.DeepSpeedStrategy", ("_restore_zero_state",), "evaluation under ZeRO-3"),
     Names("lightning.pytorch.strategies.launchers", ("_SubprocessScriptLauncher",), "ending the other ranks"),
     Names(
         "lightning.pytorch.callbacks.ModelCheckpoint",
@@ -213,6 +215,7 @@ NAMES = (
         "weights by owner; copies without hooks; whether a module is hooked or compiled",
     ),
     Names("torch._dynamo", ("OptimizedModule",), "compiled modules are refused"),
+    Names("torch._dynamo.OptimizedModule", ("_orig_mod",), "the model inside"),
     Names("torch", ("_assert_async", "_foreach_norm", "_foreach_mul_"), "checks and norms without waiting for the GPU"),
     Names(
         "torch.ops.aten",
@@ -228,7 +231,11 @@ NAMES = (
     Names("torch.distributed.ProcessGroup", ("_get_sequence_number_for_group",), "the watchdog's counters"),
     Names("torch.UntypedStorage", ("_cdata",), "whether two tensors share memory"),
     Names("deepspeed.runtime.engine.DeepSpeedEngine", ("_backward_prologue",), "several backward passes a step"),
-    Names("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", ("_optimizer_step",), "skipping a group"),
+    Names(
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+        ("_optimizer_step", "_restore_from_bit16_weights"),
+        "skipping a group; evaluation under ZeRO-3",
+    ),
     Names("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", ("_optimizer_step",), "skipping a group"),
     Names("jsonargparse.ArgumentParser", ("_actions",), "options of a configuration"),
     Names("lightning.pytorch.cli.LightningCLI", ("_subcommand_method_arguments",), "options of a subcommand"),

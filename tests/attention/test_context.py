@@ -2,12 +2,17 @@
 
 import copy
 import io
+import pickle
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.tiny_models import repeated_rows, tiny_model
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from pl_grouprl.attention import in_force, shared_prefix
+from pl_grouprl.attention import in_force, shared_prefix, sharing_paused
 from pl_grouprl.packing import SharedPrefixLayout
 
 ROWS = repeated_rows(0, [24], 4, 9)
@@ -158,6 +163,72 @@ def test_saving_inside_does_not_save_the_patch(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config._attn_implementation == "sdpa"
     torch.testing.assert_close(loaded(ROWS).logits, model(ROWS).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "lfm2"])
+def test_a_model_pickled_whole_inside_has_nothing_of_the_context(family):
+    model = tiny_model(family)
+    expected = model(ROWS).logits
+    with shared_prefix(model), shared_prefix(model, "reference"):
+        pickled = pickle.dumps(model)
+        torch.save(model, saved := io.BytesIO())
+    for content in (pickled, saved.getvalue()):
+        assert b"pl_grouprl" not in content
+        assert b"shared_prefix" not in content
+    loaded = pickle.loads(pickled)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded(ROWS).logits, expected)
+    with shared_prefix(loaded) as context:
+        torch.testing.assert_close(loaded(ROWS).logits, expected, atol=2e-5, rtol=0)
+    assert context.last_call.layout is not None
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def with_adapter(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+
+WRAPPERS = {
+    "ddp": DistributedDataParallel,
+    "fsdp1": partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
+    "compiled": partial(torch.compile, backend="eager"),
+    "ddp of compiled": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
+    "averaged": torch.optim.swa_utils.AveragedModel,
+    "peft": with_adapter,
+    "ddp of peft": lambda model: DistributedDataParallel(with_adapter(model)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapped_models(name, process_group):
+    model = tiny_model("qwen3")
+    loss = model(ROWS, labels=ROWS).loss
+    (expected,) = torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight)
+    wrapped = WRAPPERS[name](model)
+    wrapped.requires_grad_(True)
+    with shared_prefix(wrapped) as context:
+        assert in_force(wrapped) is context
+        shared = wrapped(input_ids=ROWS, labels=ROWS).loss
+        assert context.last_call.layout is not None
+        shared.backward()
+        torch.testing.assert_close(shared, loss)
+        gradients = dict(wrapped.named_parameters())
+        gradient = next(weight.grad for path, weight in gradients.items() if path.endswith("up_proj.weight"))
+        torch.testing.assert_close(gradient.flatten(), expected.flatten(), atol=1e-6, rtol=1e-4)
+        with sharing_paused(wrapped):
+            wrapped(ROWS)
+            assert context.last_call.layout is not None  # of the call before
+        wrapped(PACKED, prefix_layout=LAYOUT)
+        assert context.last_call.layout is LAYOUT
+    assert in_force(wrapped) is None
 
 
 def test_listeners_are_called_for_every_call():

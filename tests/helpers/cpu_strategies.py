@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -49,3 +50,7 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
             dist_init_required=False,
         )
         return engine, optimizer
+
+    def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
+        with patch("argparse.Namespace", lambda **_: Namespace(device_rank=self.local_rank)):
+            super()._initialize_deepspeed_inference(model)

@@ -89,10 +89,10 @@ class Results(Callback):
 
 
 def main(name: str, folder: Path, case: dict[str, Any]) -> None:
-    """Fit, and validate amid it."""
+    """Fit, and validate amid it; runs of other kinds may come `before`."""
     case = {"algorithm": "GRPO", "max_steps": 2, "module": {}, "trainer": {}, "optimizer": {}, **case}
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=8, val_size=3)
-    data = PromptDataModule(task, task, batch_size=4, val_batch_size=2, shuffle=False)
+    data = PromptDataModule(task, task, task, batch_size=4, val_batch_size=2, shuffle=False)
     adapter = LoRAAdapter(**case["adapter"]) if "adapter" in case else None
     policy = Policy(case.get("tied", False), adapter, **case.get("policy", {}))
     if case.get("critic") == "shared":
@@ -112,7 +112,9 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
     callbacks = [
         SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
         Results(folder),
-        ExportPolicy(folder=str(folder / "export"), adapter="separate" if "adapter" in case else "merged"),
+        ExportPolicy(
+            folder=str(folder / "export"), adapter=case.get("export", "separate" if "adapter" in case else "merged")
+        ),
     ]
     if "poison" in case:
         callbacks.append(Poison(case["poison"]))
@@ -129,6 +131,8 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
         default_root_dir=folder,
         **case["trainer"],
     )
+    for kind in case.get("before", ()):
+        getattr(trainer, kind)(module, data)
     trainer.fit(module, data, ckpt_path=case.get("checkpoint"), weights_only=True)
 
 

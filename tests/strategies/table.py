@@ -4,8 +4,10 @@
 
 Each row trains ten steps (see table_run.py), then goes on from its own checkpoint of step five in new processes. Its
 losses are compared with those of one process that cuts nothing; the weights of the resumed run with those of the row's
-undisturbed run, on the CPU to the last bit; and the exported policy with the one that was trained. Rows that need a GPU
-say so where there is none. The command exits with 1 if a row fails; a failed row tells its error below the table.
+undisturbed run, on the CPU to the last bit; and the exported policy with the one that was trained. The module then runs
+again, to validate, and a new process validates the last checkpoint alone: both as the last validation of the training.
+Rows that need a GPU say so where there is none. The command exits with 1 if a row fails; a failed row tells its error
+below the table.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Result:
         loss_difference: Largest difference to the reference, over the steps.
         resume_difference: Largest difference of a weight.
         logit_difference: Between the exported policy, loaded anew, and the trained one.
+        evaluation_difference: Of the reward in a second run and in one that only evaluates to that in training.
         passes: Forward and backward passes of the steps, together.
         splits: Groups that were split, in all steps together.
         rollouts: Batches of prompts that were sampled.
@@ -87,6 +90,7 @@ class Result:
     loss_difference: float | None = None
     resume_difference: float | None = None
     logit_difference: float | None = None
+    evaluation_difference: float | None = None
     passes: int = 0
     splits: int = 0
     rollouts: int = 0
@@ -141,7 +145,7 @@ class Table:
 
     Args:
         folder: Where runs leave their files.
-        time_limit: Seconds for each of a row's two trainings.
+        time_limit: Seconds for each of a row's three runs.
     """
 
     def __init__(self, folder: Path, time_limit: float = 240.0) -> None:
@@ -155,10 +159,11 @@ class Table:
         try:
             reference = self._reference(row)
             start = time.perf_counter()
-            whole, resumed = self._folder(row, "whole"), self._folder(row, "resumed")
+            whole, resumed, evaluated = (self._folder(row, kind) for kind in ("whole", "resumed", "evaluated"))
             train(whole, asdict(row), self.time_limit)
             train(resumed, asdict(row), self.time_limit, checkpoint=whole / "step=5.ckpt")
-            compare(result, reference, whole, resumed)
+            train(evaluated, asdict(row), self.time_limit, checkpoint=whole / "step=10.ckpt", evaluate=True)
+            compare(result, reference, whole, resumed, evaluated)
         except (RunFailedError, OSError, KeyError, ValueError) as failure:
             result.status, result.error = "failed", str(failure) or repr(failure)
         result.seconds = time.perf_counter() - start
@@ -177,8 +182,8 @@ class Table:
         return self.folder / name
 
 
-def compare(result: Result, reference: Path, whole: Path, resumed: Path) -> None:
-    """Fill in what the runs in three folders differ by, and whether that is too much."""
+def compare(result: Result, reference: Path, whole: Path, resumed: Path, evaluated: Path) -> None:
+    """Fill in what the runs in four folders differ by, and whether that is too much."""
     import torch
 
     runs = {path: json.loads((path / "run.json").read_text()) for path in (reference, whole)}
@@ -191,12 +196,15 @@ def compare(result: Result, reference: Path, whole: Path, resumed: Path) -> None
     result.logit_difference = largest_difference(
         {"logits": torch.load(whole / "logits.pt", weights_only=True)}, {"logits": exported_logits(whole / "policy")}
     )
+    rewards = [json.loads((path / "evaluation.json").read_text()) for path in (whole, evaluated)]
+    result.evaluation_difference = max(abs(reward - runs[whole]["validations"][-1]) for reward in rewards)
     resume_tolerance = RESUME_TOLERANCE[result.row.accelerator]
     logit_tolerance = LOGIT_TOLERANCE[result.row.accelerator]
     wrong = {
         f"losses differ by {result.loss_difference:.1e}": not result.loss_difference <= LOSS_TOLERANCE,
         f"resumed weights differ by {result.resume_difference:.1e}": not result.resume_difference <= resume_tolerance,
         f"logits of the export differ by {result.logit_difference:.1e}": not result.logit_difference <= logit_tolerance,
+        f"later evaluations differ by {result.evaluation_difference:.1e}": not result.evaluation_difference <= 1e-6,
         f"{result.passes} passes in 10 steps": bool(result.row.options) and result.passes < 20,
         "no group was split": bool(result.row.options) and result.splits == 0,
         f"{result.rollouts} rollouts in place of 5": result.rollouts != 5,
@@ -229,10 +237,10 @@ def exported_logits(policy: Path) -> Any:
 
 
 COLUMNS = (
-    *("strategy", "algorithm", "loss difference", "resume difference", "export"),
+    *("strategy", "algorithm", "loss difference", "resume difference", "export", "evaluation"),
     *("passes", "splits", "rollouts", "validations", "s"),
 )
-WIDTHS = (28, 14, 17, 19, 9, 8, 8, 10, 13, 5)
+WIDTHS = (28, 14, 17, 19, 9, 12, 8, 8, 10, 13, 5)
 
 
 def cells(result: Result) -> list[str]:
@@ -240,7 +248,10 @@ def cells(result: Result) -> list[str]:
     row = result.row
     if result.status == "not run here":
         return [row.name, row.algorithm, "not run here"]
-    numbers = (result.loss_difference, result.resume_difference, result.logit_difference)
+    numbers = (
+        *(result.loss_difference, result.resume_difference),
+        *(result.logit_difference, result.evaluation_difference),
+    )
     shown = ["-" if number is None else f"{number:.1e}" if number else "0" for number in numbers]
     counts = [str(n) for n in (result.passes, result.splits, result.rollouts, result.validations)]
     counts.append(f"{result.seconds:.0f}")
@@ -265,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--only", default="", help="run rows whose name or algorithm contains this")
-    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for each of a row's two trainings")
+    parser.add_argument("--time-limit", type=float, default=240.0, help="seconds for each of a row's three runs")
     parser.add_argument("--keep", type=Path, help="an empty folder for the files of the runs")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `train`, which ends its processes

@@ -145,7 +145,12 @@ class Recorder(Callback):
 
 
 def main(folder: Path, row: dict[str, Any]) -> None:
-    """Train. A row has: strategy (a fragment's name, or none), devices, accelerator, algorithm, options, checkpoint."""
+    """Train and then validate, or only validate a checkpoint.
+
+    Args:
+        folder: Where the files go.
+        row: Strategy (a fragment's name, or none), devices, accelerator, algorithm, options, checkpoint, evaluate.
+    """
     devices, on_cpu = row["devices"], row["accelerator"] == "cpu"
     trainer = Trainer(
         accelerator=row["accelerator"],
@@ -167,7 +172,12 @@ def main(folder: Path, row: dict[str, Any]) -> None:
         default_root_dir=folder,
     )
     module, data = make_module(row["algorithm"], **row["options"]), make_data(row["algorithm"])
-    trainer.fit(module, data, ckpt_path=row["checkpoint"], weights_only=True)
+    if not row["evaluate"]:
+        trainer.fit(module, data, ckpt_path=row["checkpoint"], weights_only=True)
+    checkpoint = row["checkpoint"] if row["evaluate"] else None  # without one, of what was trained: a second run
+    trainer.validate(module, data, ckpt_path=checkpoint, weights_only=True)
+    if trainer.is_global_zero:
+        (folder / "evaluation.json").write_text(json.dumps(float(trainer.callback_metrics["val/reward"])))
 
 
 if __name__ == "__main__":

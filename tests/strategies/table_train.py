@@ -18,14 +18,16 @@ class RunFailedError(Exception):
     """A training ended with an error or ran out of time; the text is the end of what it printed."""
 
 
-def train(folder: Path, row: dict[str, Any], time_limit: float, checkpoint: Path | None = None) -> None:
-    """Train in processes of their own, and leave none of them behind.
+def train(
+    folder: Path, row: dict[str, Any], time_limit: float, checkpoint: Path | None = None, *, evaluate: bool = False
+) -> None:
+    """Train, or only evaluate the checkpoint, in processes of their own, and leave none of them behind.
 
     Raises:
         RunFailedError: If it fails or takes longer than the limit, in seconds.
     """
     folder.mkdir(parents=True)
-    order = row | {"checkpoint": None if checkpoint is None else str(checkpoint)}
+    order = row | {"checkpoint": None if checkpoint is None else str(checkpoint), "evaluate": evaluate}
     command = [sys.executable, str(SCRIPT), str(folder), json.dumps(order)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     log = folder / "log.txt"

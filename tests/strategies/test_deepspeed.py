@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +20,13 @@ import torch
 from helpers.scripts import run_script
 from helpers.tiny_models import tiny_model
 from lightning.pytorch import LightningModule
+from safetensors.torch import load_file
 
 from pl_grouprl.strategies import support_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import run_ranks
 
 SCRIPT = Path(__file__).with_name("deepspeed_run.py")
 STAGES = ("z2", "z3", "z2_offload", "z3_offload")
@@ -93,6 +99,43 @@ def test_resume_is_exact_and_leaves_the_reference_out(tmp_path, stage):
         state = torch.load(file, weights_only=False)
         assert not [name for name in state["module"] if name.startswith("reference.")]
         assert not state["frozen_param_fragments"]
+
+
+MIXED = {"trainer": {"precision": "bf16-mixed"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_mixed_precision_exports_the_float32_weights_that_are_stepped(tmp_path, strategy):
+    trained = run_ranks.run(tmp_path / strategy, strategy, tied=True, **MIXED)
+    for name, weight in trained.weights.items():  # the optimizer's steps are finer than bfloat16
+        assert weight.dtype == torch.float32
+        assert not torch.equal(weight, weight.bfloat16().float()), name
+    assert run_ranks.exported_difference(trained) == 0
+    assert json.loads((trained.folder / "export" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "form"), [("zero2", "merged"), ("zero3", "separate")])
+def test_mixed_precision_exports_the_float32_adapter(tmp_path, strategy, form):
+    adapter = {"r": 4, "alpha": 8, "target_modules": ["q_proj"]}
+    trained = run_ranks.run(tmp_path / strategy, strategy, adapter=adapter, export=form, **MIXED)
+    name = "model.layers.0.self_attn.q_proj"
+    down, up = (trained.weights[f"{name}.lora_{which}.default.weight"] for which in "AB")
+    if form == "separate":
+        exported = load_file(trained.folder / "export" / "adapter_model.safetensors")
+        assert torch.equal(exported[f"base_model.model.{name}.lora_B.weight"], up)
+        return
+    exported = load_file(trained.folder / "export" / "model.safetensors")
+    expected = trained.weights[f"{name}.base_layer.weight"] + 8 / 4 * up @ down
+    torch.testing.assert_close(exported[f"{name}.weight"], expected)
+
+
+@pytest.mark.slow
+def test_a_module_runs_again_under_zero_3(tmp_path):
+    first = run_ranks.run(tmp_path / "first", "zero3")
+    later = run_ranks.run(tmp_path / "later", "zero3", before=["validate", "test"])
+    assert run_ranks.largest_difference(first, later) == 0
 
 
 def support_with(strategy_options: dict[str, Any] | None = None, **trainer_options: Any) -> tuple[Any, Any]:

@@ -43,6 +43,11 @@ def test_resume_is_exact(tmp_path, sharded):
     assert largest_difference(resumed, sharded) == 0
 
 
+def test_a_module_runs_again(tmp_path, sharded):
+    later = run(tmp_path / "later", "fsdp1", **CASE, before=["validate", "test"])
+    assert largest_difference(later, sharded) == 0
+
+
 def test_the_export_holds_the_weights(sharded):
     assert exported_difference(sharded) == 0
 

@@ -16,25 +16,26 @@ import table_train
 ON_CPU = [row for row in table.table_rows(num_gpus=0) if row.accelerator == "cpu"]
 
 
-def write_run(folder, losses, weight=1.0):
+def write_run(folder, losses, weight=1.0, reward=0.2):
     """What table_run.py leaves in a folder, but for the exported policy."""
     folder.mkdir(parents=True)
     steps = [{"loss": loss} for loss in losses]
     found = {"steps": steps, "rollouts": [*range(5)], "validations": [0.1, 0.2], "passes": [3] * 10, "splits": [1] * 10}
     (folder / "run.json").write_text(json.dumps(found))
+    (folder / "evaluation.json").write_text(json.dumps(reward))
     torch.save({"policy.w": torch.tensor([weight])}, folder / "weights.pt")
     torch.save(torch.zeros(1, 2, 3), folder / "logits.pt")
 
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Trains by writing files: a loss, the resumed weight and the logits of the export are off by so much."""
+    """Trains by writing files: a loss, the resumed weight, the export's logits and a reward are off by so much."""
 
-    def make(loss=0.0, weight=0.0, logit=0.0):
-        def train(folder, row, time_limit, checkpoint=None):
+    def make(loss=0.0, weight=0.0, logit=0.0, reward=0.0):
+        def train(folder, row, time_limit, checkpoint=None, *, evaluate=False):
             losses = [0.5] * 10
             losses[7] += loss if row["name"] != "reference" else 0.0
-            write_run(folder, losses, 1.0 + (weight if checkpoint else 0.0))
+            write_run(folder, losses, 1.0 + (weight if checkpoint else 0.0), 0.2 + (reward if evaluate else 0.0))
 
         monkeypatch.setattr(table, "train", train)
         monkeypatch.setattr(table, "exported_logits", lambda policy: torch.full((1, 2, 3), logit))
@@ -62,6 +63,7 @@ def test_runs_that_agree_are_ok(tmp_path, made_up, capsys):
         ({"loss": float("nan")}, "losses differ by nan"),
         ({"weight": 1e-6}, "resumed weights differ by"),
         ({"logit": 1e-4}, "logits of the export differ by 1.0e-04"),
+        ({"reward": 1e-2}, "later evaluations differ by 1.0e-02"),
     ],
 )
 def test_runs_that_differ_fail_the_command(off, told, tmp_path, made_up, capsys):
