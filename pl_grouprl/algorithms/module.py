@@ -230,7 +230,8 @@ class RLModule(pl.LightningModule, ABC):
         reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start
             and never part of a checkpoint. A policy with an adapter needs none, see `reference_policy`; its frozen
             weights are not part of a checkpoint either.
-        last_rollouts: The latest training rollouts with their rewards and advantages.
+        last_rollouts: The latest training rollouts with their rewards and advantages; None while others are collected.
+        is_stepping: Whether the gradients of this batch are finished, so that its optimizer step may have begun.
         starts_over: Maps parts of the saved state to the option with their initial value: if a resumed run changes the
             option on purpose, the part starts over.
         free_options: Options that may differ when a run is resumed. A subclass may add to them.
@@ -337,6 +338,7 @@ class RLModule(pl.LightningModule, ABC):
         self.reference: Any = None
         leave_out_of_checkpoints(self, "reference")
         self.last_rollouts: RolloutBuffer | None = None
+        self.is_stepping = False
         self.num_tokens = 0
 
         self.timer, self.throughput = StepTimer(), Throughput()
@@ -509,6 +511,8 @@ class RLModule(pl.LightningModule, ABC):
         """Refuse options and prompts that cannot work, and start the reward workers."""
         verify_loads(self.trainer)
         refuse_stop_iteration(self.trainer)
+        if stage == "fit":
+            self.last_rollouts, self.is_stepping = None, False  # of an earlier fit
         check_before_loading(self, stage)
         self.collector.set_up(getattr(self.trainer, "datamodule", None))
         self.sampler.reset()
@@ -628,10 +632,16 @@ class RLModule(pl.LightningModule, ABC):
         """
         check_batch(batch)
         self.timer.start()
-        held = self.last_rollouts
-        if batch.update_index == 0 or held is None or held.rollout_number != batch.rollout_number:
+        # Lightning miscounts these when it resumes within a batch.
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.global_step
+        held, self.last_rollouts = self.last_rollouts, None
+        is_next = held is not None and held.rollout_number == batch.rollout_number
+        if held is None or not is_next or (batch.update_index == 0 and held.updates_done):
             self.throughput.start()
-            self.last_rollouts = self.collect_rollouts(batch)
+            self.random_numbers.set_aside()
+            held = self.collect_rollouts(batch)
+            self.random_numbers.keep()
+        self.last_rollouts = held
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             # Lightning would do it too late, after the first micro-batches; in `training_step`, which FSDP1 wraps as a
             # forward, FSDP1 would keep its gradients.
@@ -644,9 +654,9 @@ class RLModule(pl.LightningModule, ABC):
         buffer = self.collector.make_buffer(collected, batch.rollout_number)
         scores = self.score_rollouts_before_update(buffer)
         self.collector.finish(collected, buffer)
-        self.num_tokens += buffer.num_tokens
         with self.timer.part("advantages"):
             self.prepare_updates(buffer, scores)
+        self.num_tokens += buffer.num_tokens
         return buffer
 
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
@@ -727,6 +737,7 @@ class RLModule(pl.LightningModule, ABC):
             parts, self.support, accumulated=accumulated, device=self.device, step=step
         )
         log_numbers(self, norms)
+        self.is_stepping = True
 
     def configure_gradient_clipping(
         self,
@@ -744,6 +755,7 @@ class RLModule(pl.LightningModule, ABC):
         buffer, seconds = self.last_rollouts, self.timer.seconds
         assert buffer is not None
         metrics = {f"time/{name}": value for name, value in seconds.items()}
+        self.is_stepping = False
         log_numbers(self, metrics | self.throughput.after_step(seconds["step"], buffer, self.updates_per_rollout))
 
     # Validation, test and predict.

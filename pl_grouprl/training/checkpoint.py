@@ -9,6 +9,7 @@ from pl_grouprl.models.adapters import adapter_options
 from pl_grouprl.training.optimizer import saved_options
 from pl_grouprl.training.resume import (
     UnfinishedRollouts,
+    batches_to_repeat,
     check_changed_options,
     compare_adapters,
     compare_optimizers,
@@ -16,6 +17,7 @@ from pl_grouprl.training.resume import (
     compare_reference,
     fix_loop_counters,
     restore_loaders,
+    rewind,
     warn_of_other_evaluation,
 )
 from pl_grouprl.training.run_options import evaluation_options
@@ -80,8 +82,32 @@ class RunCheckpoint:
         }
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Save all parts; all ranks call it."""
+        """Save all parts; all ranks call it. Within a batch, save the position before it: a resumed run repeats it.
+
+        Raises:
+            RuntimeError: If it could not.
+        """
+        repeated = self._unfinished.to_repeat = batches_to_repeat(self._module.trainer)
+        if repeated:
+            self._refuse_to_repeat(repeated)
+            rewind(checkpoint, repeated)
         checkpoint[CHECKPOINT_KEY] = save_parts(self._module.saved_state())
+
+    def _refuse_to_repeat(self, batches: int) -> None:
+        module = self._module
+        accumulated, updates = module.trainer.accumulate_grad_batches, module.updates_per_rollout
+        for reason, applies in {
+            "the optimizer's step has begun": module.is_stepping,
+            "rollouts have left the queue": module.max_staleness and module.last_rollouts is None,
+            f"{accumulated} gradients of batches of rollouts with {updates} updates each are being accumulated": (
+                batches > 1 and updates % accumulated
+            ),
+        }.items():
+            if applies:
+                raise RuntimeError(
+                    f"no checkpoint is saved within this batch, because a resumed run could not repeat it: {reason}; "
+                    "resume from an earlier one."
+                )
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Load all parts.

@@ -21,15 +21,15 @@ class RandomNumbers:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._per_rank: list[dict[str, Any]] = []
-        self._before_validation: dict[str, Any] | None = None
+        self._earlier: dict[str, Any] | None = None
 
     @property
     def _device(self) -> torch.device:
         return self._run.device
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the states of all ranks; during validation, those from before it."""
-        return gather_plain(self._before_validation or random_state(self._device), self._device)
+        """Return the states of all ranks; while some are set aside, those."""
+        return gather_plain(self._earlier or random_state(self._device), self._device)
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Keep the states until `restore`."""
@@ -37,16 +37,20 @@ class RandomNumbers:
 
     def restore(self) -> None:
         """Restore the loaded state, on ranks that the saved run had; called last, because setup draws numbers too."""
-        states, self._per_rank = self._per_rank, []
+        states, self._per_rank, self._earlier = self._per_rank, [], None
         if self._run.global_rank < len(states):
             set_random_state(states[self._run.global_rank], self._device)
 
     def set_aside(self) -> None:
-        """Remember the state before validation, which a resumed run may skip."""
-        self._before_validation = random_state(self._device)
+        """Remember the state before what a resumed run skips (validation) or repeats (rollouts that failed)."""
+        self._earlier = random_state(self._device)
+
+    def keep(self) -> None:
+        """Forget the state that was set aside."""
+        self._earlier = None
 
     def continue_training(self) -> None:
-        """Restore the state from before the validation."""
-        if self._before_validation is not None:
-            set_random_state(self._before_validation, self._device)
-        self._before_validation = None
+        """Restore the state that was set aside."""
+        if self._earlier is not None:
+            set_random_state(self._earlier, self._device)
+        self._earlier = None

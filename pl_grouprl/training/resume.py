@@ -49,6 +49,31 @@ def fix_loop_counters(checkpoint: dict[str, Any], num_batches: int | None = None
     return at_end
 
 
+def batches_to_repeat(trainer: Any) -> int:
+    """How many batches have begun since the last optimizer step; a checkpoint saved now has nothing of them."""
+    loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+    counts = loop.batch_progress.current
+    if counts.processed == counts.ready and not loop._should_accumulate():
+        return 0
+    return int(counts.ready - counts.processed // accumulated * accumulated)
+
+
+def rewind(checkpoint: dict[str, Any], batches: int) -> None:
+    """Move a checkpoint's position in the data back, to before some batches of its epoch.
+
+    Args:
+        checkpoint: What Lightning is about to save; changed in place.
+        batches: How many.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    progress = loop["epoch_loop.batch_progress"]
+    for counts in (progress["current"], progress["total"]):
+        counts.update(dict.fromkeys(counts, counts["ready"] - batches))
+    progress["is_last_batch"] = False
+    for state in loop["state_dict"].get("combined_loader", ()):
+        state["position"] -= batches
+
+
 def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) -> RolloutBuffer | None:
     """Rebuild this rank's rollouts from a checkpoint.
 
@@ -231,18 +256,22 @@ class UnfinishedRollouts:
 
     Attributes:
         restored: Whether rollouts were loaded.
+        to_repeat: How many of the last updates a resumed run repeats.
     """
 
     def __init__(self, module: Any, num_mini_batches: int) -> None:
         self._module = module
         self._num_mini_batches = num_mini_batches
         self.restored = False
+        self.to_repeat = 0
 
     def state_dict(self) -> list[dict[str, Any] | None]:
         """Gather them. Collective."""
         buffer = self._module.last_rollouts
-        finished = buffer is None or buffer.updates_done >= self._module.updates_per_rollout
-        return gather_plain(None if finished else buffer.state_dict(), self._module.device)
+        done = 0 if buffer is None else max(buffer.updates_done - self.to_repeat, 0)
+        finished = buffer is None or done >= self._module.updates_per_rollout
+        state = None if finished else buffer.state_dict() | {"updates_done": done}
+        return gather_plain(state, self._module.device)
 
     def load_state_dict(self, state: list[dict[str, Any] | None]) -> None:
         """Restore this rank's rollouts."""

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from helpers.sweeps import sweep
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
 
-from pl_grouprl.algorithms import PPO
+from pl_grouprl.algorithms import GRPO, PPO
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.models import SharedTrunkCritic
 
@@ -107,3 +116,144 @@ def test_an_asynchronous_plugin_is_refused_by_the_callback_that_verifies(make_mo
     trainer = make_trainer(callbacks=[SafeCheckpoint()], plugins=[AsyncCheckpointIO()])
     with pytest.raises(ValueError, match=r"plugins has AsyncCheckpointIO, .*; leave the plugin out, or use Model"):
         trainer.fit(make_module(), make_data())
+
+
+def noisy_share_of_letters(completions, **columns):
+    """Rewards that draw from a global generator, which a checkpoint saves."""
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) + 0.1 * random.random() for text in completions]
+
+
+class Broken(GRPO):
+    """Raises in one place, once, after `step` optimizer steps."""
+
+    def break_at(self, place, step):
+        self.place, self.step = place, step
+        return self
+
+    def maybe_break(self, place):
+        if place == self.place and self.global_step == self.step:
+            raise RuntimeError("broken")
+
+    def compute_advantages(self, groups):
+        self.maybe_break("compute_advantages")
+        return super().compute_advantages(groups)
+
+    def compute_loss(self, batch):
+        self.maybe_break("compute_loss")
+        return super().compute_loss(batch)
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.maybe_break("optimizer_step")
+
+
+class Breaks(Callback):
+    """Calls the module's `maybe_break` in hooks that run before the module's own."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        module.maybe_break("on_train_batch_start")
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        module.maybe_break("on_before_optimizer_step")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.maybe_break("on_train_batch_end")
+
+
+@pytest.fixture
+def fit_broken(make_module, make_trainer, make_data, tmp_path):
+    """Fit with a callback that saves on the exception; returns counts, updates and weights."""
+
+    def fit(options, limits, place=None, step=0, checkpoint=None):
+        seed_everything(1, verbose=False)
+        options = {"rewards": noisy_share_of_letters, **options}
+        module, trained = make_module(Broken, **options).break_at(place, step), Trained()
+        callbacks = [Breaks(), trained, OnExceptionCheckpoint(tmp_path)]
+        trainer = make_trainer(max_steps=8, callbacks=callbacks, **limits)
+        trainer.fit(module, make_data(val=True), ckpt_path=checkpoint)
+        counts = trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped, module.num_tokens
+        return counts, trained.updates, module.policy.state_dict()
+
+    return fit
+
+
+PLACES = [  # an epoch has 6 steps, two for each batch of rollouts
+    ("on_train_batch_start", 3),
+    ("on_train_batch_start", 6),
+    ("compute_advantages", 0),
+    ("compute_advantages", 4),
+    ("compute_loss", 0),
+    ("compute_loss", 3),
+    ("compute_loss", 5),
+    ("on_before_optimizer_step", 4),
+    ("on_train_batch_end", 3),
+]
+WITHIN = {
+    **{f"{place} {step}": ({}, {"num_mini_batches": 2}, place, step) for place, step in PLACES},
+    # an epoch has 6 steps of 2 batches each, four for each batch of rollouts
+    "accumulating 1": ({"accumulate_grad_batches": 2}, {"num_mini_batches": 4}, "compute_loss", 1),
+    "accumulating 6": ({"accumulate_grad_batches": 2}, {"num_mini_batches": 4}, "compute_loss", 6),
+}
+_WHOLE = {}
+
+
+QUICK = {"compute_advantages 4", "compute_loss 3", "compute_loss 5", "accumulating 6"}
+
+
+@pytest.mark.parametrize("case", sweep(WITHIN, QUICK))
+def test_a_checkpoint_written_within_a_batch_resumes_exactly(fit_broken, tmp_path, case):
+    trainer, options, place, step = WITHIN[case]
+    limits = {"val_check_interval": 2, **trainer}
+    key = str((options, limits))
+    _WHOLE[key] = _WHOLE.get(key) or fit_broken(options, limits)
+    counts, updates, weights = _WHOLE[key]
+    with pytest.raises(RuntimeError, match="broken"):
+        fit_broken(options, limits, place, step)
+    resumed_counts, resumed, resumed_weights = fit_broken(options, limits, checkpoint=tmp_path / "on_exception.ckpt")
+    assert resumed == updates[step * trainer.get("accumulate_grad_batches", 1) :]
+    assert resumed_counts == counts
+    assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
+
+
+AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate", "num_generations": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "limits", "place", "reason"),
+    [
+        ({}, {}, "optimizer_step", "the optimizer's step has begun"),
+        (AHEAD, {}, "compute_advantages", "rollouts have left the queue"),
+        (
+            {},
+            {"accumulate_grad_batches": 2},
+            "on_before_optimizer_step",
+            "2 gradients of batches",
+        ),
+    ],
+)
+def test_a_checkpoint_within_a_batch_that_cannot_be_repeated_is_refused(
+    fit_broken, tmp_path, options, limits, place, reason
+):
+    with pytest.raises(RuntimeError, match=f"no checkpoint is saved within this batch, .*: {reason}"):
+        fit_broken(options, limits, place, 1 if place == "optimizer_step" else 0)
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_weights_trained_in_processes_that_a_launcher_forked_come_back(
+    make_module, make_trainer, make_data, monkeypatch
+):
+    """`ddp_notebook`, which Lightning chooses in notebooks, has the same launcher."""
+    monkeypatch.setenv("MASTER_PORT", "0")  # the launcher sets it
+    modules = {strategy: make_module(beta=0.1) for strategy in ("auto", "ddp_fork")}
+    for strategy, module in modules.items():
+        make_trainer(max_steps=2, strategy=strategy).fit(module, make_data())
+    alone, forked = modules.values()
+    torch.testing.assert_close(forked.policy.state_dict(), alone.policy.state_dict())
+    torch.testing.assert_close(forked.reference.state_dict(), alone.reference.state_dict())
+
+
+def test_a_module_can_be_sent_to_a_process_that_a_launcher_spawns(make_module):
+    module = pickle.loads(pickle.dumps(make_module(beta=0.1)))
+    module.configure_model()
+    assert not [name for name in module.state_dict() if name.startswith("reference")]
+    assert not module.load_state_dict(module.state_dict()).missing_keys
