@@ -921,11 +921,13 @@ class RLModule(pl.LightningModule, ABC):
         self.run_checkpoint.load(checkpoint)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load weights.
+        """Load weights, and before them the models, if a launcher has trained them in other processes.
 
         Raises:
             ValueError: If they do not fit. Says which module wrote the checkpoint, then torch's list.
         """
+        if self.policy is None:
+            self.load_models()
         try:
             return super().load_state_dict(*args, **kwargs)
         except RuntimeError as error:

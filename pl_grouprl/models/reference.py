@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,17 +38,18 @@ def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
 
     For weights that are recreated from their source.
     """
+    module.register_state_dict_post_hook(partial(_drop, child))  # not closures, which cannot be pickled
+    module.register_load_state_dict_post_hook(partial(_ignore_missing, child))
 
-    def drop(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for name in [name for name in state if name.startswith(f"{prefix}{child}.")]:
-            del state[name]
 
-    def ignore_missing(_: nn.Module, incompatible: Any) -> None:
-        prefixes = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
-        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(prefixes)]
+def _drop(child: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for name in [name for name in state if name.startswith(f"{prefix}{child}.")]:
+        del state[name]
 
-    module.register_state_dict_post_hook(drop)
-    module.register_load_state_dict_post_hook(ignore_missing)
+
+def _ignore_missing(child: str, module: nn.Module, incompatible: Any) -> None:
+    prefixes = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(prefixes)]
 
 
 @torch.no_grad()
