@@ -30,8 +30,8 @@ from pl_grouprl.tasks.answer_format import extract_answer
 from pl_grouprl.utilities.text import mask_secret
 
 LENGTH = 100_000
-LIMIT = 0.4
-"""CPU seconds of one call, which takes milliseconds in linear time, and a second or more in quadratic time."""
+LIMIT = 2.0
+"""CPU seconds of one call, which takes milliseconds in linear time, and seconds or hours otherwise."""
 SEEN = ("chat", "demo", "episodes", "harnesses", "media", "rewards", "rollout", "tasks")
 """Packages that read what models and servers write."""
 COMMON = [" ", "\n", "1", '"']
