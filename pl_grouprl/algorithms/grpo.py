@@ -33,7 +33,7 @@ from pl_grouprl.training.group_rewards import (
 )
 from pl_grouprl.training.override_results import checked_tensor, is_custom
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.selection import outcomes_or_steps_differ, rewards_differ
+from pl_grouprl.training.selection import any_function_differs, outcomes_or_steps_differ, rewards_differ
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.copying import private_copy
@@ -110,7 +110,10 @@ class GRPO(RLModule):
         super().setup(stage)
         per_token, overridden = self.advantage_estimator.per_token, _overrides_advantages(self)
         self.collector.can_move = not self.advantage_estimator.needs_greedy
-        self.collector.is_informative = rewards_differ if per_token or overridden else outcomes_or_steps_differ
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            self.collector.is_informative = any_function_differs
+        else:
+            self.collector.is_informative = rewards_differ if per_token or overridden else outcomes_or_steps_differ
 
     @property
     def needs_old_scores(self) -> bool:

@@ -72,7 +72,7 @@ from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.training.override_results import is_custom, refuse_renamed, refuse_stop_iteration
-from pl_grouprl.training.prefix_sharing import PrefixSharing
+from pl_grouprl.training.prefix_sharing import PrefixSharing, refuse_dropout
 from pl_grouprl.training.prompt_checks import check_batch
 from pl_grouprl.training.random_numbers import RandomNumbers
 from pl_grouprl.training.rewarder import Rewarder
@@ -627,7 +627,10 @@ class RLModule(pl.LightningModule, ABC):
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()
-        self.prefix_sharing.open(self.scored_models(), self.parity_reports)
+        models = self.scored_models()
+        for name, model in (models | {name: part for name, (part, _) in self.optimized_parts().items()}).items():
+            refuse_dropout(name, model)
+        self.prefix_sharing.open(models, self.parity_reports)
         check_groups_fit(self)
         self.device_choices.open()
 

@@ -17,7 +17,7 @@ _DIGITS = rf"""(?:(?:\d{{1,2}}(?:{_SEPARATOR}\d\d){{1,4}}{_SEPARATOR}\d{{3}}(?!\
     |\d+)(?:\.\d+)?|(?<!\d)\.\d+)"""
 _CURRENCY = r"(?:\\?[$€£¥₹₩₽¢]|[A-Z]{1,2}\$|USD|EUR|GBP|CNY|JPY|INR|Rs\.?)"
 _NUMBER = rf"""
-    (?:(?<![\dA-Za-z)\]}}%°.$€£¥₹₩₽¢-])(?P<sign>[-+]))?  # no sign in 15-8, 10%-20%
+    (?:(?<![\dA-Za-z)\]}}%°.-])(?<!\d[$€£¥₹₩₽¢])(?P<sign>[-+]))?  # no sign in 15-8, 10%-20%, 10$-20$
     (?:(?<!\d){_CURRENCY}\ ?(?P<inner_sign>[-+])?)?
     (?:(?P<whole>\d+)\ (?=\d+/\d))?
     (?P<number>{_DIGITS})
@@ -28,7 +28,8 @@ _WHOLE = re.compile(_NUMBER, re.VERBOSE)
 _MARKED = re.compile(rf"\#\#\#\#\s*(?:{_NUMBER})", re.VERBOSE)
 _ANY = re.compile(rf"(?<=[A-Za-z\d)\]}}])[\^_]\{{?[-+]?\d+|(?:{_NUMBER})", re.VERBOSE)  # skips exponents and indices
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if code != 0xFF0C}  # not the Chinese comma
-_AS_ASCII = _FULL_WIDTH | str.maketrans("\u2212\u2012\u2013\ufe63", "----")
+_AS_ASCII = _FULL_WIDTH | str.maketrans("\u2212\u2012\u2013\ufe63\u2044", "----/")
+_VULGAR = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e])")
 _SUPERSCRIPT = re.compile("[\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 _LATEX_FRACTION = re.compile(r"(\d?)\\[dt]?frac(\{[^{}]*\}|\d)(\{[^{}]*\}|\d)")
 _MOST_CHARACTERS = 1000  # calculating with longer numbers takes more than linear time
@@ -72,7 +73,8 @@ def _numbers(text: str, method: Literal["strict", "flexible"]) -> list[re.Match[
 
 
 def _plain(text: str) -> str:
-    """The text with `-` for minus signs, ASCII for full width, `^2` for superscripts, `1/2` for LaTeX's fractions."""
+    """The text with `-` for minus signs, ASCII for full width, `^2` for superscripts, `1/2` for fractions."""
+    text = _VULGAR.sub(lambda m: f"{m[1] and m[1] + ' '}{unicodedata.normalize('NFKC', m[2])}", text)
     text = _SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
     text = _LATEX_FRACTION.sub(lambda m: f"{m[1] and m[1] + ' '}{m[2].strip('{}')}/{m[3].strip('{}')}", text)
     return text.translate(_AS_ASCII)

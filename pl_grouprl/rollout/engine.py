@@ -219,10 +219,10 @@ def checked_rollouts(
         raise ValueError(f"{name}.generate returned no list of {len(prompts)} groups, one for each prompt.")
     newest = None if declares(engine, "updates_in_flight") else getattr(engine, "version", None) or 0
     for index, (group, limit) in enumerate(zip(rollouts, limits, strict=True)):
-        if not all(isinstance(rollout, Rollout) for rollout in group):
+        if not isinstance(group, Sequence) or not all(isinstance(rollout, Rollout) for rollout in group):
             raise TypeError(f"{name}.generate returned something else than Rollouts for prompt {index}.")
         episodes = {id(rollout) if rollout.episode is None else rollout.episode for rollout in group}
-        if len(episodes) != num_generations or len(set(map(id, group))) < len(group):
+        if len(episodes) != num_generations:
             raise ValueError(
                 f"{name}.generate returned {len(episodes)} different rollouts of prompt {index} in a list of "
                 f"{len(group)}, where {num_generations} were asked for."
@@ -235,12 +235,14 @@ def checked_rollouts(
                 raise type(error)(
                     f"{name}.generate returned an impossible rollout of prompt {index}: {error}"
                 ) from None
-    sampled = [rollout.num_sampled_tokens for group in rollouts for rollout in group]
-    if sampled and not any(sampled):
+    made = [rollout for group in rollouts for rollout in group]
+    if len(set(map(id, made))) < len(made):
         raise ValueError(
-            f"{name}.generate returned {len(sampled)} rollouts without a sampled token: all are empty, or have zeros "
-            "for loss_mask."
+            f"{name}.generate returned the same Rollout object twice; rewards of one would be the other's."
         )
+    sampled = [rollout.num_sampled_tokens for rollout in made]
+    if any(rollout.token_ids for rollout in made) and not any(sampled):
+        raise ValueError(f"{name}.generate returned {len(made)} rollouts that all have zeros for loss_mask.")
     if num_generations > 1 and sampled and max(sampled) > 1 and all(_are_equal(group) for group in rollouts):
         rank_zero_warn(
             f"{name}.generate returned the same rollout {num_generations} times for every prompt of a batch, which "

@@ -49,12 +49,7 @@ class PrefixSharing:
         Args:
             models: The transformers models to patch, by name.
             reports: Compares shared with repeated prefixes.
-
-        Raises:
-            ValueError: If a model in training mode has dropout.
         """
-        for name, model in models.items():
-            _refuse_dropout(name, model)
         if self.sharing == "repeated":
             rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
             return
@@ -83,10 +78,15 @@ class PrefixSharing:
         self.dense.clear()
 
 
-def _refuse_dropout(owner: str, model: Any) -> None:
-    """Refuse dropout: old and reference scores are without, so ratios would differ from 1 by chance alone."""
+def refuse_dropout(owner: str, model: Any) -> None:
+    """Refuse dropout: old and reference scores are without, so ratios would differ from 1 by chance alone.
+
+    Raises:
+        ValueError: If the model is in training mode and has dropout.
+    """
     for name, module in model.named_modules() if model.training else ():
-        rates = {option: rate for option, rate in vars(module).items() if isinstance(rate, float) and rate > 0}
+        numbers = {option: rate for option, rate in vars(module).items() if type(rate) in (int, float)}
+        rates = {option: rate for option, rate in numbers.items() if 0 < rate <= 1}
         for option, rate in rates.items():
             if "drop" in option or (option == "p" and "Drop" in type(module).__name__):
                 raise ValueError(

@@ -20,6 +20,13 @@ def outcomes_or_steps_differ(group: RolloutGroup) -> bool:
     return numbers_differ(episode.outcome_reward for episode in group.episodes) or _steps_differ(group)
 
 
+def any_function_differs(group: RolloutGroup) -> bool:
+    """Whether the rewards of any function differ, for `multi_objective_aggregation='normalize_then_sum'`."""
+    rollouts = [episode.last for episode in group.episodes]
+    names = {name for rollout in rollouts for name in rollout.rewards}
+    return any(numbers_differ(rollout.rewards.get(name) for rollout in rollouts) for name in names)
+
+
 def _steps_differ(group: RolloutGroup) -> bool:
     return numbers_differ(reward for rollout in group.rollouts for reward in rollout.step_rewards.values())
 

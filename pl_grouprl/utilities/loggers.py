@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
-from pl_grouprl.utilities.checkpoint_files import lives
+from pl_grouprl.utilities.checkpoint_files import lives, process_name
 from pl_grouprl.utilities.text import describe_error, first_names
 from pl_grouprl.utilities.writes import OptionalWrites, explain_os_error
 
@@ -53,8 +52,10 @@ def place_default_logger(trainer: Trainer, name: str) -> None:
         name: The algorithm's.
     """
     for logger in trainer.loggers:
-        default = logger.name == "lightning_logs" and logger.save_dir == trainer.default_root_dir
-        if default and isinstance(logger, (CSVLogger, TensorBoardLogger)) and logger._experiment is None:
+        if not isinstance(logger, (CSVLogger, TensorBoardLogger)) or logger._experiment is not None:
+            continue
+        given = logger._version not in (None, SLURMEnvironment.job_id(), logger._get_next_version())
+        if not given and logger.name == "lightning_logs" and logger.save_dir == trainer.default_root_dir:
             logger._root_dir = logger._save_dir = os.path.join(trainer.default_root_dir, "runs")  # type: ignore[union-attr]
             logger._name, logger._version = name, SLURMEnvironment.job_id()
 
@@ -74,9 +75,9 @@ def log_every_step(trainer: Trainer) -> None:
 
 @rank_zero_only
 def _keep_former_metrics(folder: Path) -> None:
-    file, marker = folder / "metrics.csv", folder / "run.json"
+    file, writer = folder / "metrics.csv", _writer(folder)
     if file.is_file():
-        host, _, pid = json.loads(marker.read_text())["process"].rpartition("-") if marker.is_file() else ("", "", "0")
+        host, _, pid = writer.read_text().rpartition("-") if writer.is_file() else ("", "", "0")
         if lives(host, int(pid)):
             raise ValueError(
                 f"{file} is written by a run that is going on (process {pid}); give the CSVLogger another version."
@@ -85,6 +86,14 @@ def _keep_former_metrics(folder: Path) -> None:
         while (kept := folder / f"metrics_{number}.csv").exists():
             number += 1
         file.rename(kept)
+    with suppress(OSError):  # the logger itself will say that it cannot write
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        writer.write_text(process_name())
+
+
+def _writer(folder: Path) -> Path:
+    """Names the process that writes into a `CSVLogger`'s folder; outside of it, which Lightning expects to be empty."""
+    return folder.with_name(f".{folder.name}.writer")
 
 
 class _Guarded(Logger):
@@ -142,6 +151,8 @@ class _Guarded(Logger):
         self._tolerate(lambda: super(_Guarded, self).after_save_checkpoint(checkpoint_callback))
 
     def finalize(self, status: str) -> None:
+        if isinstance(self, CSVLogger) and rank_zero_only.rank == 0:
+            _writer(Path(self.log_dir)).unlink(missing_ok=True)
         if self._writes is None:
             self._tolerate(lambda: super(_Guarded, self).finalize(status))
         else:

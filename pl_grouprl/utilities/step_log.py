@@ -44,6 +44,8 @@ def forget_numbers(module: LightningModule, names: Iterable[str]) -> None:
     kept: Any = module.trainer._results or {}
     for name in names:
         kept.pop(f"{module._current_fx_name}.{name}", None)
+        for shown in (module.trainer.callback_metrics, module.trainer.progress_bar_metrics):
+            shown.pop(name, None)
 
 
 def _keeps_latest_only(place: Any, prog_bar: bool) -> bool:

@@ -1,7 +1,6 @@
 """Loggers of a run: what they cannot write is a warning, and what a former run wrote stays."""
 
 import csv
-import json
 import pickle
 import posixpath
 import re
@@ -70,13 +69,15 @@ def test_two_runs_at_once_do_not_write_one_file(tmp_path):
         folder = tmp_path / "own" / "fixed"
         folder.mkdir(parents=True)
         (folder / "metrics.csv").write_text("step\n")
-        (folder / "run.json").write_text(json.dumps({"process": f"{socket.gethostname()}-{other.pid}"}))
+        (tmp_path / "own" / ".fixed.writer").write_text(f"{socket.gethostname()}-{other.pid}")
         logger = CSVLogger(tmp_path, name="own", version="fixed")
         with pytest.raises(ValueError, match=rf"going on \(process {other.pid}\); give the CSVLogger another version"):
             prepare_loggers([logger])
         other.communicate(b"\n")
     prepare_loggers([logger])
     assert (folder / "metrics_1.csv").read_text() == "step\n"
+    logger.finalize("success")
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["fixed"]
 
 
 class Particular(CSVLogger):

@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunProgressBar, RunSummary, SafeCheckpoint
@@ -50,8 +50,13 @@ def test_the_trainers_own_logger_writes_where_the_configurations_do(make_module,
     (tmp_path / "runs" / name / "version_0").mkdir(parents=True)
     module.trainer = trainer = make_trainer(logger=True)
     assert Path(trainer.log_dir) == tmp_path / "runs" / name / "version_1"
-    module.trainer = trainer = make_trainer(logger=CSVLogger(tmp_path / "own"))
-    assert Path(trainer.log_dir) == tmp_path / "own" / "lightning_logs" / "version_0"
+    for logger, place in (
+        (CSVLogger(tmp_path / "own"), tmp_path / "own" / "lightning_logs" / "version_0"),
+        (CSVLogger(tmp_path, version="mine"), tmp_path / "lightning_logs" / "mine"),
+        (TensorBoardLogger(tmp_path, version=7), tmp_path / "lightning_logs" / "version_7"),
+    ):
+        module.trainer = trainer = make_trainer(logger=logger)
+        assert Path(trainer.log_dir) == place
 
 
 def test_a_run_and_its_evaluations_are_in_one_place(make_module, make_data, make_trainer, scripted_engine, tmp_path):

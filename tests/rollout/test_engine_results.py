@@ -54,7 +54,9 @@ def same(rollout):
         ([[{"token_ids": [1]}] * 2] * 2, "something else than Rollouts for prompt 0"),
         ([group[:1] for group in groups()], "1 different rollouts of prompt 0 in a list of 1, where 2 were asked for"),
         ([[], []], "0 different rollouts of prompt 0"),
-        ([group * 2 for group in groups()], "2 different rollouts of prompt 0 in a list of 4"),
+        ([None, None], "something else than Rollouts for prompt 0"),
+        ([group * 2 for group in groups()], "the same Rollout object twice"),
+        ([groups()[0]] * 2, "the same Rollout object twice"),
         (same(Rollout([1])), "1 different rollouts of prompt 0 in a list of 2"),
         (groups(token_ids=[1.7, 2.0, 3.0]), "'float' object cannot be interpreted as an integer"),
         (groups(token_ids=["1", "2", "3"]), "'str' object"),
@@ -72,8 +74,7 @@ def same(rollout):
         (groups(weight_versions=[3]), "Rollout.weight_versions has 1 entries"),
         (groups(finish_reason="banana"), "finish_reason is 'banana'"),
         (groups(text=b"\xff"), "text is a bytes"),
-        ([[Rollout([]), Rollout([])] for _ in "ab"], "4 rollouts without a sampled token"),
-        ([[Rollout([1], loss_mask=[0]), Rollout([2], loss_mask=[0])] for _ in "ab"], "4 rollouts without a sampled"),
+        ([[Rollout([1], loss_mask=[0]), Rollout([], loss_mask=[])] for _ in "ab"], "4 rollouts that all have zeros"),
     ],
 )
 def test_what_cannot_have_been_sampled_is_refused(result, words):
@@ -106,6 +107,11 @@ def test_what_can_be_is_converted_to_plain_numbers():
 )
 def test_what_is_unusual_passes(changes):
     assert check(groups(**changes))
+
+
+def test_completions_may_all_be_empty():
+    """As those of an engine that leaves out the end token."""
+    assert len(check([[Rollout([]), Rollout([])] for _ in "ab"])) == 2
 
 
 def test_rows_of_an_episode_count_as_one_rollout():

@@ -10,6 +10,7 @@ from pl_grouprl import GRPO, PPO
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.data import PromptBatch
 from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.models.critic import Critic, ValueHead
 from pl_grouprl.models.score import score
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
@@ -17,7 +18,7 @@ from pl_grouprl.training.kl_penalty import KLPenalty
 from pl_grouprl.training.micro_batcher import MicroBatcher
 from pl_grouprl.training.objective import PolicyObjective
 from pl_grouprl.training.optimization import Optimization, clip_gradients
-from pl_grouprl.training.prefix_sharing import PrefixSharing
+from pl_grouprl.training.prefix_sharing import PrefixSharing, refuse_dropout
 from pl_grouprl.training.random_numbers import RandomNumbers
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
@@ -249,14 +250,18 @@ def test_prefix_sharing_patches_until_closed(run):
 )
 def test_dropout_is_refused_before_the_first_step(family, option, named):
     model = tiny_model(family, **({"dropout": 0.0} if family == "opt" else {}) | {option: 0.25})
-    run = PlainRun(model)
-    for sharing in ("shared", "repeated"):
-        with pytest.raises(ValueError, match=rf"^policy has dropout \({named}=0.25\).*\(disable_dropout=True of Pret"):
-            PrefixSharing(run, sharing, verify=False).open({"policy": model.train()}, list)
+    with pytest.raises(ValueError, match=rf"^policy has dropout \({named}=0.25\).*\(disable_dropout=True of Pret"):
+        refuse_dropout("policy", model.train())
     for safe in (model.eval(), tiny_model("llama").train()):
-        sharing = PrefixSharing(run, verify=False)
-        sharing.open({"policy": safe}, list)
-        sharing.close()
+        refuse_dropout("policy", safe)
+
+
+def test_dropout_of_a_critics_head_is_refused():
+    trunk = tiny_model("llama").model
+    head = ValueHead(trunk.config.hidden_size)
+    head.dropout = torch.nn.Dropout(1)  # an integer
+    with pytest.raises(ValueError, match=r"^critic has dropout \(head.dropout.p=1\)"):
+        refuse_dropout("critic", Critic(trunk, head))
 
 
 def test_random_numbers_continue_after_a_validation_and_a_restart(run):

@@ -98,7 +98,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], *, f_norm
     """
     check_options({"f_norm": (f_norm, f_norm > 0, "larger than 0")})
     groups = gather_groups(rewards, group_ids)
-    alpha = groups.valid_B.sum() / (groups.rewards_B != 0).sum().clamp(min=1)
+    alpha = groups.valid_B.sum() / differ(0.0, groups.rewards_B).sum().clamp(min=1)
     return groups.finish(groups.centred() * alpha / f_norm)
 
 
