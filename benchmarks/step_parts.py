@@ -135,7 +135,6 @@ def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str |
         (module, "configure_gradient_clipping", "gradient norm"),
         (collector, "summarize", "metrics"),
         (collector, "rollout_metrics", "metrics"),
-        (collector, "merge_reward_metrics", "metrics"),
         (LossAccumulator, "add", "metrics"),
         (LossAccumulator, "reduced", "metrics"),
         (module, "log", "logging"),

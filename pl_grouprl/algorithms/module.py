@@ -627,10 +627,9 @@ class RLModule(pl.LightningModule, ABC):
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()
-        models = self.scored_models()
-        for name, model in (models | {name: part for name, (part, _) in self.optimized_parts().items()}).items():
-            refuse_dropout(name, model)
-        self.prefix_sharing.open(models, self.parity_reports)
+        for name, (part, _) in self.optimized_parts().items():
+            refuse_dropout(name, part)
+        self.prefix_sharing.open(self.scored_models(), self.parity_reports)
         check_groups_fit(self)
         self.device_choices.open()
 

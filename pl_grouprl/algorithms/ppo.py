@@ -180,6 +180,13 @@ class PPO(RLModule):
         self.critic = self.critic_source.load(self.policy)
         check_adapters(self.critic, "critic")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PPO:
+        """As in `RLModule`; a critic with the policy's weights has those of the copied policy."""
+        copied = super().__deepcopy__(memo)
+        if isinstance(copied.critic, TiedCritic):
+            copied.critic.retie(copied.policy)
+        return copied
+
     def scored_models(self) -> dict[str, Any]:
         """Add the critic's trunk, where it is not the policy's."""
         critic = self._critic

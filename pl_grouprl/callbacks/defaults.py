@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from weakref import WeakSet
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,13 +23,21 @@ _ADDED: WeakSet[Callback] = WeakSet()  # by modules, to any Trainer
 class LoadModels(Callback):
     """Loads the models before the `setup` of callbacks that may read them, such as those that average weights.
 
-    Lightning calls a module's `configure_model` only after all callbacks' `setup`.
+    Lightning calls a module's `setup` and `configure_model` only after all callbacks' `setup`.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load them if there is such a callback."""
+        """Set up the module and load them if there is such a callback."""
+        vars(pl_module).pop("setup", None)  # if this failed before
         if any(_may_read_models(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            pl_module.setup(stage)
+            pl_module.setup = partial(_forget_setup, pl_module)  # type: ignore[method-assign]
             _call_configure_model(trainer)
+
+
+def _forget_setup(module: LightningModule, stage: str) -> None:
+    """Lightning's own call of a `setup` that is done; later ones do something again."""
+    vars(module).pop("setup", None)
 
 
 def _may_read_models(callback: Callback) -> bool:

@@ -109,21 +109,25 @@ class ChatFormat:
         """The tokens with which the template ends the model's turns, answers and calls; empty if it has none.
 
         They are the special tokens that follow the turn whatever comes next: the EOS token if it is one of them,
-        otherwise the last.
+        otherwise the last. After an answer, other added tokens count if none is special.
         """
         answer = {"role": "assistant", "content": _MARKER}
         user, call = dummy_conversation("check", {"check": _MARKER})
         result = {"role": "tool", "name": "check", "content": "check"}
+        special, eos = special_tokens(self.tokenizer), self.tokenizer.eos_token_id
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
         found: set[int] = set()
-        for turn, following in ((answer, user), (call, result)):
+        for turn, following in ((answer, user), (_in_parts(answer), _in_parts(user)), (call, result)):
             try:
                 texts = [self._render([user, turn]), self._render([user, turn, following])]
             except ValueError:  # some templates have no tools
                 continue
             tails = [text.partition(_MARKER)[2] for text in texts]
             always = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*tails, strict=False)))
-            special, eos = special_tokens(self.tokenizer), self.tokenizer.eos_token_id
-            ends = [token for token in self._encode_text(always) if token in special]
+            token_ids = self._encode_text(always)
+            ends = [token for token in token_ids if token in special]
+            if turn is not call and not ends:
+                ends = [token for token in token_ids if token in added]
             found.update([eos] if eos in ends else ends[-1:])
         return sorted(found)
 
@@ -295,6 +299,11 @@ class ChatFormat:
             return self.tokenizer.apply_chat_template(self._control.mark(messages), **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as templates for images want it."""
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
 def dummy_conversation(name: str, arguments: Mapping[str, str] = {}) -> Messages:

@@ -44,7 +44,7 @@ class TemplateParser:
         require_system(hasattr(signal, "setitimer"), "tokenizer.response_template", why, instead)
         load_response_template(dict(template))
         reaper = Reaper()
-        self._process = WorkerProcess("response parser", _serve, (template, LIMIT), len, reaper)
+        self._process = WorkerProcess("response parser", _serve, (template, LIMIT), len, reaper, imports_main=False)
         self._has_warned = False
         # Runs at exit, before multiprocessing waits for its processes.
         self.close = Finalize(self, _close, (self._process, reaper), exitpriority=100)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.utilities.copying import field_values
-from pl_grouprl.utilities.describe import array_facts
+from pl_grouprl.utilities.describe import array_facts, ordered
 
 _TEXTS = ("datetime", "decimal", "enum", "fractions", "pathlib", "uuid")
 """Modules whose classes, and subclasses of them, are known by their text."""
@@ -54,7 +55,7 @@ def _encode(value: Any) -> str:
 
 def _with_text_names(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {f"{type(name).__name__} {name}": _with_text_names(inner) for name, inner in value.items()}
+        return {f"{type(name).__name__} {ordered(name)}": _with_text_names(inner) for name, inner in value.items()}
     return [_with_text_names(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -67,6 +68,10 @@ def _describe(value: Any) -> Any:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, (set, frozenset)):
         return [kind, sorted(map(_encode, value))]
+    if isinstance(value, (complex, range)):
+        return [kind, repr(value)]
+    if isinstance(value, re.Pattern):
+        return [kind, value.pattern, value.flags]
     if is_dataclass(value) and not isinstance(value, type):
         return [kind, field_values(value)]
     if (array := array_facts(value)) is not None:

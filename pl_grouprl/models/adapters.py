@@ -217,8 +217,11 @@ def check_adapters(model: nn.Module, owner: str) -> None:
     Raises:
         ValueError: Names the first option of PEFT's that is not known.
     """
-    for name, config in _configs(model).items():
+    configs = _configs(model)
+    for name, config in configs.items():
         _check_options(vars(config), f"the adapter {name!r} of {owner}")
+    if configs and owner == "policy" and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no weight of the policy's adapter is trained; load it with is_trainable=True.")
 
 
 def _check_options(options: dict[str, Any], owner: str) -> None:

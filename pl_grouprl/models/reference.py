@@ -6,6 +6,7 @@ A policy with an adapter needs no copy: its frozen base, with the adapter off, i
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -48,8 +49,8 @@ def _drop(child: str, module: nn.Module, state: dict[str, Any], prefix: str, met
 
 
 def _ignore_missing(child: str, module: nn.Module, incompatible: Any) -> None:
-    prefixes = (f"{child}.", f"_fsdp_wrapped_module.{child}.")  # the latter if FSDP1 wraps the module
-    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not name.startswith(prefixes)]
+    own = re.compile(rf"((_fsdp_wrapped_)?module\.)*{re.escape(child)}\.")  # FSDP1, or an average, may wrap the module
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not own.match(name)]
 
 
 @torch.no_grad()

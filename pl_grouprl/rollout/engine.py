@@ -47,6 +47,7 @@ class RolloutEngine(Protocol):
       whole block of the cache before that.
     - `truncates_logprobs = True`: with top-k, top-p or min-p, `Rollout.logprobs` are those of the truncated
       distribution. They are then neither compared with the policy's nor corrected for.
+    - `varies_num_generations = True`: it may return another number of rollouts of a prompt than asked for.
     - `max_model_len`, an int: maximum length of prompt plus completion.
     - `autocast_dtype`, set by the run: on a GPU, dtype that the Trainer's precision computes in under autocast
       (`bf16-mixed`: bfloat16); None otherwise. `generate` is not called under autocast.
@@ -111,6 +112,7 @@ Capability = Literal[
     "updates_in_flight",
     "takes_limits",
     "keeps_caches",
+    "varies_num_generations",
     "truncates_logprobs",
 ]
 
@@ -222,7 +224,7 @@ def checked_rollouts(
         if not isinstance(group, Sequence) or not all(isinstance(rollout, Rollout) for rollout in group):
             raise TypeError(f"{name}.generate returned something else than Rollouts for prompt {index}.")
         episodes = {id(rollout) if rollout.episode is None else rollout.episode for rollout in group}
-        if len(episodes) != num_generations:
+        if len(episodes) != num_generations and not declares(engine, "varies_num_generations"):
             raise ValueError(
                 f"{name}.generate returned {len(episodes)} different rollouts of prompt {index} in a list of "
                 f"{len(group)}, where {num_generations} were asked for."

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.chat import ChatFormat, make_chat_format
 from pl_grouprl.chat.renderer_format import uses_renderers
@@ -197,7 +197,14 @@ class Episodes:
         self._template_kwargs, self._format, self._loop = template_kwargs, None, None
         self._split_special_tokens = split_special_tokens
         tokenizer = self._run.tokenizer
-        self.turn_end_ids = [end for end in self._chat_format().turn_end_ids if end != tokenizer.eos_token_id]
+        chat = self._chat_format()
+        self.turn_end_ids = [end for end in chat.turn_end_ids if end != tokenizer.eos_token_id]
+        if chat.source and not chat.turn_end_ids:
+            rank_zero_warn(
+                "The chat template ends the model's turns with no token of its own: answers to messages may run past "
+                f"the end of the turn, up to the EOS token {tokenizer.eos_token!r}; set sampling.stop, or use another "
+                "template."
+            )
         if self.turn_end_ids:
             rank_zero_info(
                 f"The chat template ends the model's turns with {tokenizer.decode(self.turn_end_ids)!r}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -75,7 +76,13 @@ def plain(value: Any) -> Any:
 
 
 def array_facts(value: Any) -> list[Any] | None:
-    """The dtype, the shape and a digest of the contents of a tensor or an array; None for anything else."""
+    """The dtype, the shape and a digest of the contents of a tensor, array or table; None for anything else."""
+    if hasattr(value, "to_numpy") and not inspect.isclass(value):  # a table or column of pandas or polars
+        value = value.to_numpy()
+    if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested):
+        file = io.BytesIO()
+        torch.save(value.detach().cpu(), file)
+        return [str(value.dtype), str(value.layout), hashlib.sha256(file.getvalue()).hexdigest()]
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
     elif hasattr(value, "tobytes") and hasattr(value, "dtype"):
@@ -145,7 +152,7 @@ def _tree_of_items(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _tree_of_parts(itself: Any, parts: Mapping[Any, Any], above: tuple[int, ...]) -> _Object:
-    return _limited(itself, {str(name): _tree(part, above) for name, part in parts.items()})
+    return _limited(itself, {str(ordered(name)): _tree(part, above) for name, part in parts.items()})
 
 
 def _limited(itself: Any, parts: Mapping[Any, Any]) -> _Object:
@@ -171,15 +178,15 @@ def _function_parts(function: Any) -> dict[str, Any]:
 
 
 def _code(code: CodeType) -> str:
-    constants = [_code(item) if isinstance(item, CodeType) else repr(_ordered(item)) for item in code.co_consts]
+    constants = [_code(item) if isinstance(item, CodeType) else repr(ordered(item)) for item in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, constants))
 
 
-def _ordered(constant: Any) -> Any:
+def ordered(constant: Any) -> Any:
     """A constant with the items of its sets in an order that is the same in every process."""
     if isinstance(constant, frozenset):
-        return sorted(map(_ordered, constant), key=repr)
-    return tuple(map(_ordered, constant)) if isinstance(constant, tuple) else constant
+        return sorted(map(ordered, constant), key=repr)
+    return tuple(map(ordered, constant)) if isinstance(constant, tuple) else constant
 
 
 def _arguments(value: Any) -> dict[str, Any]:

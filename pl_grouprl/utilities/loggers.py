@@ -96,6 +96,11 @@ def _writer(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.writer")
 
 
+@rank_zero_only
+def _end_writing(folder: Path) -> None:
+    _writer(folder).unlink(missing_ok=True)
+
+
 class _Guarded(Logger):
     """A mixin for loggers that warns if they cannot write."""
 
@@ -151,8 +156,8 @@ class _Guarded(Logger):
         self._tolerate(lambda: super(_Guarded, self).after_save_checkpoint(checkpoint_callback))
 
     def finalize(self, status: str) -> None:
-        if isinstance(self, CSVLogger) and rank_zero_only.rank == 0:
-            _writer(Path(self.log_dir)).unlink(missing_ok=True)
+        if isinstance(self, CSVLogger):
+            _end_writing(Path(self.log_dir))
         if self._writes is None:
             self._tolerate(lambda: super(_Guarded, self).finalize(status))
         else:

@@ -58,9 +58,10 @@ def mask_secret(text: str, secret: str | None) -> str:
 
     Args:
         text: Text of a server, which may quote the secret that it was sent.
-        secret: A key or token in ASCII; None if there is none.
+        secret: A key or token in ASCII; None if there is none. One of less than 8 characters, such as the EMPTY that
+            local servers are given, is not secret.
     """
-    if not secret:
+    if not secret or len(secret) < 8:
         return text
     data = secret.encode()
     forms = [data.hex()]

@@ -18,9 +18,6 @@ from pl_grouprl.utilities.distributed import gather_plain, own_rank
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_OF_LIGHTNING = ("state_dict", "optimizer_states")
-"""Parts of a checkpoint that are tensors, perhaps shards."""
-
 _just_verified: dict[Path, list[tuple[str, int, int]]] = {}
 """Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
 
@@ -76,7 +73,7 @@ def verify_loads(trainer: Trainer) -> None:
     save = strategy.save_checkpoint
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        refuse_unloadable({name: part for name, part in checkpoint.items() if name not in _OF_LIGHTNING})
+        refuse_unloadable(checkpoint)
         save(checkpoint, *args, **kwargs)
 
     strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
@@ -91,7 +88,9 @@ def refuse_unloadable(parts: dict[str, Any]) -> None:
     """
     place, value = "checkpoint", tree_map_only(torch.Tensor, lambda tensor: None, parts)
     while not _loads(value):
-        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        entries = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
         found = next(((name, part) for name, part in entries if not _loads(part)), None)
         if found is None:
             raise TypeError(

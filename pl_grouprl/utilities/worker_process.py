@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import connection
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -71,6 +72,8 @@ class WorkerProcess:
         arguments: Arguments of `serve`; pickled.
         check_start: Called with the first message; raises if the process cannot serve.
         watchdog: Kills the process once this one is gone.
+        imports_main: Whether the process imports the user's script, as `serve` may need functions of it. A script that
+            is imported needs `if __name__ == "__main__":`.
     """
 
     # multiprocessing's list of children is not thread-safe, and garbage collection may close a pool on any thread.
@@ -83,8 +86,10 @@ class WorkerProcess:
         arguments: tuple[Any, ...],
         check_start: Callable[[bytes], object],
         watchdog: Reaper,
+        imports_main: bool = True,
     ) -> None:
         self._name = name
+        self._imports_main = imports_main
         self._serve = serve
         self._arguments = arguments
         self._check_start = check_start
@@ -116,7 +121,13 @@ class WorkerProcess:
             if self._closing:
                 raise RuntimeError(f"the {self._name}s are being closed.")
             process: Any = context.Process(target=self._serve, args=(theirs, *self._arguments), name=self._name)
-            process.start()
+            main = sys.modules["__main__"]
+            if not self._imports_main:
+                sys.modules["__main__"] = ModuleType("__main__")
+            try:
+                process.start()
+            finally:
+                sys.modules["__main__"] = main
             self._process, self._root, self._pipe = process, psutil.Process(process.pid), ours
             self._reaper.watch(process.pid)
         theirs.close()

@@ -81,6 +81,8 @@ class RaggedEngine:
         max_size: Rollouts of the largest group.
     """
 
+    varies_num_generations = True
+
     def __init__(self, logprobs: bool = False, max_size: int = 4) -> None:
         self.logprobs = logprobs
         self.max_size = max_size
@@ -140,9 +142,10 @@ def _seeded():
 @pytest.fixture
 def make_module():
     def make(cls=GRPO, policy=None, rewards=share_of_letters, **kwargs):
+        longest = 14 if getattr(kwargs.get("engine"), "varies_num_generations", False) else 5
         defaults = {
             "num_generations": 4,
-            "sampling": SamplingConfig(max_new_tokens=5),
+            "sampling": SamplingConfig(max_new_tokens=longest),
             "optimizer": OptimizerConfig(learning_rate=1e-2),
             "verify": False,
         }

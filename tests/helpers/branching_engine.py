@@ -15,6 +15,8 @@ class BranchingEngine:
         tells: Whether rollouts say where they branch.
     """
 
+    varies_num_generations = True
+
     def __init__(self, engine: Any, split: Callable[[list[int]], int] = lambda prompt: 2, tells: bool = True) -> None:
         self.engine, self.split, self.tells = engine, split, tells
 
