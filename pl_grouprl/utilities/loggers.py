@@ -98,7 +98,8 @@ def _writer(folder: Path) -> Path:
 
 @rank_zero_only
 def _end_writing(folder: Path) -> None:
-    _writer(folder).unlink(missing_ok=True)
+    with suppress(OSError):
+        _writer(folder).unlink()
 
 
 class _Guarded(Logger):

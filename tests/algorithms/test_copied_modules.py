@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from transformers import AutoModelForCausalLM
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO
-from pl_grouprl.callbacks import ExportPolicy
+from pl_grouprl.callbacks import ExportPolicy, SafeCheckpoint
+from pl_grouprl.models import LoRACritic
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.types import SamplingConfig
 
@@ -130,3 +131,44 @@ def test_the_exported_policy_is_the_averaged_one(make_module, make_data, make_tr
     for weights in (module.policy.parameters(), exported.parameters()):
         torch.testing.assert_close(list(weights), expected, rtol=1e-6, atol=1e-7)
     assert not torch.equal(expected[0], w3[0])
+
+
+@pytest.mark.parametrize(("cls", "options"), [(GRPO, {"beta": 0.1}), (PPO, {"critic": LoRACritic(r=2)})])
+def test_a_run_with_an_average_resumes_exactly(make_module, make_data, make_trainer, tmp_path, cls, options):
+    def fit(steps, **kwargs):
+        module = make_module(cls, **options)
+        callbacks = [EMAWeightAveraging(decay=0.5), SafeCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2)]
+        make_trainer(max_steps=steps, callbacks=callbacks).fit(module, make_data(), **kwargs)
+        return dict(module.policy.named_parameters())
+
+    expected = fit(4)
+    whole = tmp_path / "kept"
+    whole.rename(tmp_path / "whole")
+    fit(2)
+    resumed = fit(4, ckpt_path=str(next(whole.glob("*step=2*.ckpt"))))
+    torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
+
+
+class Clock(Callback):
+    def setup(self, trainer, module, stage):
+        self.had_models = module.policy is not None
+
+
+def test_a_module_is_set_up_once_and_before_its_models_are_loaded(make_module, make_data, make_trainer):
+    class Mine(GRPO):
+        seen = ()
+
+        def setup(self, stage):
+            self.seen += (stage,)
+            super().setup(stage)
+
+        def load_models(self):
+            self.seen += ("load",)
+            super().load_models()
+
+    module, clock = make_module(Mine), Clock()
+    trainer = make_trainer(max_steps=1, callbacks=[clock])
+    trainer.fit(module, make_data(val=True))
+    trainer.validate(module, make_data(val=True))
+    assert clock.had_models
+    assert module.seen == ("fit", "load", "validate")

@@ -214,6 +214,29 @@ def test_plain_hyperparameters_are_loaded_and_others_refused_before_training(
     assert trainer.global_step == 0
 
 
+class NumPyRate(GRPO):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.policy.parameters(), lr=np.float64(1e-3) * np.ones(1)[0])
+
+
+class ExtraState(GRPO):
+    def get_extra_state(self):
+        return SamplingConfig()
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "named"), [(NumPyRate, r"['optimizer_states'][0]['param_groups'][0]['lr']"), (ExtraState, "['state_dict']")]
+)
+def test_every_part_of_a_checkpoint_is_tried(make_module, make_data, make_trainer, tmp_path, cls, named):
+    saves = SafeCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+    with pytest.raises(TypeError, match=re.escape(f"checkpoint{named}")):
+        make_trainer(max_steps=2, callbacks=[saves]).fit(make_module(cls), make_data())
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 class Saves(Callback):
     """Puts something into each checkpoint, as a part of its state or of the checkpoint."""
 

@@ -203,6 +203,12 @@ def test_templates_that_tools_cannot_be_used_with_are_refused(tokenizer, templat
         ChatFormat(tokenizer(), template).check_tools()
 
 
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "eos", "template", "ends"),
     [
@@ -214,6 +220,8 @@ def test_templates_that_tools_cannot_be_used_with_are_refused(tokenizer, templat
         (qwen_tokenizer, "<|endoftext|>", CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
             ["<|im_end|>"]),
         (gemma_tokenizer, "<eos>", GEMMA, ["<end_of_turn>"]),
+        # A template for parts, as models with images have.
+        (qwen_tokenizer, "<|endoftext|>", PARTS, ["<|im_end|>"]),
         # A token of its own after calls (gpt-oss), and answers that end differently once a turn follows.
         (gemma_tokenizer, "<eos>", "{% for m in messages %}<bos>{{ m.content }}{{ m.tool_calls }}{{ "
             "'<start_of_turn>' if m.tool_calls else '<eos>' if loop.last else '<end_of_turn>' }}{% endfor %}",
@@ -227,6 +235,13 @@ def test_the_tokens_that_end_a_turn(tokenizer, eos, template, ends):
     tokenizer.eos_token = eos
     chat = ChatFormat(tokenizer, template)
     assert [tokenizer.decode([end]) for end in chat.turn_end_ids] == ends
+
+
+def test_an_added_token_that_is_not_special_ends_answers():
+    tokenizer = gemma_tokenizer()
+    tokenizer.add_tokens(["[/turn]"])
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}[/turn]\n{% endfor %}"
+    assert tokenizer.decode(ChatFormat(tokenizer, template).turn_end_ids) == "[/turn]"
 
 
 @pytest.mark.parametrize("ending", ["", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"])

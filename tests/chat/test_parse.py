@@ -4,6 +4,9 @@ import contextlib
 import copy
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -411,6 +414,22 @@ def test_a_response_template_that_backtracks_is_stopped(caplog):
     finally:
         chat.close()
     assert not psutil.pid_exists(worker)
+
+
+def test_a_script_without_a_guard_can_parse(tmp_path):
+    """The worker process imports the package, but not the script that is being run."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.chat.test_parse import RESPONSE_TEMPLATE, ChatFormat, qwen_tokenizer\n"
+        "tokenizer = qwen_tokenizer()\n"
+        "tokenizer.response_template = RESPONSE_TEMPLATE\n"
+        "print(ChatFormat(tokenizer, 'qwen3').parse(tokenizer('hello<|im_end|>')['input_ids']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, Path(__file__).parents[2]], capture_output=True, text=True, timeout=120
+    )
+    assert "'content': 'hello'" in done.stdout, done.stderr
 
 
 def test_a_response_template_that_is_malformed_ends_the_run_at_setup():

@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -162,6 +163,9 @@ class Weekday(Enum):
 HELD = {
     "tensor": lambda n: torch.tensor([n, 2.0]),
     "bfloat16": lambda n: torch.tensor([[n, 2.0]], dtype=torch.bfloat16, requires_grad=True).T,
+    "sparse tensor": lambda n: torch.tensor([n, 0.0]).to_sparse(),
+    "complex": lambda n: complex(n, 2.0),
+    "pattern": lambda n: re.compile(f"{n}+"),
     "tensor in a list": lambda n: [{"ids": torch.tensor(n)}],
     "array of objects": lambda n: np.array([f"text {n}", {"a": n}], dtype=object),
     "set": lambda n: {n, 8 * n},
