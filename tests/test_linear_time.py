@@ -18,7 +18,7 @@ import pl_grouprl
 from pl_grouprl.chat import families
 from pl_grouprl.chat.casting import cast_arguments
 from pl_grouprl.chat.parsing import MalformedTurnError
-from pl_grouprl.rewards.code_test_kinds import _lines
+from pl_grouprl.rewards.code_test_kinds import _parts
 from pl_grouprl.rewards.code_tests import extract_code
 from pl_grouprl.rewards.judge.client import NoReplyError, _read_reply
 from pl_grouprl.rewards.judge.grade import read_grade
@@ -54,7 +54,7 @@ READERS = {
     "number, strict": (NumericAnswer("strict").extract_answer, ["####", "#### ", "$", "-", ",", "."]),
     "number, flexible": (NumericAnswer("flexible").extract_answer, ["####", "$", "-", ",", "."]),
     "program": (extract_code, ["```python\n", "```", "```\n"]),
-    "output of a program": (_lines, ["\r", "\t\n"]),
+    "output of a program": (_parts, ["\r", "\t\n"]),
     "tags": (lambda text: extract_answer("<answer>{answer}</answer>", text), ["<answer>", "</answer>"]),
     "line": (lambda text: extract_answer("Answer: {answer}", text), ["Answer:", "Answer: 1\n"]),
     "end": (lambda text: extract_answer("{answer} END", text), ["END", "EN"]),

@@ -16,8 +16,8 @@ from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
 from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.options import check_options
 
-_OPENS = re.compile(r"[ \t]*```+(?=[^`]*$)")
-_PYTHON = re.compile(r"[ \t]*(?:py|python)[\d.]*(?![\w-])", re.IGNORECASE)
+_OPENS = re.compile(r"^[ \t]*```+(?=[^`]*$)")
+_PYTHON = re.compile(r"(?:py|python)[\d.]*(?![\w-])", re.IGNORECASE)
 
 
 @checked_arguments
@@ -127,6 +127,6 @@ def extract_code(text: str) -> str | None:
             lines.append(line)
         elif opening := _OPENS.match(line):
             fence, lines = opening[0], []
-            is_python = _PYTHON.match(line, opening.end()) is not None
+            is_python = _PYTHON.match(line[opening.end() :].strip()) is not None
     marked = [block for block in blocks if block[0]]
     return (marked or blocks)[-1][1] if blocks else None

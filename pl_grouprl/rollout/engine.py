@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.sync.sampler import SyncedSampler
 from pl_grouprl.types import FinishReason, Media, Rollout, SamplingConfig
@@ -215,10 +214,10 @@ def checked_rollouts(
         TypeError: If something is not of its type, such as a token id that is not an integer.
         ValueError: If a value is impossible.
     """
-    rollouts = engine.generate(prompts, sampling, num_generations=num_generations, **options)
     name, limits = type(engine).__name__, prompt_limits(prompts, sampling, options.get("max_new_tokens"))
-    if not isinstance(rollouts, Sequence) or len(rollouts) != len(prompts):
-        raise ValueError(f"{name}.generate returned no list of {len(prompts)} groups, one for each prompt.")
+    rollouts = engine.generate(prompts, sampling, num_generations=num_generations, **options)
+    if not isinstance(rollouts, Sequence) or len(rollouts) != len(limits):
+        raise ValueError(f"{name}.generate returned no list of {len(limits)} groups, one for each prompt.")
     newest = None if declares(engine, "updates_in_flight") else getattr(engine, "version", None) or 0
     for index, (group, limit) in enumerate(zip(rollouts, limits, strict=True)):
         if not isinstance(group, Sequence) or not all(isinstance(rollout, Rollout) for rollout in group):
@@ -246,9 +245,10 @@ def checked_rollouts(
     if any(rollout.token_ids for rollout in made) and not any(sampled):
         raise ValueError(f"{name}.generate returned {len(made)} rollouts that all have zeros for loss_mask.")
     if num_generations > 1 and sampled and max(sampled) > 1 and all(_are_equal(group) for group in rollouts):
-        rank_zero_warn(
+        warnings.warn(
             f"{name}.generate returned the same rollout {num_generations} times for every prompt of a batch, which "
-            "trains nothing; is it certain of each token, or does it reuse a seed?"
+            "trains nothing; is it certain of each token, or does it reuse a seed?",
+            stacklevel=2,
         )
     return rollouts
 

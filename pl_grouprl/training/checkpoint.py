@@ -87,7 +87,8 @@ class RunCheckpoint:
         Raises:
             RuntimeError: If it could not.
         """
-        repeated = self._unfinished.to_repeat = batches_to_repeat(self._module.trainer)
+        trainer = self._module._trainer
+        repeated = self._unfinished.to_repeat = 0 if trainer is None else batches_to_repeat(trainer)
         if repeated:
             self._refuse_to_repeat(repeated)
             rewind(checkpoint, repeated)

@@ -91,13 +91,14 @@ class RaggedEngine:
         pass
 
     def generate(self, prompts, sampling, *, num_generations, seed):
-        return [self._group(sum(i * token for i, token in enumerate(prompt))) for prompt in prompts]
+        longest = sampling.max_new_tokens
+        return [self._group(sum(i * token for i, token in enumerate(prompt)), longest) for prompt in prompts]
 
-    def _group(self, number: int) -> list[Rollout]:
-        return [self._rollout(number // 4 + 5 * g) for g in range(1 + number % self.max_size)]
+    def _group(self, number: int, longest: int) -> list[Rollout]:
+        return [self._rollout(number // 4 + 5 * g, longest) for g in range(1 + number % self.max_size)]
 
-    def _rollout(self, number: int) -> Rollout:
-        length = number % 12
+    def _rollout(self, number: int, longest: int) -> Rollout:
+        length = min(number % 12, longest)
         ids = [2 + (number + 7 * i * i) % 20 for i in range(length)]
         return Rollout(
             ids,

@@ -78,17 +78,20 @@ class Restarting(ScriptedEngine):
     def generate(self, prompts, sampling, *, prompt_indices=None, max_new_tokens=None, **options):
         self.calls = getattr(self, "calls", -1) + 1
         groups, count = [], options["num_generations"]
-        for prompt, index in zip(prompts, prompt_indices, strict=True):
+        limits = max_new_tokens or [sampling.max_new_tokens] * len(prompts)
+        for prompt, index, limit in zip(prompts, prompt_indices, limits, strict=True):
             numbers = [index * count + number for number in range(count)]
             self.turns.setdefault(index, []).append(prompt)
-            groups.append([self.answer(self.script(prompt, number, self.calls)) for number in numbers])
+            groups.append([self.answer(self.script(prompt, number, self.calls), limit) for number in numbers])
         return groups
 
-    def answer(self, text):
+    def answer(self, text, limit):
         from pl_grouprl.types import Rollout
 
         ids = self.tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
-        return Rollout(ids, [-0.1 * (1 + place) for place in range(len(ids))], finish_reason="stop")
+        reason = "stop" if len(ids) <= limit else "length"
+        ids = ids[:limit]
+        return Rollout(ids, [-0.1 * (1 + place) for place in range(len(ids))], finish_reason=reason)
 
 
 def restarting():

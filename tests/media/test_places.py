@@ -59,7 +59,8 @@ def test_the_models_own_token_without_images_is_refused(prompt):
     full = tiny_processor("qwen2_5_vl")
     template = full.chat_template.replace("c.type == 'image'", "c.type == 'image' or 'image' in c")
     full.tokenizer.chat_template = full.chat_template = template
-    data = PromptDataModule([{"prompt": "a"}, {"prompt": prompt}], batch_size=1, tokenizer=full.tokenizer)
+    options = {"batch_size": 1, "tokenizer": full.tokenizer, "split_special_tokens": False}
+    data = PromptDataModule([{"prompt": "a"}, {"prompt": prompt}], **options)
     data.processor = full
     with pytest.raises(
         ValueError, match=r"row 1: the row has 0 (image|video)s, and its rendered text has the .* 1 times"
