@@ -195,12 +195,12 @@ NAMES = (
     ),
     Names(
         "lightning.pytorch.loggers.CSVLogger",
-        ("_experiment", "_save_dir", "_root_dir", "_name", "_version"),
+        ("_experiment", "_save_dir", "_root_dir", "_name", "_version", "_get_next_version"),
         "whether the logger has begun to write, and where the Trainer's own writes",
     ),
     Names(
         "lightning.pytorch.loggers.TensorBoardLogger",
-        ("_prefix", "_experiment", "_root_dir", "_name", "_version"),
+        ("_prefix", "_experiment", "_root_dir", "_name", "_version", "_get_next_version"),
         "a step as one event; where the Trainer's own writes",
     ),
     Names("lightning.fabric.utilities.logger", ("_convert_params", "_flatten_dict"), "the logger for trackio"),
