@@ -31,12 +31,12 @@ class LoadModels(Callback):
         vars(pl_module).pop("setup", None)  # if this failed before
         if any(_may_read_models(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             pl_module.setup(stage)
-            pl_module.setup = partial(_forget_setup, pl_module)  # type: ignore[method-assign]
+            pl_module.setup = partial(_skip_one_setup, pl_module)  # type: ignore[method-assign]
             _call_configure_model(trainer)
 
 
-def _forget_setup(module: LightningModule, stage: str) -> None:
-    """Lightning's own call of a `setup` that is done; later ones do something again."""
+def _skip_one_setup(module: LightningModule, stage: str) -> None:
+    """Stands in for `setup` once, because it has already run; then the class's own is back."""
     vars(module).pop("setup", None)
 
 

@@ -47,7 +47,8 @@ from pl_grouprl.utilities.verified_loading import verify_loads
 class StoppedBySignal(SystemExit):
     """Ends a run after a signal, once its checkpoint is saved.
 
-    The exit code is 128 plus the signal number, as in a shell: 143 for SIGTERM, 138 for SIGUSR1, 130 for Ctrl-C.
+    The exit code is 128 plus the signal number, as in a shell: 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1, 130
+    for Ctrl-C.
     Processes started by Lightning's launcher exit with 0, as it would otherwise kill the run's other processes.
     """
 

@@ -10,11 +10,13 @@ MARK = "~^_~|~_^~"
 """Stands in rendered text where `ControlTokens` has broken the text of a control token; templates print it as it is."""
 
 
-def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer adds before a text, such as BOS, and after it, such as EOS."""
     own, ids = (list(tokenizer(["0a"], add_special_tokens=special)["input_ids"][0]) for special in (False, True))
-    start = next(place for place in range(len(ids) + 1) if ids[place : place + len(own)] == own)
-    return ids[:start], ids[start + len(own) :]
+    starts = [place for place in range(len(ids) + 1) if ids[place : place + len(own)] == own]
+    if not starts:
+        raise ValueError(f"{type(tokenizer).__name__} encodes a text differently with special tokens: {own}, {ids}.")
+    return ids[: starts[0]], ids[starts[0] + len(own) :]
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
@@ -62,6 +64,13 @@ class ControlTokens:
     def without_marks(self, text: str) -> str:
         """What `encode` encodes, as the model reads it."""
         return text.replace(MARK, "")
+
+    def after(self, text: str, count: int) -> str:
+        """The text with marks after its first `count` characters, marks not counted."""
+        parts = text.split(MARK)
+        while count > len(parts[0]):
+            count -= len(parts.pop(0))
+        return MARK.join([parts[0][count:], *parts[1:]])
 
     def with_tokens(self, text: str) -> str:
         """What a tokenizer can encode; see `kept`."""

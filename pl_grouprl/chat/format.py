@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from pl_grouprl.chat.casting import cast_arguments
-from pl_grouprl.chat.control_tokens import MARK, ControlTokens, special_tokens
+from pl_grouprl.chat.control_tokens import ControlTokens, special_tokens
 from pl_grouprl.chat.families import find_tool_parser
 from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
 from pl_grouprl.chat.response_template import TemplateParser
@@ -174,10 +174,7 @@ class ChatFormat:
         past = self.tokenizer.decode(history_ids, clean_up_tokenization_spaces=False)
         if not self._control.without_marks(text).startswith(past):
             return self._encode_text(text)
-        end = len(past)
-        while end != (with_marks := len(past) + len(MARK) * text[:end].count(MARK)):
-            end = with_marks
-        return [*history_ids, *self._encode_text(text[end:])]
+        return [*history_ids, *self._encode_text(self._control.after(text, len(past)))]
 
     def _encode_text(self, text: str) -> list[int]:
         return self._control.encode([text])[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from pl_grouprl.chat.control_tokens import ControlTokens, added_tokens
+from pl_grouprl.chat.control_tokens import ControlTokens, tokens_around
 from pl_grouprl.data.row_checks import check_columns_of
 from pl_grouprl.data.sources import SourceRow
 from pl_grouprl.media.places import (
@@ -151,7 +151,7 @@ def _media_prompts(
     """The prompts with images or videos, by row index."""
     made: dict[int, MediaPrompt] = {}
     processor: Any = None
-    before, after = added_tokens(tokenizer) if options.add_special_tokens else ([], [])
+    before, after = tokens_around(tokenizer) if options.add_special_tokens else ([], [])
     control = ControlTokens(tokenizer, None, options.split_special_tokens)
     for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
         counts = count_media(row.values, options.media_columns(row.values))
@@ -285,7 +285,7 @@ def _tokenize(
     for text, row in zip(texts, rows, strict=True) if processor is not None else ():
         check_tokens({}, text, processor, row.where)
     encoded = control.encode(texts)
-    before = added_tokens(tokenizer)[0] if len(chats) < len(texts) and options.add_special_tokens else []
+    before = tokens_around(tokenizer)[0] if len(chats) < len(texts) and options.add_special_tokens else []
     return [
         before + ids if isinstance(prompt, str) and ids[: len(before)] != before else ids
         for prompt, ids in zip(prompts, encoded, strict=True)

@@ -95,20 +95,20 @@ def bool_mask(mask: Tensor) -> Tensor:
     return mask != 0
 
 
-def differ(low: Any, high: Any) -> Any:
+def differ(a: Any, b: Any) -> Any:
     """Whether two numbers differ by more than rounding: selection, advantages and metrics all ask this.
 
     Rewards are sums, often in float32, so 0.1 + 0.2 equals 0.3. The tolerance is 2.4e-7 (twice the float32 epsilon)
-    times 1 + |low| + |high|, at least 2.4e-7 whatever the numbers, as terms of a sum may cancel.
+    times 1 + |a| + |b|, at least 2.4e-7 whatever the numbers, as terms of a sum may cancel.
 
     Args:
-        low: Number, or tensor of any shape and unit.
-        high: The same.
+        a: Number, or tensor of any shape and unit.
+        b: The same.
 
     Returns:
-        A bool, or a bool tensor; False for NaN, and for numbers that are both infinite.
+        A bool, or a bool tensor; False for NaN and infinity.
     """
-    return abs(high - low) > _ROUNDING * (1 + abs(low) + abs(high))
+    return abs(b - a) > _ROUNDING * (1 + abs(a) + abs(b))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from pl_grouprl.utilities.exit_gate import exits_refused
 log = logging.getLogger(__name__)
 
 MAX_ABANDONED_CALLS = 256
-"""Number of calls that go on after they were cancelled at which the run ends."""
+"""The run ends when this many cancelled calls are still running."""
 
 MAX_BLOCKED_THREADS = 8
 """Number of threads stuck in blocking functions at which the run ends."""
@@ -129,8 +129,8 @@ def _abandon_task(name: str, task: asyncio.Task[Any]) -> None:
     running = sum(not other.done() for other in _abandoned)
     if running >= MAX_ABANDONED_CALLS:
         raise RuntimeError(
-            f"{running} calls of async reward functions go on after their time limit, the last one of {name!r}; let it "
-            "end when it is cancelled (no bare `except`, no long `await` in `finally`)."
+            f"{running} calls of async reward functions are still running after they were cancelled, the last one of "
+            f"{name!r}; let it end when it is cancelled (no bare `except`, no long `await` in `finally`)."
         )
     log.warning("Reward function %r goes on after it was cancelled; the call is abandoned.", name)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.chat.control_tokens import ControlTokens, added_tokens
+from pl_grouprl.chat.control_tokens import ControlTokens, tokens_around
 from pl_grouprl.models.policy import Dtype
 from pl_grouprl.models.sequence_classifier import score_head
 from pl_grouprl.packing import Sharing
@@ -168,7 +168,7 @@ def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> I
     if tokenizer is None:
         yield from (group.prompt_ids + rollout.token_ids for rollout in group.rollouts)
         return
-    control, (before, after) = ControlTokens(tokenizer), added_tokens(tokenizer)
+    control, (before, after) = ControlTokens(tokenizer), tokens_around(tokenizer)
     for rollout in group.rollouts:
         if rollout.text is None:
             raise ValueError(f"{reward!r} has its own tokenizer, and Rollout.text is None; decode it first.")

@@ -153,8 +153,8 @@ def _reference_number(reference: str) -> Number:
     numbers = _numbers(reference, "strict")[-1:] or _numbers(reference, "flexible")
     found = _value(numbers[0]) if len(numbers) == 1 else None
     if found is None:
+        what = {0: "no number", 1: "a number that cannot be read"}.get(len(numbers), "several numbers")
         raise ValueError(
-            f"NumericAnswer: the reference {reference!r:.80} contains {'no single' if numbers else 'no'} number; "
-            "write the answer alone, or after ####."
+            f"NumericAnswer: the reference {reference!r:.80} contains {what}; write the answer alone, or after ####."
         )
     return found

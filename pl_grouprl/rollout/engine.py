@@ -254,20 +254,23 @@ def checked_rollouts(
 
 
 def _make_plain(rollout: Rollout) -> None:
-    rollout.token_ids = list(map(operator.index, rollout.token_ids))
-    if rollout.logprobs is not None:
-        rollout.logprobs = list(map(float, rollout.logprobs))
-    for name in ("loss_mask", "weight_versions"):
+    whole: Any = operator.index
+    for name, kind in (("token_ids", whole), ("logprobs", float), ("loss_mask", whole), ("weight_versions", whole)):
         values = getattr(rollout, name)
         if values is not None:
-            setattr(rollout, name, list(map(operator.index, values)))
+            try:
+                setattr(rollout, name, list(map(kind, values)))
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
 
 
 def _check_rollout(rollout: Rollout, limit: int | None, vocab_size: int | None, newest: int | None) -> None:
     rollout.__post_init__()  # an engine may have changed it since it was made
     tokens, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.logprobs
-    if rollout.finish_reason not in (None, *get_args(FinishReason)) or not isinstance(rollout.text, (str, type(None))):
-        raise ValueError(f"finish_reason is {rollout.finish_reason!r}, and text is a {type(rollout.text).__name__}")
+    if rollout.finish_reason not in (None, *get_args(FinishReason)):
+        raise ValueError(f"finish_reason is {rollout.finish_reason!r}; it is 'stop', 'length' or None")
+    if not isinstance(rollout.text, str | None):
+        raise TypeError(f"text is a {type(rollout.text).__name__}; it is a str or None")
     if mask is not None and not set(mask) <= {0, 1}:
         raise ValueError(f"loss_mask has the values {sorted(set(mask))[:5]}; it is 1 where a token is trained, else 0")
     if logprobs is not None and mask is not None:

@@ -85,24 +85,22 @@ class RunCheckpoint:
         """Save all parts; all ranks call it. Within a batch, save the position before it: a resumed run repeats it.
 
         Raises:
-            RuntimeError: If it could not.
+            RuntimeError: If a resumed run could not repeat the batch.
         """
         trainer = self._module._trainer
         repeated = self._unfinished.to_repeat = 0 if trainer is None else batches_to_repeat(trainer)
         if repeated:
-            self._refuse_to_repeat(repeated)
+            self._check_repeatable(repeated)
             rewind(checkpoint, repeated)
         checkpoint[CHECKPOINT_KEY] = save_parts(self._module.saved_state())
 
-    def _refuse_to_repeat(self, batches: int) -> None:
+    def _check_repeatable(self, batches: int) -> None:
         module = self._module
         accumulated, updates = module.trainer.accumulate_grad_batches, module.updates_per_rollout
         for reason, applies in {
             "the optimizer's step has begun": module.is_stepping,
             "rollouts have left the queue": module.max_staleness and module.last_rollouts is None,
-            f"{accumulated} gradients of batches of rollouts with {updates} updates each are being accumulated": (
-                batches > 1 and updates % accumulated
-            ),
+            "gradients are accumulating over several batches of rollouts": batches > 1 and updates % accumulated,
         }.items():
             if applies:
                 raise RuntimeError(

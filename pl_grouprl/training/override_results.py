@@ -1,4 +1,4 @@
-"""Overridden methods: which are, and checks of what they return and raise.
+"""Finds overridden methods, and checks what they return and raise.
 
 Errors name the class and method, what was found and what was expected.
 """
@@ -40,6 +40,7 @@ def refuse_stop_iteration(trainer: Any) -> None:
                     f"{action} raised StopIteration, as next() does without a default at the end of an iterator."
                 ) from error
 
+        # With contextlib's contextmanager, the original StopIteration would be raised again.
         with ExitStack() as stack:
             stack.push(refuse)
             stack.enter_context(profile(action))

@@ -27,8 +27,8 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
     """Prepare loggers for a run, before the first of them creates its folder. May be called again.
 
     - All loggers use the same version.
-    - Metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete, are renamed; those of one that
-      still writes them are refused.
+    - Metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete, are renamed; a folder that
+      another live run still writes to is refused.
     - A `TensorBoardLogger` writes the numbers of a step as one event, not one event each.
     - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
       cannot be opened at all raises an error with the same details.
@@ -39,7 +39,7 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
         _ = logger.version
     for logger in loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
-            _keep_former_metrics(Path(logger.log_dir))
+            _claim_folder(Path(logger.log_dir))
         if not isinstance(logger, _Guarded):
             logger.__class__ = _guarded(type(logger))
 
@@ -74,13 +74,13 @@ def log_every_step(trainer: Trainer) -> None:
 
 
 @rank_zero_only
-def _keep_former_metrics(folder: Path) -> None:
+def _claim_folder(folder: Path) -> None:
     file, writer = folder / "metrics.csv", _writer(folder)
     if file.is_file():
         host, _, pid = writer.read_text().rpartition("-") if writer.is_file() else ("", "", "0")
-        if lives(host, int(pid)):
+        if pid.isdigit() and lives(host, int(pid)):
             raise ValueError(
-                f"{file} is written by a run that is going on (process {pid}); give the CSVLogger another version."
+                f"{file} is still being written by another run (process {pid}); give the CSVLogger another version."
             )
         number = 1
         while (kept := folder / f"metrics_{number}.csv").exists():

@@ -81,7 +81,7 @@ def verify_loads(trainer: Trainer) -> None:
 
 
 def refuse_unloadable(parts: dict[str, Any]) -> None:
-    """Refuse parts of a checkpoint that would not load, because that runs no code: objects other than plain values.
+    """Refuse parts of a checkpoint that would not load (`weights_only=True`): anything but tensors and plain values.
 
     Raises:
         TypeError: Names the place of the first.

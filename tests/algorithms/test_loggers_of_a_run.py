@@ -71,7 +71,9 @@ def test_two_runs_at_once_do_not_write_one_file(tmp_path):
         (folder / "metrics.csv").write_text("step\n")
         (tmp_path / "own" / ".fixed.writer").write_text(f"{socket.gethostname()}-{other.pid}")
         logger = CSVLogger(tmp_path, name="own", version="fixed")
-        with pytest.raises(ValueError, match=rf"going on \(process {other.pid}\); give the CSVLogger another version"):
+        with pytest.raises(
+            ValueError, match=rf"another run \(process {other.pid}\); give the CSVLogger another version"
+        ):
             prepare_loggers([logger])
         other.communicate(b"\n")
     prepare_loggers([logger])

@@ -225,4 +225,7 @@ def test_too_many_that_do_not_end_stop_the_run(monkeypatch):
     monkeypatch.setattr(async_calls, "MAX_ABANDONED_CALLS", 3)
     group = make_group("never", "never", "never")
     error = in_thread(lambda: apply_rewards([group], swallows, timeout=0.1, max_failed_share=1.0))
-    assert "3 calls of async reward functions go on after their time limit, the last one of 'swallows'" in str(error)
+    assert (
+        "3 calls of async reward functions are still running after they were cancelled, the last one of 'swallows'"
+        in str(error)
+    )
