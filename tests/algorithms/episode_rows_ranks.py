@@ -52,8 +52,8 @@ class RowsEngine(RaggedEngine):
         super().__init__(logprobs)
         self.rows, self.at_gaps = rows, at_gaps
 
-    def _group(self, number: int) -> list[Rollout]:
-        whole = super()._group(number)
+    def _group(self, number: int, longest: int) -> list[Rollout]:
+        whole = super()._group(number, longest)
         return [row for name, rollout in enumerate(whole) for row in self._rows(rollout, name)] if self.rows else whole
 
     def _rows(self, rollout: Rollout, name: int) -> list[Rollout]:

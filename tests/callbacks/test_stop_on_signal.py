@@ -38,6 +38,14 @@ SLOW = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _terminal():
+    """The tests may run under nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def check(cases):
     done = run_script(SCRIPT, json.dumps(cases), timeout=600)
     results = [json.loads(line) for line in done.stdout.splitlines()]
@@ -199,11 +207,12 @@ def test_under_nohup_a_closed_terminal_is_ignored(tmp_path):
 
 
 CLOSED_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from test_stop_on_signal import Counter, fit
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if os.getpid() != os.getsid(0):
     os.setsid()
 master, terminal = os.openpty()

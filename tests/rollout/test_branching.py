@@ -304,6 +304,6 @@ def test_rollouts_refuse_branches_that_do_not_fit(points, path, words):
 )
 def test_rollouts_that_cannot_be_continued(qwen3, rollouts, words):
     engine = Plain()
-    engine.generate = lambda prompts, *_, **options: [rollouts for _ in prompts]
+    engine.generate = lambda prompts, *_, **options: [copy.deepcopy(rollouts) for _ in prompts]
     with pytest.raises(ValueError, match=words):
         sample(qwen3, BY_TOKENS, engine=engine)
