@@ -1,5 +1,6 @@
 """Branching rollouts of real models: each leaf has the scores of one sequence; common tokens are sampled once."""
 
+import copy
 from collections import Counter
 from itertools import combinations
 
