@@ -568,7 +568,7 @@ class RLModule(pl.LightningModule, ABC):
     def load_models(self) -> None:
         """Load the policy, and its frozen copy if one is used. A subclass adds models of its own."""
         self.policy = self.policy_source.load().train()
-        check_adapters(self.policy, "policy")
+        check_adapters(self.policy, "policy", trained=True)
         self.device_choices.checkpoint_activations()
         if has_adapters(self.policy):
             leave_frozen_parameters_out_of_checkpoints(self, "policy")

@@ -62,7 +62,7 @@ class SafeCheckpoint(ModelCheckpoint):
     the run ends with an error on all ranks, and earlier checkpoints stay untouched. Unfinished files of killed runs are
     removed at the start.
 
-    With a `monitor` that validation logs, a checkpoint is ranked by the validation of its own weights: one that is due
+    With a `monitor` that validation logs, a checkpoint is ranked by the validation of the same weights: one that is due
     between two validations is saved after the next, and until then as `last` (if `save_last` is set). The best of
     earlier parts of a resumed run stay the best, in their folders, until better ones come.
 
@@ -240,6 +240,7 @@ class SafeCheckpoint(ModelCheckpoint):
         Raises:
             StoppedBySignal: On all ranks, after the checkpoint.
         """
+        # Lightning forgets a deferred save if a later batch is not due.
         waited, self._defer_save_until_validation = self._defer_save_until_validation, False
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         waits = self._defer_save_until_validation

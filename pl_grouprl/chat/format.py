@@ -115,7 +115,7 @@ class ChatFormat:
         user, call = dummy_conversation("check", {"check": _MARKER})
         result = {"role": "tool", "name": "check", "content": "check"}
         special, eos = special_tokens(self.tokenizer), self.tokenizer.eos_token_id
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        added = {token: text.content for token, text in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
         found: set[int] = set()
         for turn, following in ((answer, user), (_in_parts(answer), _in_parts(user)), (call, result)):
             try:
@@ -124,10 +124,10 @@ class ChatFormat:
                 continue
             tails = [text.partition(_MARKER)[2] for text in texts]
             always = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*tails, strict=False)))
-            token_ids = self._encode_text(always)
-            ends = [token for token in token_ids if token in special]
-            if turn is not call and not ends:
-                ends = [token for token in token_ids if token in added]
+            ends: list[int] = []
+            for texts_of in (special, added) if turn is not call else (special,):
+                # An unknown token stands for other texts than its own.
+                ends = ends or [token for token in self._encode_text(always) if texts_of.get(token, "\0") in always]
             found.update([eos] if eos in ends else ends[-1:])
         return sorted(found)
 

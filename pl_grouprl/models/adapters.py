@@ -205,7 +205,7 @@ def adapter_options(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_adapters(model: nn.Module, owner: str) -> None:
+def check_adapters(model: nn.Module, owner: str, *, trained: bool = False) -> None:
     """Refuse adapters of a model that are not known to only add to their base, as LoRA and DoRA do.
 
     Others draw noise, act on some tokens only, need a call per step, or replace the base that is the reference.
@@ -213,15 +213,16 @@ def check_adapters(model: nn.Module, owner: str) -> None:
     Args:
         model: Any model, such as a `PeftModel`.
         owner: What it is, for the error.
+        trained: Whether the adapters are what is trained.
 
     Raises:
-        ValueError: Names the first option of PEFT's that is not known.
+        ValueError: Names the first option of PEFT's that is not known; or if nothing is trained that should be.
     """
     configs = _configs(model)
     for name, config in configs.items():
         _check_options(vars(config), f"the adapter {name!r} of {owner}")
-    if configs and owner == "policy" and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("no weight of the policy's adapter is trained; load it with is_trainable=True.")
+    if configs and trained and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"no weight of the adapter of {owner} is trained; load it with is_trainable=True.")
 
 
 def _check_options(options: dict[str, Any], owner: str) -> None:
@@ -231,9 +232,8 @@ def _check_options(options: dict[str, Any], owner: str) -> None:
     for name in ("peft_type", *options):
         value = options.get(name)
         known = name in _KNOWN_OPTIONS or (name == "init_lora_weights" and value in _KNOWN_INITIALIZATIONS)
-        if not known and (value or None) != (
-            defaults.get(name) or None
-        ):  # newer versions' options have no default here
+        default = defaults.get(name)  # None for options of newer versions
+        if not known and (value or None) != (default or None):
             raise ValueError(
                 f"{owner} has {name}={value!r}, which is not known to train as plain LoRA or DoRA does; pass a "
                 "plain one, or merge this one into its model (merge_and_unload of PEFT) and pass that."

@@ -132,7 +132,7 @@ def _abandon_task(name: str, task: asyncio.Task[Any]) -> None:
             f"{running} calls of async reward functions are still running after they were cancelled, the last one of "
             f"{name!r}; let it end when it is cancelled (no bare `except`, no long `await` in `finally`)."
         )
-    log.warning("Reward function %r goes on after it was cancelled; the call is abandoned.", name)
+    log.warning("Reward function %r is still running after it was cancelled; the call is abandoned.", name)
 
 
 def _abandon(loop: BackgroundLoop) -> str:

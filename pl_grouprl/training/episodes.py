@@ -201,7 +201,7 @@ class Episodes:
         self.turn_end_ids = [end for end in chat.turn_end_ids if end != tokenizer.eos_token_id]
         if chat.source and not chat.turn_end_ids:
             rank_zero_warn(
-                "The chat template ends the model's turns with no token of its own: answers to messages may run past "
+                "The chat template ends the model's turns without an end token: answers to messages may run past "
                 f"the end of the turn, up to the EOS token {tokenizer.eos_token!r}; set sampling.stop, or use another "
                 "template."
             )
