@@ -18,6 +18,8 @@ from pl_grouprl.utilities.distributed import gather_plain, own_rank
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+_WEIGHTS_AND_OPTIMIZERS = ("state_dict", "optimizer_states")
+
 _just_verified: dict[Path, list[tuple[str, int, int]]] = {}
 """Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
 
@@ -71,9 +73,11 @@ def verify_loads(trainer: Trainer) -> None:
         return _read(checkpoint_path, lambda: load(checkpoint_path, weights_only=weights_only))
 
     save = strategy.save_checkpoint
+    # Strategies that shard weights write these in their own formats.
+    own_formats = () if type(strategy).save_checkpoint is Strategy.save_checkpoint else _WEIGHTS_AND_OPTIMIZERS
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        refuse_unloadable(checkpoint)
+        refuse_unloadable({name: part for name, part in checkpoint.items() if name not in own_formats})
         save(checkpoint, *args, **kwargs)
 
     strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]

@@ -227,7 +227,7 @@ AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate", "num_gener
             {},
             {"accumulate_grad_batches": 2},
             "on_before_optimizer_step",
-            "2 gradients of batches",
+            "gradients are accumulating over several batches",
         ),
     ],
 )
