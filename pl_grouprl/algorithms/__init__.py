@@ -10,7 +10,6 @@ from pl_grouprl.training.micro_batch import MicroBatch
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.utilities.device_defaults import default_precision
-from pl_grouprl.utilities.moved import moved
 
 __all__ = [
     "GRPO",
@@ -26,13 +25,3 @@ __all__ = [
     "RolloutBuffer",
     "default_precision",
 ]
-
-_RENAMED = {
-    "LossTerms": "training.loss_sums.LossSums",
-    "MiniBatch": "training.micro_batch.MicroBatch",
-    **dict.fromkeys(
-        ("PolicyGradientModule", "PolicyModule", "RolloutModule", "SamplingModule"), "algorithms.module.RLModule"
-    ),
-}
-
-__getattr__ = moved(__name__, {old: f"pl_grouprl.{new}" for old, new in _RENAMED.items()})

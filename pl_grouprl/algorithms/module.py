@@ -79,7 +79,7 @@ from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.rollout_buffer import RolloutBuffer
 from pl_grouprl.training.rollouts_ahead import CloseRolloutsAhead
 from pl_grouprl.training.run import Accumulation, by_name
-from pl_grouprl.training.run_options import FREE_OPTIONS, PASSED_ON, note_options, recorded_options, with_former_name
+from pl_grouprl.training.run_options import FREE_OPTIONS, PASSED_ON, note_options, recorded_options
 from pl_grouprl.training.run_state import Stateful
 from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.scorer import Scorer
@@ -197,7 +197,6 @@ class RLModule(pl.LightningModule, ABC):
         max_staleness: Rollouts are sampled up to this many batches of prompts ahead, while earlier ones are trained. It
             bounds the staleness of each token: the version of the weights that is trained minus the version that
             sampled the token, counted in batches. 0 samples each batch when it is trained, from the current weights.
-        rollout_ahead: Former name of `max_staleness`, for 0 and 1.
         max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
             has a reward. Each of them logs a warning and trains nothing.
         max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
@@ -298,7 +297,6 @@ class RLModule(pl.LightningModule, ABC):
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
         max_staleness: int = 0,
-        rollout_ahead: int | None = None,
         max_unrewarded_batches: int = 10,
         max_tokens_per_micro_batch: int | None = None,
         sequence_parallel_size: int = 1,
@@ -339,7 +337,7 @@ class RLModule(pl.LightningModule, ABC):
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.sequence_parallel_size = sequence_parallel_size
         self.mask_truncated_completions, self.dynamic_sampling = mask_truncated_completions, dynamic_sampling
-        self.max_staleness = max_staleness = with_former_name(max_staleness, rollout_ahead)
+        self.max_staleness = max_staleness
         self.policy: Any = None
         self.reference: Any = None
         leave_out_of_checkpoints(self, "reference")

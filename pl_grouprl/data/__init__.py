@@ -4,9 +4,6 @@ from pl_grouprl.data.hub_dataset import HubDataset
 from pl_grouprl.data.loaders import EvalPromptLoader, PromptBatch, TrainPromptLoader
 from pl_grouprl.data.prompt_data_module import PromptDataModule
 from pl_grouprl.data.sources import PromptSource
-from pl_grouprl.utilities.moved import moved
-
-__getattr__ = moved(__name__, {"MostFrequentDigit": "pl_grouprl.demo.MostFrequentDigit"})
 
 __all__ = [
     "EvalPromptLoader",

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import inspect
 import typing
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pl_grouprl.utilities.annotations import convert, describe_value
@@ -180,22 +178,3 @@ def build(registry: Mapping[str, R], argument: str, name: str, options: Mapping[
 def describe(part: Any) -> str:
     """Name a loss or an estimator with its options, identically in every process."""
     return repr(part) if is_dataclass(part) else getattr(part, "__qualname__", type(part).__qualname__)
-
-
-def former_classes(module: str, names: Mapping[str, str], make: Callable[..., T]) -> Callable[[str], Any]:
-    """Create the `__getattr__` of a module whose classes are now registered functions.
-
-    Args:
-        module: The former module of the classes.
-        names: Name of the registered function by class.
-        make: Builds a registered function from its name and options.
-    """
-
-    def resolve(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        new = f"{make.__name__}({names[name]!r}, ...)"
-        warnings.warn(f"{module}.{name}(...) is now {new}.", DeprecationWarning, stacklevel=2)
-        return partial(make, names[name])
-
-    return resolve

@@ -9,9 +9,6 @@ from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
 from pl_grouprl.models.prefix_pass import PrefixPass
 from pl_grouprl.models.quantization import FourBit
 from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
-from pl_grouprl.utilities.moved import moved
-
-__getattr__ = moved(__name__, {"WarmStartedPolicy": "pl_grouprl.demo.WarmStartedPolicy"})
 
 __all__ = [
     "Critic",

@@ -1,7 +1,5 @@
 """Packed rows: which tokens share a prefix, and how groups of rollouts are laid out for one decoder call."""
 
-from __future__ import annotations
-
 from pl_grouprl.packing.balance import balance, imbalance
 from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.drawing import draw_forest
@@ -11,16 +9,6 @@ from pl_grouprl.packing.rows import RowPlan, plan_repeated_rows, plan_rows
 from pl_grouprl.packing.splits import Branch, SplitGroup, SplitShape
 from pl_grouprl.packing.trie import Trie, build_trie
 from pl_grouprl.packing.truncation import TruncatedGroups, truncate_rollouts
-from pl_grouprl.utilities.moved import moved
-
-__getattr__ = moved(
-    __name__,
-    {
-        "ModelCost": "pl_grouprl.models.ModelCost",
-        "ShortenedGroups": "pl_grouprl.packing.truncation.TruncatedGroups",
-        "shorten": "pl_grouprl.packing.truncation.truncate_rollouts",
-    },
-)
 
 __all__ = [
     "Branch",

@@ -15,14 +15,9 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from pl_grouprl.sync.sampler import SyncedSampler
 from pl_grouprl.types import FinishReason, Media, Rollout, SamplingConfig
-from pl_grouprl.utilities.moved import moved
-
-_MOVED = ("AdapterWeights", "SamplerLostError", "WeightsMismatchError")
 
 LOGPROB_ROUNDING = 1e-2
 """How far above 0 a log-probability may be: a sampler may compute it in bfloat16."""
-
-__getattr__ = moved(__name__, {name: f"pl_grouprl.sync.sampler.{name}" for name in _MOVED})
 
 
 @runtime_checkable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -96,32 +95,10 @@ def note_options(module: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         for former in [key for key in noted if key == name or key.startswith(f"{name}.")]:
             del noted[former]
-        if name == "rollout_ahead":  # a former name
-            if value is not None:
-                noted["max_staleness"] = value
-        elif name == "engine":  # may hold secrets of servers
+        if name == "engine":  # may hold secrets of servers
             noted[name] = None if value is None else identity(type(value))
         else:
             noted |= _describe_rewards(value) if name == "rewards" else describe(name, value)
-
-
-def with_former_name(max_staleness: int, rollout_ahead: int | None) -> int:
-    """The value of `max_staleness`, which may have been passed as `rollout_ahead`.
-
-    Raises:
-        ValueError: If both were passed, or the former has another value than 0 or 1.
-    """
-    if rollout_ahead is None:
-        return max_staleness
-    if rollout_ahead not in (0, 1):
-        raise ValueError(f"rollout_ahead is {rollout_ahead}; it must be 0 or 1. For more, pass max_staleness.")
-    if max_staleness:
-        raise ValueError(
-            f"rollout_ahead is {rollout_ahead} and max_staleness is {max_staleness}, which replaces it; leave out "
-            "rollout_ahead."
-        )
-    warnings.warn("rollout_ahead is now max_staleness.", DeprecationWarning, stacklevel=2)
-    return rollout_ahead
 
 
 def recorded_options(module: Any) -> dict[str, Any]:

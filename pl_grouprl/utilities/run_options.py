@@ -10,18 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.utilities.describe import plain
-from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES, POLICY_LOSS_CLASSES
-
-_MOVED = {
-    "pl_grouprl.algorithms.optimizer.": "pl_grouprl.training.optimizer.",
-    "pl_grouprl.data.tasks.": "pl_grouprl.demo.digits.",
-    "pl_grouprl.models.warm_start.": "pl_grouprl.demo.warm_start.",
-    **{f"{old}(": f"{new}(" for old, new in (POLICY_LOSS_CLASSES | ESTIMATOR_CLASSES).items()},
-}
-"""Prefixes of names in the options of older checkpoints, and the current ones."""
-
-_RENAMED = {"rollout_ahead": "max_staleness"}
-"""Options of older checkpoints that have another name now."""
 
 Changes = dict[str, tuple[Any, Any]]
 """Value then and now, by option name."""
@@ -29,8 +17,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Options that both runs have with different values; tuples equal lists."""
-    then = {_RENAMED.get(name, name): value for name, value in then.items()}
-    both = {name: (_with_new_names(plain(then[name])), plain(now[name])) for name in then if name in now}
+    both = {name: (plain(then[name]), plain(now[name])) for name in then if name in now}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
 
 
@@ -45,16 +32,6 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
     if "run_options" in saved:
         return changed_options(saved["run_options"], options_of(module))
     return changed_options(saved.get("options", {}), {"model": type(module).__name__} | _rollout_options(module))
-
-
-def _with_new_names(value: Any) -> Any:
-    """A plain value with the current names of classes that have moved."""
-    if isinstance(value, str):
-        former = next((prefix for prefix in _MOVED if value.startswith(prefix)), None)
-        return value if former is None else _MOVED[former] + value.removeprefix(former)
-    if isinstance(value, list):
-        return [_with_new_names(item) for item in value]
-    return {key: _with_new_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def options_of(module: Any) -> dict[str, Any]:

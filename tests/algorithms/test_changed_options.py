@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
-import math
 import re
 from enum import Enum
 from pathlib import Path
@@ -25,7 +23,6 @@ from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.rewards import FunctionFromFile, ModelReward, Weighted
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.describe import describe
-from pl_grouprl.utilities.run_options import changes_since
 
 KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
 
@@ -457,26 +454,9 @@ def test_a_learning_rate_is_refused_with_a_remedy_that_works(saved, fit):
         fit(checkpoint=path, allow_changed=["optimizer.learning_rate"])
 
 
-def test_classes_that_moved_since_an_older_checkpoint_are_no_change(make_module):
-    module = make_module()
-    older = module.run_options()
-    text = str(older)
-    assert "pl_grouprl.training.optimizer." in text
-    older = eval(text.replace("pl_grouprl.training.optimizer.", "pl_grouprl.algorithms.optimizer."), {"nan": math.nan})
-    assert changes_since({"run_options": older}, module) == {}
-
-
 def test_overrides_that_would_never_be_called_are_refused():
     with pytest.raises(TypeError, match=r"Mine\.estimate_advantages would never be called; override compute_targets"):
 
         class Mine(GRPO):
             def estimate_advantages(self, buffer, scores):
                 pass
-
-
-def test_old_modules_of_algorithms_still_work():
-    from pl_grouprl.algorithms import LossSums, OptimizerConfig
-
-    for module, name, new in (("optimizer", "OptimizerConfig", OptimizerConfig), ("step_terms", "LossTerms", LossSums)):
-        with pytest.warns(DeprecationWarning, match=name):
-            assert getattr(importlib.import_module(f"pl_grouprl.algorithms.{module}"), name) is new

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from pl_grouprl.algorithms import PPO
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.utilities.distributed import derive_seed
-from pl_grouprl.utilities.run_options import changed_options
 
 AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
 
@@ -150,24 +149,9 @@ def test_incompatible_options_are_refused(
         make_trainer(max_steps=1, **trainer_options).fit(make_module(**options), make_data())
 
 
-def test_the_former_name_is_understood(make_module):
-    options = {"importance_sampling": "token_truncate"}
-    with pytest.warns(DeprecationWarning, match="rollout_ahead is now max_staleness"):
-        module = make_module(rollout_ahead=1, **options)
-    assert module.max_staleness == 1
-    assert module.run_options()["max_staleness"] == 1
-    assert "rollout_ahead" not in module.run_options()
-    with pytest.raises(ValueError, match=r"rollout_ahead is 2; it must be 0 or 1\. For more, pass max_staleness"):
-        make_module(rollout_ahead=2, **options)
-    with pytest.raises(ValueError, match="rollout_ahead is 1 and max_staleness is 2, which replaces it"):
-        make_module(rollout_ahead=1, max_staleness=2, **options)
+def test_a_negative_staleness_is_refused(make_module):
     with pytest.raises(ValueError, match="max_staleness is -1; it must be 0 or larger"):
-        make_module(max_staleness=-1, **options)
-
-
-def test_options_of_older_checkpoints_have_the_former_name():
-    assert changed_options({"rollout_ahead": 1}, {"max_staleness": 1}) == {}
-    assert changed_options({"rollout_ahead": 0}, {"max_staleness": 1}) == {"max_staleness": (0, 1)}
+        make_module(max_staleness=-1, importance_sampling="token_truncate")
 
 
 def run_ranks(devices, folder, checkpoint="", strategy="ddp"):

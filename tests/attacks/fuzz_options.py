@@ -47,8 +47,6 @@ from pl_grouprl.utilities.arguments import known_options
 SECONDS_PER_CASE = 60
 ALGORITHMS = (GRPO, PPO, GroupPPO, Distillation)
 CALLBACKS = (CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart)
-RENAMED = {"rollout_ahead": "max_staleness"}
-"""Former names of options; errors have the new ones."""
 TRAINER: dict[str, Any] = {
     "max_steps": int,
     "max_epochs": int,
@@ -313,8 +311,7 @@ def outcome(case: Case) -> tuple[str, str]:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         text = GIVEN.sub("", str(error))  # jsonargparse repeats its whole input
-        names = [*case.drawn, *(RENAMED[name] for name in case.drawn if name in RENAMED)]
-        if any(re.search(rf"\b{re.escape(name)}\b", text) for name in names):
+        if any(re.search(rf"\b{re.escape(name)}\b", text) for name in case.drawn):
             return "refused", said
         frames = traceback.extract_tb(error.__traceback__)
         return "finding", f"{said} [{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}]"

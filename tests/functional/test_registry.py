@@ -10,14 +10,11 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from pl_grouprl.functional import advantages, policy_loss
 from pl_grouprl.functional.advantages import make_advantage_estimator, register_advantage_estimator
 from pl_grouprl.functional.advantages import registry as estimator_registry
 from pl_grouprl.functional.policy_loss import PolicyLoss, make_policy_loss, register_policy_loss
 from pl_grouprl.functional.policy_loss import registry as loss_registry
 from pl_grouprl.functional.registry import describe
-from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES, POLICY_LOSS_CLASSES
-from pl_grouprl.utilities.run_options import changed_options
 
 
 @pytest.fixture(autouse=True)
@@ -162,34 +159,6 @@ def test_a_name_belongs_to_one_function(tmp_path, monkeypatch):
     assert importlib.reload(module).own is not first
     assert make_advantage_estimator("own").function is module.own
     del sys.modules["own_losses"]
-
-
-@pytest.mark.parametrize(
-    ("module", "make", "classes"),
-    [
-        (policy_loss, make_policy_loss, POLICY_LOSS_CLASSES),
-        (advantages, make_advantage_estimator, ESTIMATOR_CLASSES),
-    ],
-)
-def test_former_classes_still_build_and_their_records_are_understood(module, make, classes):
-    for former, name in classes.items():
-        with pytest.warns(DeprecationWarning, match=rf"{former}\(...\) is now {make.__name__}\('{name}', ...\)"):
-            assert getattr(module, former)() == make(name)
-        record = f"{former}({repr(make(name)).partition('(')[2]}"
-        assert not changed_options({"part": record}, {"part": describe(make(name))})
-    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
-        module.missing  # noqa: B018
-
-
-def test_a_record_of_other_options_differs():
-    now = {"policy_loss": describe(make_policy_loss("ppo"))}
-    then = {"policy_loss": "ClippedPolicyLoss(epsilon=0.1, epsilon_high=None, delta=None)"}
-    assert changed_options(then, now) == {
-        "policy_loss": (
-            "ppo(epsilon=0.1, epsilon_high=None, delta=None)",
-            "ppo(epsilon=0.2, epsilon_high=None, delta=None)",
-        )
-    }
 
 
 def test_options_are_keyword_only_and_have_defaults():

@@ -37,8 +37,6 @@ from pl_grouprl.functional.advantages.reinforce import (
     reinforce_plus_plus_baseline_advantages,
 )
 from pl_grouprl.functional.advantages.trees import leaf_weights, tree_advantages, vine_advantages
-from pl_grouprl.functional.registry import former_classes
-from pl_grouprl.utilities.former_classes import ESTIMATOR_CLASSES
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -70,5 +68,3 @@ __all__ = [
     "tree_advantages",
     "vine_advantages",
 ]
-
-__getattr__ = former_classes(__name__, ESTIMATOR_CLASSES, make_advantage_estimator)

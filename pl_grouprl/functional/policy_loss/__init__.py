@@ -43,8 +43,6 @@ from pl_grouprl.functional.policy_loss.sequence import (
     gspo_token_policy_loss,
 )
 from pl_grouprl.functional.policy_loss.weighted import cispo_policy_loss, dro_policy_loss, gpg_policy_loss
-from pl_grouprl.functional.registry import former_classes
-from pl_grouprl.utilities.former_classes import POLICY_LOSS_CLASSES
 
 __all__ = [
     "MAX_LOG_RATIO",
@@ -67,5 +65,3 @@ __all__ = [
     "register_policy_loss",
     "sapo_policy_loss",
 ]
-
-__getattr__ = former_classes(__name__, POLICY_LOSS_CLASSES, make_policy_loss)
