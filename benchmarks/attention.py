@@ -20,9 +20,8 @@ from torch import Tensor
 from benchmarks.measure import Timing, time_in_turns
 from benchmarks.methods import missing
 from benchmarks.options import add_common, begin_on, write_json
-from pl_grouprl.attention.backends.backend import Backend
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.backends.interface import AttentionRule, Backend
 from pl_grouprl.packing import SharedPrefixLayout
 
 BASELINE = "repeated, packed"

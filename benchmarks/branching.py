@@ -30,7 +30,7 @@ from benchmarks.measure import Conditions
 from benchmarks.options import add_common, begin_on, positive, write_json
 from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.cli import RLCLI
-from pl_grouprl.training.branch_metrics import count_sampled
+from pl_grouprl.training.metrics import count_sampled
 
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {},

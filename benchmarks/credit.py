@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.options import positive, write_json
 from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS, BranchPaths
-from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.functional.masked import to_rows
 from pl_grouprl.types import Rollout
 
 END = 0

@@ -35,9 +35,10 @@ from benchmarks.operators import WAITS
 from benchmarks.options import write_json
 from benchmarks.step_parts import StepParts
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.checks import check_parity
-from pl_grouprl.functional import linear_head, logprobs
-from pl_grouprl.models.compile import compile_layers
+from pl_grouprl.functional import logprobs
+from pl_grouprl.functional import logprobs as linear_head
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine

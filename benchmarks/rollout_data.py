@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from pl_grouprl.functional.advantages import td_errors
-from pl_grouprl.functional.rows import from_rows
+from pl_grouprl.functional.masked import from_rows
 from pl_grouprl.functional.token_groups import ThresholdController, TokenGroups, find_token_groups
 from pl_grouprl.types import RolloutGroup
 

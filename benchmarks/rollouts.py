@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.measure import Timing, time_in_turns
 from benchmarks.options import add_common, begin_on, positive, write_json
+from pl_grouprl.distributed.weight_stream import checkpoint_weights
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine
-from pl_grouprl.sync.stream import checkpoint_weights
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities import optional
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.measure import time_in_turns
 from benchmarks.options import add_common, begin_on, write_json
-from pl_grouprl.attention.rows import share_rows
+from pl_grouprl.attention.padded_rows import share_rows
 
 SIZES = ((64, 2048), (80, 8192))
 """Rows and tokens of a row."""

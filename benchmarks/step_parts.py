@@ -18,10 +18,12 @@ from lightning.pytorch.trainer import call as hooks
 
 from benchmarks.measure import now
 from pl_grouprl.algorithms import group_ppo, ppo
-from pl_grouprl.training import collector, micro_batch, micro_batch_schedule
-from pl_grouprl.training.loss_sums import LossAccumulator
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.step_timer import StepTimer
+from pl_grouprl.training import collector
+from pl_grouprl.training import micro_batches as micro_batch
+from pl_grouprl.training import micro_batches as micro_batch_schedule
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.metrics import StepTimer
+from pl_grouprl.training.objective import LossAccumulator
 
 MODEL_WORK = ("rollouts", "scoring", "values", "forward", "backward", "optimizer")
 

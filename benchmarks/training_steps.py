@@ -24,10 +24,10 @@ from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models import Critic, PolicyCopyCritic
-from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.metrics import StepTimer
+from pl_grouprl.training.micro_batches import MicroBatch
 from pl_grouprl.training.optimizer import build_optimizer
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.step_timer import StepTimer
 
 
 class Measured(PPO):

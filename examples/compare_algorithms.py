@@ -40,7 +40,7 @@ from pl_grouprl.callbacks import RunSummary  # noqa: E402
 from pl_grouprl.cli import RLCLI, find_config  # noqa: E402
 from pl_grouprl.data import PromptBatch  # noqa: E402
 from pl_grouprl.functional.token_groups import token_group_counts  # noqa: E402
-from pl_grouprl.models.reference import fingerprint  # noqa: E402
+from pl_grouprl.models.policy import fingerprint  # noqa: E402
 
 ALGORITHMS = {"GRPO": "grpo_pg.yaml", "PPO": "ppo.yaml", "GROUP PPO": "group_ppo.yaml"}
 """Labels and configurations of the default comparison."""

@@ -17,9 +17,9 @@ import lightning.pytorch as pl
 
 from pl_grouprl import GRPO, GroupPPO, OptimizerConfig, PromptDataModule, SamplingConfig
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.functional.advantages import generalized_advantages
-from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.functional.masked import to_rows
 from pl_grouprl.plots import plot_advantages, plot_token_groups, token_texts
 
 TOKENIZER = digit_tokenizer()

@@ -21,17 +21,13 @@ from pl_grouprl.functional.advantages import group_relative_advantages
 from pl_grouprl.models import WarmStartedPolicy
 from pl_grouprl.models.score import score
 from pl_grouprl.training.collector import Collector
-from pl_grouprl.training.kl_penalty import KLPenalty
-from pl_grouprl.training.loss_sums import LossSums
-from pl_grouprl.training.micro_batch import MicroBatch
-from pl_grouprl.training.micro_batcher import MicroBatcher
-from pl_grouprl.training.objective import PolicyObjective
-from pl_grouprl.training.optimization import Optimization
+from pl_grouprl.training.metrics import StepTimer
+from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher
+from pl_grouprl.training.objective import KLPenalty, LossSums, PolicyObjective
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.run import Accumulation, PlainRun
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.training.step_timer import StepTimer
-from pl_grouprl.training.updater import Updater
+from pl_grouprl.training.update import Optimization, Updater
 
 
 def share_of_letters(completions: list[str], **columns: Any) -> list[float]:

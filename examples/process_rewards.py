@@ -23,7 +23,7 @@ import lightning.pytorch as pl
 from pl_grouprl import GRPO, PromptDataModule, SamplingConfig
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 
 DIGITS = {token: int(text) for text, token in digit_tokenizer().get_vocab().items() if text.isdigit()}
 

@@ -6,7 +6,7 @@ calls the model twice per episode; verifiers' own harnesses start a program per 
 
     pip install 'pl-grouprl[verifiers]'
     python examples/verifiers_environment.py prepare .cache/letters_model
-    python -m pl_grouprl.rollout.server --model .cache/letters_model --dtype float32  # in an environment with vLLM
+    python -m pl_grouprl.rollout.vllm --model .cache/letters_model --dtype float32  # in an environment with vLLM
     python examples/verifiers_environment.py train .cache/letters_model --url http://127.0.0.1:8000
 """
 
@@ -167,7 +167,7 @@ def main() -> None:
     if options.what == "prepare":
         prepare(options.model)
         return
-    from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+    from pl_grouprl.rollout import VLLMServerRolloutEngine
 
     train(options.model, VLLMServerRolloutEngine(options.url), options.steps)
 

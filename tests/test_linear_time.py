@@ -15,18 +15,15 @@ import pytest
 from helpers.tiny_tokenizers import bytes_tokenizer
 
 import pl_grouprl
-from pl_grouprl.chat import families
-from pl_grouprl.chat.casting import cast_arguments
-from pl_grouprl.chat.parsing import MalformedTurnError
-from pl_grouprl.rewards.code_test_kinds import _parts
-from pl_grouprl.rewards.code_tests import extract_code
+from pl_grouprl.chat import parsing as families
+from pl_grouprl.chat.parsing import MalformedTurnError, cast_arguments
+from pl_grouprl.rewards.answers import NumericAnswer, _last_boxed
+from pl_grouprl.rewards.base import step_ends
+from pl_grouprl.rewards.code_tests import _parts, extract_code
 from pl_grouprl.rewards.judge.client import NoReplyError, _read_reply
-from pl_grouprl.rewards.judge.grade import read_grade
-from pl_grouprl.rewards.math_verify import _last_boxed
-from pl_grouprl.rewards.numeric_answer import NumericAnswer
-from pl_grouprl.rewards.repetition import RepetitionPenalty
-from pl_grouprl.rewards.steps import step_ends
-from pl_grouprl.tasks.answer_format import extract_answer
+from pl_grouprl.rewards.judge.judge import read_grade
+from pl_grouprl.rewards.penalties import RepetitionPenalty
+from pl_grouprl.tasks.reasoning_gym import extract_answer
 from pl_grouprl.utilities.text import mask_secret
 
 LENGTH = 100_000

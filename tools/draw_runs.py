@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pl_grouprl.callbacks.curves import draw_panel
-from pl_grouprl.report.run import read_run
+from pl_grouprl.report import read_run
 
 PANELS = ("reward", "completion length (tokens)", "entropy (nats per token)", "KL to the reference", "gradient norm")
 EQUAL = "frac_reward_zero_std"

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore
-from pl_grouprl.tasks.entries import decode_entry, encode_entry
-from pl_grouprl.tasks.generator import GeneratorError, library_levels
-from pl_grouprl.tasks.harmless import FORMULA_TASKS, LITERAL_TASKS
+from pl_grouprl.tasks.generator import GeneratorError, decode_entry, encode_entry, library_levels
+from pl_grouprl.tasks.score import FORMULA_TASKS, LITERAL_TASKS
 
 SIZES = {"size": 8, "val_size": 2, "test_size": 2}
 LEVEL_SECONDS = 5.0

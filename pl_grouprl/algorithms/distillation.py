@@ -14,21 +14,23 @@ from pl_grouprl.algorithms.grpo import GRPO
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.functional.advantages import distillation_advantages
 from pl_grouprl.functional.logprobs import TokenScores
-from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.functional.masked import from_rows, to_rows
 from pl_grouprl.models.adapters import check_adapters
-from pl_grouprl.models.policy import PolicySource, as_policy_source
-from pl_grouprl.models.reference import leave_out_of_checkpoints, unfrozen
-from pl_grouprl.models.teacher import check_pair, check_tokenizers
+from pl_grouprl.models.policy import (
+    PolicySource,
+    as_policy_source,
+    check_pair,
+    check_tokenizers,
+    leave_out_of_checkpoints,
+    unfrozen,
+)
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.base import as_weighted
-from pl_grouprl.training.resume import compare_reference
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.run_options import FREE_OPTIONS
-from pl_grouprl.training.run_state import ConsistencyCheck, Stateful
-from pl_grouprl.training.setup_checks import check_lengths_of_teacher
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.checkpoint import FREE_OPTIONS, ConsistencyCheck, Stateful, compare_reference
+from pl_grouprl.training.checks import check_lengths_of_teacher
 from pl_grouprl.utilities.distributed import sum_over_ranks
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, checked_arguments
 
 
 @checked_arguments

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pl_grouprl.algorithms.ppo import PPO, CriticRows, Estimate
 from pl_grouprl.functional.advantages import generalized_advantages, td_errors
-from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import TokenScores
-from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.functional.masked import from_rows, to_rows
+from pl_grouprl.functional.softmax import HeadSketch
 from pl_grouprl.functional.token_groups import (
     ADVANTAGE_MODES,
     AdvantageMode,
@@ -29,12 +29,10 @@ from pl_grouprl.functional.token_groups import (
 )
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.run_options import note_options
-from pl_grouprl.training.run_state import Stateful
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.checkpoint import Stateful, note_options
 from pl_grouprl.utilities.distributed import reduce_over_ranks, sum_over_ranks
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, checked_arguments
 
 ScoreNorm = Literal["logit", "sketch", "log_ratio"]
 

@@ -19,25 +19,23 @@ from pl_grouprl.functional.advantages import (
     multi_reward_advantages,
     process_supervision_advantages,
 )
-from pl_grouprl.functional.aggregation import LOSS_PRESETS
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.losses import LOSS_PRESETS
 from pl_grouprl.functional.registry import describe
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.training.group_rewards import (
+from pl_grouprl.training.buffer import RolloutBuffer, any_function_differs, outcomes_or_steps_differ, rewards_differ
+from pl_grouprl.training.checks import checked_tensor, is_custom
+from pl_grouprl.training.rewarder import (
     gather_rewards,
     has_token_rewards,
     subtract_kl_penalties,
     token_advantages,
     unusable_token_rewards,
 )
-from pl_grouprl.training.override_results import checked_tensor, is_custom
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.selection import any_function_differs, outcomes_or_steps_differ, rewards_differ
 from pl_grouprl.types import Prompt, RolloutGroup
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.copying import private_copy
-from pl_grouprl.utilities.options import drop_none, join_options
+from pl_grouprl.utilities.describe import private_copy
+from pl_grouprl.utilities.options import checked_arguments, drop_none, join_options
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
 

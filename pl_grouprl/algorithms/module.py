@@ -33,77 +33,88 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.callbacks.checkpoints import stop_together
 from pl_grouprl.callbacks.defaults import LoadModels, callbacks_of_module, replace_earlier
-from pl_grouprl.callbacks.end_of_run import stop_together
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
-from pl_grouprl.episodes.environment import EnvironmentFactory
-from pl_grouprl.episodes.limits import EpisodeLimits
+from pl_grouprl.distributed.lost_ranks import RankWatchdog, check_rank_timeout
+from pl_grouprl.distributed.strategies import StrategySupport, support_of
+from pl_grouprl.episodes.loop import EpisodeLimits
+from pl_grouprl.episodes.tools import EnvironmentFactory
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.registry import describe
 from pl_grouprl.harnesses import Verifiers
-from pl_grouprl.models.adapter_layers import adapters_off, has_adapters, leave_frozen_parameters_out_of_checkpoints
-from pl_grouprl.models.adapters import check_adapters
-from pl_grouprl.models.policy import PolicySource, as_policy_source
-from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
-from pl_grouprl.models.router import check_balanced
-from pl_grouprl.models.score import score
+from pl_grouprl.models.adapters import (
+    adapters_off,
+    check_adapters,
+    has_adapters,
+    leave_frozen_parameters_out_of_checkpoints,
+)
+from pl_grouprl.models.policy import PolicySource, as_policy_source, fingerprint, frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.models.score import check_balanced, score
 from pl_grouprl.packing import ScoringBatch, Sharing
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.rewards.apply import decode_completions
+from pl_grouprl.rewards.calls import decode_completions
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
-from pl_grouprl.strategies import StrategySupport, support_of
-from pl_grouprl.sync.weight_sync import CloseEngine, check_adapter
-from pl_grouprl.training.checkpoint import RunCheckpoint
+from pl_grouprl.rollout.weight_sync import CloseEngine, check_adapter
+from pl_grouprl.training.ahead import CloseRolloutsAhead
+from pl_grouprl.training.buffer import RolloutBuffer, trained_and_idle
+from pl_grouprl.training.checkpoint import (
+    FREE_OPTIONS,
+    PASSED_ON,
+    RandomNumbers,
+    RunCheckpoint,
+    Stateful,
+    module_from_checkpoint,
+    note_options,
+    recorded_options,
+)
+from pl_grouprl.training.checks import (
+    PrefixSharing,
+    check_batch,
+    check_before_loading,
+    check_groups_fit,
+    check_prompts_of_model,
+    is_custom,
+    refuse_compiled,
+    refuse_dropout,
+    refuse_renamed,
+    refuse_stop_iteration,
+)
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.device_choices import DeviceChoices
-from pl_grouprl.training.episodes import Episodes, RewrittenHistory
 from pl_grouprl.training.evaluation import Evaluator
-from pl_grouprl.training.finite_weights import check_weights
-from pl_grouprl.training.idle_rollouts import trained_and_idle
-from pl_grouprl.training.kl_penalty import KLPenalty
-from pl_grouprl.training.loading import module_from_checkpoint
-from pl_grouprl.training.loss_sums import LossSums
-from pl_grouprl.training.micro_batch import MicroBatch
-from pl_grouprl.training.micro_batcher import MicroBatcher
-from pl_grouprl.training.objective import PolicyObjective
-from pl_grouprl.training.optimization import Optimization, clip_gradients, refuse_clipping_nothing
+from pl_grouprl.training.metrics import StepTimer, Throughput
+from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher
+from pl_grouprl.training.objective import KLPenalty, LossSums, PolicyObjective
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
-from pl_grouprl.training.override_results import is_custom, refuse_renamed, refuse_stop_iteration
-from pl_grouprl.training.prefix_sharing import PrefixSharing, refuse_dropout
-from pl_grouprl.training.prompt_checks import check_batch
-from pl_grouprl.training.random_numbers import RandomNumbers
-from pl_grouprl.training.rewarder import Rewarder
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.rollouts_ahead import CloseRolloutsAhead
+from pl_grouprl.training.rewarder import Rewarder, rewards_per_token
 from pl_grouprl.training.run import Accumulation, by_name
-from pl_grouprl.training.run_options import FREE_OPTIONS, PASSED_ON, note_options, recorded_options
-from pl_grouprl.training.run_state import Stateful
-from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.training.scorer import Scorer
-from pl_grouprl.training.setup_checks import check_before_loading, check_groups_fit, check_prompts_of_model
-from pl_grouprl.training.step_timer import StepTimer, Throughput
-from pl_grouprl.training.token_rewards import rewards_per_token
-from pl_grouprl.training.trainer_options import refuse_compiled
-from pl_grouprl.training.updater import Updater
+from pl_grouprl.training.sampler import Episodes, RewrittenHistory, Sampler
+from pl_grouprl.training.update import (
+    Optimization,
+    Scorer,
+    Updater,
+    check_weights,
+    clip_gradients,
+    refuse_clipping_nothing,
+)
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.copying import private_copy
+from pl_grouprl.utilities.checkpoint_files import find_last, verify_loads
+from pl_grouprl.utilities.describe import lineage, private_copy, recorded
 from pl_grouprl.utilities.distributed import derive_seed
-from pl_grouprl.utilities.garbage import CheapGarbageCollection
-from pl_grouprl.utilities.last_checkpoint import find_last
-from pl_grouprl.utilities.loggers import log_every_step, place_default_logger, prepare_loggers
-from pl_grouprl.utilities.memory import naming_memory
-from pl_grouprl.utilities.options import check_options, drop_none, join_options
-from pl_grouprl.utilities.origin import lineage
+from pl_grouprl.utilities.loggers import (
+    forget_numbers,
+    log_every_step,
+    log_numbers,
+    place_default_logger,
+    prepare_loggers,
+)
+from pl_grouprl.utilities.modes import CheapGarbageCollection, naming_memory, seed_torch
+from pl_grouprl.utilities.options import check_options, checked_arguments, drop_none, join_options
 from pl_grouprl.utilities.progress import PROGRESS
-from pl_grouprl.utilities.random_state import seed_torch
-from pl_grouprl.utilities.rank_watchdog import RankWatchdog, check_rank_timeout
-from pl_grouprl.utilities.run_options import recorded
-from pl_grouprl.utilities.step_log import forget_numbers, log_numbers
-from pl_grouprl.utilities.verified_loading import verify_loads
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -154,7 +165,7 @@ class RLModule(pl.LightningModule, ABC):
         tools: Functions that the model may call in a turn, sync or async, with type hints and a Google docstring (TRL's
             contract). They run with your rights; see `pl_grouprl.episodes.tools`.
         environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories,
-            of which the row's column `environment` chooses one. See `pl_grouprl.episodes.environment`.
+            of which the row's column `environment` chooses one. See `pl_grouprl.episodes.tools`.
         harness: Plays the episodes with an external library, on the servers of `engine`; see
             `pl_grouprl.harnesses.Verifiers`. Its reward is added to `rewards`.
         max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.

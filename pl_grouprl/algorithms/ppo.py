@@ -19,27 +19,23 @@ from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.checks import ParityReport
 from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
 from pl_grouprl.functional.logprobs import TokenScores
-from pl_grouprl.functional.masked import masked_whiten
-from pl_grouprl.functional.rows import from_rows, to_rows
-from pl_grouprl.functional.value_loss import clipped_value_loss, explained_variance
+from pl_grouprl.functional.losses import clipped_value_loss, explained_variance
+from pl_grouprl.functional.masked import from_rows, masked_whiten, to_rows
 from pl_grouprl.models import Critic, CriticSource, PolicyCopyCritic, PretrainedCritic, check_critic_parity
 from pl_grouprl.models.adapters import check_adapters
-from pl_grouprl.models.lora_critic import TiedCritic
+from pl_grouprl.models.critic import TiedCritic
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, truncate_rollouts
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.training.group_rewards import episode_leaf_weights
-from pl_grouprl.training.loss_sums import LossSums
-from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.checks import accumulation_schedule, checked_tensor
+from pl_grouprl.training.micro_batches import MicroBatch
+from pl_grouprl.training.objective import LossSums
 from pl_grouprl.training.optimizer import OptimizerConfig
-from pl_grouprl.training.override_results import checked_tensor
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.trainer_options import accumulation_schedule
-from pl_grouprl.utilities.annotations import describe_value
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.training.rewarder import episode_leaf_weights
 from pl_grouprl.utilities.distributed import reduce_over_ranks
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, checked_arguments, describe_value
 
 
 class CriticRows(NamedTuple):

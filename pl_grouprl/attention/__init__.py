@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pl_grouprl.attention.backends.backend import Backend
 from pl_grouprl.attention.backends.choice import register_backend
-from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.backends.interface import AttentionRule, Backend
 from pl_grouprl.attention.patch import CallReport, SharedPrefix, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.support import UnsupportedModelError, check_supported, find_backbone, find_decoder
 

@@ -1,27 +1,76 @@
-"""Checks, before a model shares prefixes, that shared and repeated prefixes give the same hidden states.
-
-Configs do not say how layers mix tokens outside attention; two forward calls on a few tokens show it. `attention` runs
-this check before the first shared call; the other self-checks are in `pl_grouprl.checks`.
-"""
+"""Checks, before a model shares prefixes, that shared and repeated prefixes give the same hidden states."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.selections import SmallSelections
-from pl_grouprl.attention.support import LayersFailedError, find_decoder, positions_are_relative, refusal
+from pl_grouprl.attention.masks import is_marker
+from pl_grouprl.attention.support import (
+    LayersFailedError,
+    SmallSelections,
+    find_decoder,
+    positions_are_relative,
+    refusal,
+)
 from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
 from pl_grouprl.utilities.modes import examining
 from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Layers that do not run in the check on entry, such as cross-attention to images, which text alone does not reach.
+#
+# The check says nothing about them, so they refuse packed rows.
+
+
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's layers: its longest list of modules."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+@contextmanager
+def tracking_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yields the decoder's layers; a layer leaves the list when it runs."""
+    idle = layers_of(decoder)
+
+    def note(layer: nn.Module, args: Any) -> None:
+        if any(layer is one for one in idle):
+            idle.remove(layer)
+
+    handles = [layer.register_forward_pre_hook(note) for layer in idle]
+    try:
+        yield idle
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_packed_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook of such a layer.
+
+    Raises:
+        NotImplementedError: If a packed row reaches it.
+    """
+    if kwargs.get("prefix_layout") is not None or any(map(is_marker, (*args, *kwargs.values()))):
+        raise NotImplementedError(
+            f"{type(layer).__name__} did not run on text alone, so it was not compared between a shared and a repeated "
+            "prefix; train this model with sharing='repeated'."
+        )
+
+
+# Checks, before a model shares prefixes, that shared and repeated prefixes give the same hidden states.
+#
+# Configs do not say how layers mix tokens outside attention; two forward calls on a few tokens show it. `attention`
+# runs
+# this check before the first shared call; the other self-checks are in `pl_grouprl.checks`.
 
 Padding = Literal["padding", "padding on the left"]
 """Rows with this padding are not shared, because a trial on a few tokens gave different results."""

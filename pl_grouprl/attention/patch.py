@@ -1,13 +1,10 @@
-"""`shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once.
-
-Callers that build packed rows pass `prefix_layout`. Others pass an ordinary padded batch: rows with common prefixes are
-detected, packed, run once and unpacked.
-"""
+"""`shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,32 +16,111 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import ORACLE, get_backend
-from pl_grouprl.attention.idle_layers import layers_of, refuse_packed_row, tracking_idle_layers
-from pl_grouprl.attention.layer_check import Padding, check_layers, differing_padding
-from pl_grouprl.attention.layout_call import LayoutCall
-from pl_grouprl.attention.mask import end_packed_masks, start_packed_masks
-from pl_grouprl.attention.packed_row import check_packed_row, media_arguments, row_of_positions
-from pl_grouprl.attention.prefix_states import check_prefix_states
-from pl_grouprl.attention.row_sharing import RowSharing
-from pl_grouprl.attention.rows import SharedRows, unpack_output
-from pl_grouprl.attention.selections import selects_tokens
+from pl_grouprl.attention.call import LayoutCall, check_prefix_states
+from pl_grouprl.attention.function import register
+from pl_grouprl.attention.layer_check import (
+    Padding,
+    check_layers,
+    differing_padding,
+    layers_of,
+    refuse_packed_row,
+    tracking_idle_layers,
+)
+from pl_grouprl.attention.masks import end_packed_masks, start_packed_masks
+from pl_grouprl.attention.padded_rows import RowSharing, SharedRows, unpack_output
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
-from pl_grouprl.attention.state.stateful import STATEFUL, install
+from pl_grouprl.attention.stateful import STATEFUL, install
 from pl_grouprl.attention.support import (
     LayersFailedError,
     check_supported,
     find_backbone,
     find_decoder,
+    selects_tokens,
     unwrapped,
     why_not_reached,
 )
-from pl_grouprl.attention.transformers_function import register
-from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.packing import SharedPrefixLayout, repeat_rows
 from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.modes import is_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Checks the arguments passed to a model with an explicit layout.
+
+
+def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:
+    """Refuse arguments that contradict an explicit layout.
+
+    Raises:
+        ValueError: If input or positions do not match the packed row, a mask hides tokens, or a cache is requested.
+    """
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    rows = tokens.shape if kwargs.get("input_ids") is not None else tokens.shape[:-1]
+    length = layout.num_queries
+    if tuple(rows) not in ((length,), (1, length)):
+        raise ValueError(
+            f"prefix_layout has {length} tokens, but the model was given input of shape {list(rows)}; "
+            f"pass one packed row, of shape [1, {length}]."
+        )
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is not None and not (
+        positions.shape[-1] == length and (positions.dim() == 3 or positions.numel() == length)
+    ):
+        raise ValueError(
+            f"position_ids has shape {list(positions.shape)} for a prefix_layout of {length} tokens; pass "
+            "prefix_layout.position_ids, or leave it out."
+        )
+    if positions is not None and positions.dim() < 3:
+        _check_positions(positions.flatten(), layout)
+    if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
+        raise ValueError(
+            "attention_mask hides tokens of a packed row, where prefix_layout alone decides what is seen; leave it out."
+        )
+    if internals.holds_cache(kwargs) or kwargs.get("use_cache"):
+        raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
+
+
+def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
+    """Accept the layout's positions plus a constant per tree, as for callers that count from 1.
+
+    Synchronizes with the device, unless they are the layout's own tensor, as from `pack`.
+    """
+    own_T = layout.positions_on(positions_T.device)[layout.num_prefilled :]
+    if positions_T.is_set_to(own_T):
+        return
+    offsets_T = positions_T - own_T
+    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)[layout.num_prefilled :]
+    if not torch.equal(offsets_T, offsets_T[roots]):
+        raise ValueError(
+            "position_ids do not continue from a prefix to its suffixes; pass prefix_layout.position_ids, or "
+            "leave them out."
+        )
+
+
+def _first_tokens_of_roots(layout: SharedPrefixLayout) -> Tensor:
+    """The first token of each token's tree, shape [T]."""
+    first: list[int] = []
+    for segment in layout.segments:
+        first.append(segment.start if segment.parent is None else first[segment.parent])
+    return layout.per_token(first)
+
+
+def media_arguments(kwargs: dict[str, Any]) -> list[str]:
+    """Names of arguments with images or videos."""
+    return [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
+
+
+def row_of_positions(positions: Tensor) -> Tensor:
+    """Reshape [T] or [1, T] to [1, T]; keeps the [kinds, 1, T] of images (time, height, width)."""
+    return positions if positions.dim() == 3 else positions.reshape(1, -1)
+
+
+# `shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once.
+#
+# Callers that build packed rows pass `prefix_layout`. Others pass an ordinary padded batch: rows with common prefixes
+# are
+# detected, packed, run once and unpacked.
 
 _LOG = logging.getLogger(__name__)
 
@@ -208,7 +284,7 @@ class SharedPrefix:
         if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and media:
             raise ValueError(
                 f"{', '.join(media)} passed without position_ids: {type(backbone).__name__} would count positions "
-                "along the packed row; pass those of pl_grouprl.media.positions, or score with pl_grouprl.models.score."
+                "along the packed row; pass those of pl_grouprl.media.inputs, or score with pl_grouprl.models.score."
             )
         return (), self._start_packed_row(kwargs, layout)
 
@@ -457,3 +533,51 @@ class _NoCache:
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if isinstance(kwargs.get("prefix_layout"), LayoutCall):
         end_packed_masks()
+
+
+# Times one decoder call with shared and with repeated prefixes.
+
+
+def measure_speedup(patch: SharedPrefix, report: CallReport, *, repeats: int = 2) -> float:
+    """Seconds of the repeated run over seconds of the shared one, decoder forward and backward.
+
+    Leaves no gradients and does not change the random state. Runs alternate and the fastest of each kind counts, so the
+    first serve as warm-up.
+
+    Args:
+        patch: The active context.
+        report: A call of its decoder that shared a prefix.
+        repeats: Runs of each kind.
+    """
+    layout = report.layout
+    assert layout is not None
+    assert report.position_ids is not None
+    shared = {"input_ids": report.input_ids, "position_ids": report.position_ids, "prefix_layout": layout}
+    repeated = repeat_rows(layout, report.input_ids)
+    seconds: dict[str, list[float]] = {"shared": [], "repeated": []}
+    devices = [report.input_ids.device] if report.input_ids.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(repeats):
+            for name, inputs in (("repeated", repeated), ("shared", shared)):
+                seconds[name].append(_time_call(patch, inputs))
+    return min(seconds["repeated"]) / min(seconds["shared"])
+
+
+def _time_call(patch: SharedPrefix, inputs: dict[str, Any]) -> float:
+    weights = [weight for weight in patch.decoder.parameters() if weight.requires_grad]
+    listeners, patch.listeners = patch.listeners, []
+    try:
+        start = _now(patch)
+        with sharing_paused(patch.model), torch.set_grad_enabled(bool(weights)):
+            hidden = patch.decoder(**inputs, use_cache=False).last_hidden_state
+            if weights:
+                torch.autograd.grad(hidden.float().sum(), weights, allow_unused=True)
+        return _now(patch) - start
+    finally:
+        patch.listeners = listeners
+
+
+def _now(patch: SharedPrefix) -> float:
+    if patch.decoder.device.type == "cuda":
+        torch.cuda.synchronize(patch.decoder.device)
+    return time.perf_counter()

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pl_grouprl.attention.layout_call import LayoutCall
-from pl_grouprl.attention.row_scale import scales_by_row
-from pl_grouprl.attention.row_shards import RowShards, check_heads
-from pl_grouprl.attention.state.stateful import stateful_mixers
+from pl_grouprl.attention.call import LayoutCall, RowShards, check_heads
+from pl_grouprl.attention.function import scales_by_row
+from pl_grouprl.attention.stateful import stateful_mixers
 from pl_grouprl.attention.support import find_decoder, has_dynamic_rope
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.utilities.distributed import num_ranks

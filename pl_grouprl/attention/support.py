@@ -1,20 +1,25 @@
-"""Finds a model's decoder, and refuses architectures that cannot share prefixes."""
+"""Reads a model's structure, and refuses architectures that cannot share prefixes."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from pl_grouprl.attention.state.stateful import stateful_mixers, unsupported_mixers
+from pl_grouprl.attention.stateful import stateful_mixers, unsupported_mixers
 from pl_grouprl.utilities import internals
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
+# Finds a model's decoder, and refuses architectures that cannot share prefixes.
 
 _MIXERS = re.compile("attn|attention|mixer", re.IGNORECASE)
 """Class names of modules that mix tokens."""
@@ -188,3 +193,167 @@ def _reason(decoder: PreTrainedModel) -> str | None:
     if bool(getattr(config, "alibi", False)):
         return "it biases scores by distance (config.alibi)."
     return counts_tokens_itself(decoder)
+
+
+# Determines whether transformers' load-balancing loss applies to the router logits of a mixture of experts.
+#
+# Families differ: some choose experts by sigmoid scores and a correction bias, which balances them without a loss; some
+# do not record the logits of all tokens. The model itself is inspected, not a list of names.
+
+_STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def masks_balancing_loss(decoder: nn.Module) -> bool:
+    """Whether the family's load-balancing loss takes router logits [tokens, experts] and ignores padding.
+
+    If so, router logits at padding may have any value.
+    """
+    return _records_router_logits(decoder) and _balancing_loss_arguments(decoder) == _STANDARD
+
+
+def why_not_balanced(decoder: nn.Module) -> str | None:
+    """Why the standard load-balancing loss does not apply to a decoder, or None if it does."""
+    if not _records_router_logits(decoder):
+        return "its decoder has no router logits to record"
+    arguments = _balancing_loss_arguments(decoder)
+    if arguments is None:
+        return "transformers has no load-balancing loss for it"
+    if arguments != _STANDARD:
+        return "transformers computes another load-balancing loss for it"
+    if any(name.endswith("correction_bias") for name, _ in (*decoder.named_parameters(), *decoder.named_buffers())):
+        return "its routers choose by a correction bias, so the logits do not say which experts are used"
+    return None
+
+
+def _records_router_logits(decoder: nn.Module) -> bool:
+    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in internals.router_recorders(decoder))
+    return any(isinstance(module, classes) for module in decoder.modules())
+
+
+def _balancing_loss_arguments(decoder: nn.Module) -> list[str] | None:
+    """Argument names of the load-balancing loss in the file defining the decoder."""
+    # A wrapped decoder's class is created on the fly from the class in the family's file.
+    for kind in type(decoder).__mro__:
+        loss = getattr(sys.modules.get(kind.__module__), "load_balancing_loss_func", None)
+        if loss is not None:
+            return list(inspect.signature(loss).parameters)
+    return None
+
+
+# Lets a check on a few tokens exercise layers that select tokens by score, such as an indexer.
+
+MAX_SELECTED = 3
+"""Tokens that a layer selects in the check, fewer than any of its sequences has."""
+
+
+class SmallSelections(TorchFunctionMode):
+    """Limits `topk` to a few in functions that take the attention mask; few tokens would all be selected.
+
+    Args:
+        most: Tokens that a layer selects; None leaves the number as it is, and only notes which functions select.
+    """
+
+    def __init__(self, most: int | None = MAX_SELECTED) -> None:
+        super().__init__()
+        self._most, self._tried = most, set[CodeType]()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, caller = kwargs or {}, sys._getframe(1).f_code
+        if func in (torch.topk, Tensor.topk) and _selects(caller):
+            self._tried.add(caller)
+            if self._most is not None and len(args) > 1:
+                args = (args[0], min(args[1], self._most), *args[2:])
+            elif self._most is not None:
+                kwargs = kwargs | {"k": min(kwargs["k"], self._most)}
+        return func(*args, **kwargs)
+
+    def untried(self, decoder: nn.Module) -> list[str]:
+        """Names of the decoder's methods that select tokens and have not run yet."""
+        return sorted(name for code, name in _selecting_methods(decoder).items() if code not in self._tried)
+
+
+def selects_tokens(decoder: nn.Module) -> bool:
+    """Whether a module of the decoder selects tokens by the attention mask, as an indexer does."""
+    return any(code.co_name == "forward" for code in _selecting_methods(decoder))
+
+
+def _selecting_methods(decoder: nn.Module) -> dict[CodeType, str]:
+    kinds = {kind for module in decoder.modules() if module is not decoder for kind in type(module).__mro__}
+    methods = [(kind, inspect.unwrap(method)) for kind in kinds for method in vars(kind).values() if callable(method)]
+    codes = [(getattr(method, "__code__", None), kind) for kind, method in methods]
+    return {code: f"{kind.__name__}.{code.co_name}" for code, kind in codes if code is not None and _selects(code)}
+
+
+def _selects(code: CodeType) -> bool:
+    """Whether a function takes the attention mask and calls `topk`."""
+    return "topk" in code.co_names and "attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+# Compiles decoder layers one by one, so all layers and batches share few graphs.
+
+COMPILER_BACKEND = "inductor"
+"""Compiler backend for a layer's graph; torch.compile's default."""
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each decoder layer of a transformers model, in place, for sequences of any length.
+
+    Names in its `state_dict` do not change. Everything around the layers (embeddings, head, a vision tower) and deep
+    copies of the model stay uncompiled.
+
+    Raises:
+        ValueError: If the decoder has no list of `num_hidden_layers` layers.
+    """
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    rank_zero_info("compile_layers: the first forward and backward passes compile, which may take a minute each.")
+    for layer in decoder_layers(model):
+        layer.compile(backend=COMPILER_BACKEND, dynamic=True)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Find the layers of a model's decoder.
+
+    Raises:
+        ValueError: If it has no list of as many layers as its config says.
+    """
+    decoder = find_decoder(model)
+    count = getattr(decoder.config, "num_hidden_layers", None)
+    for module in decoder.modules():  # outermost first, so before any list of as many experts
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(decoder).__name__} has no list of {count} layers (its config's num_hidden_layers) to compile; leave "
+        "out compile_layers."
+    )
+
+
+# Recognizes transformers' sequence and token classifiers, used as reward models, and finds their head.
+
+
+def is_sequence_classifier(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint was saved from a `...ForSequenceClassification`."""
+    return is_classifier(config, "SequenceClassification")
+
+
+def is_classifier(config: PretrainedConfig, kind: str) -> bool:
+    """Whether a checkpoint was saved from a `...For{kind}`, such as `SequenceClassification`."""
+    return any(name.endswith(f"For{kind}") for name in config.architectures or ())
+
+
+def score_head(model: PreTrainedModel, kind: str = "SequenceClassification") -> nn.Linear:
+    """The linear layer that maps a hidden state to the scores of a sequence or a token.
+
+    Families differ in which state it reads: `checks.model_introspection.check_score_head` distinguishes decoders, which
+    read the last token, from encoders.
+
+    Raises:
+        ValueError: Unless exactly one direct child of the model is such a layer.
+    """
+    heads = [child for child in model.children() if isinstance(child, nn.Linear)]
+    if len(heads) != 1 or heads[0].out_features != model.config.num_labels:
+        raise ValueError(
+            f"{type(model).__name__} has no single linear layer from hidden states to its {model.config.num_labels} "
+            f"labels; use a decoder's For{kind}, such as Qwen2For{kind}."
+        )
+    return heads[0]

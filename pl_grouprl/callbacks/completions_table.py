@@ -1,25 +1,208 @@
-"""A table of prompts, completions and rewards: on the console, in the loggers, and appended to a file."""
+"""Tables of prompts, completions and rewards: on the console, in the loggers, and after evaluations."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from pl_grouprl.callbacks.evaluation_report import EvaluationRows, Row
-from pl_grouprl.callbacks.logger_tables import completions_table, episodes_table, log_tables
-from pl_grouprl.callbacks.run_folder import claim, run_folder
-from pl_grouprl.callbacks.turns import turns_line
-from pl_grouprl.loggers.tables import markdown_of
+from pl_grouprl.callbacks.checkpoints import claim, is_trial, run_folder
+from pl_grouprl.loggers import Table, log_table, markdown_of
 from pl_grouprl.types import Messages, Prompt, Rollout, RolloutGroup
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.checkpoint_files import OptionalWrites, append_whole
+from pl_grouprl.utilities.distributed import gather_plain
+from pl_grouprl.utilities.options import check_options, checked_arguments
 from pl_grouprl.utilities.text import output_encoding, printable
-from pl_grouprl.utilities.writes import OptionalWrites, append_whole
+
+# Formats an episode as one line: the model's text, its calls, and their results.
+
+
+def turns_line(messages: Messages) -> str:
+    """Join the turns, such as `Let me see. look_up(key="a") -> 41 | It is 41.`."""
+    turns: list[str] = []
+    before = None
+    for message in messages:
+        content = str(message.get("content") or "").strip()
+        if message["role"] == "tool" and turns:
+            turns[-1] += f"{', ' if before == 'tool' else ' -> '}{content}"
+        else:
+            turns.append(" ".join(filter(None, (content, _calls(message)))))
+        before = message["role"]
+    return " | ".join(turns)
+
+
+def _calls(message: dict[str, Any]) -> str:
+    return ", ".join(_call(call.get("function", call)) for call in message.get("tool_calls") or ())
+
+
+def _call(function: dict[str, Any]) -> str:
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        written = ", ".join(f"{name}={_json(value)}" for name, value in arguments.items())
+    else:
+        written = _json(arguments)
+    return f"{function['name']}({written})"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+# Reports a validation or test: a row per completion, and a table of metrics per data source.
+
+Row = dict[str, Any]
+
+_METRICS = ("mean", "best", "maj", "pass")
+
+
+class EvaluationRows:
+    """Numbers the prompts of an evaluation from 0, over all its batches and ranks."""
+
+    def __init__(self) -> None:
+        self._num_prompts = 0
+
+    def of_batch(
+        self, outputs: Mapping[str, Any], rows_of: Callable[[RolloutGroup, int], list[Row]], device: Any
+    ) -> list[Row]:
+        """Return one row per completion of all ranks' batches, in the order of the prompts. Collective.
+
+        Args:
+            outputs: Result of this rank's step: `groups`, whose `group_id` is the position of their prompt in the batch
+                over all ranks, and their `answers`.
+            rows_of: Creates the rows of a group, given the group and that position.
+            device: As for `gather_plain`.
+        """
+        of_this_rank = []
+        for place, (group, answers) in enumerate(zip(outputs["groups"], outputs["answers"], strict=True)):
+            position = place if group.group_id is None else group.group_id
+            of_rollouts = [answer for answer, e in zip(answers, group.episodes, strict=True) for _ in e.rows]
+            rows = [row | {"answer": answer} for row, answer in zip(rows_of(group, position), of_rollouts, strict=True)]
+            of_this_rank.append([position, json.dumps(rows, default=str)])
+        of_all_ranks = sorted(pair for pairs in gather_plain(of_this_rank, device) for pair in pairs)
+        first = self._num_prompts
+        self._num_prompts += len(of_all_ranks)
+        return [row | {"group": first + position} for position, rows in of_all_ranks for row in json.loads(rows)]
+
+
+def source_table(metrics: Mapping[str, Any], prefix: str) -> str:
+    """The metrics `{prefix}/{data_source}/{name}@{k}` as text, a line per data source; empty if there are none."""
+    by_source = _metrics_by_source(metrics, prefix)
+    if not by_source:
+        return ""
+    columns = sorted({metric for values in by_source.values() for metric in values}, key=_column_order)
+    width = max(len("data source"), *map(len, by_source))
+    lines = ["  ".join([f"{'data source':<{width}}", *(f"{column:>7}" for column in columns)])]
+    for source, values in sorted(by_source.items()):
+        cells = [f"{values[column]:.3f}" if column in values else "" for column in columns]
+        row = zip(columns, cells, strict=True)
+        lines.append("  ".join([f"{source:<{width}}", *(f"{cell:>{max(7, len(column))}}" for column, cell in row)]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _metrics_by_source(metrics: Mapping[str, Any], prefix: str) -> dict[str, dict[str, float]]:
+    by_source: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        source, _, metric = name.removeprefix(f"{prefix}/").rpartition("/")
+        if source and name.startswith(f"{prefix}/") and metric.partition("@")[0] in _METRICS and "@" in metric:
+            by_source.setdefault(source, {})[metric] = float(value)
+    return by_source
+
+
+def _column_order(metric: str) -> tuple[int, int]:
+    name, _, k = metric.partition("@")
+    return _METRICS.index(name), int(k)
+
+
+# Tables of completions, episodes and summaries for the loggers of a run.
+
+COMPLETION_COLUMNS = (
+    "step",
+    "group",
+    "data_source",
+    "prompt",
+    "completion",
+    "episode",
+    "turns",
+    "reward",
+    "rewards",
+    "num_tokens",
+    "finish_reason",
+    "answer",
+)
+MESSAGE_COLUMNS = ("step", "group", "rollout", "position", "role", "content", "tool_calls", "reward")
+SUMMARY_COLUMNS = ("metric", "first", "last", "min", "max", "mean", "min_last_quarter", "count")
+
+
+def log_tables(trainer: Trainer, tables: Sequence[Table], writes: OptionalWrites) -> None:
+    """Add tables to every logger; rank 0 only. Empty tables and `fast_dev_run` log nothing."""
+    if is_trial(trainer):
+        return
+    for logger in trainer.loggers:
+        for table in tables:
+            if table.rows:
+                with writes.to(logger.log_dir or logger.name, Exception):
+                    log_table(logger, table)
+
+
+def completions_table(rows: Sequence[Row], step: int, name: str, markdown: str) -> Table:
+    """A row per completion; an episode's `completion` is all its turns on one line.
+
+    Args:
+        rows: Results of `completion_rows`.
+        step: Optimizer steps done.
+        name: Name of the table.
+        markdown: What text-only loggers show.
+    """
+    plain = [
+        row | {"step": step} | ({"completion": turns_line(row["messages"])} if "messages" in row else {})
+        for row in rows
+    ]
+    return Table(name, step, COMPLETION_COLUMNS, _values(plain, COMPLETION_COLUMNS), markdown)
+
+
+def episodes_table(rows: Sequence[Row], step: int, name: str) -> Table:
+    """A row per message of each episode; `rollout` numbers the rollouts of a group.
+
+    Args:
+        rows: As for `completions_table`.
+        step: Optimizer steps done.
+        name: Name of the table.
+    """
+    messages: list[Row] = []
+    counts: dict[Any, int] = {}
+    for row in rows:
+        rollout = counts[row["group"]] = counts.get(row["group"], -1) + 1
+        place = {"step": step, "group": row["group"], "rollout": rollout, "reward": row["reward"]}
+        messages += [
+            {**message, "position": position, **place} for position, message in enumerate(row.get("messages", ()))
+        ]
+    return Table(name, step, MESSAGE_COLUMNS, _values(messages, MESSAGE_COLUMNS))
+
+
+def summary_table(statistics: Mapping[str, Mapping[str, float]], step: int) -> Table:
+    """A row per metric of a run, with the figures of `summary.json`."""
+    rows = [{"metric": name, **values} for name, values in statistics.items()]
+    return Table("summary", step, SUMMARY_COLUMNS, _values(rows, SUMMARY_COLUMNS))
+
+
+def _values(rows: Sequence[Row], columns: Sequence[str]) -> list[list[Any]]:
+    """The values of the columns; any that is not a string or number is written as JSON."""
+    return [[_cell(row.get(name)) for name in columns] for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, int | float):
+        return value
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False, default=str) if value else None
+    return value and value.encode("utf-8", "backslashreplace").decode()  # loggers refuse lone surrogates
+
+
+# A table of prompts, completions and rewards: on the console, in the loggers, and appended to a file.
 
 CONSOLE_WIDTH = 120
 

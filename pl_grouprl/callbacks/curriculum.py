@@ -9,11 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.data.levels import LevelSchedule
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.data.loaders import LevelSchedule
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.options import check_options
-from pl_grouprl.utilities.step_log import log_numbers
+from pl_grouprl.utilities.loggers import log_numbers
+from pl_grouprl.utilities.options import check_options, checked_arguments
 
 
 @checked_arguments

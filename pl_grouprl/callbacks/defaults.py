@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from weakref import WeakSet
 
@@ -9,13 +10,57 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from lightning.pytorch.trainer.call import _call_configure_model
 
+from pl_grouprl.callbacks.checkpoints import SafeCheckpoint, is_trial
 from pl_grouprl.callbacks.completions_table import CompletionsTable
 from pl_grouprl.callbacks.export_policy import ExportPolicy
 from pl_grouprl.callbacks.progress_bar import RunProgressBar
-from pl_grouprl.callbacks.run_summary import RunSummary
-from pl_grouprl.callbacks.safe_checkpoint import SafeCheckpoint
-from pl_grouprl.callbacks.validate_at_start import ValidateAtStart
-from pl_grouprl.callbacks.weight_summary import WeightSummary
+from pl_grouprl.callbacks.run_summary import RunSummary, WeightSummary
+from pl_grouprl.utilities.options import check_options, checked_arguments
+
+# Validation before the first step, so curves start at the initial policy.
+
+
+@checked_arguments
+class ValidateAtStart(Callback):
+    """Run the validation loop once before training, and log it (verl's `val_before_train`).
+
+    Lightning's sanity check also runs validation, but logs nothing; set `num_sanity_val_steps: 0` with this callback.
+    A resumed run validates first too, because Lightning saves a checkpoint before the validation of the same step,
+    which would otherwise be missing.
+
+    Args:
+        max_prompts: Validate the first batches of each validation loader, until they have this many prompts, so that
+            training begins soon. None validates on all prompts, as later validations do; so does a callback with a
+            `monitor` (early stopping, the best checkpoint), which would compare this score with later ones.
+
+    Raises:
+        ValueError: If `max_prompts` is less than 1.
+    """
+
+    def __init__(self, max_prompts: int | None = 256) -> None:
+        check_options({"max_prompts": (max_prompts, max_prompts is None or max_prompts >= 1, "at least 1, or None")})
+        self.max_prompts = max_prompts
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Run validation as the training loop does between two steps."""
+        if is_trial(trainer) or not trainer.enable_validation:
+            return
+        connector = trainer._logger_connector
+        first_loop_iter = connector._first_loop_iter
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        all_batches, size = loop._max_batches, getattr(getattr(trainer, "datamodule", None), "val_batch_size", 1)
+        is_monitored = any(getattr(callback, "monitor", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if self.max_prompts is not None and not is_monitored:
+            most = math.ceil(self.max_prompts / size)
+            loop._max_batches = [min(batches, most) for batches in all_batches]
+        trainer.validating = True
+        loop.run()
+        trainer.training = True
+        loop._max_batches = all_batches
+        connector._first_loop_iter = first_loop_iter
+
+
+# Default callbacks: those of the YAML configurations, and those that a module adds to a plain Trainer.
 
 _ADDED: WeakSet[Callback] = WeakSet()  # by modules, to any Trainer
 

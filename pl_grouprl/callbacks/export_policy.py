@@ -15,13 +15,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pl_grouprl.callbacks.run_folder import claim, on_rank_zero, refuse_foreign, run_folder
-from pl_grouprl.models.adapter_layers import base_of, has_adapters, merged_copy
-from pl_grouprl.models.adapters import save_adapter
-from pl_grouprl.strategies import StrategySupport, support_of
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, refuse_foreign, run_folder
+from pl_grouprl.distributed.strategies import StrategySupport, support_of
+from pl_grouprl.models.adapters import base_of, has_adapters, merged_copy, save_adapter
+from pl_grouprl.utilities.checkpoint_files import explain_os_error
+from pl_grouprl.utilities.options import checked_arguments
 from pl_grouprl.utilities.progress import PROGRESS
-from pl_grouprl.utilities.writes import explain_os_error
 
 EXPORTED = "export.json"
 """Marks folders written by `ExportPolicy`; only these are replaced."""

@@ -11,9 +11,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
-from pl_grouprl.utilities.phase_display import PhaseDisplay
-from pl_grouprl.utilities.progress import PROGRESS
-from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
+from pl_grouprl.utilities.progress import PROGRESS, PhaseDisplay, ProgressLines, shows_bars
 from pl_grouprl.utilities.text import encodable
 
 _SPEED_PERIOD = 3600.0

@@ -9,19 +9,56 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from torch import Tensor
 
-from pl_grouprl.callbacks.curves import draw_curves
-from pl_grouprl.callbacks.evaluation_report import source_table
-from pl_grouprl.callbacks.logger_tables import log_tables, summary_table
-from pl_grouprl.callbacks.metric_history import MetricHistory
-from pl_grouprl.callbacks.run_folder import claim, run_folder
-from pl_grouprl.training.run_options import all_options
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.callbacks.checkpoints import claim, run_folder
+from pl_grouprl.callbacks.completions_table import log_tables, source_table, summary_table
+from pl_grouprl.callbacks.curves import MetricHistory, draw_curves
+from pl_grouprl.training.checkpoint import all_options
+from pl_grouprl.utilities.checkpoint_files import OptionalWrites, write_whole
+from pl_grouprl.utilities.options import check_options, checked_arguments
 from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.text import encodable
-from pl_grouprl.utilities.writes import OptionalWrites, write_whole
+
+# The table of a module's weights at the start of a fit.
+
+
+class WeightSummary(ModelSummary):
+    """Lightning's `ModelSummary` without its FLOPs, which are 0 before anything has run.
+
+    Args:
+        max_depth: Levels of submodules to show: 1 for the parts of the module, such as policy and reference; 0 for
+            none.
+    """
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Print name, class and number of weights of each part."""
+        from rich import get_console
+        from rich.table import Table
+
+        columns = {name: values for name, values in summary_data if name in ("Name", "Type", "Params")}
+        table = Table(*("weights" if name == "Params" else name.lower() for name in columns))
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*row)
+        trained, total = (
+            get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters)
+        )
+        table.caption = f"{trained} of {total} weights are trained"
+        get_console().print(table)
+
+
+# A run's options in `options.json`, and its results: on the console, in the loggers, `summary.json`, `curves.png`.
 
 Statistics = Mapping[str, Mapping[str, float]]
 

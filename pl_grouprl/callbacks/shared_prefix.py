@@ -12,13 +12,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.attention import CallReport, SharedPrefix, find_decoder, in_force, shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.measure import measure_speedup
-from pl_grouprl.attention.row_sharing import CACHE_IN_USE
+from pl_grouprl.attention.padded_rows import CACHE_IN_USE
+from pl_grouprl.attention.patch import measure_speedup
 from pl_grouprl.checks import check_parity
 from pl_grouprl.models.cost import ModelCost
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import check_options
-from pl_grouprl.utilities.step_log import log_numbers
+from pl_grouprl.utilities.loggers import log_numbers
+from pl_grouprl.utilities.options import check_options, checked_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from pl_grouprl.functional.token_groups import TokenGroups, token_group_counts, token_group_metrics
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.step_log import log_numbers
+from pl_grouprl.utilities.loggers import log_numbers
+from pl_grouprl.utilities.options import checked_arguments
 
 COUNTS = ("tokens", "positions", "ended_by_variance", "ended_by_size", "ended_by_last")
 

@@ -2,20 +2,260 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
-from pl_grouprl.chat.casting import cast_arguments
-from pl_grouprl.chat.control_tokens import ControlTokens, special_tokens
-from pl_grouprl.chat.families import find_tool_parser
-from pl_grouprl.chat.parsing import MalformedTurnError, Schema, checked_message, plain_data
-from pl_grouprl.chat.response_template import TemplateParser
-from pl_grouprl.chat.template_check import check_complete, check_prefix_preserving, remedy
-from pl_grouprl.chat.template_files import read_template
+from pl_grouprl.chat.parsing import (
+    MalformedTurnError,
+    Schema,
+    TemplateParser,
+    cast_arguments,
+    checked_message,
+    find_tool_parser,
+    plain_data,
+)
 from pl_grouprl.types import Messages
+from pl_grouprl.utilities.optional import RENDERERS_AVAILABLE, require
+
+# The control tokens of a prompt: those that its chat template or its tokenizer adds, and none from its text.
+
+MARK = "~^_~|~_^~"
+"""Stands in rendered text where `ControlTokens` has broken the text of a control token; templates print it as it is."""
+
+
+def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer adds before a text, such as BOS, and after it, such as EOS."""
+    own, ids = (list(tokenizer(["0a"], add_special_tokens=special)["input_ids"][0]) for special in (False, True))
+    starts = [place for place in range(len(ids) + 1) if ids[place : place + len(own)] == own]
+    if not starts:
+        raise ValueError(f"{type(tokenizer).__name__} encodes a text differently with special tokens: {own}, {ids}.")
+    return ids[: starts[0]], ids[starts[0] + len(own) :]
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """The special tokens of a tokenizer, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    ids, texts = getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ())
+    return {token: text.content for token, text in added.items() if text.special} | dict(zip(ids, texts, strict=True))
+
+
+class ControlTokens:
+    """Encodes rendered messages so that control tokens in their text are text (`split_special_tokens` of tokenizers).
+
+    `mark` breaks the text of special tokens in messages, which a chat template then renders. `encode` puts a special
+    token into each break, because no text merges with it, and removes it from the result. All other text, and the
+    control tokens of the template, are encoded as always.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        template: The chat template; None is the tokenizer's. In results of tools, added tokens that are not special,
+            such as `</tool_response>`, are text as well if the template writes them.
+        split: Whether to do anything; otherwise control tokens in text act as such.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None, split: bool = True) -> None:
+        self._tokenizer, self._split = tokenizer, split
+        special, eos = special_tokens(tokenizer), getattr(tokenizer, "eos_token_id", None)
+        mark = (eos, special[eos]) if eos in special else next(iter(special.items()), (None, ""))
+        self._mark_id: int | None = mark[0]
+        self._mark_text: str = mark[1]
+        source = str(template or getattr(tokenizer, "chat_template", None))
+        added = (token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values())
+        written = [text for text in added if text.strip() and text in source]
+        self._special, self._written = _any_of(special.values()), _any_of([*special.values(), *written])
+
+    def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Copies of messages with marks."""
+        if not self._split:
+            return list(messages)
+        return [_mark(one, self._written if one.get("role") == "tool" else self._special) for one in messages]
+
+    def mark_text(self, text: str) -> str:
+        """A text with marks, outside of messages."""
+        return str(_mark(text, self._special))
+
+    def without_marks(self, text: str) -> str:
+        """What `encode` encodes, as the model reads it."""
+        return text.replace(MARK, "")
+
+    def after(self, text: str, count: int) -> str:
+        """The text with marks after its first `count` characters, marks not counted."""
+        parts = text.split(MARK)
+        while count > len(parts[0]):
+            count -= len(parts.pop(0))
+        return MARK.join([parts[0][count:], *parts[1:]])
+
+    def with_tokens(self, text: str) -> str:
+        """What a tokenizer can encode; see `kept`."""
+        return text.replace(MARK, self._mark_text)
+
+    def kept(self, token_ids: Sequence[int], text: str) -> list[bool]:
+        """Which tokens of `with_tokens(text)` are those of the text."""
+        found = re.findall(f"{re.escape(MARK)}|{re.escape(self._mark_text)}", text) if MARK in text else ()
+        marks = iter([one == MARK for one in found])
+        return [token != self._mark_id or not next(marks, False) for token in token_ids]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of rendered texts, without what a tokenizer adds before and after them."""
+        if not texts:
+            return []
+        encoded = self._tokenizer([self.with_tokens(text) for text in texts], add_special_tokens=False)["input_ids"]
+        return [
+            [token for token, keep in zip(ids, self.kept(ids, text), strict=True) if keep]
+            for ids, text in zip(encoded, texts, strict=True)
+        ]
+
+
+def _any_of(texts: Any) -> re.Pattern[str]:
+    """Matches any of these texts; those of one character cannot be broken."""
+    longest_first = sorted({text for text in texts if len(text) > 1}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _mark(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
+    if isinstance(value, Mapping):
+        return {_mark(name, pattern): _mark(item, pattern) for name, item in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    marked = [_mark(item, pattern) for item in value]
+    texts = [part for part in marked if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if pattern.search("".join(part["text"] for part in texts)):  # templates join the parts of a message
+        for part in texts:
+            part["text"] += MARK
+    return marked
+
+
+# Finds chat templates: built-in ones, files, and source text.
+
+_FOLDER = Path(__file__).parent / "templates"
+
+
+def builtin_templates() -> list[str]:
+    """Names of the chat templates that come with the package."""
+    return sorted(path.stem for path in _FOLDER.glob("*.jinja"))
+
+
+def read_template(chat_template: str) -> str:
+    """Return the source of a chat template.
+
+    Args:
+        chat_template: A built-in template's name, a path, or the source itself.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if chat_template in builtin_templates():
+        return (_FOLDER / f"{chat_template}.jinja").read_text(encoding="utf-8")
+    if "{{" in chat_template or "{%" in chat_template:
+        return chat_template
+    path = Path(chat_template)
+    if not path.is_file():
+        raise ValueError(
+            f"chat_template is {chat_template!r}, which is neither a file, nor a Jinja template (it has no "
+            f"'{{{{' or '{{%'), nor a built-in one: {', '.join(builtin_templates())}."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+# Checks that a chat template can be used for conversations with tools.
+
+_MARKERS = {
+    "check_tool": "the name of a call",
+    "check_value": "the arguments of a call",
+    "check_result_1": "the result of a tool",
+    "check_result_2": "the second result of a turn",
+}
+_NAME, _VALUE, *_RESULTS = _MARKERS
+_USER = {"role": "user", "content": "check"}
+_FAMILIES = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id|>",)}
+
+
+def check_prefix_preserving(encode: Callable[..., list[int]], encode_results: Callable[[Messages], list[int]]) -> None:
+    """Refuse a template that renders turns or results differently in different conversations.
+
+    Args:
+        encode: Returns the tokens of a conversation; takes `add_generation_prompt`.
+        encode_results: Returns the tokens of results between two turns.
+
+    Raises:
+        ValueError: Says what is wrong with the template.
+    """
+    conversation = _conversation()
+    for place, message in enumerate(conversation):
+        if message["role"] == "tool":
+            _check_results(conversation[:place], [message], encode, encode_results)
+    _check_results(conversation[:2], _results(2), encode, encode_results)
+
+
+def check_complete(render: Callable[[Messages], str]) -> None:
+    """Refuse a template that drops calls or results.
+
+    Args:
+        render: Returns the text of a conversation.
+
+    Raises:
+        ValueError: Names what it drops.
+    """
+    text = render([_USER, _turn(), *_results(2)])
+    for marker, what in _MARKERS.items():
+        if marker not in text:
+            raise ValueError(f"the chat template drops {what}")
+
+
+def _check_results(
+    before: Messages,
+    results: Messages,
+    encode: Callable[..., list[int]],
+    encode_results: Callable[[Messages], list[int]],
+) -> None:
+    """A conversation with results must be the one without, up to its last turn, followed by the results."""
+    result_ids = encode_results(results)
+    full_ids = encode([*before, *results], add_generation_prompt=True)
+    prefix_ids = encode(before, add_generation_prompt=False)
+    cut = len(full_ids) - len(result_ids)
+    if full_ids[:cut] != prefix_ids[:cut]:
+        raise ValueError(
+            "the chat template is not prefix-preserving: it renders a turn of the model differently once a result "
+            "follows"
+        )
+    if full_ids[cut:] != result_ids:
+        raise ValueError("the chat template renders results differently at different positions of a conversation")
+
+
+def _turn(thought: str | None = None) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": _NAME, "arguments": {"key": _VALUE}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return turn if thought is None else {**turn, "reasoning_content": thought}
+
+
+def _results(count: int) -> Messages:
+    return [{"role": "tool", "name": _NAME, "content": content} for content in _RESULTS[:count]]
+
+
+def _conversation() -> Messages:
+    """Three calls, the second with reasoning, each followed by a result."""
+    turns = [_turn(), _turn(thought="check"), _turn()]
+    return [_USER, *(message for turn in turns for message in (turn, *_results(1)))]
+
+
+def remedy(source: str) -> str:
+    """What to do about a refused template; names the built-in one for its family."""
+    fitting = [name for name, markers in _FAMILIES.items() if all(marker in source for marker in markers)]
+    names = " or ".join(f"chat_template={name!r}" for name in fitting or _FAMILIES)
+    return (
+        f"pass {names}{'' if fitting else ' if the model is of that family'}, a built-in training template, or a "
+        "template of your own that renders each message independently"
+    )
+
+
+# Renders conversations to tokens, and parses the model's turns, with one tokenizer.
 
 _MAX_CACHED_PREFIXES = 256
 _TAIL_TOKENS = 64
@@ -307,3 +547,147 @@ def dummy_conversation(name: str, arguments: Mapping[str, str] = {}) -> Messages
     """A question, and a turn that calls the tool of this name."""
     call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+# Chat formats of the optional library `renderers`, which works on tokens, without chat templates.
+
+LIBRARY = "renderers"
+
+
+class RendererFormat(ChatFormat):
+    """A `ChatFormat` that uses a renderer of the library.
+
+    Calls are recognized by special tokens, not by text that looks like them. Renderers extend a conversation without
+    rendering its turns again, so the model's chat template need not be prefix-preserving.
+
+    Args:
+        tokenizer: A transformers tokenizer with the special tokens of the family.
+        name: The library's name of the family, such as `qwen3`; `auto` infers it from the tokenizer's `name_or_path`.
+        template_kwargs: Options of the renderer, such as `enable_thinking`.
+
+    Raises:
+        ModuleNotFoundError: If the library is missing.
+        ValueError: If there is no such renderer, or it does not fit the tokenizer.
+    """
+
+    encodes_prompts = True
+
+    def __init__(self, tokenizer: Any, name: str = "auto", template_kwargs: Mapping[str, Any] | None = None) -> None:
+        require(RENDERERS_AVAILABLE, f"chat_template={LIBRARY!r}", LIBRARY)
+        from renderers import config_from_name, create_renderer
+
+        super().__init__(tokenizer, None, template_kwargs)
+        try:
+            self._renderer = create_renderer(
+                tokenizer, config_from_name(name), chat_template_kwargs=self.template_kwargs or None
+            )
+        except Exception as error:  # the library asserts, and raises errors of pydantic and transformers
+            raise ValueError(
+                f"The library {LIBRARY} has no renderer {name!r} for this tokenizer ({error}); name one with "
+                f"chat_template='{LIBRARY}:NAME', such as '{LIBRARY}:qwen3'."
+            ) from error
+
+    def check_tools(self, *, may_rewrite: bool = False) -> None:
+        """Refuse a renderer that cannot extend conversations, and `may_rewrite`: renderers never rewrite any.
+
+        Raises:
+            ValueError: Names the remedy.
+        """
+        if may_rewrite:
+            raise ValueError(
+                f"rewritten_history is 'new_row', but renderers of the library {LIBRARY} never rewrite the history; "
+                "leave it 'refuse', or pass a chat template."
+            )
+        self.encode_results([{"role": "tool", "name": "check", "content": "check"}])
+
+    @cached_property
+    def turn_end_ids(self) -> list[int]:
+        """The tokens with which the model ends a turn."""
+        return sorted(self._renderer.get_stop_token_ids())
+
+    def render_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> str:
+        """Text of a prompt; see `encode_prompt`."""
+        return self.tokenizer.decode(self.encode_prompt(messages, tools))
+
+    def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
+        """Tokens of a prompt, up to where the model starts to write.
+
+        Raises:
+            ValueError: If the last message is the model's: renderers cannot leave one open.
+        """
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"the library {LIBRARY} cannot leave the last message of the model open")
+        return self._render_ids(messages, tools=list(tools) or None, add_generation_prompt=True)
+
+    def encode_results(self, results: Messages) -> list[int]:
+        """Tokens between two turns of the model: the results of tools, and the header of the next turn.
+
+        Raises:
+            ValueError: If the renderer cannot extend conversations.
+        """
+        results = plain_data(results)
+        prompt_ids, turn_ids = self._dummy_ids(results[0]["name"])
+        rendered = self._renderer.bridge_to_next_turn(prompt_ids, turn_ids, results)
+        if rendered is None:
+            raise ValueError(
+                f"The renderer {type(self._renderer).__name__} cannot extend a conversation by tool results; name "
+                f"another with chat_template='{LIBRARY}:NAME', or pass a chat template."
+            )
+        return list(rendered.token_ids[len(prompt_ids) + len(turn_ids) :])
+
+    def _dummy_ids(self, name: str) -> tuple[list[int], list[int]]:
+        """Prompt and turn of a dummy conversation that calls a tool, up to the token that ends the turn."""
+        user, turn = dummy_conversation(name)
+        prompt_ids = self._render_ids([user], add_generation_prompt=True)
+        token_ids = self._render_ids([user, turn])
+        places = (place for place, token in enumerate(token_ids) if token in self.turn_end_ids)
+        last = max(places, default=len(token_ids) - 1)
+        shared = 0  # reasoning that the prompt opens may be rendered differently
+        while shared < min(len(prompt_ids), last) and prompt_ids[shared] == token_ids[shared]:
+            shared += 1
+        return token_ids[:shared], token_ids[shared : last + 1]
+
+    def _render_ids(self, messages: Messages, **options: Any) -> list[int]:
+        try:
+            return list(self._renderer.render_ids(messages, **options))
+        except Exception as error:  # the default renderer runs chat templates, which may raise anything
+            raise ValueError(f"the renderer refused the messages ({error})") from error
+
+    def _parse(self, token_ids: list[int], prefix_ids: list[int], tools: Sequence[Schema]) -> Any:
+        parsed = self._renderer.parse_response(token_ids, tools=list(tools) or None, prompt_ids=prefix_ids)
+        broken = next((call for call in parsed.tool_calls if call.status != "ok"), None)
+        if broken is not None:
+            raise MalformedTurnError(f"a call is malformed: {broken.status}")
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content.strip()}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = parsed.reasoning_content
+        if parsed.tool_calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.tool_calls
+            ]
+        return message
+
+
+def uses_renderers(chat_template: str | None) -> bool:
+    """Whether a `chat_template` option selects the library."""
+    return chat_template is not None and chat_template.partition(":")[0] == LIBRARY
+
+
+def make_chat_format(
+    tokenizer: Any,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    split_special_tokens: bool = True,
+) -> ChatFormat:
+    """Create the chat format that a `chat_template` option selects.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        chat_template: See `ChatFormat`; `renderers` and `renderers:NAME` use the library of that name.
+        template_kwargs: See `ChatFormat`.
+        split_special_tokens: See `ChatFormat`; the library encodes control tokens in text as it does.
+    """
+    if chat_template is not None and uses_renderers(chat_template):
+        return RendererFormat(tokenizer, chat_template.partition(":")[2] or "auto", template_kwargs)
+    return ChatFormat(tokenizer, chat_template, template_kwargs, split_special_tokens)

@@ -1,16 +1,33 @@
-"""Parses model output into assistant messages, with one parser per family of chat templates.
-
-A parser reads decoded text, never evaluates it, and agrees with TRL's `response_template` for the family: the fields of
-a turn are regions between an opening and a closing mark; everything else is content.
-"""
+"""Parses model output into assistant messages, with one parser per family of chat templates."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any
+
+from pl_grouprl.utilities.processes import (
+    Reaper,
+    WorkerExitError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    lead_session,
+    require_system,
+)
+from pl_grouprl.utilities.text import describe_error
+
+# Parses model output into assistant messages, with one parser per family of chat templates.
+#
+# A parser reads decoded text, never evaluates it, and agrees with TRL's `response_template` for the family: the
+# fields of
+# a turn are regions between an opening and a closing mark; everything else is content.
 
 Message = dict[str, Any]
 Schema = dict[str, Any]
@@ -168,3 +185,331 @@ def read_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MalformedTurnError(f"not JSON: {error}") from error
+
+
+# Casts arguments that a model wrote as text to the types in the tool's schema.
+#
+# The rules are those of transformers' `parse_response(..., tools=...)`, which TRL uses.
+
+
+def cast_arguments(message: Message, tools: Sequence[Schema]) -> Message:
+    """Cast the arguments of a message's calls, in place: the text `7` becomes a number if the schema says `integer`.
+
+    Text that fits no type of the schema, and arguments that are not in it, are left for the tool to refuse.
+
+    Args:
+        message: A parsed and checked message.
+        tools: Schemas of the tools.
+
+    Returns:
+        The message.
+    """
+    properties = {function["name"]: _properties(function) for function in map(_function, tools) if "name" in function}
+    for function in map(_function, message.get("tool_calls", ())):
+        arguments = function["arguments"]
+        for name, schema in properties.get(function["name"], {}).items():
+            if isinstance(arguments, dict) and name in arguments:
+                arguments[name] = _cast(arguments[name], tuple(_types(schema)))
+    return message
+
+
+def _function(described: dict[str, Any]) -> dict[str, Any]:
+    function: dict[str, Any] = described.get("function", described)
+    return function
+
+
+def _properties(function: dict[str, Any]) -> dict[str, Any]:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return properties if isinstance(properties, dict) else {}
+
+
+def _types(schema: Any) -> Iterator[str]:
+    """Names of the types that a schema allows, in its order."""
+    if not isinstance(schema, dict):
+        return
+    declared = schema.get("type")
+    yield from (kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str))
+    for union in ("anyOf", "oneOf"):
+        for choice in schema.get(union) or ():
+            yield from _types(choice)
+    if schema.get("nullable"):
+        yield "null"
+
+
+def _cast(value: Any, types: Sequence[str]) -> Any:
+    if isinstance(value, list) and "array" not in types and types:
+        return [_cast(item, types) if isinstance(item, str) else item for item in value]
+    if not isinstance(value, str):
+        return value
+    for kind in types:
+        try:
+            return _READERS[kind](value)
+        except (KeyError, ValueError, OverflowError, RecursionError):
+            continue
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _number(text: str) -> int | float:
+    number = float(text)
+    if "." not in text and number.is_integer():
+        return int(number)
+    if not math.isfinite(number):
+        raise ValueError("JSON has no such number")
+    return number
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
+
+
+def _null(text: str) -> None:
+    if text.strip() not in ("null", "None"):
+        raise ValueError("not null")
+
+
+def _json_of(kind: type) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = json.loads(text)
+        if not isinstance(value, kind):
+            raise ValueError(f"not a {kind.__name__}")
+        return value
+
+    return read
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "null": _null,
+    "object": _json_of(dict),
+    "array": _json_of(list),
+}
+"""Casts by type; `string` is missing, so text is cast to another of the schema's types if it fits one."""
+
+
+# The built-in parsers, and the registry to which users can add theirs.
+
+
+def _function_call(found: re.Match[str], body: str) -> Any:
+    return {"type": "function", "function": read_json(body)}
+
+
+def _named_json_call(found: re.Match[str], body: str) -> Any:
+    return {"type": "function", "function": {"name": found["name"], "arguments": read_json(body)}}
+
+
+def _text(found: re.Match[str], body: str) -> str:
+    return body.strip()
+
+
+_THINK = Region("reasoning_content", "<think>", r"</think>\s*", _text)
+_JSON_CALL = Region("tool_calls", "<tool_call>", r"</tool_call>\s*", _function_call)
+_HERMES = TurnGrammar(_THINK, _JSON_CALL, end=r"<\|im_end\|>\s*")
+
+
+def parse_hermes(text: str, tools: Sequence[Schema] = ()) -> Message:
+    """Parse a turn of Qwen2.5 and Qwen3: `<think>`, content, and calls as JSON in `<tool_call>` tags."""
+    return _HERMES.read(text)
+
+
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
+
+
+def _tagged_call(found: re.Match[str], body: str) -> Any:
+    arguments: dict[str, Any] = {}
+    position = 0
+    while (opened := _PARAMETER.search(body, position)) and (end := body.find("</parameter>", opened.end())) >= 0:
+        arguments[opened[1]] = body[opened.end() : end].strip()
+        position = end
+    return {"type": "function", "function": {"name": found["name"], "arguments": arguments}}
+
+
+_TAGGED_CALL = Region(
+    "tool_calls", r"<tool_call>\s*<function=(?P<name>[^\n>]{1,256})>", r"</tool_call>\s*", _tagged_call
+)
+_TAGGED = TurnGrammar(_THINK, _TAGGED_CALL, end=r"<\|im_end\|>\s*")
+
+
+def parse_tagged(text: str, tools: Sequence[Schema] = ()) -> Message:
+    """Parse a turn of Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags of text."""
+    return _TAGGED.read(text)
+
+
+_TAGGED_CALLS = TurnGrammar(_TAGGED_CALL, end=r"<\|im_end\|>\s*")
+
+
+def parse_nemotron(text: str, tools: Sequence[Schema] = ()) -> Message:
+    """Parse a turn of Nemotron 3: calls as in Qwen3.5; the prompt opens a `<think>`, which the model may close."""
+    text = text.removeprefix("</think>")  # a prompt without reasoning closes it too
+    thought, closed, rest = text.partition("</think>")
+    message = _TAGGED_CALLS.read(rest.lstrip() if closed else text)
+    return {**message, "reasoning_content": thought.strip()} if closed else message
+
+
+_LLAMA_CALL = Region(
+    "tool_calls",
+    r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+    r"\}<\|eot_id\|>\s*",
+    _named_json_call,
+)
+_LLAMA = TurnGrammar(_LLAMA_CALL, end=r"<\|eot_id\|>\s*")
+
+
+def parse_llama3(text: str, tools: Sequence[Schema] = ()) -> Message:
+    """Parse a turn of Llama 3.1 and 3.2: content, or one call as JSON with `name` and `parameters`."""
+    return _LLAMA.read(text)
+
+
+def parse_plain(text: str, tools: Sequence[Schema] = ()) -> Message:
+    """Parse a turn of the built-in tasks' format; see `templates/plain.jinja`."""
+    written, end, _ = text.partition("<end>")
+    content, *calls = written.split("<call>")
+    message: Message = {"role": "assistant", "content": content.strip()}
+    if calls and not end:
+        raise MalformedTurnError("a call is cut off")
+    if calls:
+        message["tool_calls"] = [{"type": "function", "function": _positional_call(call, tools)} for call in calls]
+    return message
+
+
+def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
+    name, _, rest = text.strip().partition(" ")
+    if not name:
+        raise MalformedTurnError("a call has no name")
+    functions = [tool.get("function", tool) for tool in tools]
+    schema = next((function for function in functions if function.get("name") == name), None)
+    parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
+    values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
+    places = parameters or {"input": {}}  # a tool without parameters also gets an argument, and refuses it
+    return {"name": name, "arguments": dict(zip(places, values, strict=False))}
+
+
+_LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+_IM_HEADER = "<|im_start|>assistant\n"
+_PARSERS: list[ToolParser] = [
+    ToolParser("plain", ("<call>", "<result>"), "<assistant>", parse_plain),
+    ToolParser("llama3", ("<|start_header_id|>", '"parameters'), _LLAMA_HEADER, parse_llama3),
+    ToolParser("qwen3", ("<|im_start|>", "<tool_call>", '"arguments'), _IM_HEADER, parse_hermes),
+    ToolParser("qwen3_5", ("<|im_start|>", "<tool_call>", "<function="), _IM_HEADER, parse_tagged),
+    ToolParser("nemotron_3", ("<function=", "truncate_history_thinking"), f"{_IM_HEADER}<think>", parse_nemotron),
+]
+
+
+def register_tool_parser(parser: ToolParser) -> None:
+    """Add a parser. It takes precedence over earlier ones, and replaces one with the same name.
+
+    Args:
+        parser: Used by every later `ChatFormat` whose chat template contains its markers.
+    """
+    _PARSERS[:] = [other for other in _PARSERS if other.name != parser.name] + [parser]
+
+
+def find_tool_parser(chat_template: str) -> ToolParser | None:
+    """The parser of a chat template's family; None if the family is unknown."""
+    return next((p for p in reversed(_PARSERS) if all(marker in chat_template for marker in p.markers)), None)
+
+
+# Parses turns by a tokenizer's `response_template`, in a worker process: a pattern that backtracks can be stopped.
+
+log = logging.getLogger(__name__)
+
+LIMIT = 2.0
+"""Seconds that parsing a turn may take; it usually takes milliseconds."""
+
+
+class TemplateParser:
+    """Parses turns by transformers' `parse_response`; only one thread may call it.
+
+    Args:
+        template: The tokenizer's `response_template`.
+
+    Raises:
+        ValueError: If the template is malformed, or the system cannot stop it.
+    """
+
+    def __init__(self, template: Mapping[str, Any]) -> None:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        why, instead = "a pattern that backtracks could not be stopped", "set it to None"
+        require_system(hasattr(signal, "setitimer"), "tokenizer.response_template", why, instead)
+        load_response_template(dict(template))
+        reaper = Reaper()
+        self._process = WorkerProcess("response parser", _serve, (template, LIMIT), len, reaper, imports_main=False)
+        self._has_warned = False
+        # Runs at exit, before multiprocessing waits for its processes.
+        self.close = Finalize(self, _close, (self._process, reaper), exitpriority=100)
+
+    def parse(self, text: str, prefix: str, tools: Sequence[Schema]) -> Any:
+        """Parse a turn.
+
+        Args:
+            text: The turn, special tokens included.
+            prefix: All text before it.
+            tools: Schemas of the tools, for the types of arguments.
+
+        Raises:
+            MalformedTurnError: If it cannot be parsed, or that takes too long.
+        """
+        try:
+            answer = json.loads(self._process.ask(json.dumps([text, prefix, list(tools)]).encode(), 30 * LIMIT))
+        except (WorkerTimeoutError, WorkerExitError) as error:
+            answer = {"stopped": f"the process {error}"}
+        if "stopped" in answer and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "tokenizer.response_template did not parse a turn of %d characters: %s. Such turns count as text "
+                "without calls. Change its patterns so that they cannot backtrack, such as \\s*+ for \\s*, or set it "
+                "to None if the chat template's family is built in.",
+                len(text),
+                answer["stopped"],
+            )
+        if "message" not in answer:
+            raise MalformedTurnError(str(answer))
+        return answer["message"]
+
+
+def _serve(pipe: Connection, template: Mapping[str, Any], limit: float) -> None:
+    """Parse turns until the pipe is closed."""
+    lead_session()
+    from transformers.utils.chat_parsing import parse_response
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    signal.signal(signal.SIGALRM, _stop)  # the library `regex` lets a signal interrupt a search
+    loaded = load_response_template(dict(template))
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            text, prefix, tools = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_REAL, limit)
+        try:
+            answer = json.dumps({"message": parse_response(text, loaded, prefix=prefix, tools=tools)})
+        except TimeoutError:
+            answer = json.dumps({"stopped": f"it took longer than {limit:g} seconds"})
+        except Exception as error:  # templates may raise anything
+            answer = json.dumps({"error": describe_error(error)})
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        pipe.send_bytes(answer.encode())
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError
+
+
+def _close(process: WorkerProcess, reaper: Reaper) -> None:
+    process.end()
+    reaper.close()

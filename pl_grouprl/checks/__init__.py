@@ -9,7 +9,6 @@ The check of layers, which `shared_prefix` runs when first entered, is `attentio
 `utilities.tolerances`; `utilities.modes` has the contexts in which models run.
 """
 
-from pl_grouprl.checks.parity import check_parity, compare_paths
-from pl_grouprl.checks.parity_report import LayerParity, PaddedParity, ParityError, ParityReport
+from pl_grouprl.checks.parity import LayerParity, PaddedParity, ParityError, ParityReport, check_parity, compare_paths
 
 __all__ = ["LayerParity", "PaddedParity", "ParityError", "ParityReport", "check_parity", "compare_paths"]

@@ -1,32 +1,272 @@
-"""Compares log-probabilities and gradients of a small group on the repeated and the shared path.
-
-Legend: N response tokens of all rollouts, concatenated.
-"""
+"""Compares log-probabilities and gradients on the repeated and the shared path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.patch import SharedPrefix, shared_prefix
+from pl_grouprl.attention.patch import SharedPrefix, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.support import find_decoder, has_dynamic_rope
-from pl_grouprl.checks.padded_parity import padded_parity
-from pl_grouprl.checks.parity_report import LayerParity, PaddedParity, ParityReport
-from pl_grouprl.checks.probes import token_logprobs, weighted_sum
 from pl_grouprl.packing import ScoringBatch, pack
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.modes import evaluating
-from pl_grouprl.utilities.tolerances import compare, computing_dtype, gradient_difference, tolerance_of
+from pl_grouprl.utilities.tolerances import Tolerance, compare, computing_dtype, gradient_difference, tolerance_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Log-probabilities and a loss for the checks.
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of tokens, in float32 or wider: logits [..., V] and targets [...] to [...]."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0]
+
+
+def weighted_sum(values_N: Tensor) -> Tensor:
+    """A loss whose gradient differs from token to token, so errors do not cancel."""
+    return (values_N * torch.linspace(0.5, 1.5, len(values_N), device=values_N.device)).sum()
+
+
+# Results of a parity check, and whether rounding explains them.
+
+
+class ParityError(RuntimeError):
+    """The shared and the repeated path differ by more than the dtype's rounding."""
+
+
+@dataclass(frozen=True)
+class LayerParity:
+    """Differences if layers of one kind run the chosen backend, and all other attention the `reference`.
+
+    Attributes:
+        kind: Kind of the layers: `full`, `window 512, sinks`, `with a state` and so on.
+        count: Number of layers of that kind.
+        backend: What ran them.
+        max_logprob_difference: As in `ParityReport`.
+        mean_logprob_difference: As in `ParityReport`.
+        gradient_difference: As in `ParityReport`, over all gradients of the model.
+    """
+
+    kind: str
+    count: int
+    backend: str
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    gradient_difference: float
+
+    @property
+    def differences(self) -> tuple[float, float, float]:
+        """The three differences."""
+        return self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference
+
+
+@dataclass(frozen=True)
+class PaddedParity:
+    """Differences between a padded batch inside and outside a `shared_prefix` context, measured as in `ParityReport`.
+
+    Attributes:
+        max_logprob_difference: Largest difference of a log-probability.
+        mean_logprob_difference: Mean difference of the log-probabilities.
+        gradient_difference: Relative difference of all gradients.
+        reason: Why the batch went through untouched, or None if its prefixes were shared.
+    """
+
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    gradient_difference: float
+    reason: str | None = None
+
+    @property
+    def differences(self) -> tuple[float, float, float]:
+        """The three differences."""
+        return self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Differences between the shared and the repeated path.
+
+    Attributes:
+        model: Class of the model.
+        backend: Attention backend of the shared path.
+        dtype: Compute dtype: that of the weights, or of autocast if it is on.
+        device: Where it ran.
+        max_logprob_difference: Largest difference of a response token's log-probability, in nats.
+        mean_logprob_difference: Mean of the same.
+        gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
+        compared_weights: Weights whose gradients were compared.
+        token_ratio: Tokens of the repeated path over tokens of the shared one.
+        tolerance: Largest differences that rounding explains.
+        quantity: What was compared.
+        longest_sequence: Tokens of the longest sequence that was compared.
+        longest_span: Tokens of the model's longest window or chunk, which only affects longer sequences; 0 if it has
+            none.
+        layers: Differences by kind of layer.
+        padded: Differences for a short batch padded on the left and the right; None if not compared.
+    """
+
+    model: str
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+    max_logprob_difference: float
+    mean_logprob_difference: float
+    gradient_difference: float
+    compared_weights: int
+    token_ratio: float
+    tolerance: Tolerance
+    quantity: str = "log-probabilities"
+    longest_sequence: int = 0
+    longest_span: int = 0
+    layers: tuple[LayerParity, ...] = ()
+    padded: PaddedParity | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains all differences (never a NaN)."""
+        overall = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
+        parts: list[LayerParity | PaddedParity] = [*self.layers, *([self.padded] if self.padded else [])]
+        return all(self._within(*differences) for differences in (overall, *(part.differences for part in parts)))
+
+    def _within(self, largest: float, mean: float, gradient: float) -> bool:
+        exact = self.dtype in (torch.float32, torch.float64)
+        return (largest if exact else mean) <= self.tolerance.logprob and gradient <= self.tolerance.gradient
+
+    def __str__(self) -> str:
+        """A table with a line per kind of layer, then the whole model."""
+        whole = LayerParity(
+            "whole model",
+            sum(layer.count for layer in self.layers),
+            self.backend,
+            self.max_logprob_difference,
+            self.mean_logprob_difference,
+            self.gradient_difference,
+        )
+        kinds = max(len(kind) for kind in ("kind of layer", *(layer.kind for layer in (whole, *self.layers))))
+        lines = [
+            f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} ({self.model}, "
+            f"{self.dtype}, {self.device}, sequences of up to {self.longest_sequence} tokens)",
+            f"  differences of {self.quantity}, and relative differences of the gradients of {self.compared_weights:,} "
+            f"weights; allowed: {self.tolerance.logprob:.0e} and {self.tolerance.gradient:.0e}",
+            f"  {'kind of layer':<{kinds}}  layers  {'backend':<18}  max      mean     gradient  token ratio",
+        ]
+        for layer in (*self.layers, whole):
+            verdict = "" if self._within(*layer.differences) else "  FAILED"
+            largest, mean, gradient = (f"{difference:.1e}" for difference in layer.differences)
+            lines.append(
+                f"  {layer.kind:<{kinds}}  {layer.count:>6}  {layer.backend:<18}  {largest}  {mean}  {gradient}   "
+                f"{self.token_ratio:>11.2f}{verdict}"
+            )
+        if self.padded is not None:
+            lines.append(self._padded_line(self.padded))
+        if self.longest_span >= self.longest_sequence:
+            lines.append(f"  no sequence was longer than the model's window or chunk of {self.longest_span} tokens")
+        return "\n".join(lines)
+
+    def _padded_line(self, padded: PaddedParity) -> str:
+        if padded.reason is not None:
+            return f"  a padded batch goes through untouched: {padded.reason}"
+        largest, mean, gradient = (f"{difference:.1e}" for difference in padded.differences)
+        verdict = "" if self._within(*padded.differences) else "  FAILED"
+        return f"  tokens of a padded batch differ by {largest} (mean {mean}), gradients by {gradient}{verdict}"
+
+    def raise_if_failed(self) -> None:
+        """Raise if the paths differ.
+
+        Raises:
+            ParityError: Gives the numbers.
+        """
+        if not self.passed:
+            raise ParityError(f"{self}\nTrain this model with sharing='repeated', or choose another attention backend.")
+
+
+# Compares an ordinary padded batch inside and outside `shared_prefix`: log-probabilities and gradients of a few rows.
+#
+# Legend: R rows, C tokens of the longest completion, N response tokens of all rows, concatenated.
+
+_MARGIN = 8
+"""Columns of padding in front of the longest prompt."""
+
+
+class _Rows(NamedTuple):
+    """Prompts padded on the left, completions on the right; prompts are in the columns before `start`."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    start: int
+
+    def logprobs(self, model: PreTrainedModel) -> Tensor:
+        """Log-probabilities of the completions' tokens, shape [N]."""
+        logits = model(
+            input_ids=self.input_ids, attention_mask=self.attention_mask, use_cache=False, return_dict=True
+        ).logits[:, self.start - 1 : -1]
+        kept_RC = self.attention_mask[:, self.start :].bool()
+        return token_logprobs(logits, self.input_ids[:, self.start :])[kept_RC]
+
+
+def padded_parity(
+    model: PreTrainedModel,
+    patch: SharedPrefix,
+    groups: Sequence[RolloutGroup],
+    weights: Sequence[nn.Parameter],
+    longest: int | None = None,
+) -> PaddedParity:
+    """Run one padded batch of all rollouts with and without a `shared_prefix` context, and compare.
+
+    Args:
+        model: A causal language model.
+        patch: A context that is not active.
+        groups: A few short prompts with their rollouts.
+        weights: The parameters whose gradients are compared.
+        longest: Maximum length of a row in tokens; None for no limit.
+    """
+    rows = _pad(groups, longest, model.device)
+
+    def run(context: AbstractContextManager[Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        with context:
+            logprobs_N = rows.logprobs(model)
+            gradients = torch.autograd.grad(weighted_sum(logprobs_N), weights, allow_unused=True)
+            return logprobs_N.detach(), gradients
+
+    expected_N, expected = run(sharing_paused(model))
+    found_N, found = run(patch)
+    difference = compare(found_N, expected_N)
+    call = (in_force(model) or patch).last_call  # an outer context, if any, runs the calls
+    return PaddedParity(
+        difference.largest,
+        difference.mean,
+        gradient_difference(found, expected),
+        reason=None if call is None else call.reason,
+    )
+
+
+def _pad(groups: Sequence[RolloutGroup], longest: int | None, device: torch.device) -> _Rows:
+    sequences = [(group.prompt_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
+    start = max(len(prompt) for prompt, _ in sequences)
+    width = max(len(completion) for _, completion in sequences)
+    start += _MARGIN if longest is None else max(min(_MARGIN, longest - start - width), 0)
+
+    def laid_out(prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+        return pad(torch.tensor([*prompt, *completion]), (start - len(prompt), width - len(completion)))
+
+    tokens = torch.stack([laid_out(prompt, completion) for prompt, completion in sequences])
+    mask = torch.stack([laid_out([1] * len(prompt), [1] * len(completion)) for prompt, completion in sequences])
+    return _Rows(tokens.to(device), mask.to(device), start)
+
+
+# Compares log-probabilities and gradients of a small group on the repeated and the shared path.
+#
+# Legend: N response tokens of all rollouts, concatenated.
 
 MAX_COMPARED_WEIGHTS = 200_000_000
 """In larger models, only gradients of the first and last decoder layers are compared."""

@@ -7,9 +7,65 @@ from typing import Any
 
 import numpy as np
 
-from pl_grouprl.data.epoch_order import EpochOrder
 from pl_grouprl.types import Prompt
-from pl_grouprl.utilities.copying import private_copy
+from pl_grouprl.utilities.describe import private_copy
+
+# The order of rows in an epoch, which stays stable if other rows are dropped.
+
+
+class EpochOrder:
+    """The order of the training rows in each epoch.
+
+    The order is drawn for all rows from (seed, epoch) alone, and dropped rows are left out afterwards, so the others
+    keep their order under another length limit. If the limit changes mid-epoch, rows of batches already begun stay in
+    front, in their order, and the others follow.
+
+    Args:
+        rows: The row of each prompt in use, counted from 0, ascending.
+        num_rows: Number of rows, including dropped ones.
+        seed: Determines the orders, together with the epoch.
+        shuffle: If False, every epoch keeps the original order.
+    """
+
+    def __init__(self, rows: Sequence[int], num_rows: int, *, seed: int, shuffle: bool) -> None:
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self._prompt_of = np.full(num_rows, -1)
+        self._prompt_of[np.asarray(rows, dtype=np.int64)] = np.arange(len(rows))
+        self._begun: tuple[int, np.ndarray] | None = None
+        self._drawn: tuple[int, np.ndarray] | None = None
+
+    def all_rows(self, epoch: int) -> np.ndarray:
+        """The order of an epoch including dropped rows, shape [num_rows]."""
+        if not self.shuffle:
+            return np.arange(self.num_rows)
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
+        return self._drawn[1]
+
+    def rows(self, epoch: int) -> np.ndarray:
+        """The order of an epoch: rows in use, and those of batches begun before the length limit changed."""
+        order = self.kept(self.all_rows(epoch))
+        if self._begun is None or self._begun[0] != epoch:
+            return order
+        begun = self._begun[1]
+        return np.concatenate([begun, order[~np.isin(order, begun)]])
+
+    def kept(self, rows: np.ndarray) -> np.ndarray:
+        """Keep only rows that are in use."""
+        return rows[self._prompt_of[rows] >= 0]
+
+    def prompts(self, rows: np.ndarray) -> list[int]:
+        """The prompt index of each row; skips rows that are not in use."""
+        return self._prompt_of[self.kept(rows)].tolist()
+
+    def begin_with(self, epoch: int, rows: Sequence[int]) -> None:
+        """Move the rows that an epoch has already begun to the front of its order."""
+        self._begun = (epoch, np.asarray(rows, dtype=np.int64))
+
+
+# Loaders of prompt batches for training and evaluation.
 
 
 class PromptBatch:
@@ -306,3 +362,108 @@ class EvalPromptLoader:
         for number, indices in enumerate(np.array_split(np.arange(len(self.prompts)), len(self))):
             share = indices[self.rank :: self.num_replicas]
             yield PromptBatch([self.prompts[index] for index in share], rollout_number=number)
+
+
+# Training on prompts of one level of difficulty at a time.
+
+
+class LevelSchedule:
+    """The level of each rollout: 0 at first, then as set by `change_to`.
+
+    A change takes effect at the first rollout whose level has not been queried yet, so rollouts sampled ahead keep
+    theirs. The state contains all changes, so a resumed run has the same levels.
+    """
+
+    def __init__(self) -> None:
+        self._changes = [(0, 0)]  # first rollout, level
+        self._last_queried = -1
+
+    @property
+    def level(self) -> int:
+        """The level after the last change."""
+        return self._changes[-1][1]
+
+    def at(self, rollout_number: int) -> tuple[int, int]:
+        """The level of a rollout, and how many rollouts before it had the same level."""
+        self._last_queried = max(self._last_queried, rollout_number)
+        stretches = [(first, level) for first, level in self._changes if first <= rollout_number]
+        ends = [first for first, _ in stretches[1:]] + [rollout_number]
+        current = stretches[-1][1]
+        before = sum(end - first for (first, level), end in zip(stretches, ends, strict=True) if level == current)
+        return current, before
+
+    def change_to(self, level: int) -> int:
+        """Change the level; return the number of the first rollout that has the new one."""
+        first = self._last_queried + 1
+        self._changes.append((first, level))
+        return first
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain containers."""
+        return {"changes": [list(change) for change in self._changes], "known": self._last_queried}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._changes = [(int(first), int(level)) for first, level in state["changes"]]
+        self._last_queried = state["known"]
+
+
+class LevelPromptLoader(TrainPromptLoader):
+    """Yields batches of prompts of a single level, set by a schedule.
+
+    Each pass over the prompts of a level has a new order; prompts that do not fill a batch are left out of that pass.
+    An epoch is as long as without levels. A resumed run must have the same rows in use.
+
+    Args:
+        prompts: All prompts in use, of every level, the same on every rank.
+        schedule: The level of each rollout.
+        column: Column of the level: integers from 0.
+        **options: Options of `TrainPromptLoader`.
+
+    Raises:
+        ValueError: If a prompt has no level, a level is missing or has too few prompts for a batch, or `drop_last` is
+            False.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, schedule: LevelSchedule, column: str, **options: Any) -> None:
+        super().__init__(prompts, **options)
+        self._schedule = schedule
+        self._settings |= {"level_column": column, "num_prompts_in_use": len(prompts)}
+        levels = [_level(prompt, column) for prompt in prompts]
+        self._counts = np.bincount(levels)  # prompts of each level
+        self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 for rows not in use
+        self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
+        self._check_levels()
+
+    @property
+    def num_levels(self) -> int:
+        """Number of levels in the data."""
+        return len(self._counts)
+
+    def _rows_of(self, rollout_number: int) -> np.ndarray:
+        level, number = self._schedule.at(rollout_number)
+        pass_number, batch_index = divmod(number, self._num_batches(int(self._counts[level])))
+        return self._batch(self._eligible(self._order.all_rows(pass_number), rollout_number), batch_index)
+
+    def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
+        return rows[self._levels[rows] == self._schedule.at(rollout_number)[0]]
+
+    def _check_levels(self) -> None:
+        size = self._settings["batch_size"]
+        if not self._settings["drop_last"]:
+            raise ValueError("drop_last is False; a curriculum trains on full batches of one level, so set it to True.")
+        if small := {level: int(count) for level, count in enumerate(self._counts) if count < size}:
+            raise ValueError(
+                f"The training data has {small} prompts of these levels, fewer than batch_size={size}; add rows, or "
+                "lower batch_size."
+            )
+
+
+def _level(prompt: Prompt, column: str) -> int:
+    level = prompt.columns.get(column)
+    if isinstance(level, bool) or not isinstance(level, int) or level < 0:
+        raise ValueError(
+            f"{prompt.where}: column {column!r} is {level!r}; a curriculum needs the level of each row there, an "
+            "integer from 0."
+        )
+    return level

@@ -9,16 +9,20 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from pl_grouprl.data.digest import digest_rows, plain
-from pl_grouprl.data.encoding import ChatOptions, EncodingOptions, encode_rows
-from pl_grouprl.data.length_policy import KeptPrompts, LengthPolicy, OverlongPrompts
-from pl_grouprl.data.levels import LevelPromptLoader, LevelSchedule
-from pl_grouprl.data.loaders import EvalPromptLoader, TrainPromptLoader
-from pl_grouprl.data.sources import PromptSource, read_source
-from pl_grouprl.media.processor import load_processor, reads_media
+from pl_grouprl.data.encoding import (
+    ChatOptions,
+    EncodingOptions,
+    KeptPrompts,
+    LengthPolicy,
+    OverlongPrompts,
+    encode_rows,
+)
+from pl_grouprl.data.loaders import EvalPromptLoader, LevelPromptLoader, LevelSchedule, TrainPromptLoader
+from pl_grouprl.data.rows import PromptSource, digest_rows, plain, read_source
+from pl_grouprl.media.rows import load_processor, reads_media
 from pl_grouprl.types import Prompt
-from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
+from pl_grouprl.utilities.options import checked_arguments
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 

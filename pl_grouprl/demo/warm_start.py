@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.models.adapters import LoRAAdapter
-from pl_grouprl.models.compile import compile_layers
 from pl_grouprl.models.loading import load_model
-from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
-from pl_grouprl.utilities.options import check_options
-from pl_grouprl.utilities.progress import PROGRESS, tick
-from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
+from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.progress import PROGRESS, ProgressLines, shows_bars, tick
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

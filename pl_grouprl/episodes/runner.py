@@ -2,31 +2,679 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import heapq
+import json
 import logging
 import math
 import os
+import pickle
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
-from pl_grouprl.episodes.dispatch import Dispatcher, Started
-from pl_grouprl.episodes.environment_host import EnvironmentHost, describe_row
-from pl_grouprl.episodes.environment_kinds import (
+from pl_grouprl.episodes.tools import (
     COLUMN,
+    EnvironmentHost,
     EnvironmentKind,
+    FailureKind,
     Method,
+    Tool,
+    ToolCall,
+    ToolResult,
     check_names,
+    describe_row,
     kind_of_row,
     named_factories,
+    prepare_tools,
+    run_coroutine,
 )
-from pl_grouprl.episodes.operations import Operation, OperationError, OperationExitError, OperationTimeoutError
-from pl_grouprl.episodes.tools import FailureKind, Tool, ToolCall, ToolResult, prepare_tools
-from pl_grouprl.episodes.workers import ToolWorkers
-from pl_grouprl.utilities.worker_process import check_process_groups
+from pl_grouprl.utilities.processes import (
+    GRACE_SECONDS,
+    BackgroundLoop,
+    OverTimeError,
+    Reaper,
+    WorkerExitError,
+    WorkerProcess,
+    WorkerTimeoutError,
+    check_process_groups,
+    lead_session,
+    run_with_limit,
+)
+from pl_grouprl.utilities.progress import tick
+from pl_grouprl.utilities.text import describe_error
+
+# Operations on tools and environments, and the errors of those that do not return.
+
+
+class OperationError(RuntimeError):
+    """An operation did not return; the message continues a sentence that begins with its name."""
+
+
+class OperationTimeoutError(OperationError):
+    """It took too long; if `is_stuck`, it may still be running."""
+
+    def __init__(self, message: str, *, is_stuck: bool) -> None:
+        super().__init__(message)
+        self.is_stuck = is_stuck
+
+
+class OperationCancelledError(OperationError):
+    """It is async and raised `CancelledError`, though nothing had cancelled it."""
+
+
+class OperationExitError(OperationError):
+    """Its process ended."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of a method of `EnvironmentHost`.
+
+    Attributes:
+        name: Name of the tool or environment, for errors.
+        method: Name of the method.
+        arguments: Its arguments.
+        limit: Time limit in seconds; None is no limit.
+        is_async: Whether it calls an async function, so that it needs an event loop.
+        number: Number of the episode's environment, if any; sync operations with the same number run in order.
+        uses_environment: Whether it uses that environment, which is dropped if the operation does not end.
+    """
+
+    name: str
+    method: str
+    arguments: tuple[Any, ...]
+    limit: float | None
+    is_async: bool = False
+    number: int | None = None
+    uses_environment: bool = True
+
+    def coroutine(self, host: EnvironmentHost) -> Coroutine[Any, Any, Any]:
+        """The coroutine that runs it."""
+        running: Coroutine[Any, Any, Any] = getattr(host, self.method)(*self.arguments)
+        return running
+
+
+# Lanes: threads that each run one operation at a time, and are replaced if it takes too long.
+#
+# An environment belongs to one lane, because many libraries (SQLite, browsers) tie an object to the thread that made
+# it.
+# Everything else runs on any free lane.
+
+MAX_BLOCKED_THREADS = 8
+"""The run ends when this many threads hang in tools or environments."""
+
+
+@dataclass(eq=False)
+class Task:
+    """An operation on a lane.
+
+    Attributes:
+        name: Name of the tool or environment, for errors.
+        run: Called with the lane's executor.
+        limit: Time limit in seconds; None is no limit.
+        on_abandon: Called when it is abandoned, before the lane runs its next task.
+        future: Its result.
+        began: When it started, by `time.monotonic`.
+    """
+
+    name: str
+    run: Callable[[Any], Any]
+    limit: float | None = None
+    on_abandon: Callable[[], None] | None = None
+    future: Future[Any] = field(default_factory=Future)
+    began: float | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until its limit at the earliest; infinity if it has none."""
+        if self.limit is None:
+            return math.inf
+        return self.limit if self.began is None else self.began + self.limit - time.monotonic()
+
+
+class HangingThreads:
+    """Counts abandoned threads, and ends the run if there are too many."""
+
+    def __init__(self) -> None:
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+
+    def add(self, thread: threading.Thread, what: str) -> None:
+        """Add a thread that hangs in the tool or environment of that name.
+
+        Raises:
+            RuntimeError: If too many hang.
+        """
+        with self._lock:
+            self._threads = {known for known in (*self._threads, thread) if known.is_alive()}
+            count = len(self._threads)
+        if count >= MAX_BLOCKED_THREADS:
+            raise RuntimeError(
+                f"{count} threads hang in tools or environments, the last one in {what!r}; set a time limit on "
+                "what it waits for, or set tool_workers: a worker process that takes too long is killed."
+            )
+
+
+class _Lane:
+    def __init__(self, executor: Any, lock: threading.RLock) -> None:
+        self.executor = executor
+        self.thread: threading.Thread | None = None
+        self.tasks: deque[Task] = deque()
+        self.task: Task | None = None
+        self.changed = threading.Condition(lock)
+
+
+class Lanes:
+    """Runs tasks on lanes, whose threads start when they are needed.
+
+    Args:
+        executors: What each lane passes to the tasks that it runs, such as a worker process.
+        name: Name of the threads.
+    """
+
+    def __init__(self, executors: Sequence[Any], name: str) -> None:
+        self._lock = threading.RLock()
+        self._lanes = [_Lane(executor, self._lock) for executor in executors]
+        self._idle: list[_Lane] = []
+        self._shared: deque[Task] = deque()
+        self._name = name
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def submit(self, task: Task, number: int | None = None) -> None:
+        """Run a task on a lane, after those submitted to it earlier; None picks any free lane."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("these lanes are closed; open the ToolRunner again.")
+            if number is not None:
+                lane: _Lane | None = self._lanes[number]
+                self._lanes[number].tasks.append(task)
+            else:
+                lane = self._idle.pop() if self._idle else self._unstarted()
+                self._shared.append(task)
+            self._wake(lane)
+
+    def wait(self, tasks: Sequence[Task], hanging: HangingThreads) -> None:
+        """Wait until all tasks are done; abandon those that exceed their limits.
+
+        Raises:
+            RuntimeError: If too many threads hang.
+        """
+        pending = {task.future: task for task in tasks}
+        try:
+            while pending:
+                left = min(task.seconds_left for task in pending.values())
+                done, _ = wait_for_futures(pending, None if left == math.inf else max(left, 0.0))
+                for future in done:
+                    del pending[future]
+                for task in [task for task in pending.values() if task.seconds_left <= 0]:
+                    if thread := self._abandon(task):
+                        hanging.add(thread, task.name)
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            raise
+
+    def close(self, *, wait_for_busy: bool) -> None:
+        """Stop the threads.
+
+        Args:
+            wait_for_busy: Join busy threads too; otherwise each ends after its task.
+        """
+        with self._lock:
+            self._closed = True
+            for lane in self._lanes:
+                lane.changed.notify()
+            waiting = [task for tasks in (self._shared, *(lane.tasks for lane in self._lanes)) for task in tasks]
+            threads = {
+                lane.thread for lane in self._lanes if lane.thread is not None and (wait_for_busy or not lane.task)
+            }
+        for task in waiting:
+            task.future.cancel()
+            task.future.set_running_or_notify_cancel()  # wakes threads that wait for it
+        if threading.current_thread() not in threads:  # the garbage collector may call this on any thread
+            for thread in threads:
+                thread.join()
+
+    def _unstarted(self) -> _Lane | None:
+        return next((lane for lane in self._lanes if lane.thread is None), None)
+
+    def _wake(self, lane: _Lane | None) -> None:
+        if lane is not None and lane.thread is None:
+            lane.thread = threading.Thread(target=self._serve, args=(lane,), name=self._name, daemon=True)
+            lane.thread.start()
+        elif lane is not None:
+            lane.changed.notify()
+
+    def _serve(self, lane: _Lane) -> None:
+        while (task := self._next(lane)) is not None:
+            result, error = None, None
+            try:
+                result = task.run(lane.executor)
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                if lane.task is not task:  # it was abandoned
+                    return
+                lane.task = None
+            tick()
+            if error is None:
+                task.future.set_result(result)
+            else:
+                task.future.set_exception(error)
+            del task, result, error
+
+    def _next(self, lane: _Lane) -> Task | None:
+        with self._lock:
+            while not self._closed and lane.thread is threading.current_thread():
+                waiting = lane.tasks or self._shared
+                if not waiting:
+                    self._idle.append(lane)
+                    lane.changed.wait()
+                    if lane in self._idle:
+                        self._idle.remove(lane)
+                    continue
+                task = waiting.popleft()
+                if task.future.set_running_or_notify_cancel():
+                    lane.task, task.began = task, time.monotonic()
+                    return task
+            return None
+
+    def _abandon(self, task: Task) -> threading.Thread | None:
+        """Replace the thread of a task that is still running; returns the old thread."""
+        with self._lock:
+            lane = next((lane for lane in self._lanes if lane.task is task), None)
+            if lane is None:  # it has just ended
+                return None
+            thread, lane.thread, lane.task = lane.thread, None, None
+            if task.on_abandon is not None:
+                task.on_abandon()
+            self._wake(lane)
+        task.future.set_exception(OperationTimeoutError(f"took longer than {task.limit} seconds", is_stuck=True))
+        return thread
+
+
+# Worker processes for tools and environments: one that takes too long is killed, with the processes it started.
+#
+# The trainer sends pickles. What comes back is JSON and is never unpickled, because the model's text could make a tool
+# return anything.
+
+
+class ToolWorker:
+    """A worker process with its environments.
+
+    Args:
+        process: The process.
+    """
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self.process = process
+
+    def start(self) -> None:
+        """Start the process, and wait until it is ready.
+
+        Raises:
+            RuntimeError: If it does not start, or cannot load a tool or factory.
+        """
+        self.process.start()
+
+    def run(self, operation: Operation) -> Any:
+        """Run an operation in the process, which is killed with its environments if that takes too long.
+
+        Raises:
+            OperationTimeoutError: If it took too long.
+            OperationExitError: If the process ended, or its answer cannot be read, and it was killed.
+            RuntimeError: What `EnvironmentHost` raises.
+            ValueError: If the arguments cannot be pickled.
+        """
+        remedy = "leave out such columns, or set tool_workers to 0."
+        message = _pickle(f"What {operation.name} is called with", operation, remedy)
+        try:
+            answer = self.process.ask(message, operation.limit)
+        except WorkerTimeoutError as error:
+            raise OperationTimeoutError(str(error), is_stuck=False) from None
+        except WorkerExitError as error:
+            raise OperationExitError(str(error)) from None
+        try:
+            found = _read(answer, operation)
+        except (ValueError, TypeError, KeyError, RecursionError):  # a tool may have written into the pipe
+            self.process.end()
+            raise OperationExitError("broke its worker, whose answer cannot be read") from None
+        return _value_of(found)
+
+
+class ToolWorkers(list[ToolWorker]):
+    """Worker processes. All end with this process, even if it is killed.
+
+    Args:
+        tools: Tools that need no environment; async ones are not sent.
+        kinds: The kinds of environments.
+        count: How many workers.
+
+    Raises:
+        ValueError: If a tool or a factory cannot be pickled.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], kinds: Mapping[str | None, EnvironmentKind], count: int) -> None:
+        plain = {name: _pickle(f"Tool {name!r}", tool, _REMEDY) for name, tool in tools.items() if not tool.is_async}
+        pickled = {kind: _pickle(f"The factory of {known.class_name}", known, _REMEDY) for kind, known in kinds.items()}
+        self._reaper = Reaper()
+        arguments = (plain, pickled)
+        super().__init__(
+            ToolWorker(WorkerProcess("tool worker", run_worker, arguments, _value, self._reaper)) for _ in range(count)
+        )
+
+    def kill(self) -> None:
+        """Kill all workers, from any thread; threads that wait for a worker get an error."""
+        for worker in self:
+            worker.process.kill()
+
+    def close(self) -> None:
+        """Wait until all have ended."""
+        for worker in self:
+            worker.process.end()
+        self._reaper.close()
+
+
+class RemoteError(RuntimeError):
+    """An error of a worker, with its traceback as the text."""
+
+
+def run_worker(pipe: Connection, tools: Mapping[str, bytes], kinds: Mapping[str | None, bytes]) -> None:
+    """Serve operations on the main thread until the pipe is closed.
+
+    Args:
+        pipe: Receives operations, sends results.
+        tools: Pickled tools by name.
+        kinds: Pickled kinds of environments by name.
+    """
+    lead_session()
+    try:
+        host = EnvironmentHost(
+            {name: pickle.loads(data) for name, data in tools.items()},  # noqa: S301 (pickled by the trainer)
+            {name: pickle.loads(data) for name, data in kinds.items()},  # noqa: S301 (likewise)
+        )
+    except Exception as error:
+        text = f"A tool or factory could not be loaded in a worker ({type(error).__name__}: {error}); {_REMEDY}"
+        _send(pipe, _failure(text))
+        return
+    _send(pipe, {"value": None})
+    loop = asyncio.new_event_loop()
+    process = os.getpid()
+    while True:
+        try:
+            operation: Operation = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
+        except EOFError:
+            return
+        answer = _serve(host, loop, operation)
+        if os.getpid() != process:  # a tool has forked, and its child returned
+            os._exit(0)
+        _send(pipe, answer)
+
+
+_MAX_TRACE = 20_000
+
+_REMEDY = "define it at the top level of a module that can be imported, or set tool_workers to 0."
+
+
+def _serve(host: EnvironmentHost, loop: asyncio.AbstractEventLoop, operation: Operation) -> dict[str, Any]:
+    coroutine = operation.coroutine(host)
+    try:
+        value = loop.run_until_complete(coroutine) if operation.is_async else run_coroutine(coroutine)
+    except BaseException as error:
+        if operation.method != "call":
+            return _failure(describe_error(error))
+        value = ToolResult.error(operation.name, describe_error(error), "raised")
+    return {"value": dataclasses.asdict(value) if isinstance(value, ToolResult) else value}
+
+
+def _failure(message: str) -> dict[str, str]:
+    """The answer that reports the exception being handled."""
+    return {"error": message, "trace": traceback.format_exc()[-_MAX_TRACE:]}
+
+
+def _read(answer: bytes, operation: Operation) -> dict[str, Any]:
+    """The answer to an operation, with a `value` of its type, or an `error`.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: If it is malformed.
+    """
+    found = json.loads(answer)
+    if "error" in found:
+        return {"error": str(found["error"]), "trace": str(found["trace"])}
+    value = found["value"]
+    if operation.method == "call":
+        value = ToolResult(**value)
+        texts = (value.name, value.content, value.failure or "")
+        if not all(isinstance(text, str) for text in texts) or value.failure not in (None, *get_args(FailureKind)):
+            raise ValueError("no result")
+        value = dataclasses.replace(value, seconds=float(value.seconds))
+    elif not isinstance(value, (str, float, int, NoneType)):
+        raise ValueError("no value")
+    return {"value": value}
+
+
+def _value(answer: bytes) -> Any:
+    return _value_of(json.loads(answer))
+
+
+def _value_of(found: Mapping[str, Any]) -> Any:
+    if "error" in found:
+        raise RuntimeError(found["error"]) from RemoteError(f"in a tool worker:\n{found['trace']}")
+    return found["value"]
+
+
+def _pickle(what: str, value: Any, remedy: str) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise ValueError(f"{what} cannot be sent to a worker ({type(error).__name__}: {error}); {remedy}") from error
+
+
+def _send(pipe: Connection, answer: Mapping[str, Any]) -> None:
+    pipe.send_bytes(json.dumps(answer).encode())
+
+
+# Runs operations on tools and environments: async ones on an event loop, all others on lanes.
+
+T = TypeVar("T")
+
+MAX_THREADS = 256
+"""Most sync calls that run in threads at the same time."""
+
+
+@dataclass(eq=False)
+class Started:
+    """An operation that has started, and its result."""
+
+    operation: Operation
+    future: Future[Any]
+    task: Task | None = None
+    loop: BackgroundLoop | None = None
+
+    def result(self) -> Any:
+        """What it returned.
+
+        Raises:
+            OperationTimeoutError: If it took too long.
+            OperationExitError: If its process ended.
+            RuntimeError: What `EnvironmentHost` raises.
+        """
+        try:
+            return self.future.result()
+        except CancelledError:
+            if self.loop is None:
+                raise OperationExitError("was not called, because the tools were closed") from None
+            raise OperationTimeoutError("did not end, because its event loop was blocked", is_stuck=True) from None
+
+    def may_run(self) -> bool:
+        """Whether it may still be running, so that its environment cannot be used again."""
+        if not self.future.done() or self.future.cancelled():
+            return True
+        error = self.future.exception()
+        return isinstance(error, OperationTimeoutError) and error.is_stuck
+
+
+class _InProcess:
+    def __init__(self, host: EnvironmentHost) -> None:
+        self._host = host
+
+    def run(self, operation: Operation) -> Any:
+        return run_coroutine(operation.coroutine(self._host))
+
+
+class Dispatcher:
+    """Runs operations: async ones on an event loop, others on lanes, which are threads or worker processes.
+
+    An environment stays in one lane. In a worker, its async methods run there, one at a time.
+
+    Args:
+        host: The tools, and the environments of this process.
+        workers: The worker processes; None to use threads.
+
+    Attributes:
+        process: Id of the process that created it.
+    """
+
+    def __init__(self, host: EnvironmentHost, workers: ToolWorkers | None = None) -> None:
+        self.process = os.getpid()
+        self._host = host
+        self._workers = workers
+        self._hanging = HangingThreads()
+        self._loops: list[BackgroundLoop] = []  # the current one, if any
+        self._lock = threading.Lock()
+        executors = [_InProcess(host)] * MAX_THREADS if workers is None else workers
+        self._lanes = Lanes(executors, "tools" if workers is None else "tool-workers")
+        # This priority runs it before multiprocessing joins child processes at exit.
+        self._shut_down = Finalize(self, _shut_down, (self._lanes, workers, self._loops), exitpriority=100)
+        if workers is not None:
+            self._start_workers()
+
+    def start(self, operation: Operation) -> Started:
+        """Start an operation. Sync operations of one environment run in order."""
+        if operation.is_async and not (self._workers is not None and operation.uses_environment):
+            loop = self._current_loop()
+            coroutine = _run_with_limit(operation.coroutine(self._host), operation.limit)
+            return Started(operation, loop.submit(operation.name, coroutine), loop=loop)
+        task = Task(
+            operation.name,
+            lambda executor: executor.run(operation),
+            operation.limit if self._workers is None else None,
+            on_abandon=lambda: self._drop_environment(operation),
+        )
+        lane = None if operation.number is None else operation.number % len(self._lanes)
+        self._lanes.submit(task, lane)
+        return Started(operation, task.future, task)
+
+    def wait(self, started: Sequence[Started]) -> None:
+        """Wait until all have a result.
+
+        Raises:
+            RuntimeError: If too many threads hang.
+        """
+        try:
+            self._lanes.wait([one.task for one in started if one.task is not None], self._hanging)
+            on_loop = [one for one in started if one.loop is not None]
+            while pending := self._pending(on_loop):
+                self._abandon_blocked(pending)
+        except BaseException:
+            for one in started:
+                one.future.cancel()
+            raise
+        finally:
+            for one in started:
+                if one.may_run():
+                    self._drop_environment(one.operation)
+
+    def environment(self, number: int | None) -> Any:
+        """The environment of that number, if it is in this process."""
+        return None if number is None else self._host.instances.get(number)
+
+    def close(self) -> None:
+        """Stop the workers and the threads that do not hang, and drop the environments."""
+        self._shut_down()
+        self._host.instances.clear()
+
+    def _start_workers(self) -> None:
+        starts = [Task("tool workers", lambda worker: worker.start()) for _ in range(len(self._lanes))]
+        try:
+            for number, task in enumerate(starts):
+                self._lanes.submit(task, number)
+            for task in starts:
+                task.future.result()
+        except BaseException:
+            self._shut_down()
+            raise
+
+    def _current_loop(self) -> BackgroundLoop:
+        with self._lock:
+            if not self._loops:
+                self._loops.append(BackgroundLoop("async-tools"))
+            return self._loops[0]
+
+    def _pending(self, started: Sequence[Started]) -> list[Started]:
+        """Wait at most as long as the longest limit; returns the operations that are not done."""
+        running = [one for one in started if not one.future.done()]
+        limit = max((one.operation.limit or math.inf for one in running), default=0.0)
+        wait_for_futures([one.future for one in running], None if limit == math.inf else limit)
+        return [one for one in running if not one.future.done()]
+
+    def _abandon_blocked(self, pending: Sequence[Started]) -> None:
+        """Abandon loops that no longer respond, and every operation on them."""
+        for one in pending:
+            assert one.loop is not None
+            if one.future.done() or one.loop.answers(one.operation.limit):
+                continue
+            label = one.loop.abandon()
+            with self._lock:
+                if one.loop in self._loops:
+                    self._loops.remove(one.loop)
+            for other in pending:
+                if other.loop is one.loop:
+                    other.future.cancel()
+            self._hanging.add(one.loop.thread, label)
+
+    def _drop_environment(self, operation: Operation) -> None:
+        if operation.uses_environment and operation.number is not None:
+            self._host.drop(operation.number)
+
+
+def _shut_down(lanes: Lanes, workers: ToolWorkers | None, loops: list[BackgroundLoop]) -> None:
+    if workers is not None:
+        workers.kill()
+    lanes.close(wait_for_busy=workers is not None)
+    if workers is not None:
+        workers.close()
+    for loop in loops:
+        loop.close(2 * GRACE_SECONDS)
+
+
+async def _run_with_limit(coroutine: Coroutine[Any, Any, T], limit: float | None) -> T:
+    try:
+        task = await run_with_limit(coroutine, limit)
+    except OverTimeError as error:
+        is_stuck = error.task is not None
+        raise OperationTimeoutError(f"took longer than {limit} seconds", is_stuck=is_stuck) from None
+    if task.cancelled():
+        raise OperationCancelledError("raised CancelledError")
+    return task.result()
+
+
+# Runs the tools and environments of episodes, concurrently and with time limits.
 
 log = logging.getLogger(__name__)
 

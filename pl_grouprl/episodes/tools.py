@@ -1,22 +1,27 @@
-"""Tools: functions that the model may call, and the text that it reads as their result.
-
-A tool is the user's code and runs with the user's rights, with arguments that the model chose. What the model writes is
-never evaluated as code. Results and errors have the same text as with TRL's `GRPOTrainer`.
-"""
+"""Tools and environments: what the model may call, and the text that it reads as their result."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
+import math
 import time
+from abc import ABC
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pl_grouprl.chat.parsing import Schema
-from pl_grouprl.utilities.copying import private_copy
-from pl_grouprl.utilities.exit_gate import exits_refused
+from pl_grouprl.utilities.describe import private_copy
+from pl_grouprl.utilities.processes import exits_refused
+from pl_grouprl.utilities.text import describe_error, shorten
+
+# Tools: functions that the model may call, and the text that it reads as their result.
+#
+# A tool is the user's code and runs with the user's rights, with arguments that the model chose. What the model
+# writes is
+# never evaluated as code. Results and errors have the same text as with TRL's `GRPOTrainer`.
 
 FailureKind = Literal["unknown", "arguments", "raised", "timeout", "exited", "too_long", "unsupported"]
 """Why a call failed, in order: there is no such tool; the arguments do not match its signature; it raised; it took too
@@ -239,3 +244,241 @@ def _unwrap(function: Any) -> tuple[Any, Sequence[str]]:
     if not (inspect.isroutine(function) or inspect.isclass(function)):
         function = function.__call__
     return function, bound
+
+
+# The interface of an environment.
+
+
+class Environment(ABC):  # noqa: B024 (recognized by its methods)
+    """Any class with a method `reset`, which begins an episode; its other public methods are tools.
+
+    `reset(**row)` returns None, or text that is appended to the last message of the prompt. `get_reward()`, if defined,
+    adds a reward. Like tools, environments are the user's code and run with the user's rights.
+
+    Inheriting from this class is optional: environments written for TRL's `GRPOTrainer` work unchanged.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        return any("reset" in vars(base) for base in other.__mro__) if cls is Environment else NotImplemented
+
+
+EnvironmentFactory = Callable[[], Environment] | Callable[..., Any]
+"""A class, a function that returns an instance, or (in YAML) a class with its arguments."""
+
+
+# What is known about environments before an episode begins: factories, tools, and which rows use them.
+
+COLUMN = "environment"
+"""The column that chooses a row's environment if there are several."""
+
+
+class Method(NamedTuple):
+    """A method of an environment that the model may call.
+
+    Attributes:
+        attribute: Its name in the environment.
+        is_async: Whether it is a coroutine function.
+        schema: Its JSON schema.
+    """
+
+    attribute: str
+    is_async: bool
+    schema: Schema
+
+
+@dataclass(frozen=True)
+class EnvironmentKind:
+    """What the environments of one factory have in common.
+
+    Attributes:
+        class_name: Name of their class.
+        factory: Makes one.
+        methods: Their tools, by name.
+        async_reset: Whether `reset` is a coroutine function.
+        async_reward: Whether `get_reward` is a coroutine function; None if there is no such method.
+    """
+
+    class_name: str
+    factory: Callable[[], Any]
+    methods: dict[str, Method]
+    async_reset: bool
+    async_reward: bool | None
+
+    @classmethod
+    def of(cls, factory: Callable[[], Any], instance: Any) -> EnvironmentKind:
+        """Describe a factory's environments from one of them.
+
+        Raises:
+            ValueError: If it has no `reset`, or a public method lacks type hints or a Google docstring.
+        """
+        methods = dict(inspect.getmembers(instance, predicate=inspect.ismethod))
+        reset, get_reward = methods.pop("reset", None), methods.pop("get_reward", None)
+        class_name = type(instance).__name__
+        if reset is None:
+            raise ValueError(
+                f"environment_factory made a {class_name}, which has no method reset; define reset(self, **row), "
+                "which begins an episode and returns None or text for the prompt."
+            )
+        public = {name: method for name, method in methods.items() if not name.startswith("_")}
+        try:
+            tools = prepare_tools(public.values()).values()
+        except ValueError as error:
+            raise ValueError(
+                f"environment_factory made a {class_name}, whose public methods are tools. {error} If it is not meant "
+                "for the model, let its name begin with an underscore."
+            ) from error
+        async_reward = None if get_reward is None else is_async(get_reward)
+        by_name = {
+            tool.name: Method(name, tool.is_async, tool.schema) for name, tool in zip(public, tools, strict=True)
+        }
+        return cls(class_name, factory, by_name, is_async(reset), async_reward)
+
+
+def named_factories(
+    factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+) -> dict[str | None, Callable[[], Any]]:
+    """Factories by the value of a row's column `environment`; None for a single factory.
+
+    Raises:
+        ValueError: If one cannot be called, or the dictionary is empty.
+    """
+    if factory is None:
+        return {}
+    named: dict[Any, Any] = {**factory} if isinstance(factory, Mapping) else {None: factory}
+    if not named:
+        raise ValueError("environment_factory is an empty dictionary; pass factories by name, or None.")
+    for name, make in named.items():
+        if not callable(make):
+            argument = "environment_factory" if name is None else f"environment_factory[{name!r}]"
+            raise ValueError(f"{argument} is {make!r}; pass a class, or another callable that makes an environment.")
+    return named
+
+
+def check_names(kind: EnvironmentKind, tools: Mapping[str, Tool]) -> None:
+    """Refuse methods with the name of a tool."""
+    if both := sorted(kind.methods.keys() & tools.keys()):
+        raise ValueError(
+            f"{both} are tools and methods of {kind.class_name}; the model calls them by name: rename one."
+        )
+
+
+def kind_of_row(row: Mapping[str, Any], kinds: Mapping[str | None, EnvironmentKind]) -> str | None:
+    """The name of a row's environment.
+
+    Raises:
+        ValueError: If there are several, and the row names none of them.
+    """
+    if None in kinds or not kinds:
+        return None
+    name = row.get(COLUMN)
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(
+            f"A row has {COLUMN}={name!r}, which is not among the environments passed to environment_factory; use one "
+            f"of {list(kinds)}."
+        )
+    return name
+
+
+# The environments of one process, and calls of their methods.
+
+
+class EnvironmentHost:
+    """The environments of this process, by number. Its coroutines suspend only in the user's async methods.
+
+    Args:
+        tools: Tools that need no environment.
+        kinds: The kinds of environments, by the name of their factory.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], kinds: dict[str | None, EnvironmentKind]) -> None:
+        self._tools = tools
+        self.kinds = kinds
+        self.instances: dict[int, Any] = {}
+
+    async def probe(self, number: int, kind: str | None, factory: Callable[[], Any]) -> None:
+        """Make an environment, and describe its kind from it."""
+        self.instances[number] = factory()
+        self.kinds[kind] = EnvironmentKind.of(factory, self.instances[number])
+
+    async def call(self, number: int | None, kind: str | None, name: str, arguments: Any) -> ToolResult:
+        """Call a tool, or a method of an environment."""
+        if name in self._tools:
+            return await call_tool(self._tools[name], arguments)
+        if number not in self.instances:
+            return ToolResult.error(name, "The environment of this episode was lost.", "exited")
+        method = self.kinds[kind].methods[name]
+        try:
+            function = getattr(self.instances[number], method.attribute)
+        except Exception as error:
+            return ToolResult.error(name, describe_error(error), "raised")
+        return await call_tool(Tool(name, function, method.is_async, method.schema), arguments)
+
+    async def reset(self, number: int, kind: str | None, row: Mapping[str, Any]) -> str | None:
+        """Begin an episode, in a new environment if there is none of that number.
+
+        Raises:
+            RuntimeError: If the factory or `reset` raises, or `reset` returns neither None nor text.
+        """
+        described = self.kinds[kind]
+        try:
+            with exits_refused():
+                if number not in self.instances:
+                    self.instances[number] = self._make(described)
+                observation = self.instances[number].reset(**private_copy(dict(row)))
+                if described.async_reset:
+                    observation = await observation
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(
+                f"The environment {described.class_name} cannot begin an episode with the row {describe_row(row)}: "
+                f"{type(error).__name__}: {describe_error(error)}"
+            ) from error
+        if observation is None:
+            return None
+        if not isinstance(observation, str) or len(observation) > MAX_RESULT_CHARACTERS:
+            raise RuntimeError(
+                f"{described.class_name}.reset returned {_describe_value(observation)} for the row "
+                f"{describe_row(row)}; it must return None, or text of at most {MAX_RESULT_CHARACTERS} characters that "
+                "is appended to the prompt."
+            )
+        return str.encode(observation, "utf-8", "replace").decode()
+
+    def _make(self, described: EnvironmentKind) -> Any:
+        made = described.factory()
+        if any(made is other for other in list(self.instances.values())):  # episodes would share its state
+            raise ValueError("environment_factory returned an instance that another episode uses; make one per call")
+        return made
+
+    async def reward(self, number: int, kind: str | None) -> float:
+        """Call `get_reward`.
+
+        Returns:
+            What it returned; NaN in place of None.
+
+        Raises:
+            RuntimeError: If it raises, does not return a number, or the environment was lost. The message continues a
+                sentence that begins with the method's name.
+        """
+        if number not in self.instances:
+            raise RuntimeError("was not called, because the environment was lost")
+        try:
+            with exits_refused():
+                reward = self.instances[number].get_reward()
+                if self.kinds[kind].async_reward:
+                    reward = await reward
+                return math.nan if reward is None else float(reward)
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(f"raised {type(error).__name__}: {describe_error(error)}") from error
+
+    def drop(self, number: int) -> None:
+        """Drop an environment that a call may still be using."""
+        self.instances.pop(number, None)
+
+
+def describe_row(row: Mapping[str, Any]) -> str:
+    """A row as text for errors."""
+    return shorten(dict(row), 300)
+
+
+def _describe_value(value: Any) -> str:
+    return f"{len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"

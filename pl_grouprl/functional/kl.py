@@ -1,26 +1,31 @@
-"""Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens.
-
-With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Approximating KL divergence", 2020):
-
-| kind | value | gradient with respect to logp |
-|---|---|---|
-| `k1` (`kl`) | -x | 1, an expected gradient of zero: for a KL in the reward, useless in a loss |
-| `abs` | absolute value of x | sign(-x) |
-| `k2` (`mse`) | x^2 / 2 | -x, in expectation the gradient of KL(policy, reference) |
-| `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, in expectation the gradient of KL(reference, policy) |
-| any with `+` | as without `+` | -x, as for `k2` (straight-through) |
-
-The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
-
-TRL has only `k3`, without any clamp. verl has all of these; in `k3` it clamps x to [-20, 20] and then the value to at
-most 10. Here x is clamped the same way (e^20 is 4.9e8; beyond it TRL's value differs), but the value only with
-`max_value=10.0`. Where a clamp is active, the gradient of a kind without `+` is zero.
-"""
+"""Estimates of KL(policy || reference), and the coefficient of a penalty on it."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from pl_grouprl.utilities.options import check_options
+
+# Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens.
+#
+# With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Approximating KL divergence", 2020):
+#
+# | kind | value | gradient with respect to logp |
+# |---|---|---|
+# | `k1` (`kl`) | -x | 1, an expected gradient of zero: for a KL in the reward, useless in a loss |
+# | `abs` | absolute value of x | sign(-x) |
+# | `k2` (`mse`) | x^2 / 2 | -x, in expectation the gradient of KL(policy, reference) |
+# | `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, in expectation the gradient of KL(reference, policy) |
+# | any with `+` | as without `+` | -x, as for `k2` (straight-through) |
+#
+# The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
+#
+# TRL has only `k3`, without any clamp. verl has all of these; in `k3` it clamps x to [-20, 20] and then the value to at
+# most 10. Here x is clamped the same way (e^20 is 4.9e8; beyond it TRL's value differs), but the value only with
+# `max_value=10.0`. Where a clamp is active, the gradient of a kind without `+` is zero.
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before `exp`, in nats (as in verl)."""
@@ -84,3 +89,118 @@ def _value(logp: Tensor, ref_logp: Tensor, base: str, max_value: float | None) -
     log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     value = torch.expm1(log_ratio) - log_ratio  # expm1 avoids cancellation if the two policies are close
     return value if max_value is None else value.clamp(max=max_value)
+
+
+# The coefficient of a KL penalty: fixed, or adapted to a target KL.
+#
+# The adaptive one is the proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2): after each rollout
+# phase, of n rollouts with a measured KL,
+#
+#     error = clip(KL / target - 1, -0.2, 0.2)
+#     coef <- coef * (1 + error * n / horizon)
+#
+# with the paper's gain of 0.1 written as n / horizon, as in verl. If every rank passes the same KL, the
+# coefficients stay equal.
+
+MAX_ERROR = 0.2
+"""The relative distance to the target is clipped to plus or minus this."""
+
+DEFAULT_HORIZON = 10_000
+"""Rollouts; verl's default."""
+
+
+class FixedKLController:
+    """A constant coefficient.
+
+    Args:
+        coef: Weight of the KL, 0 or larger.
+
+    Raises:
+        ValueError: If the coefficient is negative.
+    """
+
+    def __init__(self, coef: float) -> None:
+        check_options({"coef": (coef, coef >= 0, "0 (no penalty) or larger")})
+        self.coef = float(coef)
+
+    def update(self, kl: float, num_rollouts: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Empty: on resume, the configuration sets the coefficient."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Keep the coefficient of the configuration."""
+
+
+class AdaptiveKLController:
+    """A coefficient that rises while the KL is above its target and falls while it is below.
+
+    Args:
+        coef: Weight of the KL at the start, larger than 0 (0 could never rise).
+        target: Target KL, in the unit passed to `update`.
+        horizon: Time scale of the reaction, in rollouts, larger than 0.
+
+    Raises:
+        ValueError: If one of them is not positive.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: int = DEFAULT_HORIZON) -> None:
+        options = {"coef": coef, "target": target, "horizon": horizon}
+        range_ = "larger than 0 for an adaptive coefficient"
+        check_options({name: (value, value > 0, range_) for name, value in options.items()})
+        self.coef = float(coef)
+        self.target = float(target)
+        self.horizon = horizon
+
+    def update(self, kl: float, num_rollouts: int) -> None:
+        """Adapt the coefficient after a rollout phase.
+
+        Args:
+            kl: Measured KL of the phase, the same on all ranks. NaN (no measurement) changes nothing.
+            num_rollouts: Rollouts of the phase, over all ranks.
+
+        Raises:
+            ValueError: If the phase has so many rollouts that the coefficient could turn 0 or negative.
+        """
+        if num_rollouts * MAX_ERROR >= self.horizon:
+            raise ValueError(
+                f"horizon is {self.horizon} and a rollout phase has {num_rollouts} rollouts; the coefficient could "
+                f"turn negative, so pass a horizon above {math.ceil(num_rollouts * MAX_ERROR)}."
+            )
+        if math.isnan(kl):
+            return
+        error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
+        self.coef *= 1 + error * num_rollouts / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient, the only thing that changes."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a saved coefficient; without one (it was fixed before), start from the configuration's."""
+        self.coef = float(state.get("coef", self.coef))
+
+
+def make_kl_controller(
+    coef: float, target: float | None = None, horizon: int | None = None
+) -> FixedKLController | AdaptiveKLController:
+    """Build an adaptive controller if there is a target, else a fixed one.
+
+    Args:
+        coef: Weight of the KL (at the start).
+        target: Target KL; None keeps the coefficient fixed.
+        horizon: Time scale of the reaction, in rollouts; None is `DEFAULT_HORIZON`. Only with a target.
+
+    Returns:
+        The controller.
+
+    Raises:
+        ValueError: If a number is out of range, or there is a horizon without a target.
+    """
+    if target is not None:
+        return AdaptiveKLController(coef, target, DEFAULT_HORIZON if horizon is None else horizon)
+    if horizon is not None:
+        raise ValueError(f"horizon is {horizon} and target is None; a fixed coefficient has no horizon. Set a target.")
+    return FixedKLController(coef)

@@ -1,25 +1,226 @@
-"""Log-probabilities, entropy and scores of given tokens, from hidden states, without materializing all logits.
-
-Legend: N response tokens (flat), D hidden size, V vocabulary, M tokens of one chunk, S size of a sketch.
-
-At most about `chunk_size` * V logits exist at a time. Any head can run on chunks of `chunk_size` tokens; with gradient
-enabled, all chunks but the last keep only their hidden states and recompute their logits in the backward pass. A plain
-matrix head runs in blocks of the vocabulary, all tokens at once: see `linear_head`.
-"""
+"""Log-probabilities, entropy and scores of given tokens, from hidden states, without materialized logits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pl_grouprl.functional.head_sketch import HeadSketch
-from pl_grouprl.functional.linear_head import BLOCK, FrozenHeadScores, Head, LinearHeadScores
-from pl_grouprl.functional.softmax_scores import LogitsScores, Outputs, ScoreOptions
+from pl_grouprl.functional.softmax import (
+    HeadSketch,
+    LogitsScores,
+    Outputs,
+    ScoreOptions,
+    Softmax,
+    Sums,
+    Targets,
+    check_targets,
+    finish,
+    mark_detached,
+)
+
+# Scores of tokens for a plain matrix head, in blocks of the vocabulary.
+#
+# Legend: N tokens, D hidden size, V vocabulary, C columns (token ids) of one block.
+
+BLOCK = 4096
+"""Token ids per block: enough for matrix products at full speed."""
+
+
+class Head:
+    """Computes logits from hidden states and the head's weight, one block of the vocabulary at a time.
+
+    Args:
+        hidden_ND: Hidden states, shape [N, D].
+        weight_VD: The head's weight, shape [V, D].
+        dtype: Of the matrix products and the logits.
+    """
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> None:
+        self.hidden_ND, self.weight_VD, self.dtype = hidden_ND, weight_VD, dtype
+        self.states_ND = hidden_ND.to(dtype)
+        self.starts = range(0, len(weight_VD), BLOCK)
+        self._buffer: Tensor | None = None
+
+    def rows(self, start: int) -> Tensor:
+        """Return the block's rows of the weight, shape [C, D]."""
+        return self.weight_VD[start : start + BLOCK].to(self.dtype)
+
+    def logits(self, start: int, *, new: bool = False) -> Tensor:
+        """Return the block's logits, shape [N, C], in new memory or in a buffer that the next call overwrites."""
+        rows_CD = self.rows(start)
+        size = (len(self.states_ND), len(rows_CD))
+        if new:
+            out_NC = self.states_ND.new_empty(size)
+        else:
+            if self._buffer is None:
+                self._buffer = self.states_ND.new_empty(size[0] * min(BLOCK, len(self.weight_VD)))
+            out_NC = self._buffer[: size[0] * size[1]].view(size)
+        return torch.mm(self.states_ND, rows_CD.T, out=out_NC)
+
+    def scores(
+        self,
+        targets_N: Tensor,
+        options: ScoreOptions,
+        *,
+        mean_row: bool = False,
+        keep: Callable[[int, Tensor], None] | None = None,
+        first_kept: int = 0,
+    ) -> tuple[Softmax, Outputs, Sums]:
+        """Sum over the vocabulary.
+
+        Args:
+            targets_N: Token ids, shape [N].
+            options: The requested scores.
+            mean_row: Also sum the rows of the weight.
+            keep: Called with the first token id and the logits of each block from `first_kept` on.
+            first_kept: First token id of the blocks to keep.
+
+        Returns:
+            Quantities for the gradient, the scores, and the sums over all tokens but the targets.
+        """
+        vocabulary = len(self.weight_VD)
+        check_targets(targets_N, vocabulary)
+        signs_VS = options.signs(self.states_ND, vocabulary)
+        others, target_N = None, None
+        for start in self.starts:
+            kept = keep is not None and start >= first_kept
+            logits_NC = self.logits(start, new=kept)
+            targets = Targets(targets_N, start, logits_NC.shape[1])
+            sums, z_N = options.sum_block(logits_NC, targets, signs_VS, start, keep_exp=mean_row)
+            if mean_row:
+                sums.row_ND = (logits_NC @ self.rows(start)).to(z_N.dtype)
+            if keep is not None and kept:
+                keep(start, logits_NC)
+            others = sums if others is None else others.add_(sums)
+            target_N = z_N if target_N is None else torch.where(targets.inside_N1[:, 0], z_N, target_N)
+        assert others is not None  # vocabularies are not empty
+        assert target_N is not None
+        return *finish(others, target_N, options, self.hidden_ND, targets_N, vocabulary), others
+
+
+class LinearHeadScores(torch.autograd.Function):
+    """Scores of tokens under softmax(h W^T / temperature), with one block of logits [N, C] at a time.
+
+    The backward pass recomputes the blocks of logits, except for the last ones, of which as many are kept as
+    `max_kept` allows, and writes each row of the weight's gradient once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        dtype: torch.dtype,
+        options: ScoreOptions,
+        max_kept: int,
+    ) -> Outputs:
+        """Return log-probabilities, entropy, score norm and sketch; the last three None unless requested.
+
+        Args:
+            ctx: Autograd context.
+            hidden_ND: Hidden states, shape [N, D].
+            weight_VD: The head's weight, shape [V, D].
+            targets_N: Token ids, shape [N].
+            dtype: Dtype of the matrix products and the logits.
+            options: The requested scores.
+            max_kept: Number of logits that may be kept for the backward pass.
+        """
+        head = Head(hidden_ND, weight_VD, dtype)
+        blocks = max_kept // max(len(hidden_ND) * BLOCK, 1)
+        first_kept = head.starts[-blocks] if 0 < blocks <= len(head.starts) else 0
+        ctx.kept = {}
+        keep = ctx.kept.__setitem__ if blocks else None
+        softmax, outputs, _ = head.scores(targets_N, options, keep=keep, first_kept=first_kept)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, *softmax)
+        ctx.options, ctx.dtype = options, dtype
+        mark_detached(ctx, outputs, options)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to hidden states and weight."""
+        hidden_ND, weight_VD, targets_N, *saved = ctx.saved_tensors
+        softmax, head = Softmax(*saved), Head(hidden_ND, weight_VD, ctx.dtype)
+        by_hidden_ND = torch.zeros_like(hidden_ND, dtype=softmax.logprobs_N.dtype) if ctx.needs_input_grad[0] else None
+        by_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
+        for start in head.starts:
+            logits_NC = ctx.kept.pop(start, None)  # popped: it is overwritten
+            if logits_NC is None:
+                logits_NC = head.logits(start)
+            targets = Targets(targets_N, start, logits_NC.shape[1])
+            softmax.write_gradient(logits_NC, logits_NC, targets, ctx.options.temperature, gradients[0], gradients[1])
+            if by_hidden_ND is not None:
+                _add_product(by_hidden_ND, logits_NC, head.rows(start))
+            if by_weight_VD is not None:
+                _write_product(by_weight_VD[start : start + BLOCK], logits_NC.T, head.states_ND)
+        by_hidden = None if by_hidden_ND is None else by_hidden_ND.to(hidden_ND.dtype)
+        return by_hidden, by_weight_VD, None, None, None, None
+
+
+class FrozenHeadScores(torch.autograd.Function):
+    """`LinearHeadScores` for a weight without gradient, whose backward pass needs no logits.
+
+    The gradient with respect to a hidden state is the upstream gradient times (W_a - sum_v p_v W_v) / temperature. The
+    forward pass sums that mean row, as FlashAttention (arXiv:2205.14135) sums values. A gradient of the entropy would
+    need a second such sum, and is not supported.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, options: ScoreOptions
+    ) -> Outputs:
+        """See `LinearHeadScores.forward`."""
+        head = Head(hidden_ND, weight_VD, dtype)
+        softmax, outputs, others = head.scores(targets_N, options, mean_row=True)
+        assert others.row_ND is not None
+        # W_a - sum_v p_v W_v without the cancellation of W_a and p_a W_a
+        mean_ND = others.row_ND.mul_((others.max_N - softmax.log_total_N).exp_()[:, None])
+        target_rows_ND = weight_VD[targets_N].to(dtype)
+        unit_ND = (target_rows_ND * softmax.other_N[:, None]).sub_(mean_ND).div_(options.temperature)
+        ctx.save_for_backward(unit_ND.to(hidden_ND.dtype))
+        mark_detached(ctx, outputs, options)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradient with respect to the hidden states."""
+        (unit_ND,) = ctx.saved_tensors
+        by_hidden_ND = None if gradients[0] is None else (unit_ND * gradients[0][:, None]).to(unit_ND.dtype)
+        return by_hidden_ND, None, None, None, None
+
+
+def _add_product(sum_ND: Tensor, one_NC: Tensor, two_CD: Tensor) -> None:
+    if sum_ND.dtype == one_NC.dtype:
+        sum_ND.addmm_(one_NC, two_CD)
+    else:
+        sum_ND.add_(one_NC @ two_CD)
+
+
+def _write_product(result_CD: Tensor, one_CN: Tensor, two_ND: Tensor) -> None:
+    if result_CD.dtype == one_CN.dtype:
+        torch.mm(one_CN, two_ND, out=result_CD)
+    else:
+        result_CD.copy_(one_CN @ two_ND)
+
+
+# Log-probabilities, entropy and scores of given tokens, from hidden states, without materializing all logits.
+#
+# Legend: N response tokens (flat), D hidden size, V vocabulary, M tokens of one chunk, S size of a sketch.
+#
+# At most about `chunk_size` * V logits exist at a time. Any head can run on chunks of `chunk_size` tokens; with
+# gradient
+# enabled, all chunks but the last keep only their hidden states and recompute their logits in the backward pass. A
+# plain
+# matrix head runs in blocks of the vocabulary, all tokens at once: see `linear_head`.
 
 
 class TokenScores(NamedTuple):

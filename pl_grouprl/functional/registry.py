@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-from pl_grouprl.utilities.annotations import convert, describe_value
 from pl_grouprl.utilities.describe import describe as plain_values
 from pl_grouprl.utilities.describe import identity
-from pl_grouprl.utilities.option_notes import note_on_value
+from pl_grouprl.utilities.option_names import note_on_value
+from pl_grouprl.utilities.options import convert, describe_value
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound="RegisteredFunction")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pl_grouprl.episodes.episode import common_length
+from pl_grouprl.episodes.loop import common_length
 from pl_grouprl.types import FinishReason, Messages, Prompt, Rollout
 
 WasSampled = Callable[[Sequence[int]], bool]

@@ -2,26 +2,340 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+import sys
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder
-from pl_grouprl.models.adapter_layers import adapter_layers, has_adapters
 from pl_grouprl.models.loading import WeightMismatch, check_finite_weights, check_mismatch, readable_weights
 from pl_grouprl.utilities import internals, optional
-from pl_grouprl.utilities.arguments import checked_arguments
 from pl_grouprl.utilities.distributed import derive_seed
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, checked_arguments
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+# Frozen base models in 4 bits under a trained adapter (QLoRA, arXiv:2305.14314), using bitsandbytes.
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class FourBit:
+    """How the linear layers of a frozen model are stored: 4 bits per weight, and a scale for every 64 weights.
+
+    Embeddings, norms and the head keep the dtype of the policy.
+
+    Attributes:
+        quant_type: `nf4` has levels at the 16-quantiles of a normal distribution, `fp4` is a float of 4 bits.
+        double_quant: Store the scales in 8 bits: 4.127 bits per weight instead of 4.5.
+        compute_dtype: Dtype in which a layer's weights are dequantized and multiplied.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+    """
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    double_quant: bool = True
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        optional.require(optional.BITSANDBYTES_AVAILABLE, "FourBit", "bitsandbytes")
+
+    def config(self) -> BitsAndBytesConfig:
+        """The `quantization_config` of `from_pretrained`."""
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.quant_type,
+            bnb_4bit_use_double_quant=self.double_quant,
+            bnb_4bit_compute_dtype=getattr(torch, self.compute_dtype),
+        )
+
+
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and modules of a model's 4-bit layers; none if bitsandbytes has not been imported."""
+    if "bitsandbytes" not in sys.modules:
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    yield from ((name, module) for name, module in model.named_modules() if isinstance(module, Linear4bit))
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a model has 4-bit layers."""
+    return next(quantized_layers(model), None) is not None
+
+
+def prepare_for_training(model: nn.Module) -> None:
+    """Prepare a model with 4-bit layers for an adapter: gradients flow through them, and PEFT recognizes them.
+
+    Does nothing to a model without such layers.
+    """
+    if is_quantized(model):
+        _keep_gradients(model)
+        _mark_for_peft(model)
+
+
+def _keep_gradients(model: nn.Module) -> None:
+    """Disable bitsandbytes' kernel for CPUs with bfloat16 instructions.
+
+    It rounds to bfloat16, has no gradient, and permanently repacks the weight of a layer that uses it (in evaluation
+    mode), so later gradients would be zero.
+    """
+    for _, layer in quantized_layers(model):
+        layer.support_avx512bf16_for_cpu = False
+
+
+def _mark_for_peft(model: nn.Module) -> None:
+    """Set `is_loaded_in_4bit` on every submodel that may get the adapter, not only on the loaded model."""
+    for module in model.modules():
+        if hasattr(module, "get_input_embeddings"):
+            module.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def whole_shape(parameter: Tensor) -> Sequence[int]:
+    """A parameter's shape; for a 4-bit one, its shape before packing."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.shape if state is None else state.shape
+
+
+@torch.no_grad()
+def dequantize(model: nn.Module) -> None:
+    """Replace a model's 4-bit layers, in place, by layers of the original class with the same dequantized weights.
+
+    PEFT's layers around them are converted too, so merging an adapter does not round to 4 bits.
+    """
+    layers = list(quantized_layers(model))
+    if not layers:
+        return
+    from peft.tuners import lora
+
+    for name, layer in layers:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _dequantized(layer))
+    for module in model.modules():
+        if type(module) is lora.Linear4bit:
+            module.__class__ = lora.Linear
+            _set_orientation(module)
+        if getattr(module, "is_loaded_in_4bit", False):
+            _unmark(module)
+
+
+def _dequantized(layer: Any) -> nn.Module:
+    from bitsandbytes.functional import dequantize_4bit
+    from transformers.pytorch_utils import Conv1D
+
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    plain: nn.Module
+    if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):  # GPT-2's, transposed for quantization
+        plain, weight = Conv1D(layer.out_features, layer.in_features), weight.T.contiguous()
+    else:
+        plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    plain.bias = layer.bias
+    return plain
+
+
+def _set_orientation(adapter: Any) -> None:
+    """Set `fan_in_fan_out` in the parts of a PEFT layer, by whether the wrapped weight is transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    is_transposed = isinstance(adapter.get_base_layer(), Conv1D)
+    for part in adapter.modules():
+        if hasattr(part, "fan_in_fan_out"):
+            part.fan_in_fan_out = is_transposed
+
+
+def _unmark(model: Any) -> None:
+    """Remove the attributes of a quantized model, with which transformers refuses to save or cast it."""
+    for name in ("is_loaded_in_4bit", "is_quantized", "hf_quantizer", "quantization_method"):
+        model.__dict__.pop(name, None)
+    model.config.__dict__.pop("quantization_config", None)
+
+
+# Operations on models with PEFT layers: disable them, copy the model without them, merge them into a copy.
+#
+# Copies share the storage of every unchanged weight, so they cost next to nothing.
+
+
+def adapter_layers(model: nn.Module) -> list[Any]:
+    """A model's PEFT layers, and modules that PEFT trains in full; empty if PEFT has not been imported."""
+    if "peft" not in sys.modules:
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has PEFT layers."""
+    return bool(adapter_layers(model))
+
+
+def base_of(model: Any) -> Any:
+    """Unwrap a `PeftModel`; return other models unchanged."""
+    inner = getattr(model, "get_base_model", None)
+    return model if inner is None else inner()
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Disable a model's adapters, and gradients, since activation checkpointing would recompute with adapters.
+
+    On exit, the active adapters and each parameter's `requires_grad` are restored.
+
+    Raises:
+        ValueError: If the model has no adapters, or also trains other weights (such as biases), so that disabling the
+            adapters would not give the base model.
+    """
+    layers = adapter_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no adapters to switch off; score a copy of the base instead.")
+    switched = [layer for layer in layers if not layer.disable_adapters]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for layer in switched:
+            layer.enable_adapters(False)  # also freezes them
+        other = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if other:
+            raise ValueError(
+                f"{type(model).__name__} trains {len(other)} weights besides its adapters, such as {other[0]!r}, so "
+                "it is not the base model without them; freeze those."
+            )
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in switched:
+            layer.enable_adapters(True)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+
+
+def aliased_copy(model: nn.Module) -> tuple[Any, dict[nn.Parameter, str]]:
+    """Copy a model's modules, not its weights.
+
+    Returns:
+        The copy, whose parameters are frozen aliases of the model's storage, and the name of each in the model.
+    """
+    aliases = {id(p): _alias(p) for p in model.parameters()}
+    scales = {id(p.quant_state): p.quant_state for p in model.parameters() if hasattr(p, "quant_state")}
+    # The memo makes deepcopy use the aliases, and share the scales of 4-bit weights.
+    duplicate = copy.deepcopy(model, {**aliases, **scales})
+    return duplicate, {aliases[id(parameter)]: name for name, parameter in model.named_parameters()}
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    if hasattr(parameter, "quant_state"):
+        return copy.copy(parameter)
+    return nn.Parameter(parameter.detach(), requires_grad=False)
+
+
+def merged_copy(model: Any, state: dict[str, Tensor] | None = None) -> Any:
+    """Copy a model with its active adapters merged into its weights, as a plain transformers model.
+
+    The copy is frozen. Weights without an adapter alias the model's, except those of 4-bit layers, which are
+    dequantized first.
+
+    Args:
+        model: The model.
+        state: The weights to copy, if they are not its own; see `StrategySupport.full_state_dict`.
+    """
+    duplicate, _ = aliased_copy(base_of(model))
+    if state is not None:
+        duplicate.load_state_dict(state, assign=True)
+    dequantize(duplicate)
+    for layer in adapter_layers(duplicate):
+        if hasattr(layer, "merge"):
+            base = layer.get_base_layer()
+            for name, parameter in list(base.named_parameters(recurse=False)):
+                setattr(base, name, nn.Parameter(parameter.clone(), requires_grad=False))
+            with torch.no_grad():
+                layer.merge()
+    remove_adapters(duplicate, keep_trained=True)
+    return duplicate
+
+
+def remove_adapters(model: nn.Module, *, keep_trained: bool = False) -> None:
+    """Replace PEFT's layers with the layers they wrap.
+
+    Args:
+        model: Changed in place.
+        keep_trained: Keep the trained version of modules that PEFT trained in full, not the original.
+
+    Raises:
+        TypeError: If a wrapper has neither.
+    """
+    if not has_adapters(model):
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    for name, child in list(model.named_children()):
+        if isinstance(child, BaseTunerLayer):
+            setattr(model, name, child.get_base_layer())
+        elif isinstance(child, ModulesToSaveWrapper):
+            trained = child.modules_to_save[child.active_adapters[0]]
+            setattr(model, name, trained if keep_trained else child.original_module)
+        elif isinstance(child, AuxiliaryTrainingWrapper):
+            raise TypeError(f"a {type(child).__name__} of PEFT cannot be removed from {type(model).__name__}.{name}.")
+        else:
+            remove_adapters(child, keep_trained=keep_trained)
+    if "peft_config" in vars(model):
+        del model.peft_config  # type: ignore[attr-defined]
+        internals.mark_adapted(model, False)
+
+
+def leave_parameters_out_of_checkpoints(module: nn.Module, names: Iterable[str]) -> None:
+    """Leave parameters out of `state_dict`, of the module and its parents, and do not report them missing.
+
+    For weights recreated from their source. The hooks are module-level functions, so the module can be pickled.
+
+    Args:
+        module: The module that gets the hooks.
+        names: Parameter names, as in its `state_dict`.
+    """
+    names = list(names)
+    module.register_state_dict_post_hook(partial(_drop, names))
+    module.register_load_state_dict_pre_hook(partial(_fill_in, names))
+
+
+def leave_frozen_parameters_out_of_checkpoints(module: nn.Module, child: str) -> None:
+    """Keep the frozen parameters of a child out of the checkpoints of a module."""
+    parameters = getattr(module, child).named_parameters(remove_duplicate=False)
+    leave_parameters_out_of_checkpoints(
+        module, [f"{child}.{name}" for name, parameter in parameters if not parameter.requires_grad]
+    )
+
+
+def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    left_out = {prefix + name for name in names}
+    for key in list(state):
+        if not left_out.isdisjoint(accumulate(key.split("."), "{}.{}".format)):  # also the scales of 4-bit weights
+            del state[key]
+
+
+def _fill_in(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name in names:
+        state.setdefault(prefix + name, parameters[name])
+
+
+# Low-rank adapters on a frozen model, LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353), using PEFT.
 
 ALL_LINEAR = "all-linear"
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pl_grouprl.models.quantization import whole_shape
+from pl_grouprl.models.adapters import whole_shape
 from pl_grouprl.packing import SharedPrefixLayout, Sharing, Trie
 from pl_grouprl.packing.trie import separate
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.options import checked_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

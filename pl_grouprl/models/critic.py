@@ -1,27 +1,43 @@
-"""A critic: values for every state of a rollout, computed on the policy's packed rows.
-
-V[t] is read at the position that predicts token t, so it depends on the prompt and the tokens before t.
-
-Legend: B rollouts, N response tokens of all rollouts, concatenated, K requested positions, D hidden size.
-"""
+"""Critics: values for every state of a rollout, computed on the policy's packed rows."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention import find_backbone, find_decoder, in_force
+from pl_grouprl.attention.support import is_sequence_classifier, score_head
 from pl_grouprl.checks import ParityReport, compare_paths
-from pl_grouprl.checks.model_introspection import hidden_size
+from pl_grouprl.checks.model_introspection import check_causal, check_score_head, hidden_size
+from pl_grouprl.models.adapters import (
+    LoRAOptions,
+    aliased_copy,
+    has_adapters,
+    leave_parameters_out_of_checkpoints,
+    merged_copy,
+    remove_adapters,
+)
+from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.options import checked_arguments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# A critic: values for every state of a rollout, computed on the policy's packed rows.
+#
+# V[t] is read at the position that predicts token t, so it depends on the prompt and the tokens before t.
+#
+# Legend: B rollouts, N response tokens of all rollouts, concatenated, K requested positions, D hidden size.
 
 DEFAULT_HEAD_STD = 1e-3
 """Standard deviation of a new value head's weights. Hidden states have entries of about 1 after the last norm, so with
@@ -170,3 +186,283 @@ def check_critic_parity(
     return compare_paths(
         trunk, from_sequence, from_batch, groups, backend=backend, quantity="hidden states along the value head"
     )
+
+
+# Critic sources: a copy of the policy, separate pretrained weights, or a head on the policy's trunk.
+
+
+@runtime_checkable
+class CriticSource(Protocol):
+    """Creates the initial critic. Called on every rank and on every resume, with the same result each time.
+
+    A source whose critic shares storage with the policy sets `needs_whole_weights = True`; strategies that shard
+    weights refuse it.
+    """
+
+    def load(self, policy: nn.Module) -> Critic:
+        """Return a new critic in training mode.
+
+        Args:
+            policy: The initial policy, an unpatched transformers causal language model.
+        """
+        ...
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class PolicyCopyCritic:
+    """A separate, fully trained critic, initialized as a copy of the initial policy's decoder.
+
+    A policy's adapter is merged into the copy; `LoRACritic` then needs far less memory.
+
+    Attributes:
+        head_std: Standard deviation of the new value head's weights; its bias is 0. With 0 all values start at exactly
+            0, and no gradient reaches the trunk until the head has moved.
+        seed: Seed of the new value head.
+    """
+
+    head_std: float = DEFAULT_HEAD_STD
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_head_std(self, self.head_std)
+
+    def load(self, policy: nn.Module) -> Critic:
+        """Copy the policy's decoder, with its vision tower if it has one, and put a new head on it."""
+        backbone = unpatched_backbone(policy)
+        trunk = copy.deepcopy(merged_copy(backbone) if has_adapters(backbone) else backbone)
+        if has_adapters(backbone):
+            trunk.requires_grad_(True)
+        return Critic(trunk, ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)).train()
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class SharedTrunkCritic:
+    """A value head on the policy's decoder: one forward serves policy and critic.
+
+    Attributes:
+        detach: Whether to stop the value loss's gradient at the policy; only the head then learns from it.
+        head_std: As in `PolicyCopyCritic`.
+        seed: Seed of the new value head.
+    """
+
+    detach: bool = False
+    head_std: float = DEFAULT_HEAD_STD
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_head_std(self, self.head_std)
+
+    def load(self, policy: nn.Module) -> Critic:
+        """Create a new head for the policy's decoder."""
+        trunk = find_backbone(policy)  # type: ignore[arg-type]
+        head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
+        return Critic(trunk, head, shares_trunk=True, detach_trunk=self.detach).train()
+
+
+class _CriticCheckpoint(PretrainedPolicy):
+    @property
+    def _owner(self) -> str:
+        return f"the critic's {super()._owner}"
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class PretrainedCritic:
+    """A separate critic in Hugging Face format.
+
+    The head of a sequence classifier with one label (a reward model) becomes the value head. In any other model, a new
+    head near zero replaces the head. Encoders are refused, because they see future tokens.
+
+    Attributes:
+        path: Name on the model hub or a local folder. Its vocabulary must be the policy's.
+        dtype: See `PretrainedPolicy`, also for the options down to `trust_remote_code`.
+        attn_implementation: As in transformers.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass. None: if the policy does.
+        disable_dropout: Set every dropout rate of the config to 0.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
+        head_std: As in `PolicyCopyCritic`, if the checkpoint has no head.
+        seed: Seed of the new value head.
+        allow_mismatched_weights: As in `PretrainedPolicy`; need not list the replaced and the new head.
+        gguf_file: As in `PretrainedPolicy`.
+    """
+
+    path: str
+    dtype: Dtype = "float32"
+    attn_implementation: str | None = None
+    gradient_checkpointing: bool | None = None
+    disable_dropout: bool = True
+    revision: str | None = None
+    trust_remote_code: bool = False
+    head_std: float = DEFAULT_HEAD_STD
+    seed: int = 0
+    allow_mismatched_weights: tuple[str, ...] = ()
+    gguf_file: str | None = None
+
+    def __post_init__(self) -> None:
+        check_head_std(self, self.head_std)
+        _ = self._checkpoint  # checks the path
+
+    def load(self, policy: nn.Module) -> Critic:
+        """Load the weights.
+
+        Raises:
+            OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
+            ValueError: If its vocabulary is smaller than the policy's, it is not causal, its head does not score a
+                sequence at the last token, or its weights do not match its config.
+        """
+        owner = f"PretrainedCritic(path={self.path!r})"
+        config = self.load_config()
+        if is_sequence_classifier(config) and config.num_labels == 1:
+            model = self._checkpoint.load_as("AutoModelForSequenceClassification")
+            trunk, score = find_decoder(model), score_head(model)
+            check_causal(trunk, owner)
+            check_score_head(model, score, owner)
+            head = ValueHead.from_score(score)
+        else:
+            trunk = find_backbone(self._checkpoint.load_as("AutoModel"))
+            check_causal(trunk, owner)
+            head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
+        self._check_vocabulary(trunk, policy)
+        if self.gradient_checkpointing is None and getattr(policy, "is_gradient_checkpointing", False):
+            self._checkpoint.enable_checkpointing(trunk)
+        return Critic(trunk, head).train()
+
+    def _check_vocabulary(self, trunk: Any, policy: Any) -> None:
+        available, needed = (model.get_input_embeddings().num_embeddings for model in (trunk, policy))
+        if available < needed:
+            raise ValueError(
+                f"PretrainedCritic(path={self.path!r}) has embeddings for {available} tokens and the policy for "
+                f"{needed}; choose a critic with the policy's tokenizer."
+            )
+
+    def load_config(self) -> PretrainedConfig:
+        """Load the config of the critic's model."""
+        return self._checkpoint.load_config()
+
+    @property
+    def _checkpoint(self) -> PretrainedPolicy:
+        return _CriticCheckpoint(
+            self.path,
+            self.dtype,
+            self.attn_implementation,
+            self.gradient_checkpointing,
+            self.disable_dropout,
+            self.revision,
+            self.trust_remote_code,
+            allow_mismatched_weights=self.allow_mismatched_weights,
+            gguf_file=self.gguf_file,
+        )
+
+
+def unpatched_backbone(policy: Any) -> Any:
+    """The policy's decoder, with its vision tower if it has one, for copying.
+
+    Raises:
+        RuntimeError: If it is inside `shared_prefix`: the copy would include the patch.
+    """
+    if in_force(policy) is not None:
+        raise RuntimeError(
+            f"{type(policy).__name__} is inside a shared_prefix context, whose patch a copied critic would include; "
+            "create the critic before entering the context."
+        )
+    return find_backbone(policy)
+
+
+def check_head_std(source: Any, head_std: float) -> None:
+    """Refuse an invalid standard deviation.
+
+    Raises:
+        ValueError: Names the class and the value.
+    """
+    if not 0 <= head_std < math.inf:  # nor NaN
+        raise ValueError(f"{type(source).__name__}.head_std is {head_std}; it must be 0 or larger, and finite.")
+
+
+# A critic made of the policy's base weights, its own low-rank layers and a value head.
+#
+# The base weights exist once: the critic's alias the policy's storage, so they follow the policy as it trains, and the
+# critic's gradient never reaches them. The critic does not include the policy's adapter.
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class LoRACritic(LoRAOptions):
+    """A value head on the policy's decoder, with separate low-rank layers for the critic.
+
+    Attributes:
+        r: See `LoRAOptions`, also for the options down to `use_rslora`.
+        alpha: The output of the low-rank layers is multiplied by alpha / r.
+        dropout: Dropout rate of their input: 0, as in `LoRAOptions`.
+        target_modules: `all-linear`, suffixes of layer names, or a regular expression.
+        use_dora: Also learn the norms of the weights' columns (DoRA).
+        use_rslora: Multiply by alpha / sqrt(r) instead.
+        seed: Seed of the new layers and the value head.
+        head_std: As in `PolicyCopyCritic`.
+
+    Raises:
+        ModuleNotFoundError: If PEFT is not installed.
+        ValueError: If an option is out of range.
+    """
+
+    needs_whole_weights: ClassVar[bool] = True
+
+    head_std: float = DEFAULT_HEAD_STD
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_head_std(self, self.head_std)
+
+    def load(self, policy: nn.Module) -> Critic:
+        """Build the critic on the policy's base, without the policy's adapter, if any.
+
+        Raises:
+            ValueError: If no layer matches `target_modules`.
+        """
+        trunk, names = aliased_copy(unpatched_backbone(policy))
+        remove_adapters(trunk)
+        self.put_on(trunk, "critic")
+        tied = {name: names[parameter] for name, parameter in trunk.named_parameters() if parameter in names}
+        head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
+        return TiedCritic(trunk, head, tied).train()
+
+
+class TiedCritic(Critic):
+    """A critic whose trunk has frozen parameters that alias the policy's.
+
+    Its `state_dict` leaves these out, and loading does not report them missing. Call `retie` when either model gets new
+    storage: after moving or casting one, after `copy.deepcopy` or pickling of both, and after
+    `policy.load_state_dict(..., assign=True)`. Until then the critic uses its old weights.
+
+    Args:
+        trunk: A structural copy of the policy's decoder, with additional layers.
+        head: The value head.
+        tied: For each aliased parameter of the trunk, its name in the policy's decoder.
+    """
+
+    def __init__(self, trunk: Any, head: ValueHead, tied: dict[str, str]) -> None:
+        super().__init__(trunk, head)
+        self.tied = tied
+        leave_parameters_out_of_checkpoints(trunk, tied)
+
+    @torch.no_grad()
+    def retie(self, policy: nn.Module) -> None:
+        """Point the aliases at the policy's storage again.
+
+        Raises:
+            ValueError: If the policy's parameters are not whole tensors of the same shapes (as when sharded by FSDP).
+        """
+        aliases = dict(self.trunk.named_parameters())
+        sources = dict(find_backbone(policy).named_parameters())  # type: ignore[arg-type]
+        for name, source in self.tied.items():
+            alias, parameter = aliases[name], sources.get(source)
+            if parameter is None or type(parameter) is not type(alias) or parameter.shape != alias.shape:
+                found = "missing" if parameter is None else f"a {type(parameter).__name__} of {list(parameter.shape)}"
+                raise ValueError(
+                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(alias.shape)}, which "
+                    f"is now {found}; it needs whole parameters (one device or DDP). With sharded weights use "
+                    "PolicyCopyCritic or SharedTrunkCritic."
+                )
+            alias.data = parameter.data

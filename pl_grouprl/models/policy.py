@@ -1,30 +1,140 @@
-"""Policy sources: where a policy and its tokenizer come from."""
+"""Policy sources, and the frozen models beside a policy: reference and teacher."""
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pl_grouprl.attention import find_decoder
-from pl_grouprl.media.processor import language_model_class
-from pl_grouprl.models import gguf
-from pl_grouprl.models.adapter_layers import has_adapters
-from pl_grouprl.models.adapters import LoRAAdapter, check_folder, expand_home
-from pl_grouprl.models.compile import compile_layers
+from pl_grouprl.attention.support import compile_layers
+from pl_grouprl.media.rows import language_model_class
+from pl_grouprl.models import loading as gguf
+from pl_grouprl.models.adapters import (
+    FourBit,
+    LoRAAdapter,
+    check_folder,
+    expand_home,
+    has_adapters,
+    is_quantized,
+    prepare_for_training,
+)
 from pl_grouprl.models.loading import check_patterns, load_model, reachable
-from pl_grouprl.models.quantization import FourBit, is_quantized, prepare_for_training
 from pl_grouprl.utilities import internals
-from pl_grouprl.utilities.annotations import ArgumentError, describe_value
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import drop_none
+from pl_grouprl.utilities.options import ArgumentError, checked_arguments, describe_value, drop_none
+from pl_grouprl.utilities.text import first_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+# Helpers for frozen models: teachers, and the reference policy of KL penalties, a copy of the initial policy.
+#
+# A policy with an adapter needs no copy: its frozen base, with the adapter off, is the reference.
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Copy a model and freeze the copy. Keeps its mode; put it in evaluation mode before scoring."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+@contextmanager
+def unfrozen(model: nn.Module) -> Iterator[None]:
+    """Let all parameters of a frozen model require gradients, for checks that compare gradients."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]  # not quantized ones
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
+    """Leave a child out of `module.state_dict()`, and do not report it missing in `load_state_dict`, even if strict.
+
+    For weights that are recreated from their source.
+    """
+    module.register_state_dict_post_hook(partial(_drop, child))  # not closures, which cannot be pickled
+    module.register_load_state_dict_post_hook(partial(_ignore_missing, child))
+
+
+def _drop(child: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for name in [name for name in state if name.startswith(f"{prefix}{child}.")]:
+        del state[name]
+
+
+def _ignore_missing(child: str, module: nn.Module, incompatible: Any) -> None:
+    own = re.compile(rf"((_fsdp_wrapped_)?module\.)*{re.escape(child)}\.")  # FSDP1, or an average, may wrap the module
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not own.match(name)]
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> float:
+    """Sum of the absolute weights, optionally of frozen ones only; detects that a source's model has changed."""
+    parameters = (p for p in model.parameters() if not (frozen_only and p.requires_grad))
+    return float(sum(parameter.abs().sum(dtype=torch.float64) for parameter in parameters))
+
+
+# Checks that a teacher fits its student: tokenizer, vocabulary, and other weights.
+
+
+def check_tokenizers(student: Any, teacher: Any) -> None:
+    """Refuse a teacher whose tokenizer has other tokens, or other ids for the same tokens.
+
+    Raises:
+        ValueError: If one token differs.
+    """
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if differing:
+        token = differing[0]
+        raise ValueError(
+            f"teacher has another tokenizer than policy: {len(differing)} tokens differ ({first_names(differing, 6)}); "
+            f"{token!r} has the id {theirs.get(token)} there and {ours.get(token)} in the policy's. The teacher would "
+            "score different text; use one with the policy's tokenizer."
+        )
+
+
+def check_pair(student: nn.Module, teacher: nn.Module) -> float:
+    """Refuse a teacher that cannot score the student's tokens, or is the student itself.
+
+    Args:
+        student: As loaded, before any training.
+        teacher: As loaded.
+
+    Returns:
+        The teacher's fingerprint, so that a resumed run can recognize it.
+
+    Raises:
+        ValueError: If the teacher's vocabulary is smaller, or the teacher is the student's initial or base model.
+    """
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]  # type: ignore[operator]
+    if sizes[1] < sizes[0]:
+        raise ValueError(
+            f"teacher has logits for {sizes[1]} tokens and policy for {sizes[0]}, so it cannot score all that the "
+            "policy may sample; use a teacher with at least as many."
+        )
+    teacher_fingerprint = fingerprint(teacher)
+    if teacher_fingerprint == fingerprint(student, frozen_only=has_adapters(student)):
+        raise ValueError(
+            "teacher is the model that policy starts from, so there is nothing to learn from it; pass another model. "
+            "To keep the policy near its start, set beta of GRPO."
+        )
+    return teacher_fingerprint
+
+
+# Policy sources: where a policy and its tokenizer come from.
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 

@@ -1,14 +1,18 @@
 """Packed rows: which tokens share a prefix, and how groups of rollouts are laid out for one decoder call."""
 
-from pl_grouprl.packing.balance import balance, imbalance
-from pl_grouprl.packing.batch import ScoringBatch, Sharing, pack
-from pl_grouprl.packing.drawing import draw_forest
-from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
-from pl_grouprl.packing.repeat import repeat_rows
-from pl_grouprl.packing.rows import RowPlan, plan_repeated_rows, plan_rows
-from pl_grouprl.packing.splits import Branch, SplitGroup, SplitShape
+from pl_grouprl.packing.batch import ScoringBatch, Sharing, TruncatedGroups, pack, truncate_rollouts
+from pl_grouprl.packing.layout import Segment, SharedPrefixLayout, draw_forest, repeat_rows
+from pl_grouprl.packing.plan import (
+    Branch,
+    RowPlan,
+    SplitGroup,
+    SplitShape,
+    balance,
+    imbalance,
+    plan_repeated_rows,
+    plan_rows,
+)
 from pl_grouprl.packing.trie import Trie, build_trie
-from pl_grouprl.packing.truncation import TruncatedGroups, truncate_rollouts
 
 __all__ = [
     "Branch",

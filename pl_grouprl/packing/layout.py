@@ -1,7 +1,4 @@
-"""Describes a packed row as a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth).
-
-Legend: T packed tokens, S segments.
-"""
+"""Describes a packed row as a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth)."""
 
 from __future__ import annotations
 
@@ -11,6 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+# Describes a packed row as a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth).
+#
+# Legend: T packed tokens, S segments.
 
 _Value = TypeVar("_Value")
 
@@ -282,3 +283,41 @@ def _check_forest(lengths: Sequence[int], parents: Sequence[int | None], group_i
                 "a parent, then each of its children with all of its descendants."
             )
         open_path.append(index)
+
+
+# Draws the forest of a packed row as text.
+
+
+def draw_forest(layout: SharedPrefixLayout) -> str:
+    """Draw a layout as a tree of its segments' lengths, one line per segment, in row order."""
+    last_child = {segment.parent: index for index, segment in enumerate(layout.segments)}
+    lines: list[str] = []
+    margins: list[str] = []  # of each segment's children
+    for index, segment in enumerate(layout.segments):
+        branch = margin = ""
+        if segment.parent is not None:
+            is_last = last_child[segment.parent] == index
+            branch = margins[segment.parent] + ("└─ " if is_last else "├─ ")
+            margin = margins[segment.parent] + ("   " if is_last else "│  ")
+        lines.append(f"{branch}{segment.length}")
+        margins.append(margin)
+    return "\n".join(lines)
+
+
+# Expands a packed row into the padded rows that it represents.
+#
+# Legend: B sequences, L the longest of them, T packed tokens.
+
+
+def repeat_rows(layout: SharedPrefixLayout, input_ids: Tensor) -> dict[str, Tensor]:
+    """Expand a packed row [1, T] into right-padded `input_ids` and `attention_mask`, shape [B, L], a row per leaf."""
+    lengths_B = torch.tensor(layout.repeated_lengths, device=input_ids.device)
+    rows_BL = repeat_values(layout, input_ids[0])
+    mask_BL = torch.arange(rows_BL.shape[1], device=input_ids.device) < lengths_B[:, None]
+    return {"input_ids": rows_BL, "attention_mask": mask_BL.to(input_ids.dtype)}
+
+
+def repeat_values(layout: SharedPrefixLayout, packed_T: Tensor) -> Tensor:
+    """Expand values of packed tokens [T] into right-padded rows [B, L], a row per leaf, with zeros at padding."""
+    rows = [packed_T[layout.path(leaf).to(packed_T.device)] for leaf in layout.leaves]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

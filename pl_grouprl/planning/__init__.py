@@ -1,6 +1,6 @@
 """Plans a run before anything is loaded: memory, tokens and time, by formula."""
 
-from pl_grouprl.planning.hardware import DEVICES, Hardware
+from pl_grouprl.planning.memory import DEVICES, Hardware
 from pl_grouprl.planning.plan import RunPlan, plan_run
 
 __all__ = ["DEVICES", "Hardware", "RunPlan", "plan_run"]

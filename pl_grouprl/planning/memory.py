@@ -1,26 +1,315 @@
-"""Estimates the memory of one device: what training holds, and what is left for tokens and rollouts.
-
-Weights, gradients and moments are counted exactly, from the parameters of models on the meta device; activations from
-what autograd saves. docs/memory.md says how that was checked.
-
-Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
-"""
+"""Estimates the memory of a run's models on one device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
-from pl_grouprl.attention import find_backbone
-from pl_grouprl.media.processor import language_model_class
-from pl_grouprl.models import LoRAAdapter
-from pl_grouprl.planning.activations import KeptBytes, count_kept
-from pl_grouprl.utilities.device_defaults import cached_by_layer, cached_bytes, kept_bytes, layer_sizes
+from pl_grouprl.attention import find_backbone, find_decoder
+from pl_grouprl.attention.layer_check import layers_of
+from pl_grouprl.media.rows import language_model_class
+from pl_grouprl.models import LoRAAdapter, LoRACritic, ModelCost, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
+from pl_grouprl.models.critic import ValueHead
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.utilities import internals
+from pl_grouprl.utilities.device_defaults import (
+    cached_by_layer,
+    cached_bytes,
+    checkpoints_activations,
+    kept_bytes,
+    layer_sizes,
+)
+
+# Counts what a decoder's layers keep for their backward pass, without weights or a GPU.
+#
+# The decoder runs on fake tensors, which have shapes and dtypes but no storage, and autograd reports what it saves.
+# Fused
+# kernels stand in for attention and for the experts of a mixture. They keep inputs, output and log-sum-exp, as
+# kernels on
+# a GPU do; plain attention on a CPU would keep a score for each pair of tokens.
+
+_LENGTHS = (64, 128)
+"""The difference between two rows cancels what does not depend on the tokens: copies of weights, mostly."""
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes per token that a decoder keeps.
+
+    Attributes:
+        total: The whole decoder, without checkpointing.
+        largest: The layer that keeps most.
+        inputs: The inputs of all layers, which checkpointing keeps.
+    """
+
+    total: int
+    largest: int
+    inputs: int
+
+
+def count_kept(model: Any, *, autocast: bool) -> KeptBytes:
+    """Count what a model's decoder keeps for each token of a row, without its head.
+
+    Args:
+        model: A transformers model on the meta device, with or without a head. Its weights are replaced by fake ones;
+            discard it afterwards.
+        autocast: Whether it runs under bfloat16 autocast.
+
+    Raises:
+        TypeError: If the decoder does something that depends on values, which fake tensors do not have.
+    """
+    decoder = find_decoder(model).train()
+    internals.set_attention_implementation(decoder.config, _register())
+    try:
+        with FakeTensorMode(), _FusedExperts():
+            _make_fake(decoder)
+            short, long = (_saved(decoder, length, autocast) for length in _LENGTHS)
+    except Exception as error:  # whatever an operator raises for fake tensors
+        raise TypeError(f"plan cannot count the activations of a {type(decoder).__name__}: {error}") from error
+    extra = _LENGTHS[1] - _LENGTHS[0]
+    kept = [(after - before) // extra for before, after in zip(short[0], long[0], strict=True)]
+    inputs = (sum(long[1]) - sum(short[1])) // extra
+    return KeptBytes(sum(kept), max(kept[:-1]), inputs)
+
+
+def _make_fake(decoder: nn.Module) -> None:
+    """Replace weights and buffers by fake ones on the CPU; called inside the mode, which makes them so."""
+    for module in decoder.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                fake = torch.empty(weight.shape, dtype=weight.dtype)
+                module._parameters[name] = nn.Parameter(fake, requires_grad=weight.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _saved(decoder: Any, length: int, autocast: bool) -> tuple[list[int], list[int]]:
+    """Bytes that each layer saves, and then the rest of the decoder; and bytes of each layer's input."""
+    layers = layers_of(decoder)
+    weights = {tensor.untyped_storage()._cdata for tensor in (*decoder.parameters(), *decoder.buffers())}
+    saved, inputs = [0] * (len(layers) + 1), [0] * len(layers)
+    seen: dict[int, Any] = {}  # keeps storages alive, so that their addresses are not used again
+    in_tuple: dict[int, bool] = {}
+    running = len(layers)
+
+    def run(index: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal running
+        running, inputs[index] = index, (args[0] if args else kwargs["hidden_states"]).nbytes
+        output = forward(*args, **kwargs)
+        running, in_tuple[index] = len(layers), isinstance(output, tuple)
+        return output
+
+    def pass_on(same: int, *args: Any, **kwargs: Any) -> Any:
+        states = args[0] if args else kwargs["hidden_states"]
+        return (states,) if in_tuple[same] else states
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights and storage._cdata not in seen:
+            seen[storage._cdata] = storage
+            saved[running] += storage.nbytes()
+        return tensor
+
+    alike = _alike(decoder, layers)
+    for index, layer in enumerate(layers):
+        is_run = alike[index] == index
+        layer.forward = partial(run, index, layer.forward) if is_run else partial(pass_on, alike[index])
+    ids = torch.zeros(1, length, dtype=torch.long)
+    try:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            decoder(input_ids=ids, use_cache=False)
+    finally:
+        for layer in layers:
+            del layer.forward
+    return [*(saved[index] for index in alike), saved[-1]], [inputs[index] for index in alike]
+
+
+def _alike(decoder: Any, layers: Sequence[nn.Module]) -> list[int]:
+    """For each layer, the layer that is run for it: the second of its kind, as the first makes what all share."""
+    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+    found: dict[Any, list[int]] = {}
+    for index, layer in enumerate(layers):
+        found.setdefault((repr(layer), kinds[index]), []).append(index)
+    alike = list(range(len(layers)))
+    for same in found.values():
+        for index in same[2:]:
+            alike[index] = same[1]
+    return alike
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What fused attention keeps: queries, keys and values as the layer passes them, output and log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, length, dtype=torch.float32))
+        return out
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """What a grouped product keeps: each input whose partner needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        for_tokens, for_weight = ctx.needs_input_grad
+        ctx.save_for_backward(tokens if for_weight else None, weight if for_tokens else None)
+        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+
+
+class _FusedExperts(TorchFunctionMode):
+    """Replaces grouped products, which PyTorch traces for some dtypes only."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return _GroupedProduct.apply(*args[:2])
+        return function(*args, **(kwargs or {}))
+
+
+def _register() -> str:
+    """Register the fused attention with transformers; returns its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (states.to(torch.get_autocast_dtype("cpu")) for states in (query, key, value))
+        return _FusedAttention.apply(query, key, value), None
+
+    name = "pl_grouprl_counted"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    return name
+
+
+# The hardware that a run is planned for, its precision and strategy, and the rates of known devices.
+
+
+class DeviceRates(NamedTuple):
+    """Data sheet figures of a device.
+
+    Attributes:
+        gib: Memory in GiB.
+        operations: Dense 16-bit operations per second.
+        bandwidth: Bytes read from its memory per second.
+    """
+
+    gib: int
+    operations: float
+    bandwidth: float
+
+
+DEVICES: dict[str, DeviceRates] = {
+    "a10": DeviceRates(24, 125e12, 600e9),
+    "a100": DeviceRates(80, 312e12, 2039e9),
+    "h100": DeviceRates(80, 989e12, 3350e9),
+    "h200": DeviceRates(141, 989e12, 4800e9),
+    "l4": DeviceRates(24, 121e12, 300e9),
+    "l40s": DeviceRates(48, 362e12, 864e9),
+    "rtx4090": DeviceRates(24, 165e12, 1008e9),
+}
+"""From NVIDIA's data sheets; A100 (80 GB), H100 and H200 as SXM modules."""
+
+_CLASSES = {
+    "SingleDeviceStrategy": "single",
+    "DDPStrategy": "ddp",
+    "FSDPStrategy": "fsdp",
+    "ModelParallelStrategy": "fsdp2",
+}
+
+KNOWN = ("single", "ddp", "fsdp", "fsdp2", "deepspeed_stage_2", "deepspeed_stage_3")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan needs to know about a Trainer.
+
+    Attributes:
+        precision: As in Lightning.
+        processes: Devices on all nodes.
+        strategy: One of `KNOWN`.
+        device: A name in `DEVICES`; None if its rates are not known.
+
+    Raises:
+        ValueError: If the strategy or the device is unknown.
+    """
+
+    precision: str = "32-true"
+    processes: int = 1
+    strategy: str = "single"
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("strategy", self.strategy, KNOWN), ("device", self.device, (None, *DEVICES))):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; `plan` knows {', '.join(str(choice) for choice in known)}.")
+
+    @classmethod
+    def of_trainer(cls, options: Mapping[str, Any], device: str | None = None) -> Hardware:
+        """Read a Trainer's options from a configuration.
+
+        Args:
+            options: The Trainer's arguments.
+            device: A name in `DEVICES`; None recognizes this machine's GPU.
+        """
+        devices, on_cpu = options.get("devices"), options.get("accelerator") == "cpu"
+        if on_cpu and devices in (None, "auto"):
+            devices = 1
+        processes = count_devices(devices) * (options.get("num_nodes") or 1)
+        precision = str(options.get("precision") or "32-true")
+        strategy = strategy_name(options.get("strategy") or "auto", processes)
+        return cls(precision, processes, strategy, device or (None if on_cpu else local_device()))
+
+
+def count_devices(devices: Any) -> int:
+    """Number of devices for a Trainer's `devices`; `auto` means all GPUs of this machine, or one device."""
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    if devices in (None, "auto", -1, "-1"):
+        return max(torch.cuda.device_count(), 1)
+    return len(devices.split(",")) if isinstance(devices, str) and "," in devices else int(devices)
+
+
+def strategy_name(strategy: Any, processes: int) -> str:
+    """One of `KNOWN`, or the name of an unknown strategy."""
+    if isinstance(strategy, str):
+        if strategy == "auto":
+            return "single" if processes == 1 else "ddp"
+        return {"deepspeed": "deepspeed_stage_2"}.get(strategy, "ddp" if strategy.startswith("ddp") else strategy)
+    is_config = isinstance(strategy, Mapping)
+    name = strategy["class_path"].rpartition(".")[2] if is_config else type(strategy).__name__
+    if name == "DeepSpeedStrategy":
+        given = strategy.get("init_args", {}) if is_config else strategy.config["zero_optimization"]
+        return f"deepspeed_stage_{given.get('stage', 2)}"
+    return _CLASSES.get(name, name)
+
+
+def local_device() -> str | None:
+    """Name of this machine's GPU in `DEVICES`; None if it is not there."""
+    if not torch.cuda.is_available():
+        return None
+    words = torch.cuda.get_device_name().lower().replace("rtx ", "rtx").replace("-", " ").split()
+    return next((name for name in DEVICES if name in words), None)
+
+
+# Estimates the memory of one device: what training holds, and what is left for tokens and rollouts.
+#
+# Weights, gradients and moments are counted exactly, from the parameters of models on the meta device; activations from
+# what autograd saves. docs/memory.md says how that was checked.
+#
+# Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
 
 GIB = 2**30
 
@@ -319,3 +608,145 @@ def divided(footprint: Footprint, strategy: str, devices: int) -> Footprint:
         reference=round(footprint.reference * (shard if is_sharded else 1)),
         gathered=footprint.policy.weights if is_sharded else 0,
     )
+
+
+# The models of a run, built on the meta device, and the memory that they need.
+
+_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+
+@dataclass(frozen=True)
+class PlannedModels:
+    """What a run loads.
+
+    Attributes:
+        name: The policy's class.
+        num_parameters: Parameters of the policy without its adapter.
+        config: The policy's config.
+        footprint: Memory on one device, with nothing sharded.
+        cost: Operations of the policy.
+        has_adapter: Whether the policy trains an adapter.
+        has_critic: Whether there is a critic with its own backbone.
+        checkpointing: Whether gradient checkpointing is on.
+    """
+
+    name: str
+    num_parameters: int
+    config: Any
+    footprint: Footprint
+    cost: ModelCost
+    has_adapter: bool
+    has_critic: bool
+    checkpointing: bool
+
+
+def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
+    """Build a module's models without storage; only their configs are read.
+
+    Args:
+        module: An `RLModule` whose models are not loaded.
+        hardware: Its precision decides dtypes.
+
+    Raises:
+        TypeError: If a model's source has no `load_config`.
+    """
+    source = module.policy_source
+    config = load_config(source, "policy")
+    adapter = getattr(source, "adapter", None)
+    mixed = "mixed" in hardware.precision
+    dtype = weight_dtype(source, config, hardware.precision)
+    base = empty_model(config, dtype)
+    num_parameters = sum(p.numel() for p in base.parameters())
+    cost = ModelCost.of(find_decoder(base), base.get_output_embeddings())
+    policy = base if adapter is None else adapter.add_to(base)
+    bits = module.optimizer_config.state_bits
+    four_bits = getattr(source, "quantization", None) is not None
+    held = held_bytes(policy, state_bits=bits, four_bits=four_bits, autocast=mixed)
+    sampled = _sampling_dtype(module.engine, dtype, hardware)
+    layers = LayerBytes.of(policy, autocast=mixed, width=sampled.itemsize)
+    critic_held, critic_layers = _critic(module, config, dtype, hardware)
+    reference = held.weights if adapter is None and module.kl_penalty.is_used else 0
+    return PlannedModels(
+        name=type(policy).__name__,
+        num_parameters=num_parameters,
+        config=config,
+        footprint=Footprint(
+            held,
+            layers,
+            reference + _teacher_bytes(module, hardware),
+            critic_held,
+            critic_layers,
+            sampling_copy=num_parameters * sampled.itemsize if sampled != dtype else 0,
+        ),
+        cost=cost,
+        has_adapter=adapter is not None,
+        has_critic=critic_layers is not None,
+        checkpointing=checkpoints_activations(
+            getattr(source, "gradient_checkpointing", False), "cpu" if hardware.device is None else "cuda"
+        ),
+    )
+
+
+def _sampling_dtype(engine: Any, dtype: torch.dtype, hardware: Hardware) -> torch.dtype:
+    """The dtype that rollouts run in; that of the weights for engines which do not run them."""
+    if not isinstance(engine, HFRolloutEngine):
+        return dtype
+    if engine.dtype == "auto":
+        return torch.bfloat16 if hardware.precision == "bf16-mixed" else dtype
+    chosen: torch.dtype = getattr(torch, engine.dtype)
+    return chosen
+
+
+def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) -> tuple[Held, LayerBytes | None]:
+    """What the critic adds, and the bytes per token of its own backbone, if it has one."""
+    source: Any = getattr(module, "critic_source", None)
+    if source is None:
+        return Held(), None
+    backbone: Any = None
+    if isinstance(source, PretrainedCritic):
+        config = source.load_config()
+        dtype = weight_dtype(source, config, hardware.precision)
+        backbone = find_backbone(empty_model(config, dtype))
+    elif isinstance(source, PolicyCopyCritic | LoRACritic):
+        backbone = find_backbone(empty_model(config, dtype))
+    elif not isinstance(source, SharedTrunkCritic):
+        raise TypeError(f"critic is a {type(source).__name__}, which `plan` does not know; use one of this package.")
+    if isinstance(source, LoRACritic):
+        source.put_on(backbone, "critic")
+    head = ValueHead.near_zero(config.get_text_config(decoder=True).hidden_size, source.head_std, source.seed)
+    model = nn.ModuleList([head] if backbone is None else [backbone, head])
+    base = [p for p in model.parameters() if not p.requires_grad]  # the policy's
+    bits = module.critic_optimizer.state_bits
+    held = held_bytes(model, state_bits=bits, autocast="mixed" in hardware.precision, known=base)
+    if backbone is None:
+        return held, None
+    return held, LayerBytes.of(backbone, autocast="mixed" in hardware.precision, width=dtype.itemsize)
+
+
+def _teacher_bytes(module: Any, hardware: Hardware) -> int:
+    source = getattr(module, "teacher_source", None)
+    if source is None:
+        return 0
+    config = load_config(source, "teacher")
+    return held_bytes(empty_model(config, weight_dtype(source, config, hardware.precision))).weights
+
+
+def load_config(source: Any, argument: str) -> Any:
+    """Load the config of a source's model.
+
+    Raises:
+        TypeError: If the source cannot say what it will load.
+    """
+    if not hasattr(source, "load_config"):
+        raise TypeError(
+            f"{argument} is a {type(source).__name__} without load_config(), so `plan` cannot know its model before it "
+            "is loaded; give the class that method, which returns the transformers config."
+        )
+    return source.load_config()
+
+
+def weight_dtype(source: Any, config: Any, precision: str) -> torch.dtype:
+    """Dtype of the weights in a run."""
+    name = getattr(source, "dtype", "float32")
+    loaded = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name)
+    return _TRUE.get(precision, loaded)

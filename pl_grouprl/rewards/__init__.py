@@ -2,7 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pl_grouprl.rewards.apply import (
+from pl_grouprl.rewards.answers import ExactMatch, LeadingCorrectCharacters, MathVerify, NumericAnswer
+from pl_grouprl.rewards.base import (
+    EnvironmentReward,
+    FunctionFromFile,
+    RewardConfigurationError,
+    RewardFunction,
+    Weighted,
+    check_environments,
+)
+from pl_grouprl.rewards.calls import (
     PendingRewards,
     Rewards,
     apply_rewards,
@@ -12,24 +21,14 @@ from pl_grouprl.rewards.apply import (
     prepare_rewards,
     start_rewards,
 )
-from pl_grouprl.rewards.base import FunctionFromFile, RewardConfigurationError, RewardFunction, Weighted
 from pl_grouprl.rewards.code_tests import CodeTests
-from pl_grouprl.rewards.conventions import check_environments
-from pl_grouprl.rewards.cosine_length import CosineLengthReward
-from pl_grouprl.rewards.environment import EnvironmentReward
-from pl_grouprl.rewards.exact_match import ExactMatch
 from pl_grouprl.rewards.judge import Judge
-from pl_grouprl.rewards.leading_characters import LeadingCorrectCharacters
-from pl_grouprl.rewards.math_verify import MathVerify
-from pl_grouprl.rewards.numeric_answer import NumericAnswer
-from pl_grouprl.rewards.overlong import OverlongPenalty
-from pl_grouprl.rewards.repetition import RepetitionPenalty
+from pl_grouprl.rewards.penalties import CosineLengthReward, OverlongPenalty, RepetitionPenalty
 from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
 from pl_grouprl.rewards.workers import RewardWorkers
 
 if TYPE_CHECKING:
-    from pl_grouprl.rewards.model_reward import ModelReward
-    from pl_grouprl.rewards.process_reward_model import ProcessRewardModel
+    from pl_grouprl.rewards.models import ModelReward, ProcessRewardModel
 
 __all__ = [
     "CodeTests",
@@ -66,11 +65,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import reward models on first use, so a reward worker starts without PyTorch unless it needs it."""
     if name == "ModelReward":
-        from pl_grouprl.rewards.model_reward import ModelReward
+        from pl_grouprl.rewards.models import ModelReward
 
         return ModelReward
     if name == "ProcessRewardModel":
-        from pl_grouprl.rewards.process_reward_model import ProcessRewardModel
+        from pl_grouprl.rewards.models import ProcessRewardModel
 
         return ProcessRewardModel
     raise AttributeError(f"module 'pl_grouprl.rewards' has no attribute {name!r}")

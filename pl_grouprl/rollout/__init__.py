@@ -2,9 +2,9 @@
 
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine
-from pl_grouprl.rollout.hf import HFRolloutEngine
-from pl_grouprl.rollout.server.engine import VLLMServerRolloutEngine
+from pl_grouprl.rollout.hf.engine import HFRolloutEngine
 from pl_grouprl.rollout.vllm.colocate import VLLMRolloutEngine
+from pl_grouprl.rollout.vllm.servers import VLLMServerRolloutEngine
 
 __all__ = [
     "Branching",

@@ -1,15 +1,18 @@
-"""Options of branching rollouts: where rollouts branch, how often, and within how many tokens."""
+"""Branching rollouts: where they branch, and how they are sampled in rounds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 
-from pl_grouprl.types import SamplingConfig
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.types import FinishReason, Media, Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.options import check_options, checked_arguments
+
+# Options of branching rollouts: where rollouts branch, how often, and within how many tokens.
 
 MAX_ROLLOUTS = 2**16
 """Most rollouts per group; random streams are numbered over all prompts and rollouts, in 32 bits."""
@@ -142,3 +145,323 @@ class Branching:
             fit.append(cost <= spare[group])
             spare[group] -= cost * fit[-1]
         return fit
+
+
+# Samples branching rollouts in rounds: all unfinished rollouts are sampled up to their next branch point, then fork.
+#
+# The next prompt of a branch is its prompt and its tokens so far; with kept caches, only the last token is encoded
+# again.
+#
+# Legend: P prompts, G roots of each.
+
+
+class PartialRollout(Protocol):
+    """A rollout in progress, sampled in several rounds: an `Episode` or a `BranchingCompletion`."""
+
+    @property
+    def prompt_index(self) -> int:
+        """Index of its prompt in the batch of all ranks."""
+
+    @property
+    def stream(self) -> int:
+        """Identifies its random numbers in a round; in the first one, `prompt_index * G` + number in the group."""
+
+    @property
+    def media(self) -> Media:
+        """Images and videos of the prompt."""
+
+    def next_prompt(self) -> list[int]:
+        """Its prompt and its tokens so far."""
+        ...
+
+
+U = TypeVar("U", bound=PartialRollout, contravariant=True)
+
+
+class ForkableRollout(PartialRollout, Protocol):
+    """A rollout in progress that can branch."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is unfinished."""
+
+    def fork(self, count: int, width: int) -> list[Any]:
+        """Its `count` continuations from here on, of at most `width`."""
+        ...
+
+
+F = TypeVar("F", bound=ForkableRollout)
+
+
+class RoundSampler(Protocol[U]):
+    """Samples many rollouts in rounds."""
+
+    max_length: int | None
+    """Longest sequence that it can sample, prompt included; None if unknown."""
+
+    is_concurrent: bool
+    """Whether several threads may call it at once, each with other rollouts."""
+
+    def sample(self, number: int, rollouts: Sequence[U], limits: Sequence[int]) -> list[Rollout]:
+        """Continue each rollout by at most its limit, in round `number`; also called on ranks without rollouts."""
+        ...
+
+    def raise_together(self, run: Callable[[], None]) -> None:
+        """Run a step; if sampling is collective, an error on one rank is raised on all."""
+        ...
+
+    def any_open(self, is_open: bool) -> bool:
+        """Whether a rollout is unfinished on this rank or, if sampling is collective, on any rank."""
+        ...
+
+
+@dataclass
+class BranchingCompletion:
+    """A completion in progress: a path from a root of the group's tree towards a leaf.
+
+    Attributes:
+        prompt: Its open prompt.
+        prompt_index: See `PartialRollout`.
+        stream: See `PartialRollout`.
+        path: See `Rollout.branch_path`.
+        points: See `Rollout.branch_points`.
+        token_ids: Tokens so far.
+        logprobs: Their log-probabilities; None if the sampler reports none.
+        weight_versions: See `Rollout.weight_versions`.
+        finish_reason: Why it ended; None while it is unfinished.
+    """
+
+    prompt: Prompt
+    prompt_index: int
+    stream: int
+    path: tuple[int, ...]
+    points: tuple[int, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    weight_versions: list[int] | None = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def media(self) -> Media:
+        """Images and videos of the prompt."""
+        return self.prompt.media
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is unfinished."""
+        return self.finish_reason is None
+
+    def next_prompt(self) -> list[int]:
+        """Its prompt and its tokens so far."""
+        return [*self.prompt.token_ids, *self.token_ids]
+
+    def add(self, sampled: Rollout, limit: int, max_new_tokens: int, stop: StopStrings | None) -> int:
+        """Append what a round sampled; it stays unfinished only if `limit` cut it short of `max_new_tokens`.
+
+        Returns:
+            The number of tokens added.
+
+        Raises:
+            ValueError: If the sampler does not say whether the rollout ended at a branch point.
+        """
+        token_ids, reason = list(sampled.token_ids), sampled.finish_reason or "stop"
+        end = None if stop is None else end_of_stop_string(stop, self.token_ids, token_ids)
+        if end is not None:
+            token_ids, reason = token_ids[:end], "stop"
+        before = len(self.token_ids)
+        self.token_ids = self.token_ids + token_ids
+        if self.logprobs is not None:
+            logprobs = sampled.logprobs
+            self.logprobs = None if logprobs is None else self.logprobs + list(logprobs[: len(token_ids)])
+        if self.weight_versions is not None:
+            versions = sampled.weight_versions
+            self.weight_versions = None if versions is None else self.weight_versions + versions[: len(token_ids)]
+        at_branch_point = len(token_ids) == limit and before + limit < max_new_tokens
+        if at_branch_point and end is None and sampled.finish_reason is None:
+            raise ValueError(
+                "branching needs Rollout.finish_reason, to continue no rollout that has ended at a branch point, but "
+                "the rollout engine left it out; set it to 'stop' or 'length'."
+            )
+        self.finish_reason = None if at_branch_point and reason == "length" else reason
+        return len(token_ids)
+
+    def fork(self, count: int, width: int) -> list[BranchingCompletion]:
+        """Its `count` continuations from here on; streams are numbered as if there were `width`."""
+        streams = range(self.stream * width, self.stream * width + count)
+        if count == 1:
+            return [replace(self, stream=streams[0])]
+        points = (*self.points, len(self.token_ids))
+        return [
+            replace(self, stream=stream, path=(*self.path, number), points=points)
+            for number, stream in enumerate(streams)
+        ]
+
+    def rollout(self) -> Rollout:
+        """The finished rollout, without text."""
+        return Rollout(
+            list(self.token_ids),
+            None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            weight_versions=None if self.weight_versions is None else list(self.weight_versions),
+            branch_points=self.points,
+            branch_path=self.path,
+        )
+
+
+class BranchLoop:
+    """Samples rollouts that branch at tokens (`every_n`, `entropy`); `episodes` samples those that branch at turns.
+
+    Args:
+        branching: Where rollouts branch.
+        max_new_tokens: Most tokens of a rollout.
+        stop: Strings that end a rollout; checked here because engines miss those that span a branch point.
+    """
+
+    def __init__(self, branching: Branching, max_new_tokens: int, stop: StopStrings | None = None) -> None:
+        self._options, self._longest, self._stop = branching, max_new_tokens, stop or None
+
+    def run(
+        self,
+        sampler: RoundSampler[BranchingCompletion],
+        prompts: Sequence[Prompt],
+        prompt_indices: Sequence[int],
+        num_generations: int,
+    ) -> list[list[Rollout]]:
+        """Sample the tree of each prompt.
+
+        Args:
+            sampler: Samples the rounds.
+            prompts: Open prompts, P of them.
+            prompt_indices: Index of each in the batch of all ranks.
+            num_generations: G.
+
+        Returns:
+            The leaves of each prompt's tree, in the order of their paths.
+        """
+        branches = [
+            BranchingCompletion(prompt, index, index * num_generations + number, (number,))
+            for prompt, index in zip(prompts, prompt_indices, strict=True)
+            for number in range(num_generations)
+        ]
+        sampled: Counter[int] = Counter()
+        number = 0
+        while sampler.any_open(any(branch.is_open for branch in branches)):
+            sampler.raise_together(partial(self._advance, sampler, number, branches, sampled))
+            number += 1
+        leaves = {index: [b for b in branches if b.prompt_index == index] for index in prompt_indices}
+        return [[b.rollout() for b in sorted(own, key=lambda b: b.path)] for own in leaves.values()]
+
+    def _advance(
+        self,
+        sampler: RoundSampler[BranchingCompletion],
+        number: int,
+        branches: list[BranchingCompletion],
+        sampled: Counter[int],
+    ) -> None:
+        """Sample the unfinished branches up to their next branch point, and fork them there."""
+        unfinished = [branch for branch in branches if branch.is_open]
+        limits = [self._limit(number, branch) for branch in unfinished]
+        for branch, rollout, limit in zip(unfinished, sampler.sample(number, unfinished, limits), limits, strict=True):
+            sampled[branch.prompt_index] += branch.add(rollout, limit, self._longest, self._stop)
+        if self._options.points != "entropy":
+            branches[:] = fork_unfinished(
+                branches, self._options, sampled, lambda branch: self._longest - len(branch.token_ids)
+            )
+        elif number == 0:
+            branches[:] = self._fork_uncertain(branches, sampled)
+
+    def _limit(self, number: int, branch: BranchingCompletion) -> int:
+        rest, every_n = self._longest - len(branch.token_ids), self._options.every_n
+        return rest if every_n is None or number >= self._options.depth else min(rest, every_n)
+
+    def _fork_uncertain(self, roots: Sequence[BranchingCompletion], sampled: Counter[int]) -> list[BranchingCompletion]:
+        """Fork the finished roots before their most uncertain tokens, within the budget."""
+        points = [(root, place) for root in roots for place in uncertain_places(root, self._options.depth)]
+        points.sort(key=lambda point: _logprob(*point))  # stable
+        remaining = [self._longest - place for _, place in points]
+        fit = self._options.fit_budget([root.prompt_index for root, _ in points], remaining, sampled)
+        chosen: dict[int, list[int]] = {}
+        for (root, place), fits in zip(points, fit, strict=True):
+            if fits:
+                chosen.setdefault(root.stream, []).append(place)
+        found = []
+        for root in roots:
+            found += _forks_before(root, sorted(chosen.get(root.stream, ())), self._options)
+        return found
+
+
+def fork_unfinished(
+    rollouts: Sequence[F], branching: Branching, sampled: Mapping[int, int], remaining: Callable[[F], int]
+) -> list[F]:
+    """Continue each unfinished rollout `width` times, within the budget.
+
+    Args:
+        rollouts: All rollouts of some groups.
+        branching: Width and budget.
+        sampled: Tokens sampled so far, by group.
+        remaining: Returns the most tokens that an unfinished rollout may still sample.
+    """
+    unfinished = [rollout for rollout in rollouts if rollout.is_open]
+    groups = [rollout.prompt_index for rollout in unfinished]
+    counts = iter(branching.continuations(groups, list(map(remaining, unfinished)), sampled))
+    return [
+        one
+        for rollout in rollouts
+        for one in (rollout.fork(next(counts), branching.width) if rollout.is_open else [rollout])
+    ]
+
+
+def uncertain_places(branch: BranchingCompletion, count: int) -> list[int]:
+    """Places of the `count` tokens with the highest -log p; of equal ones, the earlier. Never the first token.
+
+    Raises:
+        ValueError: If the sampler reports no log-probabilities.
+    """
+    if branch.logprobs is None:
+        raise ValueError(
+            "branching has points='entropy', which needs log-probabilities of the sampled tokens, but the rollout "
+            "engine reports none; use one that does (HFRolloutEngine, VLLMRolloutEngine), or points='every_n'."
+        )
+    return sorted(range(1, len(branch.token_ids)), key=branch.logprobs.__getitem__)[:count]
+
+
+def first_own_token(path: Sequence[int], points: Sequence[int]) -> int:
+    """Index of a rollout's first token that no earlier leaf has; from there on, leaves have no tokens in common."""
+    return max((point for point, number in zip(points, path[1:], strict=True) if number > 0), default=0)
+
+
+def end_of_stop_string(stop: StopStrings, before: Sequence[int], token_ids: Sequence[int]) -> int | None:
+    """Find a stop string that begins before a branch point and ends after it; None if there is none.
+
+    Args:
+        stop: The strings.
+        before: Tokens up to the branch point.
+        token_ids: Tokens after it.
+
+    Returns:
+        The number of `token_ids` up to the one that completes the string, that one included.
+    """
+    tail, ends = list(before[-stop.window :]), range(1, min(stop.window, len(token_ids)) + 1) if before else range(0)
+    tails = [[*tail, *token_ids[:end]][-stop.window :] for end in ends]
+    return next((end for end, found in zip(ends, stop.found(tails), strict=True) if found), None)
+
+
+def _logprob(branch: BranchingCompletion, place: int) -> float:
+    assert branch.logprobs is not None
+    return branch.logprobs[place]
+
+
+def _forks_before(root: BranchingCompletion, places: Sequence[int], options: Branching) -> list[BranchingCompletion]:
+    """Fork a finished root before some tokens: the root, as continuation 0 everywhere, then the new branches."""
+    if not places:
+        return [root]
+    others, found = options.width - 1, []
+    for number, place in enumerate(places):
+        path, points = (*root.path, *[0] * number), tuple(places[: number + 1])
+        assert root.logprobs is not None
+        cut = replace(root, points=points, token_ids=root.token_ids[:place], finish_reason=None)
+        cut.logprobs = root.logprobs[:place]
+        cut.weight_versions = None if root.weight_versions is None else root.weight_versions[:place]
+        first = (root.stream * options.depth + number) * others
+        found += [replace(cut, stream=first + n, path=(*path, n + 1)) for n in range(others)]
+    return [replace(root, points=tuple(places), path=(*root.path, *[0] * len(places))), *found]

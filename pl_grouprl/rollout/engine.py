@@ -1,20 +1,277 @@
-"""The interface of rollout engines: bind a policy once, then turn prompts into groups of rollouts.
-
-An engine samples from the policy itself (`RolloutEngine`), or from its own copy of the weights, synced after updates
-(`SyncedRolloutEngine`).
-"""
+"""The interface of rollout engines: bind a policy once, then turn prompts into groups of rollouts."""
 
 from __future__ import annotations
 
 import math
 import operator
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from pl_grouprl.sync.sampler import SyncedSampler
+from pl_grouprl.attention.support import find_decoder, selects_tokens, takes_positions
+from pl_grouprl.distributed.checksum import SyncedSampler
+from pl_grouprl.media.inputs import placeholder_ids
+from pl_grouprl.rollout.hf.prefill import keeps_more_than_keys
 from pl_grouprl.types import FinishReason, Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import derive_seed
+
+# Limits on requests from a model: sequence length, vocabulary, and whether prompts may be padded.
+
+
+def length_limits(model: Any) -> dict[str, int]:
+    """Maximum lengths of prompt plus completion, by the name of what sets each limit.
+
+    Besides the model's positions, this includes the length beyond which rotary frequencies depend on the longest
+    sequence of a call (dynamic scaling, LongRoPE). Beyond it, cached keys were rotated at the frequencies of their
+    step, which no forward over the whole sequence reproduces, and frequencies would depend on other sequences in the
+    batch.
+
+    Args:
+        model: A transformers decoder.
+
+    Returns:
+        Name and tokens of each limit; empty if there is none.
+    """
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limits = {} if positions is None else {"max_position_embeddings": int(positions)}
+    for name, length in _rotary_limits(model):
+        limits[name] = min(length, limits.get(name, length))
+    return limits
+
+
+def allows_padding(model: Any, longest: int) -> bool:
+    """Whether prompts of different lengths can be batched.
+
+    Not if the model counts positions itself, or a layer counts columns: one that scales queries by them
+    (`counts_padding`), or one that keeps an index of the tokens and does not select by the attention mask (MiniMax M3's
+    blocks).
+
+    Args:
+        model: A transformers decoder.
+        longest: Length of the longest prompt plus completion.
+    """
+    decoder = find_decoder(model)
+    heeds_mask = not keeps_more_than_keys(model) or selects_tokens(decoder)
+    return heeds_mask and not counts_padding(model, longest) and (takes_positions(decoder) or needs_no_positions(model))
+
+
+def needs_no_positions(model: Any) -> bool:
+    """Whether a model biases scores by distance, which it reads from the attention mask."""
+    return model.config.model_type in ("bloom", "mpt") or bool(getattr(model.config, "alibi", False))
+
+
+def counts_padding(model: Any, longest: int) -> bool:
+    """Whether a layer counts columns, padding included, so only prompts of equal length can be batched.
+
+    Llama 4's layers without rotary embedding scale queries by their column, beyond some column.
+
+    Args:
+        model: A transformers decoder.
+        longest: Length of the longest prompt plus completion.
+    """
+    config = model.config.get_text_config(decoder=True)
+    tuned = bool(getattr(config, "attn_temperature_tuning", False)) and 0 in (config.no_rope_layers or ())
+    return tuned and longest >= config.floor_scale
+
+
+def vocabulary(model: Any) -> int | None:
+    """Size of the vocabulary for prompts; None if unknown."""
+    size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    return None if size is None else max(size, *(token + 1 for token in (0, *placeholder_ids(model).values())))
+
+
+def _rotary_limits(model: Any) -> Iterator[tuple[str, int]]:
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:
+            name = f"original_max_position_embeddings (its {kind} rotary frequencies change beyond it)"
+            if isinstance(kind, str) and "dynamic" in kind:
+                yield name, module.original_max_seq_len
+            elif kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                yield name, parameters["original_max_position_embeddings"]
+
+
+# End tokens and stop strings, which end a completion before its length limit.
+
+
+def end_token_ids(model: Any, tokenizer: Any, sampling: SamplingConfig) -> list[int]:
+    """Collect every token that ends a completion.
+
+    Args:
+        model: Its `generation_config` names the end tokens, or else its `config`.
+        tokenizer: Its `eos_token_id` is added; may be None.
+        sampling: Its `stop_token_ids` are added.
+
+    Returns:
+        The token ids, ascending and unique. If empty, all completions run to the limit.
+    """
+    sources = [
+        getattr(model, "generation_config", None) or getattr(model, "config", None),
+        tokenizer,
+    ]
+    found = set(sampling.stop_token_ids)
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return sorted(found)
+
+
+class StopStrings:
+    """Detects whether the newest token completes a stop string.
+
+    Only the last `window` tokens are decoded, with special tokens, so an end-of-turn marker can be a stop string. A
+    token is at least one byte, so a window of one token per byte of the longest string contains all of it; the margin
+    allows for decoders that treat the first token of a text differently, and for characters cut in the middle.
+
+    Args:
+        tokenizer: Decodes tokens.
+        stop: The strings.
+        lock: Held while the tokenizer decodes, if several threads share it.
+
+    Raises:
+        ValueError: If there are strings and no tokenizer, or if a string is empty.
+    """
+
+    MARGIN = 4
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], lock: AbstractContextManager[Any] | None = None) -> None:
+        if stop and tokenizer is None:
+            raise ValueError(
+                f"SamplingConfig.stop is {tuple(stop)!r} but the engine has no tokenizer to decode completions with; "
+                "bind one, or use stop_token_ids."
+            )
+        if "" in stop:
+            raise ValueError("SamplingConfig.stop has an empty string, which every completion contains; remove it.")
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
+        self._lock = nullcontext() if lock is None else lock
+        self.window = max((len(string.encode()) for string in stop), default=-self.MARGIN) + self.MARGIN
+
+    def __bool__(self) -> bool:
+        return bool(self.stop)
+
+    def found(self, tail_ids: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each completion's last `window` tokens contain a stop string.
+
+        Args:
+            tail_ids: The last tokens of each completion, up to `window`, the newest last.
+        """
+        with self._lock:
+            tails = [self.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in tail_ids]
+        return [any(string in tail for string in self.stop) for tail in tails]
+
+
+# The policy that an engine is bound to.
+
+
+class BoundPolicy:
+    """A policy and its tokenizer, with what engines need to know about them. Several threads may use it.
+
+    Args:
+        model: A transformers decoder; its weights may be shards.
+        tokenizer: Its tokenizer, or None.
+
+    Attributes:
+        never: Tokens that are never sampled: placeholders of images and videos.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._decoding = threading.Lock()
+        self.never = sorted(placeholder_ids(model).values())
+
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        num_generations: int,
+        max_model_len: int | None = None,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Refuse a request that cannot be served; see `check_request`."""
+        limits = length_limits(self.model)
+        if max_model_len is not None:
+            limits["max_model_len"] = max_model_len
+        check_request(
+            prompts,
+            sampling,
+            num_generations,
+            limits=limits,
+            vocab_size=vocabulary(self.model),
+            max_new_tokens=max_new_tokens,
+        )
+
+    def end_ids(self, sampling: SamplingConfig) -> list[int]:
+        """Tokens that end a completion, restricted to the model's vocabulary."""
+        size = vocabulary(self.model)
+        ids = end_token_ids(self.model, self.tokenizer, sampling)
+        return [token for token in ids if size is None or token < size]
+
+    def stop(self, sampling: SamplingConfig) -> StopStrings:
+        """Strings that end a completion."""
+        return StopStrings(self.tokenizer, sampling.stop, self._decoding)
+
+    def decode(self, rollouts: Iterable[Rollout]) -> None:
+        """Set the text of rollouts, if there is a tokenizer."""
+        if self.tokenizer is not None:
+            with self._decoding:
+                for rollout in rollouts:
+                    rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+
+
+class HoldsPolicy:
+    """An engine that keeps its policy as a `BoundPolicy`."""
+
+    _policy: BoundPolicy | None = None
+
+    @property
+    def policy(self) -> BoundPolicy:
+        """The bound policy.
+
+        Raises:
+            ValueError: If none is bound.
+        """
+        if self._policy is None:
+            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
+        return self._policy
+
+
+def sequence_seeds(
+    seed: int, num_prompts: int, num_generations: int, prompt_indices: Sequence[int] | None
+) -> list[list[int]]:
+    """Derive a seed for each sequence from the prompt's index and the rollout's number.
+
+    Args:
+        seed: Seed of the call.
+        num_prompts: P.
+        num_generations: G.
+        prompt_indices: The prompts' indices in the batch of all ranks; None if they are the whole batch.
+
+    Returns:
+        P lists of G seeds in [0, 2^63).
+
+    Raises:
+        ValueError: If there is not one index per prompt.
+    """
+    if prompt_indices is not None and len(prompt_indices) != num_prompts:
+        raise ValueError(
+            f"prompt_indices has {len(prompt_indices)} entries for {num_prompts} prompts; pass one for each."
+        )
+    places = range(num_prompts) if prompt_indices is None else prompt_indices
+    return [[derive_seed(seed, int(place), number) for number in range(num_generations)] for place in places]
+
+
+# The interface of rollout engines: bind a policy once, then turn prompts into groups of rollouts.
+#
+# An engine samples from the policy itself (`RolloutEngine`), or from its own copy of the weights, synced after updates
+# (`SyncedRolloutEngine`).
 
 LOGPROB_ROUNDING = 1e-2
 """How far above 0 a log-probability may be: a sampler may compute it in bfloat16."""

@@ -17,17 +17,19 @@ from pl_grouprl.packing import Sharing
 from pl_grouprl.rewards import PendingRewards
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import declares
-from pl_grouprl.training.distribution import distribute_groups, exchange_rewards
-from pl_grouprl.training.metrics import count_tokens, rollout_metrics, summarize
+from pl_grouprl.training.ahead import RolloutsAhead, Staleness, log_left_out, staleness_metrics
+from pl_grouprl.training.buffer import (
+    RolloutBuffer,
+    distribute_groups,
+    exchange_rewards,
+    rewards_differ,
+    without_rewards,
+)
+from pl_grouprl.training.checkpoint import PerRankState
+from pl_grouprl.training.metrics import StepTimer, count_tokens, rollout_metrics, summarize
 from pl_grouprl.training.rewarder import Rewarder
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.rollouts_ahead import RolloutsAhead, log_left_out
 from pl_grouprl.training.run import Run
-from pl_grouprl.training.run_state import PerRankState
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.training.selection import rewards_differ, without_rewards
-from pl_grouprl.training.staleness import Staleness, staleness_metrics
-from pl_grouprl.training.step_timer import StepTimer
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, sum_over_ranks
 from pl_grouprl.utilities.options import check_options, drop_none

@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
-from pl_grouprl.rewards.conventions import PreparedReward
-from pl_grouprl.rewards.results import reward_metrics
-from pl_grouprl.training.episode_metrics import episode_metrics
-from pl_grouprl.training.metrics import Record, summarize
-from pl_grouprl.training.votes import AnswerExtractor, Answers
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.rewards.base import PreparedReward, completion_text, hook_of, reward_metrics
+from pl_grouprl.training.metrics import Record, episode_metrics, summarize
+from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.options import check_finite
 from pl_grouprl.utilities.text import metric_name
+
+# Extracts answers from completions, for the majority vote of maj@k.
+
+Answers = list[str | None]
+"""The answer of each episode of a group; None for no answer, which is a vote like any other."""
+
+
+class AnswerExtractor:
+    """Extracts answers with a reward function's method; without one, the whole text is the answer.
+
+    For an episode, the text is the content of the last assistant message.
+
+    Args:
+        rewards: The first one with a method `extract_answer(text)`, or `extract_answer(text, columns)` with the row's
+            columns, is used. Without one, answers are the stripped texts.
+    """
+
+    def __init__(self, rewards: Sequence[PreparedReward] = ()) -> None:
+        self._hook: Callable[..., Any] | None = None
+        self._takes_columns = self._warned = False
+        for reward in rewards:
+            if hook := hook_of(reward.function, "extract_answer"):
+                self._name, self._hook = reward.name, hook
+                self._takes_columns = "columns" in inspect.signature(hook).parameters
+                break
+
+    def answers(self, group: RolloutGroup) -> Answers:
+        """The answer of each episode; None, with a warning the first time, where the method raises."""
+        return [self._answer(_text(episode.last), group.columns) for episode in group.episodes]
+
+    def _answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
+        if self._hook is None:
+            return text.strip()
+        try:
+            answer = self._hook(text, columns=columns) if self._takes_columns else self._hook(text)
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(
+                    f"extract_answer of the reward function {self._name!r} raised {type(error).__name__}: {error}. "
+                    "Completions for which it raises count as having no answer in maj@k."
+                )
+            return None
+        return None if answer is None else str(answer)
+
+
+def _text(rollout: Rollout) -> str:
+    return (rollout.text or "") if rollout.messages is None else completion_text(rollout.messages)
+
+
+# Metrics of validation and test: mean@k, best@k, maj@k and pass@k of each data source.
 
 
 def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: float = 1.0) -> dict[str, float]:

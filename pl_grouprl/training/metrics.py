@@ -1,16 +1,22 @@
-"""Rollout metrics under TRL's names, computed from plain records that ranks can exchange."""
+"""Metrics of rollouts, episodes and branches, and the parts of a step's time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, get_args
 
-from pl_grouprl.rewards.results import mean, reward_metrics, reward_row, std
-from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
-from pl_grouprl.training.episode_metrics import episode_metrics, summarize_episode
-from pl_grouprl.training.selection import numbers_differ
-from pl_grouprl.types import EpisodeRows, RolloutGroup
+from pl_grouprl.episodes.tools import FailureKind
+from pl_grouprl.rewards.base import mean, reward_metrics, reward_row, std
+from pl_grouprl.rollout.branching import first_own_token
+from pl_grouprl.training.buffer import RolloutBuffer, numbers_differ
+from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
+from pl_grouprl.utilities.progress import PROGRESS
+
+# Rollout metrics under TRL's names, computed from plain records that ranks can exchange.
 
 Record = dict[str, Any]
 """A group without its tokens: numbers, strings, and lists and dictionaries of them."""
@@ -75,3 +81,200 @@ def number_or_nan(value: float | None) -> float:
 
 def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
+
+
+# Metrics of episodes: tool calls, turns, and tokens that the model did not write.
+
+EpisodeRecord = dict[str, float]
+"""Numbers of one episode: `turns`, `context_tokens`, `history_tokens`, `calls`, `seconds`, and failed calls by kind."""
+
+FAILURES: tuple[str, ...] = get_args(FailureKind)
+
+
+def summarize_episode(episode: EpisodeRows) -> EpisodeRecord | None:
+    """The statistics of an episode that metrics need; None for a plain completion."""
+    last = episode.last
+    if last.messages is None:
+        return None
+    return last.tool_counts | {
+        "turns": float(last.num_turns),
+        "context_tokens": float(episode.num_tokens - episode.num_sampled_tokens),
+        "history_tokens": float(sum(sum(_turn_ends(row)) for row in episode.rows)),
+    }
+
+
+def episode_metrics(records: Sequence[dict[str, Any]], prefix: str = "") -> dict[str, float]:
+    """Statistics of the episodes of all groups; none if there are no episodes.
+
+    Args:
+        records: Records of the groups of all ranks; see `summarize`.
+        prefix: Prefix of each name, such as `val/`.
+
+    Returns:
+        `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (the share of calls that failed, 0
+        without calls), as in TRL; `tools/failures/{kind}`, the number of failed calls of a kind; and means
+        per rollout: `episode/turns`, `episode/tool_seconds`, and `episode/context_tokens`, the tokens after the group's
+        prompt that the model did not write. `episode/token_ratio` compares two ways to train: the tokens if each turn
+        of each rollout were a separate sequence, which repeats its history, over the tokens of the groups, which repeat
+        neither prompts nor histories.
+    """
+    episodes: list[EpisodeRecord] = [
+        episode for record in records for episode in record["episodes"] if episode is not None
+    ]
+    if not episodes:
+        return {}
+
+    def total(name: str) -> float:
+        return sum(episode.get(name, 0.0) for episode in episodes)
+
+    calls, failures = total("calls"), {kind: total(kind) for kind in FAILURES}
+    metrics = {
+        "tools/call_frequency": calls / len(episodes),
+        "tools/failure_frequency": sum(failures.values()) / max(calls, 1),
+        **{f"tools/failures/{kind}": count for kind, count in failures.items()},
+        "episode/turns": total("turns") / len(episodes),
+        "episode/tool_seconds": total("seconds") / len(episodes),
+        "episode/context_tokens": total("context_tokens") / len(episodes),
+        "episode/token_ratio": _token_ratio(records),
+    }
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def _turn_ends(rollout: Rollout) -> list[int]:
+    """For each turn, the number of tokens from the group's prompt to the end of the turn."""
+    mask = rollout.loss_mask or [1] * len(rollout.token_ids)
+    return [place for place, pair in enumerate(pairwise([*mask, 0]), start=1) if pair == (1, 0)]
+
+
+def _token_ratio(records: Sequence[dict[str, Any]]) -> float:
+    """Tokens with the history repeated for every turn, over tokens with nothing repeated."""
+    repeated = sum(
+        episode["turns"] * record["prompt_length"] + episode["history_tokens"]
+        for record in records
+        for episode in record["episodes"]
+        if episode is not None
+    )
+    return repeated / sum(record["prompt_length"] + sum(record["tokens"]) for record in records)
+
+
+# Metrics of branching rollouts: the size of the trees, and how much their leaves share.
+
+
+def count_sampled(rollouts: Sequence[Rollout]) -> int | None:
+    """Tokens that the model wrote for a group, shared ones counted once; None without branching."""
+    if not any(rollout.branch_path for rollout in rollouts):
+        return None
+    starts = [first_own_token(rollout.branch_path, rollout.branch_points) for rollout in rollouts]
+    masks = [rollout.loss_mask or [1] * len(rollout.token_ids) for rollout in rollouts]
+    return sum(sum(mask[start:]) for mask, start in zip(masks, starts, strict=True))
+
+
+def branch_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Statistics of the trees of all groups; none without branching.
+
+    Args:
+        records: Records of the groups of all ranks; see `summarize`.
+
+    Returns:
+        `branching/leaves`, rollouts per group; `branching/sampled_tokens`, tokens that the model wrote per group,
+        shared ones counted once; and `branching/token_ratio`, the tokens of all leaves over those sampled.
+    """
+    trees = [record for record in records if record["sampled"] is not None]
+    if not trees:
+        return {}
+    sampled = sum(record["sampled"] for record in trees)
+    return {
+        "branching/leaves": sum(len(record["lengths"]) for record in trees) / len(trees),
+        "branching/sampled_tokens": sampled / len(trees),
+        "branching/token_ratio": sum(sum(record["lengths"]) for record in trees) / max(sampled, 1),
+    }
+
+
+# Breaks a training step's time down into parts that add up to the whole.
+
+
+class StepTimer:
+    """Charges all time of a step to the innermost running part, or to `other` if none is running.
+
+    A nested part pauses the outer one, so no time counts twice. For the main thread only.
+
+    Time is charged by `enter`, `leave` and `mark`; time after the last of them belongs to no part. A step that ends
+    with `mark` thus excludes later callbacks.
+
+    Args:
+        now: Monotonic clock in seconds; None is `time.perf_counter`.
+    """
+
+    def __init__(self, now: Callable[[], float] | None = None) -> None:
+        self._now = now or time.perf_counter
+        self._seconds: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step. Parts of earlier steps stay listed, with 0 seconds."""
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._running = ["other"]
+        self._charged_until = self._now()
+
+    def enter(self, name: str) -> None:
+        """Begin a part; see `part` for a context manager."""
+        self.mark()
+        self._running.append(name)
+        self._seconds.setdefault(name, 0.0)
+        PROGRESS.enter(name)
+
+    def leave(self) -> None:
+        """End the innermost part."""
+        self.mark()
+        self._running.pop()
+        PROGRESS.enter(self._running[-1])
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Charge the time inside this context to a part."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def mark(self) -> None:
+        """Charge the time until now to the running part, without ending it."""
+        now = self._now()
+        name = self._running[-1]
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._charged_until
+        self._charged_until = now
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part of the current step, with `other` and the sum, `step`."""
+        parts = {"other": 0.0} | self._seconds
+        return parts | {"step": sum(parts.values())}
+
+
+class Throughput:
+    """Tokens per second, from the start of a rollout to its last update."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._is_whole = False
+
+    def start(self) -> None:
+        """Begin a rollout."""
+        self._seconds, self._is_whole = 0.0, True
+
+    def after_step(self, seconds: float, buffer: RolloutBuffer, updates_per_rollout: int) -> dict[str, float]:
+        """Add a step; after the last one of a rollout, return `perf/tokens_per_second`.
+
+        This is the rollout's tokens over the time to sample and train them. It is not returned for the first rollout of
+        a run that was resumed after sampling it.
+
+        Args:
+            seconds: How long the step took.
+            buffer: The rollouts that it trained.
+            updates_per_rollout: Steps per rollout.
+        """
+        self._seconds += seconds
+        if not self._is_whole or buffer.updates_done < updates_per_rollout:
+            return {}
+        return {"perf/tokens_per_second": buffer.num_tokens / self._seconds}

@@ -1,38 +1,234 @@
-"""The policy's loss, as sums.
-
-    loss of a token = importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
-
-`loss_agg_mode` aggregates the tokens, and the routers' loss is added. The policy loss is chosen by name from
-`pl_grouprl.functional.policy_loss`; the default, `ppo`, is in `clipped.py` there.
-
-Legend: N response tokens of all rollouts, concatenated.
-"""
+"""The policy's loss and its KL penalty, as sums that add up over micro-batches and ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.importance import (
     DEFAULT_HIGH,
     ImportanceWeights,
     check_importance_options,
     importance_weights,
 )
-from pl_grouprl.functional.kl import kl_estimate
+from pl_grouprl.functional.kl import MAX_ERROR, AdaptiveKLController, check_kl_kind, kl_estimate, make_kl_controller
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.losses import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.masked import masked_sum
 from pl_grouprl.functional.policy_loss import make_policy_loss
-from pl_grouprl.models.router import RouterLogits, record_router_logits, router_balancing_loss
-from pl_grouprl.training.kl_penalty import KLPenalty
-from pl_grouprl.training.loss_sums import LossSums
-from pl_grouprl.training.micro_batch import MicroBatch
+from pl_grouprl.models.score import RouterLogits, record_router_logits, router_balancing_loss
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.micro_batches import MicroBatch
+from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.options import check_options
+
+# Losses and metrics of an optimizer step as undivided sums, which add up over micro-batches and ranks.
+#
+# Sums stay on their device until the end of the step, so no micro-batch synchronizes.
+
+
+class LossSums(NamedTuple):
+    """A loss before division; those of all ranks and micro-batches add up to the loss of the step.
+
+    Attributes:
+        losses: By optimized part, the sum of its loss over the micro-batch, with gradient, and this micro-batch's
+            share of the step's denominator. A part whose denominators are all 0 in a step is not updated.
+        metrics: Detached sums and counts, by the name their ratio is logged under.
+        extremes: Detached values, by names ending in `/min` or `/max`; the extreme over ranks is logged.
+    """
+
+    losses: dict[str, tuple[Tensor, Tensor]]
+    metrics: dict[str, tuple[Tensor, Tensor]]
+    extremes: dict[str, Tensor] = {}  # noqa: RUF012 (a NamedTuple's default is never mutated)
+
+
+class LossAccumulator:
+    """Adds up the loss sums of a step's micro-batches on this rank."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, list[Tensor]] = {}
+        self._metrics: dict[str, list[Tensor]] = {}
+        self._extremes: dict[str, Tensor] = {}
+
+    def add(self, loss_sums: LossSums, weight: float = 1.0) -> None:
+        """Add the sums of a micro-batch.
+
+        Args:
+            loss_sums: What `compute_loss` returned.
+            weight: This rank's share of a micro-batch that several ranks compute together.
+        """
+        for sums, pairs in ((self._losses, loss_sums.losses), (self._metrics, loss_sums.metrics)):
+            for name, pair in pairs.items():
+                added = [part.detach().float() * weight for part in pair]
+                sums[name] = [a + b for a, b in zip(sums[name], added, strict=True)] if name in sums else added
+        for name, value in loss_sums.extremes.items():
+            before = self._extremes.get(name, value.detach())
+            pick = torch.minimum if name.endswith("/min") else torch.maximum
+            self._extremes[name] = pick(before, value.detach())
+
+    def add_denominators(self, counts: Mapping[str, Tensor]) -> None:
+        """Add the denominators of rollouts that are in no micro-batch, because their loss is 0."""
+        for name, (_, count) in self._losses.items():
+            count += counts[name].to(count.device)
+
+    def denominators(self) -> dict[str, Tensor]:
+        """This rank's share of each part's denominator."""
+        return {name: count for name, (_, count) in self._losses.items()}
+
+    def reduced(
+        self, add_up: Callable[[list[Tensor]], list[float]], largest: Callable[[Tensor], Tensor]
+    ) -> dict[str, float]:
+        """Metrics of the step over all ranks, with the loss among them.
+
+        Args:
+            add_up: Sums scalars over ranks.
+            largest: Takes the elementwise maximum over ranks.
+        """
+        pairs = [*self._losses.values(), *self._metrics.values()]
+        sums = add_up([part for pair in pairs for part in pair])
+        ratios = [total / (count or 1.0) for total, count in zip(sums[::2], sums[1::2], strict=True)]
+        metrics = {"loss": sum(ratios[: len(self._losses)])}
+        metrics |= dict(zip(self._metrics, ratios[len(self._losses) :], strict=True))
+        if self._extremes:
+            values = [value.float() for value in self._extremes.values()]
+            local = torch.stack([value.to(values[0].device) for value in values]).cpu()
+            signs = torch.tensor([-1.0 if name.endswith("/min") else 1.0 for name in self._extremes])
+            found = (signs * largest(signs * local)).tolist()
+            # Infinite if no rank trained anything.
+            metrics |= {name: v for name, v in zip(self._extremes, found, strict=True) if not math.isinf(v)}
+        return metrics
+
+
+# The KL penalty against the reference policy, in the loss or in the rewards, with a fixed or adaptive coefficient.
+#
+# Legend: B rollouts, N response tokens of all rollouts, concatenated.
+
+
+class KLPenalty:
+    """Penalizes the KL divergence from the reference policy.
+
+    Args:
+        beta: Coefficient; the initial one if it adapts. 0 is no penalty.
+        kind: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
+        place: `loss` or `reward`.
+        target: Target KL per rollout, in nats, for an adaptive coefficient; None keeps it fixed.
+        horizon: Time scale of the adaptive coefficient, in rollouts; None is 10,000.
+
+    Attributes:
+        controller: Provides the current coefficient, `coef`.
+
+    Raises:
+        ValueError: If an option is out of range, or another option disables it.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.0,
+        kind: str = "k3",
+        place: Literal["loss", "reward"] = "loss",
+        target: float | None = None,
+        horizon: int | None = None,
+    ) -> None:
+        check_options(
+            {
+                "beta": (beta, 0 <= beta < math.inf, "0 (off) or a larger finite number"),
+                "kl_in": (place, place in ("loss", "reward"), "'loss' or 'reward'"),
+                "kl_target": (target, target is None or target > 0, "larger than 0, or None"),
+                "kl_horizon": (horizon, horizon is None or horizon > 0, "larger than 0, or None"),
+            }
+        )
+        if place == "reward" and beta == 0:
+            raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or leave kl_in out.")
+        if target is not None and beta == 0:
+            raise ValueError(
+                f"kl_target is {target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an initial beta."
+            )
+        if horizon is not None and target is None:
+            raise ValueError(f"kl_horizon is {horizon} and kl_target is None; a fixed beta ignores it. Set kl_target.")
+        check_kl_kind(kind, "kl_type")
+        self.controller = make_kl_controller(beta, target=target, horizon=horizon)
+        self.kind = kind
+        self.place = place
+        self.is_used = beta > 0
+
+    @property
+    def coef(self) -> float:
+        """The current coefficient."""
+        return self.controller.coef
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the coefficient adapts."""
+        return isinstance(self.controller, AdaptiveKLController)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the penalty is computed before the updates, from old log-probabilities."""
+        return self.is_used and (self.place == "reward" or self.adapts)
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the penalty is in the loss."""
+        return self.is_used and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether the penalty is in the rewards."""
+        return self.is_used and self.place == "reward"
+
+    def check_horizon(self, batch_size: int | None, num_generations: int) -> None:
+        """Refuse a horizon so short that one batch of rollouts could make the coefficient negative."""
+        if isinstance(self.controller, AdaptiveKLController) and batch_size is not None:
+            least = MAX_ERROR * batch_size * num_generations
+            if self.controller.horizon <= least:
+                raise ValueError(
+                    f"kl_horizon is {self.controller.horizon} with {batch_size} prompts of {num_generations} rollouts "
+                    f"in a batch; beta could turn negative, so pass one above {least:g}."
+                )
+
+    def of_rewards(self, buffer: RolloutBuffer, device: torch.device) -> Tensor:
+        """Compute the penalty to subtract from each token's reward, and adapt the coefficient.
+
+        A penalty in the rewards uses the coefficient before this adaptation; one in the loss uses the adapted one.
+
+        Args:
+            buffer: With `old_logprobs` and `ref_logprobs` if `needs_old_logprobs`; metrics are added to it.
+            device: Device for communication.
+
+        Returns:
+            Penalties, shape [N], on the CPU.
+        """
+        mask_N = buffer.joined("loss_mask")
+        penalty_N = torch.zeros(len(mask_N))
+        if not self.is_used:
+            return penalty_N
+        if self.needs_old_logprobs:
+            logprobs = buffer.joined("old_logprobs"), buffer.joined("ref_logprobs")
+            kl_N = kl_estimate(*logprobs, self.kind).masked_fill(~mask_N, 0)
+            counts = [mask_N.sum(), buffer.trained_episodes().sum()]
+            total, tokens, episodes = sum_over_ranks([kl_N.sum(), *counts], device)
+            if self.place == "reward":
+                penalty_N = self.coef * kl_N
+                buffer.metrics |= {"kl": total / max(tokens, 1.0), "kl_coef": self.coef}
+            if episodes:
+                self.controller.update(total / episodes, int(episodes))
+        buffer.metrics.setdefault("kl_coef", self.coef)
+        return penalty_N
+
+
+# The policy's loss, as sums.
+#
+#     loss of a token = importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
+#
+# `loss_agg_mode` aggregates the tokens, and the routers' loss is added. The policy loss is chosen by name from
+# `pl_grouprl.functional.policy_loss`; the default, `ppo`, is in `clipped.py` there.
+#
+# Legend: N response tokens of all rollouts, concatenated.
 
 
 class PolicyObjective:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.utilities import optional
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, checked_arguments
 
 Schedule = Literal["constant", "linear", "cosine"]
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from pl_grouprl.distributed.strategies import StrategySupport
 from pl_grouprl.rollout.branching import Branching
-from pl_grouprl.strategies import StrategySupport
-from pl_grouprl.sync.weight_sync import PolicyOwner
+from pl_grouprl.rollout.weight_sync import PolicyOwner
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 
 T = TypeVar("T")

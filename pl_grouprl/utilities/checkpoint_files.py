@@ -1,27 +1,117 @@
-"""Checkpoints on disk: written under a temporary name, renamed when complete, and checked by a manifest.
-
-A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` next to a file
-and `manifest.json` inside a folder, has the size and the SHA-256 of each file. To check checkpoints manually, or to
-accept folders written by another program:
-
-    python -m pl_grouprl.utilities.checkpoint_files PATH...
-    python -m pl_grouprl.utilities.checkpoint_files --accept FOLDER...
-"""
+"""Checkpoints on disk: written whole or not at all, verified before they are read."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils._pytree import tree_map_only
+
+from pl_grouprl.utilities.describe import changes_since, refused_changes, remedy
+from pl_grouprl.utilities.distributed import gather_plain, own_rank
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+# Atomic file writes, and writes whose failure does not end a run.
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a temporary file and rename it; if that fails, the old file stays in place.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = unfinished_path(path, process_name())
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def append_whole(path: Path, content: bytes) -> None:
+    """Append to a file, all or nothing: a full disk leaves no partial line.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+class OptionalWrites:
+    """Writes that only record a run: the first failure is a warning, and training continues.
+
+    Args:
+        writer: Name of the writer, for the warning.
+    """
+
+    def __init__(self, writer: str) -> None:
+        self.writer = writer
+        self._warned = False
+
+    @contextmanager
+    def to(self, place: object, errors: type[Exception] = OSError) -> Iterator[None]:
+        """Turn such an error inside the context into a warning that names the place and the remedy."""
+        try:
+            yield
+        except errors as error:
+            self.warn(place, error)
+
+    def warn(self, place: object, error: Exception) -> None:
+        """Warn, once."""
+        if not self._warned:
+            self._warned = True
+            remedy = "; free space there, or make it writable" if isinstance(error, OSError) else ""
+            rank_zero_warn(f"{self.writer} cannot write to {place}: {error}. Training continues without it{remedy}.")
+
+
+@contextmanager
+def explain_os_error(what: str) -> Iterator[None]:
+    """Add to file system errors what could not be written and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
+
+
+# Checkpoints on disk: written under a temporary name, renamed when complete, and checked by a manifest.
+#
+# A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` next to a
+# file
+# and `manifest.json` inside a folder, has the size and the SHA-256 of each file. To check checkpoints manually, or to
+# accept folders written by another program:
+#
+#     python -m pl_grouprl.utilities.checkpoint_files PATH...
+#     python -m pl_grouprl.utilities.checkpoint_files --accept FOLDER...
 
 _MANIFEST = "manifest.json"
 ABSENT = "there is no such file or folder"
@@ -320,3 +410,297 @@ if __name__ == "__main__":
     reasons = {name: corruption_reason(Path(name)) for name in arguments}
     print(*(f"{name}: {reason or 'complete'}" for name, reason in reasons.items()), sep="\n")
     sys.exit(any(reasons.values()))
+
+
+# Reads and writes single-file checkpoints.
+
+
+class DirectCheckpointIO(TorchCheckpointIO):
+    """Writes directly to the path, and never runs code from a loaded file.
+
+    Lightning's plugin makes a second copy in memory, writes it to TMPDIR first, which may be small or in RAM, and
+    ignores a missing write permission.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            OSError: If the file cannot be written; says why.
+            TypeError: If there are storage options.
+        """
+        if storage_options is not None:
+            raise TypeError(f"storage_options is {storage_options!r}; a local file takes none, leave it out.")
+        with Path(path).open("wb") as file:
+            writer: Any = _Writer(file)
+            try:
+                torch.save(checkpoint, writer)
+            except Exception as error:
+                # torch reports that writing failed, but not why.
+                raise writer.error or error from None
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint, by default to the CPU; `weights_only` is True unless set to False."""
+        return super().load_checkpoint(path, map_location or "cpu", weights_only is not False)  # type: ignore[arg-type]
+
+
+class _Writer:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+# Verifies checkpoints before anything in them is loaded, by any route, and before saving that they will load.
+
+_WEIGHTS_AND_OPTIMIZERS = ("state_dict", "optimizer_states")
+
+_just_verified: dict[Path, list[tuple[str, int, int]]] = {}
+"""Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
+
+
+def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
+    """Refuse a damaged checkpoint. Collective; rank 0 reads the files and tells the others.
+
+    Args:
+        path: A file or a folder. A URL such as `s3://...` is left to Lightning, with a warning.
+        device: Device for communication; the rank's GPU under NCCL.
+
+    Raises:
+        FileNotFoundError: On all ranks, if any of them cannot find it.
+        ValueError: On all ranks, if it is damaged; says what is wrong.
+    """
+    if "://" in str(path):
+        from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+        rank_zero_warn(f"checkpoint {path} is not a local file or folder, so it is loaded without being verified.")
+        return
+    checkpoint = Path(path)
+    found = _corruption_reason(checkpoint) if own_rank() == 0 else None if checkpoint.exists() else ABSENT
+    for rank, reason in enumerate(gather_plain(found or "", device)):
+        if reason == ABSENT:
+            raise FileNotFoundError(f"checkpoint {path}: {ABSENT}{f' (rank {rank})' if rank else ''}.")
+        if reason:
+            raise ValueError(f"checkpoint {path} is damaged: {reason}. Nothing of it was loaded; choose another one.")
+
+
+def verify_loads(trainer: Trainer) -> None:
+    """Make a Trainer verify every checkpoint before loading it, and save none that would not load.
+
+    Calling this again changes nothing.
+    """
+    from lightning.pytorch.strategies import Strategy
+
+    strategy = trainer.strategy
+    if "load_checkpoint" in vars(strategy):
+        return
+    load = strategy.load_checkpoint
+    reads_files = type(strategy).load_checkpoint is Strategy.load_checkpoint
+
+    def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        verify_checkpoint(checkpoint_path, strategy.root_device)
+        compare = getattr(getattr(trainer.lightning_module, "run_checkpoint", None), "compare_origin", None)
+        if compare is not None and "://" not in str(checkpoint_path):
+            compare(read_manifest(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
+        if not reads_files:
+            return load(checkpoint_path, weights_only=weights_only)
+        _refuse_folder(checkpoint_path, f"{type(strategy).__name__} reads files; use the strategy that wrote it")
+        return _read(checkpoint_path, lambda: load(checkpoint_path, weights_only=weights_only))
+
+    save = strategy.save_checkpoint
+    # Strategies that shard weights write these in their own formats.
+    own_formats = () if type(strategy).save_checkpoint is Strategy.save_checkpoint else _WEIGHTS_AND_OPTIMIZERS
+
+    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        refuse_unloadable({name: part for name, part in checkpoint.items() if name not in own_formats})
+        save(checkpoint, *args, **kwargs)
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
+    strategy.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+def refuse_unloadable(parts: dict[str, Any]) -> None:
+    """Refuse parts of a checkpoint that would not load (`weights_only=True`): anything but tensors and plain values.
+
+    Raises:
+        TypeError: Names the place of the first.
+    """
+    place, value = "checkpoint", tree_map_only(torch.Tensor, lambda tensor: None, parts)
+    while not _loads(value):
+        entries = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        found = next(((name, part) for name, part in entries if not _loads(part)), None)
+        if found is None:
+            raise TypeError(
+                f"{place} is a {type(value).__name__}, and loading a checkpoint gives only tensors and plain values; "
+                "leave it out (save_hyperparameters takes names, or ignore=[...]), or save plain values of it."
+            )
+        place, value = f"{place}[{found[0]!r}]", found[1]
+
+
+def _loads(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # a user's object may raise anything
+        return False
+    return True
+
+
+def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load a single-file checkpoint to the CPU, outside a Trainer; no code in it is run.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is damaged, a folder, not from Lightning, or has more than tensors and plain values.
+    """
+    verify_checkpoint(path)
+    _refuse_folder(path, "load it with ckpt_path of a Trainer and the strategy that wrote it")
+    return _read(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
+
+
+def remember_verified(checkpoint: Path) -> None:
+    """Remember that a checkpoint was just verified, so the following load does not verify it again."""
+    _just_verified[checkpoint.resolve()] = _state(checkpoint.resolve())
+
+
+def _corruption_reason(checkpoint: Path) -> str | None:
+    if not checkpoint.exists() and checkpoint.parent.is_dir():
+        finish_interrupted(checkpoint.parent)  # it may have been moved aside when a save was killed
+    if _just_verified.pop(checkpoint.resolve(), None) == _state(checkpoint.resolve()):
+        return None
+    return corruption_reason(checkpoint)
+
+
+def _state(checkpoint: Path) -> list[tuple[str, int, int]]:
+    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
+    return [(str(path), path.stat().st_size, path.stat().st_ctime_ns) for path in files if path.exists()]
+
+
+def _refuse_folder(path: str | os.PathLike[str], instead: str) -> None:
+    if Path(path).is_dir():
+        raise ValueError(
+            f"checkpoint {path} is a folder, as FSDP and DeepSpeed write: {instead}, or make one file of it with "
+            "`python -m lightning.pytorch.utilities.consolidate_checkpoint` (FSDP only)."
+        )
+
+
+def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        checkpoint = load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"checkpoint {path} has more than tensors and plain values, and code in it is never run: {error}"
+        ) from None
+    except (RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(
+            f"checkpoint {path} was not written by Lightning: it has no 'state_dict'. To start from weights of another "
+            "program, pass a Hugging Face folder as the policy."
+        )
+    return checkpoint
+
+
+# Resolves `ckpt_path="last"` to the newest complete checkpoint of runs with the same name.
+
+
+def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> str:
+    """Find the newest complete checkpoint of runs with the same logger folder and name.
+
+    Without a logger, searches the runs in `default_root_dir`. A `dirpath` set on a checkpoint callback is searched too.
+    Damaged checkpoints are skipped with a warning.
+
+    Args:
+        trainer: Its loggers and callbacks determine where to look.
+        module: The module whose options are compared with the checkpoint's; None skips the comparison.
+
+    Raises:
+        ValueError: If there is none, or it is from a run with other options.
+    """
+    folders = [folder for folder in _folders(trainer) if folder.is_dir()]
+    for folder in folders:
+        finish_interrupted(folder)
+    newest, damaged = newest_complete(path for folder in folders for path in folder.glob("*.ckpt"))
+    for path, reason in damaged.items():
+        rank_zero_warn(f"ckpt_path 'last' skips {path}: {reason}.")
+    if newest is None:
+        raise ValueError(
+            f"ckpt_path is 'last' and there is no complete checkpoint below {runs_folder(trainer)}; leave "
+            "ckpt_path out to start a new run, or pass the path of a checkpoint."
+        )
+    changes = {} if module is None else changes_since(read_manifest(newest), module)
+    allowed = getattr(module, "allow_changed", ())
+    if refused := refused_changes(changes, allowed):
+        raise ValueError(
+            f"ckpt_path is 'last', and {newest} is from a run with other options: {'; '.join(refused)}. Restore them; "
+            f"{remedy(changes, allowed)}; or give this run another logger name."
+        )
+    remember_verified(newest)
+    rank_zero_info(f"ckpt_path 'last' is {newest}")
+    return str(newest)
+
+
+def find_last(trainer: Trainer) -> None:
+    """Make a Trainer resolve `ckpt_path="last"` with `last_checkpoint`. A second call changes nothing.
+
+    Lightning itself asks the checkpoint callbacks what they saved. In a new process that is nothing, so it would start
+    from scratch. A path that does not exist is refused here, before the models are loaded.
+    """
+    connector: Any = trainer._checkpoint_connector
+    if "_parse_ckpt_path" in vars(connector):
+        return
+    parse = connector._parse_ckpt_path
+
+    def parse_ckpt_path(state_fn: TrainerFn, ckpt_path: Any, **options: Any) -> Any:
+        if ckpt_path == "last":
+            ckpt_path = last_checkpoint(trainer, trainer.lightning_module if state_fn == TrainerFn.FITTING else None)
+        chosen = parse(state_fn, ckpt_path, **options)
+        _refuse_absent(chosen)
+        return chosen
+
+    connector._parse_ckpt_path = parse_ckpt_path
+
+
+def _refuse_absent(checkpoint: Any) -> None:
+    if checkpoint is None or "://" in str(checkpoint) or Path(checkpoint).exists():
+        return
+    if Path(checkpoint).parent.is_dir():
+        finish_interrupted(Path(checkpoint).parent)  # a save that was killed may have moved it aside
+    if not Path(checkpoint).exists() and not Path(checkpoint).is_symlink():
+        raise FileNotFoundError(
+            f"ckpt_path is {str(checkpoint)!r}: {ABSENT}. Pass the path of a checkpoint, or 'last' for the newest one "
+            "of runs with this name."
+        )
+
+
+def runs_folder(trainer: Trainer) -> Path:
+    """The folder of a run's versions: `<save_dir>/<name>`, or the root folder without a logger."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    return Path(trainer.default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))
+
+
+def _folders(trainer: Trainer) -> list[Path]:
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    dirpaths = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
+    patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
+    found = [place for pattern in patterns for place in runs_folder(trainer).glob(pattern)]
+    return list(dict.fromkeys(place.resolve() for place in (*found, *dirpaths)))

@@ -1,21 +1,86 @@
-"""Describes any object, its class and arguments, as plain values that two processes can compare."""
+"""Describes a run's options as plain values, and compares them with another run's."""
 
 from __future__ import annotations
 
+import copy
+import difflib
 import functools
 import hashlib
 import inspect
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+
+# Copies data for code that may modify its arguments.
+
+T = TypeVar("T")
+
+_ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
+
+
+def field_values(instance: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, without copying their values."""
+    return {field.name: getattr(instance, field.name) for field in fields(instance)}
+
+
+def private_copy(value: T) -> T:
+    """Copy nested containers, but share the leaves.
+
+    Lists, tuples, dictionaries, sets, byte arrays, NumPy arrays and dataclasses (prompts, rollouts, groups) are copied,
+    including subclasses. Everything else, such as tensors and images, is shared, since copying it may cost more than
+    the call itself.
+    """
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, (list, tuple)):
+        return _copy_sequence(value)
+    if isinstance(value, (dict, MutableMapping)):  # an abstract class alone would take a microsecond
+        return _copy_mapping(value)
+    if isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy":
+        return copy.copy(value)
+    if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        copied = copy.copy(value)
+        vars(copied).update({name: private_copy(held) for name, held in vars(value).items()})
+        return copied
+    return value
+
+
+def _copy_sequence(value: Any) -> Any:
+    kind = type(value)
+    if kind is list and _ATOMS.issuperset(map(type, value)):  # token ids, mostly
+        return value.copy()
+    items = [private_copy(item) for item in value]
+    if kind is list:
+        return items
+    if isinstance(value, list):
+        copied = copy.copy(value)
+        copied[:] = items
+        return copied
+    if hasattr(value, "_make"):
+        return value._make(items)
+    return tuple(items) if kind is tuple else value  # constructors of other tuple types are unknown
+
+
+def _copy_mapping(value: Any) -> Any:
+    if type(value) is dict:
+        if _ATOMS.issuperset(map(type, value.values())):
+            return value.copy()
+        return {key: private_copy(held) for key, held in value.items()}
+    copied = copy.copy(value)
+    for key, held in value.items():
+        copied[key] = private_copy(held)
+    return copied
+
+
+# Describes any object, its class and arguments, as plain values that two processes can compare.
 
 _LONGEST = 200
 """Characters; longer values are replaced by their digest."""
@@ -218,3 +283,162 @@ def _short(value: Any) -> Any:
     if len(text) <= _LONGEST:
         return value
     return f"{text[:40]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+# Records a run's options as plain values by name, and compares them with another run's.
+
+Changes = dict[str, tuple[Any, Any]]
+"""Value then and now, by option name."""
+
+
+def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Options that both runs have with different values; tuples equal lists."""
+    both = {name: (plain(then[name]), plain(now[name])) for name in then if name in now}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
+
+
+def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
+    """Options of a module that differ from those in a checkpoint or its manifest.
+
+    Args:
+        saved: The checkpoint or manifest. Its `run_options` are compared; older versions wrote `options`, with only
+            those that rollouts depend on.
+        module: Any LightningModule; one without `run_options` and `rollout_options` has none.
+    """
+    if "run_options" in saved:
+        return changed_options(saved["run_options"], options_of(module))
+    return changed_options(saved.get("options", {}), {"model": type(module).__name__} | _rollout_options(module))
+
+
+def options_of(module: Any) -> dict[str, Any]:
+    """The options that distinguish configurations."""
+    run_options = getattr(module, "run_options", None)
+    return {"model": type(module).__name__} | (_rollout_options(module) if run_options is None else run_options())
+
+
+def _rollout_options(module: Any) -> dict[str, Any]:
+    options: dict[str, Any] = getattr(module, "rollout_options", dict)()
+    return options
+
+
+def is_allowed(name: str, allowed: Iterable[str]) -> bool:
+    """Whether an option or a prefix of its name is listed: `sampling` allows every option of `sampling` to change."""
+    return any(re.match(rf"{re.escape(prefix)}(?![\w])", name) for prefix in allowed)
+
+
+def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[str]) -> None:
+    """Refuse a name in `allow_changed` that no option has.
+
+    Args:
+        allowed: Names of options, or dotted prefixes of names.
+        known: The options that must not change otherwise.
+        free: The options that may always change.
+
+    Raises:
+        ValueError: Suggests the nearest name.
+    """
+    known = list(known)
+    prefixes = sorted({".".join(name.split(".")[:end]) for name in known for end in range(1, name.count(".") + 2)})
+    for prefix in allowed:
+        if any(is_allowed(name, [prefix]) for name in known):
+            continue
+        if prefix in free:
+            raise ValueError(f"allow_changed has {prefix!r}, which may always change; leave it out.")
+        nearest = difflib.get_close_matches(prefix, prefixes, n=1, cutoff=0.0)
+        raise ValueError(
+            f"allow_changed has {prefix!r}, and no option of this run begins with it"
+            f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Use the names in error messages, or their first "
+            "parts up to a dot, such as 'sampling' or 'sampling.temperature'."
+        )
+
+
+def refused_changes(changes: Changes, allowed: Sequence[str]) -> list[str]:
+    """Describe the options that differ but may not."""
+    return [
+        f"{name} is {now!r} (was {then!r})" for name, (then, now) in changes.items() if not is_allowed(name, allowed)
+    ]
+
+
+def remedy(changes: Changes, allowed: Sequence[str]) -> str:
+    """Describe how to allow the refused changes."""
+    names = [name for name in changes if not is_allowed(name, allowed)]
+    return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
+
+
+def recorded(initialize: Callable[..., None], note: Callable[[Any, Mapping[str, Any]], None]) -> Callable[..., None]:
+    """Make a constructor pass its arguments, defaults included, to a function before it runs.
+
+    Args:
+        initialize: The constructor.
+        note: Takes the object and some of its arguments by name. If one constructor calls another, the inner one's
+            value of an option comes last.
+    """
+    signature = inspect.signature(initialize)
+
+    @functools.wraps(initialize)
+    def initialize_recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            initialize(self, *args, **kwargs)  # raises the proper error
+            raise
+        bound.apply_defaults()
+        for parameter in list(signature.parameters.values())[1:]:
+            value = bound.arguments[parameter.name]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                note(self, value)
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                note(self, {parameter.name: value})
+        initialize(self, *args, **kwargs)
+
+    return initialize_recorded
+
+
+# Records which module class wrote a checkpoint, and refuses checkpoints of other algorithms.
+
+PACKAGE = __name__.partition(".")[0]
+
+
+def lineage(module: Any) -> list[str]:
+    """Names of a module's class and its bases, up to and including the algorithm of this package.
+
+    For other modules, only the name of their class.
+    """
+    classes = [cls for cls in type(module).__mro__ if isinstance(cls, type)]
+    for place, cls in enumerate(classes):
+        if cls.__module__.partition(".")[0] == PACKAGE:
+            return [derived.__name__ for derived in classes[: place + 1]]
+    return [type(module).__name__]
+
+
+def compare_lineage(module: Any, then: Sequence[str] | None, what: str) -> None:
+    """Refuse a checkpoint of another algorithm; a subclass counts as its algorithm.
+
+    Args:
+        module: The module to load the checkpoint into.
+        then: The checkpoint's recorded `lineage`, or None.
+        what: The checkpoint's name in the error.
+
+    Raises:
+        ValueError: Names both classes.
+    """
+    if then and then[-1] != lineage(module)[-1]:
+        raise ValueError(
+            f"{what} was written by {_title(then)}, and the module is {_title(lineage(module))}; a checkpoint belongs "
+            f"to the algorithm that wrote it. Load it with {then[-1]}, or start from the policy that its run exported "
+            "(ExportPolicy): pass that folder as the policy."
+        )
+
+
+def describe_misfit(module: Any, then: Sequence[str] | None, reason: str) -> str:
+    """Error text for a checkpoint whose weights do not fit a module: what wrote it, and torch's reason."""
+    writer = _title(then) if then else f"a module that is not one of {PACKAGE}'s, or an older version"
+    return (
+        f"the weights of the checkpoint do not fit. It was written by {writer}, and the module is "
+        f"{_title(lineage(module))} with other models: pass the policy, critic and adapter that it was trained with. "
+        f"{reason}"
+    )
+
+
+def _title(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ({names[-1]})"

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from pl_grouprl.utilities.systems import require_system
+from pl_grouprl.utilities.processes import require_system
 
 BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 DATASETS_AVAILABLE = find_spec("datasets") is not None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pl_grouprl.utilities.dtypes import widest_dtype
+from pl_grouprl.utilities.modes import widest_dtype
 
 
 @dataclass(frozen=True)

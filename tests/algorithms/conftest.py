@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.types import Rollout, SamplingConfig
 
 

@@ -17,7 +17,7 @@ from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.types import SamplingConfig
 
 COMMON: dict[str, Any] = {"beta": 0.1, "kl_type": "k1", "entropy_coef": 0.05}

@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 
 from pl_grouprl.algorithms import PPO, OptimizerConfig
+from pl_grouprl.training.checks import check_quantized
 from pl_grouprl.training.optimizer import build_optimizer
-from pl_grouprl.training.setup_checks import check_quantized
 from pl_grouprl.utilities import optional
 
 EIGHT = OptimizerConfig(1e-3, weight_decay=0.1, state_bits=8)

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, SharedTrunkCritic, rollout_logprobs
-from pl_grouprl.models.adapter_layers import adapters_off
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.adapters import adapters_off
+from pl_grouprl.models.critic import LoRACritic
 
 LORA, DORA = LoRAAdapter(r=4, alpha=16), LoRAAdapter(r=4, alpha=16, use_dora=True)
 

@@ -6,9 +6,9 @@ from helpers.branching_engine import BranchingEngine
 
 from pl_grouprl.algorithms import PPO, GroupPPO
 from pl_grouprl.functional.advantages import BranchPaths, leaf_weights
-from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.functional.masked import to_rows
 from pl_grouprl.models import PolicyCopyCritic
-from pl_grouprl.training.group_rewards import episode_leaf_weights
+from pl_grouprl.training.rewarder import episode_leaf_weights
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

@@ -97,7 +97,7 @@ def test_a_resumed_run_continues_to_the_bit(make, fit, parameters, tmp_path, opt
 
 
 def test_episodes(make, fit, monkeypatch):
-    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    monkeypatch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
     register_chance_calls()
     module = make(
         policy=ChancePolicy(eos_token_id=1),

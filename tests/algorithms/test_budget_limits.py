@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.types import SamplingConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))

@@ -9,10 +9,10 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl import PPO, OptimizerConfig, PretrainedPolicy
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import PretrainedCritic
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.batches import BatchedSampler
+from pl_grouprl.rollout.hf.engine import BatchedSampler
 from pl_grouprl.training import device_choices
 from pl_grouprl.training.device_choices import DeviceChoices
 from pl_grouprl.utilities.device_defaults import GIB

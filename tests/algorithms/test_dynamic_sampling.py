@@ -27,8 +27,8 @@ from pl_grouprl.functional.advantages import (
     tree_advantages,
 )
 from pl_grouprl.functional.masked import masked_whiten
+from pl_grouprl.training.buffer import rewards_differ, without_rewards
 from pl_grouprl.training.metrics import rollout_metrics, summarize
-from pl_grouprl.training.selection import rewards_differ, without_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 
 PLAIN = OptimizerConfig(learning_rate=1.0, eps=1.0)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.types import Rollout, SamplingConfig
 
 ENDED = "{% for m in messages %}{{ m.content }}z{% endfor %}"

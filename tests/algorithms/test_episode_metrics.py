@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from pl_grouprl.algorithms import GroupPPO
 from pl_grouprl.callbacks import CompletionsTable
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.functional.rows import to_rows
-from pl_grouprl.training.episode_metrics import FAILURES
+from pl_grouprl.functional.masked import to_rows
+from pl_grouprl.training.metrics import FAILURES
 from pl_grouprl.types import SamplingConfig
 
 NAMES = {
@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     """A step of GROUP PPO on episodes, of which those that were cut are left out, and a validation."""
     folder = tmp_path_factory.mktemp("episodes")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pl_grouprl.chat.families._PARSERS", [])
+        patch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
         register_chance_calls()
         module = GroupPPO(
             ChancePolicy(),

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.training.staleness import sampled_versions
+from pl_grouprl.training.ahead import sampled_versions
 from pl_grouprl.types import NOT_SAMPLED, SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
@@ -63,7 +63,7 @@ def share_of_letters(completions, **columns):
 
 @pytest.fixture(autouse=True)
 def chance_calls(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    monkeypatch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
     register_chance_calls()
 
 

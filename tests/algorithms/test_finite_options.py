@@ -12,11 +12,11 @@ from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS
-from pl_grouprl.functional.kl_control import AdaptiveKLController, FixedKLController
+from pl_grouprl.functional.kl import AdaptiveKLController, FixedKLController
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
 from pl_grouprl.functional.token_groups import ThresholdController
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.rewards import CosineLengthReward, ExactMatch, OverlongPenalty, RepetitionPenalty, Weighted
 from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
 from pl_grouprl.types import SamplingConfig

@@ -11,7 +11,7 @@ from helpers.sweeps import sweep_pairs
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
-from pl_grouprl.functional.rows import to_rows
+from pl_grouprl.functional.masked import to_rows
 from pl_grouprl.functional.token_groups import token_group_counts
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.types import Rollout, SamplingConfig

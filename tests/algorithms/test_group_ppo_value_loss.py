@@ -8,7 +8,7 @@ import torch
 from pl_grouprl.algorithms import PPO, GroupPPO
 from pl_grouprl.algorithms import ppo as ppo_module
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.packing import truncate_rollouts
 from pl_grouprl.types import SamplingConfig
 

@@ -18,7 +18,7 @@ from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.functional import advantages as functions
 from pl_grouprl.functional.kl import kl_estimate
-from pl_grouprl.functional.rows import from_rows, to_rows
+from pl_grouprl.functional.masked import from_rows, to_rows
 from pl_grouprl.rewards import Weighted
 from pl_grouprl.types import Rollout
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import GRPO
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 
 ROWS = [{"prompt": str(11 * n), "answer": "one", "extra_info": {"tags": [n]}} for n in range(10, 18)]
 

@@ -12,8 +12,7 @@ from helpers.hostile_graders import ATTACKS, FAILS, Hostile
 from helpers.watched_processes import runs, until, zombies
 from lightning.pytorch import Callback
 
-from pl_grouprl.rewards.call import Failure
-from pl_grouprl.rewards.calls import PendingScores
+from pl_grouprl.rewards.calls import Failure, PendingScores
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
 

@@ -7,9 +7,8 @@ import torch
 from helpers.episodes import make_episode, make_group, turns_of
 
 from pl_grouprl.rewards import ExactMatch, NumericAnswer, prepare_rewards
-from pl_grouprl.training.episode_metrics import FAILURES
 from pl_grouprl.training.evaluation import Evaluator
-from pl_grouprl.training.metrics import count_tokens, rollout_metrics, summarize
+from pl_grouprl.training.metrics import FAILURES, count_tokens, rollout_metrics, summarize
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from pl_grouprl.algorithms import PPO
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import LoRAAdapter
+from pl_grouprl.training.checks import check_quantized
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
-from pl_grouprl.training.setup_checks import check_quantized
 
 
 def test_schedules_by_hand():

@@ -19,7 +19,7 @@ from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
 from pl_grouprl.rewards import Weighted
 from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.types import SamplingConfig
-from pl_grouprl.utilities.option_paths import OPTION_PATHS
+from pl_grouprl.utilities.option_names import OPTION_PATHS
 
 DOCS = Path(pl_grouprl.__file__).resolve().parents[1] / "docs"
 PARTS = (

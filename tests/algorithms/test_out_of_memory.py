@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 
 from pl_grouprl.algorithms import GRPO
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
-from pl_grouprl.utilities.memory import is_out_of_memory, naming_memory
+from pl_grouprl.utilities.modes import is_out_of_memory, naming_memory
 
 PASS = r"max_tokens_per_micro_batch=\w+ tokens .*; lower it, which changes no result, or raise sequence_parallel_size\."
 
@@ -89,9 +89,9 @@ def test_the_optimizer_step_names_shards_and_adapters(make_module, make_data, ma
 
 
 def test_a_rollout_names_the_engines_limits(make_module, make_data, make_trainer, monkeypatch):
-    from pl_grouprl.rollout.hf import HFRolloutEngine
+    from pl_grouprl.rollout.hf.engine import HFRolloutEngine
 
-    monkeypatch.setattr("pl_grouprl.rollout.batches.BatchedSampler._chunks", out_of_memory)
+    monkeypatch.setattr("pl_grouprl.rollout.hf.engine.BatchedSampler._chunks", out_of_memory)
     message = (
         r"max_sequences=3 .* max_prefill_tokens=64 of HFRolloutEngine; lower max_sequences, which bounds the cache"
     )
@@ -109,7 +109,8 @@ def test_the_check_before_training_says_how_to_leave_it_out(make_module, make_da
 
 
 def test_a_reward_model_names_its_budget(monkeypatch):
-    from pl_grouprl.rewards import ModelReward, frozen_model
+    from pl_grouprl.rewards import ModelReward
+    from pl_grouprl.rewards import models as frozen_model
 
     monkeypatch.setattr(frozen_model, "hidden_states", out_of_memory)
     monkeypatch.setattr(frozen_model, "pack", lambda *args, **kwargs: Batch())

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from pl_grouprl.packing import pack
-from pl_grouprl.training.micro_batch import RowOptions
-from pl_grouprl.training.micro_batch_schedule import PackedRowCache
+from pl_grouprl.training.micro_batches import PackedRowCache, RowOptions
 from pl_grouprl.types import Rollout, RolloutGroup
 
 OPTIONS = RowOptions("shared", None, torch.device("cpu"))

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunProgressBar, RunSummary, SafeCheckpoint
-from pl_grouprl.report.run import different_options, read_runs
-from pl_grouprl.training import prefix_sharing
+from pl_grouprl.report import different_options, read_runs
+from pl_grouprl.training import checks as prefix_sharing
 
 
 @pytest.fixture

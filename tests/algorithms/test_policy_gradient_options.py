@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO
 from pl_grouprl.functional import policy_loss as losses
-from pl_grouprl.functional.aggregation import LOSS_PRESETS, aggregate
 from pl_grouprl.functional.kl import kl_estimate
+from pl_grouprl.functional.losses import LOSS_PRESETS, aggregate
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.types import Rollout, SamplingConfig
 

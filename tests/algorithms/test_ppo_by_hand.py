@@ -14,7 +14,7 @@ from helpers.sweeps import sweep_pairs
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.types import SamplingConfig
 
 TEMPERATURE = 0.8

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 
 CRITICS = {
     "copy": PolicyCopyCritic(head_std=0.1),

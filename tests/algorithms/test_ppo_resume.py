@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 
 STEPS = 9  # an epoch has 2 batches of rollouts; each serves 2 passes of 2 mini-batches
 KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}

@@ -11,9 +11,9 @@ import torch
 from helpers.sweeps import sweep, sweep_pairs
 
 from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 
 CRITICS = {
     "copy": PolicyCopyCritic(head_std=0.1),

@@ -10,7 +10,7 @@ from helpers.variants import SPAN
 from helpers.versions import needs
 
 from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 
 FAMILIES = {
     "qwen3": {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForTokenClassification
 
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.rewards import ProcessRewardModel
 
 

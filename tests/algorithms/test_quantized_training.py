@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from pl_grouprl.algorithms import GRPO, PPO, Distillation, OptimizerConfig
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.models import LoRACritic, PretrainedPolicy
-from pl_grouprl.models.quantization import quantized_layers
-from pl_grouprl.training.setup_checks import check_quantized
+from pl_grouprl.models.adapters import quantized_layers
+from pl_grouprl.training.checks import check_quantized
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from pl_grouprl import GRPO, PPO, SamplingConfig
-from pl_grouprl.training.run_options import PASSED_ON
+from pl_grouprl.training.checkpoint import PASSED_ON
 
 
 def zero(completions, **kwargs):

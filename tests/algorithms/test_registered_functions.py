@@ -9,10 +9,10 @@ import torch
 
 from pl_grouprl.algorithms import PPO
 from pl_grouprl.cli import main
+from pl_grouprl.functional import policy_loss as loss_registry
+from pl_grouprl.functional.advantages import base as estimator_registry
 from pl_grouprl.functional.advantages import register_advantage_estimator
-from pl_grouprl.functional.advantages import registry as estimator_registry
 from pl_grouprl.functional.policy_loss import PolicyLoss, register_policy_loss
-from pl_grouprl.functional.policy_loss import registry as loss_registry
 
 
 def quadratic(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N, epsilon: float = 0.2, power: int = 2):

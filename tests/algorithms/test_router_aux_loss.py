@@ -11,9 +11,9 @@ from helpers.versions import needs
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import SharedTrunkCritic, score
-from pl_grouprl.models.router import record_router_logits, router_balancing_loss
+from pl_grouprl.models.score import record_router_logits, router_balancing_loss
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup
 

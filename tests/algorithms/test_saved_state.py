@@ -14,11 +14,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.training.resume import redistribute
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.run_state import Attributes
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.checkpoint import Attributes, redistribute
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
-from pl_grouprl.utilities.random_state import random_state, set_random_state
+from pl_grouprl.utilities.modes import random_state, set_random_state
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from pl_grouprl.algorithms import PPO
 from pl_grouprl.algorithms import module as run_module
 from pl_grouprl.callbacks import RunSummary
-from pl_grouprl.training import step_timer
-from pl_grouprl.training.step_timer import StepTimer
+from pl_grouprl.training import metrics as step_timer
+from pl_grouprl.training.metrics import StepTimer
 
 
 class Clock:

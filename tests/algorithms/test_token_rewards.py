@@ -10,11 +10,11 @@ from helpers.sweeps import sweep
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, Estimate, GroupPPO, OptimizerConfig, RolloutBuffer
-from pl_grouprl.functional.rows import from_rows
+from pl_grouprl.functional.masked import from_rows
 from pl_grouprl.models import PolicyCopyCritic
 from pl_grouprl.rewards import Weighted
-from pl_grouprl.training.selection import outcomes_or_steps_differ, rewards_differ, without_rewards
-from pl_grouprl.training.token_rewards import rewards_per_token
+from pl_grouprl.training.buffer import outcomes_or_steps_differ, rewards_differ, without_rewards
+from pl_grouprl.training.rewarder import rewards_per_token
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

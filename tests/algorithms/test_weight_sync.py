@@ -13,11 +13,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, PPO, OptimizerConfig
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
-from pl_grouprl.sync.sampler import WeightsMismatchError
-from pl_grouprl.sync.weight_sync import read_to_the_end
+from pl_grouprl.rollout.weight_sync import read_to_the_end
 
 FAST = OptimizerConfig(learning_rate=1.0, eps=1.0)
 """So large steps that rollouts of older weights are other rollouts."""

@@ -14,7 +14,7 @@ from pl_grouprl.algorithms import PPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.types import SamplingConfig
 
 CRITICS = {

@@ -41,8 +41,8 @@ from pl_grouprl.algorithms import GRPO, PPO, Distillation, GroupPPO
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint, ValidateAtStart
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.demo.digits import digit_tokenizer
-from pl_grouprl.utilities.arguments import known_options
+from pl_grouprl.demo.tasks import digit_tokenizer
+from pl_grouprl.utilities.options import known_options
 
 SECONDS_PER_CASE = 60
 ALGORITHMS = (GRPO, PPO, GroupPPO, Distillation)

@@ -21,11 +21,9 @@ from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.sequence_parallel import sequence_mesh
-from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.models.router import record_router_logits, router_balancing_loss
-from pl_grouprl.models.score import hidden_states, score
+from pl_grouprl.models.score import PrefixPass, hidden_states, record_router_logits, router_balancing_loss, score
 from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout, pack
-from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.packing.batch import pack_slice
 
 SHAPES = {
     "one_group": [(7, [4, 6, 3])],

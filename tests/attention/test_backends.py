@@ -10,7 +10,7 @@ import torch
 from helpers.forests import Forest, attention_by_sequence, random_forest, relative_error
 
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.backends.interface import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 HEADS = [(4, 4), (4, 2), (6, 1)]

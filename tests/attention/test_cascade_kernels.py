@@ -12,12 +12,10 @@ from helpers.forests import Forest, attention_by_sequence, random_forest, relati
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pl_grouprl.attention.backends import cascade
-from pl_grouprl.attention.backends.cascade import cascade_attention
-from pl_grouprl.attention.backends.cascade_plan import plan_cascade
+from pl_grouprl.attention.backends.cascade import cascade_attention, merge, plan_cascade
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.interface import AttentionRule
 from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall
-from pl_grouprl.attention.backends.merge import merge
-from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 SCALE = 0.25

@@ -10,9 +10,8 @@ from helpers.versions import at_least
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from pl_grouprl.attention import find_decoder, shared_prefix
-from pl_grouprl.attention.compiled import _packed_attention
-from pl_grouprl.attention.mask import to_marker
-from pl_grouprl.attention.mask_rule import MaskRule
+from pl_grouprl.attention.function import _packed_attention
+from pl_grouprl.attention.masks import MaskRule, to_marker
 from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.packing import SharedPrefixLayout
 

@@ -10,8 +10,8 @@ from helpers.forests import random_forest, relative_error
 
 from pl_grouprl.attention.backends import cascade
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.interface import AttentionRule
 from pl_grouprl.attention.backends.kernels import CUDAKernel
-from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 fa3 = pytest.importorskip("torch.nn.attention._fa3")

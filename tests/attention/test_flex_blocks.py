@@ -12,11 +12,9 @@ from helpers.sweeps import sweep_pairs
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from pl_grouprl.attention.backends import flex
-from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.backends.flex import block_mask
-from pl_grouprl.attention.backends.reference import dense_mask
-from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.backends import choice as flex
+from pl_grouprl.attention.backends.choice import block_mask, get_backend
+from pl_grouprl.attention.backends.interface import AttentionRule, dense_mask
 from pl_grouprl.packing import SharedPrefixLayout
 
 CPU = torch.device("cpu")

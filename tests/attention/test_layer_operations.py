@@ -11,10 +11,11 @@ from helpers.flash_attention import flash_attention_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention.backends import cascade, cascade_plan
+from pl_grouprl.attention.backends import cascade
+from pl_grouprl.attention.backends import cascade as cascade_plan
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.interface import AttentionRule
 from pl_grouprl.attention.backends.kernels import CUDAKernel
-from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout, pack
 from pl_grouprl.types import Rollout, RolloutGroup
 

@@ -5,7 +5,8 @@ import torch
 from helpers.tiny_models import gradients, repeated_rows, tiny_model, worst_gradient_error
 from torch import nn
 
-from pl_grouprl.attention import UnsupportedModelError, check_parity, patch, row_scale, shared_prefix
+from pl_grouprl.attention import UnsupportedModelError, check_parity, patch, shared_prefix
+from pl_grouprl.attention import function as row_scale
 
 ROWS = repeated_rows(0, [24, 24], 4, 9)
 
@@ -132,7 +133,7 @@ def by_position(module, query, layout, columns_T=None):
 
 def test_both_checks_see_columns(monkeypatch):
     """With the scale of the position, as it was: the first look leaves such rows alone, parity fails without it."""
-    monkeypatch.setattr("pl_grouprl.attention.transformers_function.rescale_by_column", by_position)
+    monkeypatch.setattr("pl_grouprl.attention.function.rescale_by_column", by_position)
     with shared_prefix(llama4()) as context:
         assert context._row_sharing.differing_padding == "padding on the left"
     monkeypatch.setattr(patch, "differing_padding", lambda *_: None)

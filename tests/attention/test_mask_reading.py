@@ -11,19 +11,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 
-from pl_grouprl.attention.backends.reference import dense_mask
-from pl_grouprl.attention.backends.rule import AttentionRule
-from pl_grouprl.attention.layout_call import LayoutCall
-from pl_grouprl.attention.mask import (
+from pl_grouprl.attention.backends.interface import AttentionRule, dense_mask
+from pl_grouprl.attention.call import LayoutCall
+from pl_grouprl.attention.function import register
+from pl_grouprl.attention.masks import (
+    MaskRule,
     end_packed_masks,
     forest_of_marker,
     from_marker,
     mask_function,
+    read_mask_function,
     start_packed_masks,
     to_marker,
 )
-from pl_grouprl.attention.mask_rule import MaskRule, read_mask_function
-from pl_grouprl.attention.transformers_function import register
 from pl_grouprl.packing import SharedPrefixLayout
 
 BLOCKS = (-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 3, 3)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from helpers.flash_attention import flash_attention_on_cpu
 
-from pl_grouprl.attention.backends.cascade import cascade_backward, cascade_forward
-from pl_grouprl.attention.backends.cascade_plan import CascadePlan
-from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall, eager, runs
+from pl_grouprl.attention.backends import kernels as eager
+from pl_grouprl.attention.backends import kernels as runs
+from pl_grouprl.attention.backends.cascade import CascadePlan, cascade_backward, cascade_forward
+from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel, VarlenCall
 
 SCALE = 0.5
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pl_grouprl.attention import find_decoder, shared_prefix
+from pl_grouprl.attention.backends import kernels as eager
 from pl_grouprl.attention.backends.choice import choose, get_backend
-from pl_grouprl.attention.backends.kernels import eager
-from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.backends.interface import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8

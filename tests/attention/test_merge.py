@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from pl_grouprl.attention.backends.merge import merge
+from pl_grouprl.attention.backends.cascade import merge
 
 WHERE = {"all": slice(0, 9), "a slice": slice(3, 8), "an index": torch.tensor([7, 0, 4]), "one": slice(8, 9)}
 
@@ -42,7 +42,7 @@ def test_two_halves_of_the_keys_are_one_softmax(dtype, where):
 
 COMPARE = """
 import torch
-from pl_grouprl.attention.backends.merge import merge
+from pl_grouprl.attention.backends.cascade import merge
 from pl_grouprl.attention.backends.merge_triton import merge_triton
 
 torch.manual_seed(0)

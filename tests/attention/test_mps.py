@@ -15,11 +15,11 @@ from pl_grouprl import SharedPrefixCallback
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.backends import cascade
 from pl_grouprl.attention.backends.choice import choose, get_backend
-from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.backends.interface import AttentionRule
 from pl_grouprl.checks import check_parity
 from pl_grouprl.packing import SharedPrefixLayout
-from pl_grouprl.training.trainer_options import check_device
-from pl_grouprl.utilities.dtypes import widest_dtype
+from pl_grouprl.training.checks import check_device
+from pl_grouprl.utilities.modes import widest_dtype
 
 mps = [
     pytest.mark.mps,

@@ -15,12 +15,11 @@ from torch import nn
 from pl_grouprl.attention import find_decoder, shared_prefix
 from pl_grouprl.attention.backends import cascade
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.interface import AttentionRule
 from pl_grouprl.attention.backends.kernels import CUDAKernel
-from pl_grouprl.attention.backends.rule import AttentionRule
-from pl_grouprl.attention.mask import from_marker, to_marker
-from pl_grouprl.attention.mask_rule import MaskRule
-from pl_grouprl.attention.prefix_states import PrefixStates
-from pl_grouprl.attention.state.segment_runs import plan_runs
+from pl_grouprl.attention.call import PrefixStates
+from pl_grouprl.attention.masks import MaskRule, from_marker, to_marker
+from pl_grouprl.attention.stateful import plan_runs
 from pl_grouprl.packing import SharedPrefixLayout
 
 SCALE = 0.3

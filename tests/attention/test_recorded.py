@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pl_grouprl.attention.recorded import Leaf, Prefilled
+from pl_grouprl.attention.call import Leaf, Prefilled
 
 LAYER = nn.Identity()
 

@@ -8,8 +8,7 @@ from helpers.tiny_models import tiny_model
 
 from pl_grouprl.attention import Backend, check_parity, register_backend, shared_prefix
 from pl_grouprl.attention.backends import choice
-from pl_grouprl.attention.backends.reference import attend
-from pl_grouprl.attention.backends.rule import AttentionRule
+from pl_grouprl.attention.backends.interface import AttentionRule, attend
 from pl_grouprl.packing import SharedPrefixLayout
 
 TENSORS = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)

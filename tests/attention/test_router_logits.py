@@ -5,8 +5,7 @@ import torch
 from helpers.tiny_models import gradients, repeated_rows, tiny_model, worst_gradient_error
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention.row_sharing import unsharable
-from pl_grouprl.attention.rows import share_rows, unpack_router_logits
+from pl_grouprl.attention.padded_rows import share_rows, unpack_router_logits, unsharable
 
 ROWS = repeated_rows(0, [24, 24], 4, 9)
 

@@ -22,9 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pl_grouprl.attention.backends import cascade, choice
 from pl_grouprl.attention.backends.choice import choose, get_backend
+from pl_grouprl.attention.backends.interface import AttentionRule, dense_mask
 from pl_grouprl.attention.backends.kernels import CUDAKernel
-from pl_grouprl.attention.backends.reference import dense_mask
-from pl_grouprl.attention.backends.rule import AttentionRule
 from pl_grouprl.packing import SharedPrefixLayout
 
 SCALE = 0.3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.forests import random_forest
 
-from pl_grouprl.attention.state.segment_runs import Batch, RunPlan, plan_runs
+from pl_grouprl.attention.stateful import Batch, RunPlan, plan_runs
 from pl_grouprl.packing import SharedPrefixLayout
 
 CPU = torch.device("cpu")

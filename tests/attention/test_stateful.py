@@ -12,8 +12,8 @@ from helpers.forests import Forest, random_forest, relative_error, sequences
 from helpers.versions import needs
 from torch import Tensor, nn
 
-from pl_grouprl.attention.layout_call import LayoutCall
-from pl_grouprl.attention.state.stateful import StatefulHandle, install, stateful_mixers, unsupported_mixers
+from pl_grouprl.attention.call import LayoutCall
+from pl_grouprl.attention.stateful import StatefulHandle, install, stateful_mixers, unsupported_mixers
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.utilities.internals import cache_argument
 

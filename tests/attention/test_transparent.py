@@ -201,7 +201,7 @@ def test_shapes_of_sharing(family, rows):
 
 
 def test_hundreds_of_rows_each_a_prefix_of_the_next():
-    from pl_grouprl.attention.rows import share_rows
+    from pl_grouprl.attention.padded_rows import share_rows
 
     ids = torch.arange(300).expand(300, 300)
     for max_depth in (1, None):

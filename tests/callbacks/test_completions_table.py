@@ -15,8 +15,8 @@ from pl_grouprl.callbacks.completions_table import (
     printable_line,
     prompt_text,
     render_table,
+    turns_line,
 )
-from pl_grouprl.callbacks.turns import turns_line
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

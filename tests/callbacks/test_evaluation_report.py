@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from pl_grouprl.callbacks import CompletionsTable, RunSummary, evaluation_report
-from pl_grouprl.callbacks.completions_table import completion_rows
-from pl_grouprl.callbacks.evaluation_report import EvaluationRows, source_table
+from pl_grouprl.callbacks import CompletionsTable, RunSummary
+from pl_grouprl.callbacks import completions_table as evaluation_report
+from pl_grouprl.callbacks.completions_table import EvaluationRows, completion_rows, source_table
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

@@ -7,8 +7,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
-from pl_grouprl.callbacks.completions_table import completion_rows
-from pl_grouprl.callbacks.logger_tables import completions_table, episodes_table, summary_table
+from pl_grouprl.callbacks.completions_table import completion_rows, completions_table, episodes_table, summary_table
 from pl_grouprl.types import Rollout
 
 
@@ -66,7 +65,7 @@ def test_a_failure_to_write_is_a_warning(fit, counter, monkeypatch):
     def refuse(path, content):
         raise OSError("no space left")
 
-    monkeypatch.setattr("pl_grouprl.loggers.tables.append_whole", refuse)
+    monkeypatch.setattr("pl_grouprl.loggers.append_whole", refuse)
     with pytest.warns(UserWarning, match="CompletionsTable cannot write to .*version_0"):
         fit(counter, CompletionsTable(console=False), max_steps=1)
 

@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.callbacks import SharedPrefixCallback
 from pl_grouprl.models import score
-from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.models.score import PrefixPass
 from pl_grouprl.packing import pack
-from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.packing.batch import pack_slice
 
 
 class OneGroup(LightningModule):

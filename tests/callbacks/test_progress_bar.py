@@ -11,8 +11,7 @@ from rich.progress import Progress
 from pl_grouprl.callbacks import RunProgressBar
 from pl_grouprl.callbacks.progress_bar import _PhaseColumn, _SpeedColumn
 from pl_grouprl.cli import _default_progress_bar
-from pl_grouprl.utilities.phase_display import PhaseDisplay
-from pl_grouprl.utilities.progress import PROGRESS
+from pl_grouprl.utilities.progress import PROGRESS, PhaseDisplay
 
 
 class Module(BoringModel):

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, SafeCheckpoint
-from pl_grouprl.callbacks.run_folder import run_folder
+from pl_grouprl.callbacks.checkpoints import run_folder
 from pl_grouprl.cli import last_checkpoint
 
 TWO_RANKS = Path(__file__).with_name("run_folder_ranks.py")

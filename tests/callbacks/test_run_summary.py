@@ -3,8 +3,7 @@ import json
 import pytest
 
 from pl_grouprl.callbacks import RunSummary
-from pl_grouprl.callbacks.curves import draw_curves, robust_limits, select
-from pl_grouprl.callbacks.metric_history import MetricHistory
+from pl_grouprl.callbacks.curves import MetricHistory, draw_curves, robust_limits, select
 from pl_grouprl.callbacks.run_summary import summary_text
 
 PNG = b"\x89PNG"

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.utilities import checkpoint_files
 from pl_grouprl.utilities.checkpoint_files import (
+    DirectCheckpointIO,
     commit,
     corruption_reason,
     finish_interrupted,
@@ -27,7 +28,6 @@ from pl_grouprl.utilities.checkpoint_files import (
     read_manifest,
     remove_leftovers,
 )
-from pl_grouprl.utilities.checkpoint_io import DirectCheckpointIO
 
 DEAD = f"{os.uname().nodename}-{2**22 + 1}"  # above the largest process id of Linux
 

@@ -14,7 +14,7 @@ from helpers.scripts import run_script
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks import SafeCheckpoint, StoppedBySignal
-from pl_grouprl.callbacks.end_of_run import STOP_SIGNALS, StopRequest
+from pl_grouprl.callbacks.checkpoints import STOP_SIGNALS, StopRequest
 from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
 SCRIPT = Path(__file__).with_name("signal_ranks.py")
@@ -181,7 +181,7 @@ def test_several_requests_are_one(tmp_path):
 
 def test_a_signal_repeated_later_ends_a_process_that_hangs(monkeypatch):
     killed, now, before = [], [0.0], {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    monkeypatch.setattr("pl_grouprl.callbacks.end_of_run.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pl_grouprl.callbacks.checkpoints.time.monotonic", lambda: now[0])
     request = StopRequest()
     try:
         request.listen()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.versions import needs
 
-from pl_grouprl.chat.casting import cast_arguments
+from pl_grouprl.chat.parsing import cast_arguments
 
 SCHEMAS: dict[str, Any] = {
     "integer": {"type": "integer"},

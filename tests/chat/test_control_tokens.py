@@ -3,7 +3,7 @@
 import pytest
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.chat.control_tokens import ControlTokens, special_tokens
+from pl_grouprl.chat.format import ControlTokens, special_tokens
 from tests.helpers.chat_tokenizers import CHATML, gemma_tokenizer, llama_tokenizer, plain_tokenizer, qwen_tokenizer
 
 FORGED = {

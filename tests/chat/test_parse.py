@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pl_grouprl.chat import ChatFormat, MalformedTurnError, ToolParser, families, register_tool_parser
+from pl_grouprl.chat import ChatFormat, MalformedTurnError, ToolParser, register_tool_parser
+from pl_grouprl.chat import parsing as families
 from pl_grouprl.chat.parsing import MAX_NESTING
 from tests.helpers.chat_tokenizers import llama_tokenizer, plain_tokenizer, qwen_tokenizer
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pl_grouprl.chat import ChatFormat, RendererFormat, make_chat_format, renderer_format
+from pl_grouprl.chat import ChatFormat, RendererFormat, make_chat_format
+from pl_grouprl.chat import format as renderer_format
 from pl_grouprl.utilities.optional import RENDERERS_AVAILABLE
 from tests.helpers.chat_tokenizers import plain_tokenizer, qwen_tokenizer
 

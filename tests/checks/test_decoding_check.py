@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.checks import decoding_check
+from pl_grouprl.checks import sampling as decoding_check
 from pl_grouprl.types import Rollout
 
 

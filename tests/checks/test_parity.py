@@ -7,15 +7,9 @@ import pytest
 import torch
 from helpers.tiny_models import FAMILIES, random_groups, tiny_model
 
-from pl_grouprl.attention import (
-    ParityError,
-    UnsupportedModelError,
-    check_parity,
-    patch,
-    shared_prefix,
-)
+from pl_grouprl.attention import ParityError, UnsupportedModelError, check_parity, patch, shared_prefix
 from pl_grouprl.attention.backends import cascade, choice
-from pl_grouprl.checks.parity_report import PaddedParity
+from pl_grouprl.checks.parity import PaddedParity
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.tolerances import TOLERANCES, Tolerance

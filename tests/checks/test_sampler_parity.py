@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.episodes import make_episode, make_group
 
-from pl_grouprl.checks.sampler_parity import can_compare, mean_difference, sampler_difference
+from pl_grouprl.checks.sampling import can_compare, mean_difference, sampler_difference
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 

@@ -10,8 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.data.sources import read_source
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.data.rows import read_source
+from pl_grouprl.demo.tasks import digit_tokenizer
 
 
 def load(source, **options):
@@ -205,7 +205,7 @@ def test_flipped_bytes_in_images_end_in_one_kind_of_error(tmp_path):
     warnings.simplefilter("ignore")  # PIL's, of what it reads all the same
     from PIL import Image
 
-    from pl_grouprl.media.images import check_image, read_image
+    from pl_grouprl.media.rows import check_image, read_image
 
     rng = random.Random(1)
     picture = Image.frombytes("RGB", (16, 16), rng.randbytes(768))

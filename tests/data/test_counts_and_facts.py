@@ -15,10 +15,9 @@ from helpers.scripts import run_script
 from PIL import Image
 
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.data.digest import digest_rows
-from pl_grouprl.data.length_policy import LengthPolicy
-from pl_grouprl.data.sources import SourceRow
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.data.encoding import LengthPolicy
+from pl_grouprl.data.rows import SourceRow, digest_rows
+from pl_grouprl.demo.tasks import digit_tokenizer
 
 ROWS = [{"prompt": "1" * (1 + number % 10), "answer": str(number)} for number in range(100)]
 
@@ -116,7 +115,7 @@ def test_a_chat_template_is_a_fact():
 def test_the_digest_is_the_same_in_every_process(fresh, tmp_path):
     """In a fresh interpreter strings have other hashes as well."""
     code = (
-        "from pl_grouprl.data.digest import digest_rows; from pl_grouprl.data.sources import SourceRow;"
+        "from pl_grouprl.data.rows import digest_rows; from pl_grouprl.data.rows import SourceRow;"
         "import datetime;"
         "row = {'b': {'y': 1.5, 'x': None}, 'a': {3: 'c', 'd': b'12'}, 's': datetime.date(2020, 1, 2), 'o': object()};"
         "print(digest_rows([SourceRow('', row)]))"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pl_grouprl.data.sources import read_source
+from pl_grouprl.data.rows import read_source
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])

@@ -12,10 +12,9 @@ from pyarrow import parquet
 
 from pl_grouprl import PromptDataModule
 from pl_grouprl.data import HubDataset
-from pl_grouprl.data.digest import digest_rows
-from pl_grouprl.data.sources import PromptSource, read_source
-from pl_grouprl.demo.digits import digit_tokenizer
-from pl_grouprl.utilities.arguments import ArgumentError
+from pl_grouprl.data.rows import PromptSource, digest_rows, read_source
+from pl_grouprl.demo.tasks import digit_tokenizer
+from pl_grouprl.utilities.options import ArgumentError
 
 README = """---
 configs:
@@ -138,7 +137,7 @@ def test_a_run_reads_and_resumes_by_the_rows(source):
 
 
 def test_blocks_are_read_when_indexed(source, monkeypatch):
-    monkeypatch.setattr("pl_grouprl.data.hub_loading.BLOCK", 2)
+    monkeypatch.setattr("pl_grouprl.data.hub.BLOCK", 2)
     rows = source().rows("train")
     assert [rows[index]["question"] for index in (4, 0, 1, 3)] == [f"train {index}?" for index in (4, 0, 1, 3)]
     rows[0]["question"] = "changed"
@@ -283,7 +282,7 @@ def test_there_is_no_streaming():
 
 
 def test_the_package_is_an_extra(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.data.hub_dataset.DATASETS_AVAILABLE", False)
+    monkeypatch.setattr("pl_grouprl.data.hub.DATASETS_AVAILABLE", False)
     with pytest.raises(ModuleNotFoundError, match=r"HubDataset needs .*pip install 'pl-grouprl\[datasets\]'"):
         HubDataset("x/y")
 

@@ -1,7 +1,7 @@
 import pytest
 
 from pl_grouprl.data import PromptDataModule, TrainPromptLoader
-from pl_grouprl.data.levels import LevelPromptLoader, LevelSchedule
+from pl_grouprl.data.loaders import LevelPromptLoader, LevelSchedule
 from pl_grouprl.types import Prompt
 
 LEVELS = [0, 1, 0, 1, 0, 2, 0, 1, 0, 2]  # five, three and two prompts

@@ -4,7 +4,7 @@ import pytest
 
 from pl_grouprl import PromptDataModule
 from pl_grouprl.data.loaders import TrainPromptLoader
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.types import Prompt
 
 PROMPTS = [Prompt([number]) for number in range(11)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pl_grouprl.data.encoding import EncodingOptions, encode_rows
-from pl_grouprl.data.sources import read_source
+from pl_grouprl.data.rows import read_source
 from pl_grouprl.rewards import NumericAnswer, apply_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 

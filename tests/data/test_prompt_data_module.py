@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from tests.helpers.chat_tokenizers import CHATML, add_to_texts, gemma_tokenizer, qwen_tokenizer
 
 TEMPLATE = (

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from pl_grouprl.data.sources import read_source
+from pl_grouprl.data.rows import read_source
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b\u2028c", "answer": "2"}]
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from pl_grouprl.data import PromptDataModule, TrainPromptLoader
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.training.resume import fix_loop_counters, restore_loaders
+from pl_grouprl.training.checkpoint import fix_loop_counters, restore_loaders
 from pl_grouprl.types import Prompt
 
 PROMPTS = [Prompt([number + 1], prompt=str(number)) for number in range(20)]

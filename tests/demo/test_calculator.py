@@ -5,7 +5,7 @@ import re
 import pytest
 from transformers.utils import get_json_schema
 
-from pl_grouprl.demo.calculator import calculate
+from pl_grouprl.demo.tasks import calculate
 
 
 @pytest.mark.parametrize(

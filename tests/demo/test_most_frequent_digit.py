@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.demo.digits import DIGIT_NAMES
+from pl_grouprl.demo.tasks import DIGIT_NAMES
 
 
 @pytest.mark.parametrize(("length", "share"), [(512, 0.2), (64, 0.3), (8, 0.2), (1, 0.2), (5, 1.0)])

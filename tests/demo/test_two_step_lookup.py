@@ -8,7 +8,7 @@ from transformers.utils import get_json_schema
 
 from pl_grouprl.chat import ChatFormat
 from pl_grouprl.demo import Directory, TwoStepLookup, WarmStartedPolicy, look_up
-from pl_grouprl.demo.lookup import END_TOKEN, PEOPLE, entries
+from pl_grouprl.demo.tasks import END_TOKEN, PEOPLE, entries
 
 LOOK_UP = get_json_schema(Directory().look_up)
 

@@ -8,13 +8,12 @@ from helpers.chance_episodes import STOPS, ChancePolicy, Tally, chance_rows, dou
 
 from pl_grouprl.algorithms import GRPO
 from pl_grouprl.data.encoding import EncodingOptions, encode_rows
-from pl_grouprl.data.sources import SourceRow
-from pl_grouprl.episodes.limits import EpisodeLimits
+from pl_grouprl.data.rows import SourceRow
+from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.rollout import Branching, HFRolloutEngine
-from pl_grouprl.training.branch_metrics import count_sampled
-from pl_grouprl.training.episodes import Episodes
+from pl_grouprl.training.metrics import count_sampled
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.training.sampler import Episodes, Sampler
 from pl_grouprl.types import SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
@@ -27,7 +26,7 @@ class WithoutCaches(HFRolloutEngine):
 
 @pytest.fixture(autouse=True)
 def chance_calls(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    monkeypatch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
     register_chance_calls()
 
 

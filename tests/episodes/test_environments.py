@@ -8,9 +8,14 @@ import math
 import pytest
 from helpers.worker_tools import AsyncRewards, Counter, Echo, Resets, Rewards
 
-from pl_grouprl.episodes.environment_host import EnvironmentHost
-from pl_grouprl.episodes.environment_kinds import EnvironmentKind, check_names, kind_of_row, named_factories
-from pl_grouprl.episodes.tools import prepare_tools
+from pl_grouprl.episodes.tools import (
+    EnvironmentHost,
+    EnvironmentKind,
+    check_names,
+    kind_of_row,
+    named_factories,
+    prepare_tools,
+)
 
 
 def host_of(factory):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.worker_tools import Counter
 
-from pl_grouprl.episodes.limits import EpisodeLimits
-from pl_grouprl.episodes.loop import EpisodeLoop
+from pl_grouprl.episodes.loop import EpisodeLimits, EpisodeLoop
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.types import Prompt, Rollout
 

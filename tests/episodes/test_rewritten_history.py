@@ -8,7 +8,7 @@ from helpers.scripted_engine import ScriptedEngine
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.chat.template_files import read_template
+from pl_grouprl.chat.format import read_template
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.types import SamplingConfig
 

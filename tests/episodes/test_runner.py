@@ -25,7 +25,7 @@ from helpers.worker_tools import (
     multiply,
 )
 
-from pl_grouprl.episodes import lanes
+from pl_grouprl.episodes import runner as lanes
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall
 
@@ -338,7 +338,7 @@ def test_an_async_tool_is_cancelled(make):
 
 
 def test_an_async_tool_that_ignores_cancellation_is_abandoned(make, monkeypatch):
-    monkeypatch.setattr("pl_grouprl.utilities.background_loop.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("pl_grouprl.utilities.processes.GRACE_SECONDS", 0.05)
 
     class Stays(Counter):
         async def stay(self) -> None:
@@ -357,7 +357,7 @@ def test_an_async_tool_that_ignores_cancellation_is_abandoned(make, monkeypatch)
 
 
 def test_an_async_tool_that_blocks_its_loop_is_abandoned(make, gate, monkeypatch):
-    monkeypatch.setattr("pl_grouprl.utilities.background_loop.GRACE_SECONDS", SOON)
+    monkeypatch.setattr("pl_grouprl.utilities.processes.GRACE_SECONDS", SOON)
 
     async def block() -> None:
         """Block."""

@@ -31,7 +31,7 @@ class WithoutCaches(HFRolloutEngine):
 @pytest.fixture
 def chance_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse any text into calls: three turns of four have one or two, of which some fail."""
-    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    monkeypatch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
     register_tool_parser(ToolParser("chance", ("<chance>",), "<|im_start|>assistant\n", parse_by_chance))
 
 

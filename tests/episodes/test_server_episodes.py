@@ -15,9 +15,9 @@ from helpers.sampled_episodes import open_episodes
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.chat import ToolParser, register_tool_parser
-from pl_grouprl.rollout.server import VLLMServerRolloutEngine
-from pl_grouprl.rollout.server import server as server_module
-from pl_grouprl.training.sampler_parity_check import SamplerParityCheck
+from pl_grouprl.rollout import VLLMServerRolloutEngine
+from pl_grouprl.rollout.vllm import client as server_module
+from pl_grouprl.training.sampler import SamplerParityCheck
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 TEMPLATE = (
@@ -51,7 +51,7 @@ def parse_by_chance(text: str, tools: Any = ()) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _chance_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    monkeypatch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
     register_tool_parser(ToolParser("chance", ("<tool_call>",), "<|im_start|>assistant\n", parse_by_chance))
 
 

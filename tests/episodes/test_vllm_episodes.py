@@ -58,7 +58,7 @@ def parse_by_chance(text: str, tools: Any = ()) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _chance_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pl_grouprl.chat.families._PARSERS", [])
+    monkeypatch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
     register_tool_parser(ToolParser("chance", ("<tool_call>",), "<|im_start|>assistant\n", parse_by_chance))
 
 

@@ -10,12 +10,12 @@ from pl_grouprl.functional.advantages import (
     grpo_passk_advantages,
     make_advantage_estimator,
     opo_advantages,
-    registry,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     remax_advantages,
     rloo_advantages,
 )
+from pl_grouprl.functional.advantages import base as registry
 
 REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
 LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])

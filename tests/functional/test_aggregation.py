@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pl_grouprl.functional.advantages import REWARD_SCALES
-from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, LOSS_PRESETS, aggregate, loss_denominator
+from pl_grouprl.functional.losses import LOSS_AGG_MODES, LOSS_PRESETS, aggregate, loss_denominator
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
 
 # Rollouts: 0 has tokens 1, 2, 3 with the 3 masked; 1 has 10; 2 is empty; 3 has 100, all masked.

@@ -7,7 +7,7 @@ softmax of its own parameters in each state, the values are exact.
 import pytest
 import torch
 
-from pl_grouprl.functional.advantages.gae import generalized_advantages, td_errors
+from pl_grouprl.functional.advantages.temporal import generalized_advantages, td_errors
 from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages
 
 ACTIONS, HORIZON = 3, 5

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from pl_grouprl.functional.kl_control import AdaptiveKLController, FixedKLController, make_kl_controller
+from pl_grouprl.functional.kl import AdaptiveKLController, FixedKLController, make_kl_controller
 
 
 def test_fixed_stays_and_follows_the_configuration_on_resume():

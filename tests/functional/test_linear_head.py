@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import token_scores
+from pl_grouprl.functional.softmax import HeadSketch
 
 N, D, V = 11, 6, 17
 
@@ -47,7 +47,7 @@ def full(hidden, weight, targets, temperature):
 @pytest.mark.parametrize(("frozen", "entropy_grad"), itertools.product([False, True], repeat=2))
 def test_values_and_gradients(frozen, entropy_grad, temperature, chunk_size, tile, monkeypatch):
     """chunk_size decides how many blocks are kept and whether tokens are taken in parts."""
-    monkeypatch.setattr("pl_grouprl.functional.running_softmax._TILE", tile)
+    monkeypatch.setattr("pl_grouprl.functional.softmax._TILE", tile)
     hidden, weight, targets = problem(frozen=frozen)
     options = {"temperature": temperature, "chunk_size": chunk_size, "entropy": True, "entropy_grad": entropy_grad}
     scores = token_scores(hidden, targets, not_called, weight_VD=weight, score_norm=True, **options)
@@ -172,7 +172,7 @@ class _Alive(TorchDispatchMode):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_logits_of_all_tokens_are_never_materialized(frozen, monkeypatch):
     """64 tokens, 50 token ids, room for 8 * 50 logits: one block [64, 5] to work in and one that is kept."""
-    monkeypatch.setattr("pl_grouprl.functional.running_softmax._TILE", 10)
+    monkeypatch.setattr("pl_grouprl.functional.softmax._TILE", 10)
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(50, 2, requires_grad=not frozen)
     with _Alive(least=64 * 5) as alive:
         scores = token_scores(hidden, torch.zeros(64, dtype=torch.int64), not_called, weight_VD=weight, chunk_size=8)

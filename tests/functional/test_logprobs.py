@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import token_scores
+from pl_grouprl.functional.softmax import HeadSketch
 
 N, D, V = 11, 6, 17
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pl_grouprl.functional import policy_loss
-from pl_grouprl.functional.aggregation import aggregate
+from pl_grouprl.functional.losses import aggregate
 from pl_grouprl.functional.policy_loss import (
     POLICY_LOSSES,
     cispo_policy_loss,

@@ -10,10 +10,10 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
+from pl_grouprl.functional import policy_loss as loss_registry
+from pl_grouprl.functional.advantages import base as estimator_registry
 from pl_grouprl.functional.advantages import make_advantage_estimator, register_advantage_estimator
-from pl_grouprl.functional.advantages import registry as estimator_registry
 from pl_grouprl.functional.policy_loss import PolicyLoss, make_policy_loss, register_policy_loss
-from pl_grouprl.functional.policy_loss import registry as loss_registry
 from pl_grouprl.functional.registry import describe
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pl_grouprl.functional.router_loss import load_balancing_loss
+from pl_grouprl.functional.losses import load_balancing_loss
 
 
 def random_logits(seed, tokens, experts, layers=2, dtype=torch.float64):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pl_grouprl.functional.rows import compact, from_rows, places_of, reverse_scan, to_rows
+from pl_grouprl.functional.masked import compact, from_rows, places_of, reverse_scan, to_rows
 
 
 def test_rows_and_back():

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional.head_sketch import HeadSketch
 from pl_grouprl.functional.logprobs import token_scores
+from pl_grouprl.functional.softmax import HeadSketch
 
 N, D, V = 5, 4, 9
 
@@ -90,7 +90,7 @@ def test_sketch_by_hand():
 def test_vocabulary_in_blocks(monkeypatch):
     hidden, weight, targets = problem()
     whole = token_scores(hidden, targets, lambda h: h @ weight.T, sketch=HeadSketch()).sketch_NS
-    monkeypatch.setattr("pl_grouprl.functional.linear_head.BLOCK", 4)
+    monkeypatch.setattr("pl_grouprl.functional.logprobs.BLOCK", 4)
     parts = token_scores(hidden, targets, lambda h: h @ weight.T, sketch=HeadSketch(), weight_VD=weight).sketch_NS
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 

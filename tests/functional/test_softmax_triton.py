@@ -8,8 +8,10 @@ import pytest
 
 COMPARE = """
 import torch
-from pl_grouprl.functional import running_softmax, softmax_scores, softmax_triton
-from pl_grouprl.functional.softmax_scores import LogitsScores, ScoreOptions
+from pl_grouprl.functional import softmax as running_softmax
+from pl_grouprl.functional import softmax as softmax_scores
+from pl_grouprl.functional import softmax_triton
+from pl_grouprl.functional.softmax import LogitsScores, ScoreOptions
 
 torch.manual_seed(0)
 softmax_triton._WIDTH = 32

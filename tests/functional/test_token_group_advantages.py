@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pl_grouprl.functional.advantages import group_relative_advantages
-from pl_grouprl.functional.advantages.gae import generalized_advantages, td_errors
+from pl_grouprl.functional.advantages.temporal import generalized_advantages, td_errors
+from pl_grouprl.functional.losses import clipped_value_loss
 from pl_grouprl.functional.token_groups import TokenGroups, find_token_groups, token_group_advantages
-from pl_grouprl.functional.value_loss import clipped_value_loss
 
 GAMMA, LAM = 0.93, 0.85
 

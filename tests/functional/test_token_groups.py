@@ -138,7 +138,7 @@ def test_vectors_take_the_literal_formula(size, options):
 def test_many_rows_are_cut_in_blocks(monkeypatch):
     deltas, norms, mask = random_case(3, rows=40)
     whole = find_token_groups(deltas, norms, mask, threshold=2.0)
-    monkeypatch.setattr("pl_grouprl.functional.token_groups.find._BLOCK", 50)  # two rows at a time
+    monkeypatch.setattr("pl_grouprl.functional.token_groups._BLOCK", 50)  # two rows at a time
     for left, right in zip(find_token_groups(deltas, norms, mask, threshold=2.0), whole, strict=True):
         assert torch.equal(left, right)
 
@@ -159,7 +159,7 @@ class _Operators(TorchDispatchMode):
 
 
 def test_no_loop_over_tokens_and_no_large_tensor(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.functional.token_groups.find._BLOCK", 10**9)
+    monkeypatch.setattr("pl_grouprl.functional.token_groups._BLOCK", 10**9)
 
     def operators(length):
         ones = torch.ones(4, length)

@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from pl_grouprl.functional.value_loss import clipped_value_loss, explained_variance
+from pl_grouprl.functional.losses import clipped_value_loss, explained_variance
 
 
 def _tensor(values):

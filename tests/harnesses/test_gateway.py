@@ -4,10 +4,9 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from pl_grouprl.episodes.limits import EpisodeLimits
-from pl_grouprl.harnesses.gateway import Gateway
-from pl_grouprl.harnesses.requests import RoundRequests
-from pl_grouprl.sync.sampler import SamplerLostError
+from pl_grouprl.distributed.checksum import SamplerLostError
+from pl_grouprl.episodes.loop import EpisodeLimits
+from pl_grouprl.harnesses.gateway import Gateway, RoundRequests
 from pl_grouprl.types import SamplingConfig
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.tiny_models import VOCAB, tiny_model

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("verifiers")
 
-from pl_grouprl.episodes.limits import EpisodeLimits
-from pl_grouprl.harnesses import Verifiers, library
-from pl_grouprl.harnesses.stage import Stage
+from pl_grouprl.episodes.loop import EpisodeLimits
+from pl_grouprl.harnesses import Verifiers
+from pl_grouprl.harnesses import verifiers as library
+from pl_grouprl.harnesses.gateway import Stage
 from pl_grouprl.types import Prompt, SamplingConfig
 from tests.helpers.fake_vllm import FakeVLLM, ServedPolicy
 

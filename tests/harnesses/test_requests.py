@@ -1,8 +1,8 @@
 import pytest
 
-from pl_grouprl.episodes.limits import EpisodeLimits
-from pl_grouprl.harnesses.requests import RoundRequests, check_sampling, check_version
-from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.episodes.loop import EpisodeLimits
+from pl_grouprl.harnesses.gateway import RoundRequests, check_sampling, check_version
 from pl_grouprl.types import SamplingConfig
 
 

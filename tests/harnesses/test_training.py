@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.serving import Server
 
-from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+from pl_grouprl.rollout import VLLMServerRolloutEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from pl_grouprl import GRPO, PromptDataModule, SamplingConfig
-from pl_grouprl.harnesses import Verifiers, library, verifiers
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.harnesses import Verifiers, verifiers
+from pl_grouprl.harnesses import verifiers as library
 from pl_grouprl.rollout.branching import Branching
-from pl_grouprl.sync.sampler import WeightsMismatchError
 from pl_grouprl.utilities.optional import VERIFIERS_AVAILABLE
 from tests.helpers import fake_verifiers
 from tests.helpers.fake_vllm import FakeVLLM, ServedPolicy

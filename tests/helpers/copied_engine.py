@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pl_grouprl.distributed.checksum import AdapterWeights, SamplerLostError, WeightsMismatchError, checksum
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.sync.checksum import checksum
-from pl_grouprl.sync.sampler import AdapterWeights, SamplerLostError, WeightsMismatchError
 
 Fault = Literal["lost", "lost at once", "failed", "failed at once"]
 

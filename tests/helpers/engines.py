@@ -126,7 +126,7 @@ class Subject:
 def sync(engine: Any, model: Any) -> None:
     """Give an engine that samples from a copy of the weights those of `model`."""
     if hasattr(engine, "update_weights"):
-        from pl_grouprl.sync.stream import checkpoint_weights
+        from pl_grouprl.distributed.weight_stream import checkpoint_weights
 
         stream = checkpoint_weights(model, iter(model.named_parameters()))
         engine.update_weights(stream, version=(engine.version or 0) + 1)
@@ -159,7 +159,7 @@ def new_engine(name: str, **options: Any) -> Any:
         from pl_grouprl.rollout.vllm.colocate import VLLMRolloutEngine
 
         return VLLMRolloutEngine(**{"enforce_eager": True, **options})
-    from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+    from pl_grouprl.rollout import VLLMServerRolloutEngine
 
     return VLLMServerRolloutEngine(**options)
 

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from safetensors.torch import load, load_file
 
-from pl_grouprl.sync.checksum import checksum
+from pl_grouprl.distributed.checksum import checksum
 
 
 class FakeSampler:

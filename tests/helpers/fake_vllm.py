@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy
+from pl_grouprl.rollout.engine import BoundPolicy, HoldsPolicy
 
 
 class FakeVLLM:

@@ -27,7 +27,7 @@ IMPORTED = (
     "torch.distributed._tensor",
     "transformers.models.qwen3.modeling_qwen3",
     *(f"pl_grouprl.{name}" for name in ("algorithms", "callbacks", "data", "demo", "rollout", "strategies")),
-    "pl_grouprl.models.lora_critic",
+    "pl_grouprl.models.critic",
     "quick_fits",
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import FourBit, LoRAAdapter, PretrainedPolicy
 
 FLOAT = FourBit(compute_dtype="float32")

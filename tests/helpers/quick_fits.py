@@ -15,10 +15,10 @@ from lightning.pytorch.trainer.connectors import callback_connector
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from pl_grouprl.attention.patch import SharedPrefix
-from pl_grouprl.checks import decoding_check
-from pl_grouprl.training import prefix_sharing
+from pl_grouprl.checks import sampling as decoding_check
+from pl_grouprl.training import checks as prefix_sharing
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.utilities import garbage
+from pl_grouprl.utilities import modes as garbage
 from pl_grouprl.utilities.modes import is_whole
 
 _LAYER_CHECKS: dict[Any, Any] = {}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pl_grouprl.callbacks.metric_history import MetricHistory
+from pl_grouprl.callbacks.curves import MetricHistory
 from pl_grouprl.report import RecordedRun
 
 MESSAGES = [

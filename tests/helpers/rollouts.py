@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3], [20, 1, 5, 9, 2, 2, 7, 8]]

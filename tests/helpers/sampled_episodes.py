@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from pl_grouprl.data.encoding import EncodingOptions, encode_rows
-from pl_grouprl.data.sources import SourceRow
-from pl_grouprl.episodes.limits import EpisodeLimits
+from pl_grouprl.data.rows import SourceRow
+from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.training.episodes import Episodes
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.training.sampler import Episodes, Sampler
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 Rows = Sequence[dict[str, Any]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.rollout.sampling import sample_tokens, uniforms
+from pl_grouprl.rollout.hf.sampling import sample_tokens, uniforms
 from pl_grouprl.types import Rollout, SamplingConfig
 
 VOCAB = 24

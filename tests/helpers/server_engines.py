@@ -1,6 +1,6 @@
 """An engine of fake servers, with a few prompts."""
 
-from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+from pl_grouprl.rollout import VLLMServerRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=3, stop_token_ids=(4,))

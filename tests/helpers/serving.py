@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`python -m pl_grouprl.rollout.server` on a port that stays the same when it is started again."""
+    """`python -m pl_grouprl.rollout.vllm` on a port that stays the same when it is started again."""
 
     def __init__(
         self, model: Path, log: Path, *options: str, token: str | None = None, python: str | Path = sys.executable
@@ -37,7 +37,7 @@ class Server:
 
     def start(self) -> Server:
         """Start it; `wait` until it answers."""
-        command = [str(self.python), "-m", "pl_grouprl.rollout.server", "--model", str(self.model)]
+        command = [str(self.python), "-m", "pl_grouprl.rollout.vllm", "--model", str(self.model)]
         command += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
         command += ["--distributed-executor-backend", "uni"]  # the worker shares the engine's process: sooner there
         environment = {

@@ -45,7 +45,7 @@ from forked_runs import (
 from helpers.chance_episodes import Tally
 from lightning.pytorch import Callback
 
-from pl_grouprl.training.engine_rounds import EngineRounds
+from pl_grouprl.training.sampler import EngineRounds
 from pl_grouprl.utilities import checkpoint_files
 from pl_grouprl.utilities.checkpoint_files import finish_interrupted, newest_complete
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pl_grouprl.cli import main
-from pl_grouprl.training.episodes import Episodes
+from pl_grouprl.training.sampler import Episodes
 
 TOOLS = '''
 def add(a: int, b: int) -> int:

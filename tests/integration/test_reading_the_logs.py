@@ -12,7 +12,7 @@ import pl_grouprl
 from pl_grouprl.algorithms import RLModule
 from pl_grouprl.cli import main
 from pl_grouprl.training.collector import Collector
-from pl_grouprl.training.updater import Updater
+from pl_grouprl.training.update import Updater
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -10,7 +10,7 @@ from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.scripted_engine import ScriptedEngine
 from helpers.small_lookup import SMALL_LOOKUP
 
-from pl_grouprl.chat.template_files import read_template
+from pl_grouprl.chat.format import read_template
 from pl_grouprl.cli import main
 from pl_grouprl.demo.warm_start import build_model
 from pl_grouprl.rollout import HFRolloutEngine

@@ -9,8 +9,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from pl_grouprl.loggers import Table, TrackioLogger, log_table
-from pl_grouprl.loggers.tables import markdown_of
+from pl_grouprl.loggers import Table, TrackioLogger, log_table, markdown_of
 from pl_grouprl.utilities.loggers import prepare_loggers
 
 COLUMNS = ["step", "text", "reward", "answer"]
@@ -143,7 +142,7 @@ def test_trackio_has_a_table_per_step_and_options(tmp_path, monkeypatch):
 
 
 def test_without_trackio_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.loggers.trackio.TRACKIO_AVAILABLE", False)
+    monkeypatch.setattr("pl_grouprl.loggers.TRACKIO_AVAILABLE", False)
     with pytest.raises(ModuleNotFoundError, match=r"TrackioLogger needs an optional package.*pl-grouprl\[trackio\]"):
         TrackioLogger()
 

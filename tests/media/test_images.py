@@ -7,7 +7,7 @@ import pytest
 from helpers.tiny_vision import tiny_image
 from PIL import Image
 
-from pl_grouprl.media.images import as_list, check_image, check_video, read_image, read_video
+from pl_grouprl.media.rows import as_list, check_image, check_video, read_image, read_video
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from helpers.tiny_models import tiny_model
 from helpers.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
 
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.media.places import place_media
-from pl_grouprl.media.processor import reads_media
+from pl_grouprl.media.rows import place_media, reads_media
 from pl_grouprl.models.policy import PretrainedPolicy
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "what?"}

@@ -6,9 +6,8 @@ from helpers.tiny_models import random_groups, tiny_model
 from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
 
 from pl_grouprl.attention import find_backbone
-from pl_grouprl.media.inputs import placeholder_ids
-from pl_grouprl.media.positions import media_position_ids
-from pl_grouprl.media.processor import language_model_class, load_processor
+from pl_grouprl.media.inputs import media_position_ids, placeholder_ids
+from pl_grouprl.media.rows import language_model_class, load_processor
 from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup

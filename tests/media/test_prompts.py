@@ -7,7 +7,7 @@ from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor
 from pyarrow import parquet
 
 from pl_grouprl.data import PromptDataModule
-from pl_grouprl.media.places import place_media
+from pl_grouprl.media.rows import place_media
 from tests.helpers.chat_tokenizers import add_to_texts
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "what?"}

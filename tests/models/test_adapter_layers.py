@@ -10,7 +10,7 @@ from torch import nn
 
 from pl_grouprl.attention import check_parity, find_decoder, shared_prefix
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, SharedTrunkCritic, rollout_logprobs
-from pl_grouprl.models.adapter_layers import adapter_layers, adapters_off, has_adapters, merged_copy
+from pl_grouprl.models.adapters import adapter_layers, adapters_off, has_adapters, merged_copy
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.types import SamplingConfig

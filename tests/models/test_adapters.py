@@ -13,8 +13,7 @@ from torch import nn
 from pl_grouprl.attention import check_parity
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.models import LoRAAdapter, PolicySource, PretrainedPolicy, rollout_logprobs
-from pl_grouprl.models.adapter_layers import adapter_layers
-from pl_grouprl.models.adapters import check_adapters, save_adapter
+from pl_grouprl.models.adapters import adapter_layers, check_adapters, save_adapter
 from pl_grouprl.utilities import optional
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])

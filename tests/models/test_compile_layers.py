@@ -11,12 +11,12 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.attention import support as compiling
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.demo.warm_start import WarmStartedPolicy
-from pl_grouprl.models import compile as compiling
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.policy import PretrainedPolicy
 from pl_grouprl.types import SamplingConfig

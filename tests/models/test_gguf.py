@@ -15,12 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig
 
 from pl_grouprl.callbacks.export_policy import export
-from pl_grouprl.models import gguf
+from pl_grouprl.models import loading as gguf
 from pl_grouprl.models.adapters import LoRAAdapter
-from pl_grouprl.models.critic_sources import PolicyCopyCritic, PretrainedCritic
-from pl_grouprl.models.policy import PretrainedPolicy, as_policy_source
-from pl_grouprl.models.reference import frozen_copy
-from pl_grouprl.rollout.vllm.model_folder import write_model_folder
+from pl_grouprl.models.critic import PolicyCopyCritic, PretrainedCritic
+from pl_grouprl.models.policy import PretrainedPolicy, as_policy_source, frozen_copy
+from pl_grouprl.rollout.vllm.settings import write_model_folder
 from pl_grouprl.utilities import optional
 
 FILE = "tiny.Q8_0.gguf"

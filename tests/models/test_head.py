@@ -8,8 +8,7 @@ from helpers.tiny_models import random_groups, tiny_model
 from torch import nn
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.models.head import plain_weight
-from pl_grouprl.models.score import score
+from pl_grouprl.models.score import plain_weight, score
 from pl_grouprl.packing import pack
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pl_grouprl.demo.warm_start import WarmStartedPolicy
 from pl_grouprl.models.adapters import LoRAAdapter, save_adapter
-from pl_grouprl.models.critic_sources import PretrainedCritic
+from pl_grouprl.models.critic import PretrainedCritic
 from pl_grouprl.models.policy import PretrainedPolicy
 from pl_grouprl.rewards import ModelReward
 from pl_grouprl.rewards.base import RewardConfigurationError

@@ -10,9 +10,8 @@ from torch import nn
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.adapters import LoRAAdapter
-from pl_grouprl.models.critic_sources import PretrainedCritic
-from pl_grouprl.models.policy import PolicySource, PretrainedPolicy
-from pl_grouprl.models.reference import fingerprint, frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.models.critic import PretrainedCritic
+from pl_grouprl.models.policy import PolicySource, PretrainedPolicy, fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.models.score import rollout_logprobs
 
 

@@ -11,9 +11,9 @@ from helpers.tiny_models import random_groups, tiny_model
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models import score
-from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.models.score import PrefixPass
 from pl_grouprl.packing import pack
-from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.packing.batch import pack_slice
 
 PROMPT, RESPONSE, SLICE = 96, 128, 4
 

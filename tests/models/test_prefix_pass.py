@@ -15,12 +15,12 @@ from helpers.variants import VARIANTS, variant
 from torch import Tensor
 
 from pl_grouprl.attention import find_decoder, shared_prefix
-from pl_grouprl.attention.recorded import Leaf, Prefilled
+from pl_grouprl.attention.call import Leaf, Prefilled
 from pl_grouprl.models import Critic, LoRAAdapter, ValueHead, hidden_states, score
-from pl_grouprl.models.adapter_layers import adapters_off
-from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.models.adapters import adapters_off
+from pl_grouprl.models.score import PrefixPass
 from pl_grouprl.packing import pack
-from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.packing.batch import pack_slice
 from pl_grouprl.types import Rollout, RolloutGroup
 
 pytestmark = pytest.mark.usefixtures("layers_checked_once")

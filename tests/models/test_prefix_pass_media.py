@@ -12,9 +12,9 @@ from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_visio
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models import hidden_states, score
-from pl_grouprl.models.prefix_pass import PrefixPass
+from pl_grouprl.models.score import PrefixPass
 from pl_grouprl.packing import pack
-from pl_grouprl.packing.slices import pack_slice
+from pl_grouprl.packing.batch import pack_slice
 from pl_grouprl.types import Rollout
 
 ROLLOUTS = [3, 9, 0, 5]

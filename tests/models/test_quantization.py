@@ -9,8 +9,7 @@ from helpers.tiny_models import tiny_model
 
 from pl_grouprl.attention import check_parity, find_decoder
 from pl_grouprl.models import FourBit, LoRAAdapter, LoRACritic, ModelCost, PolicyCopyCritic, PretrainedPolicy
-from pl_grouprl.models.adapter_layers import adapters_off, merged_copy
-from pl_grouprl.models.quantization import is_quantized, quantized_layers
+from pl_grouprl.models.adapters import adapters_off, is_quantized, merged_copy, quantized_layers
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.tolerances import computing_dtype
 

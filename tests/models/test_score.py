@@ -7,9 +7,8 @@ import torch
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
 from pl_grouprl.attention import find_decoder, shared_prefix
-from pl_grouprl.functional.head_sketch import HeadSketch
-from pl_grouprl.models.head import logits_function
-from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
+from pl_grouprl.functional.softmax import HeadSketch
+from pl_grouprl.models.score import hidden_states, logits_function, rollout_logprobs, score
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, RolloutGroup
 

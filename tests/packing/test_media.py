@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pl_grouprl.packing import pack
-from pl_grouprl.packing.truncation import truncate_rollouts
+from pl_grouprl.packing.batch import truncate_rollouts
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

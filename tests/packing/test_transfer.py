@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pl_grouprl.packing import transfer
+from pl_grouprl.packing import batch as transfer
 
 TENSORS = {
     "mask": torch.tensor([True, False, True]),

@@ -7,9 +7,7 @@ import torch
 from helpers.tiny_models import VOCAB, gradients, random_groups, tiny_model, worst_gradient_error
 
 from pl_grouprl.attention import find_decoder, shared_prefix
-from pl_grouprl.models.critic import check_critic_parity
-from pl_grouprl.models.critic_sources import PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.lora_critic import LoRACritic
+from pl_grouprl.models.critic import LoRACritic, PolicyCopyCritic, SharedTrunkCritic, check_critic_parity
 from pl_grouprl.packing import pack, truncate_rollouts
 
 pytestmark = pytest.mark.usefixtures("layers_checked_once")

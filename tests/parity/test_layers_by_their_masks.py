@@ -11,7 +11,7 @@ from helpers.tiny_models import VOCAB, gradients, tiny_model, worst_gradient_err
 
 from pl_grouprl.attention import UnsupportedModelError, shared_prefix
 from pl_grouprl.attention import patch as patch_module
-from pl_grouprl.attention.prefix_states import PrefixStates
+from pl_grouprl.attention.call import PrefixStates
 from pl_grouprl.packing import SharedPrefixLayout
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
@@ -151,7 +151,7 @@ def test_a_call_ends_with_its_markers():
     """Without the help of the garbage collector, which would keep a step's tensors for longer."""
     import gc
 
-    from pl_grouprl.attention.mask import _MARKED
+    from pl_grouprl.attention.masks import _MARKED
 
     model = checkpointed(deaf_model("starcoder2"), use_reentrant=False)
     gc.collect()

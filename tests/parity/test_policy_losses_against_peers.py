@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional.aggregation import aggregate
+from pl_grouprl.functional.losses import aggregate
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES, make_policy_loss
 
 LENGTHS = [7, 3, 0, 1, 5, 6, 2, 4]

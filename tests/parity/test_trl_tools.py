@@ -19,7 +19,7 @@ from helpers.tiny_models import tiny_model
 from helpers.tool_cases import ToolCase, seen_by_reward, tool_cases
 
 from pl_grouprl.rewards import apply_rewards
-from pl_grouprl.rewards.environment import EnvironmentReward
+from pl_grouprl.rewards.base import EnvironmentReward
 from pl_grouprl.types import Messages, SamplingConfig
 
 RECORDED = json.loads(Path(__file__).with_name("trl_tools.json").read_text(encoding="utf-8"))

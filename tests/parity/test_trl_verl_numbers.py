@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pl_grouprl.functional.advantages import group_relative_advantages, rloo_advantages
-from pl_grouprl.functional.aggregation import LOSS_AGG_MODES, LOSS_PRESETS, aggregate
 from pl_grouprl.functional.kl import kl_estimate
+from pl_grouprl.functional.losses import LOSS_AGG_MODES, LOSS_PRESETS, aggregate
 from pl_grouprl.functional.policy_loss import make_policy_loss
 
 LENGTHS = [7, 3, 1, 5, 6, 2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pl_grouprl.functional.advantages import make_advantage_estimator
-from pl_grouprl.functional.aggregation import aggregate
+from pl_grouprl.functional.losses import aggregate
 from pl_grouprl.functional.policy_loss import dro_policy_loss
 
 # Two prompts with rollouts of 5, 3, 3, 2 and 4 tokens.

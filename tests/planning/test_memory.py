@@ -11,10 +11,18 @@ from helpers.tiny_models import random_groups
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models import FourBit, LoRAAdapter, PretrainedPolicy, hidden_states, score
-from pl_grouprl.models.quantization import quantized_layers
+from pl_grouprl.models.adapters import quantized_layers
 from pl_grouprl.packing import pack
-from pl_grouprl.planning.activations import KeptBytes, count_kept
-from pl_grouprl.planning.memory import METHODS, LayerBytes, Method, divided, empty_model, footprint_of_method
+from pl_grouprl.planning.memory import (
+    METHODS,
+    KeptBytes,
+    LayerBytes,
+    Method,
+    count_kept,
+    divided,
+    empty_model,
+    footprint_of_method,
+)
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
 
 FULL, LORA = METHODS[0], next(method for method in METHODS if method.name == "LoRA")

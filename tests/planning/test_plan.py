@@ -9,11 +9,11 @@ from helpers.quantized import save_policy
 from helpers.qwen_tokenizer import qwen_tokenizer
 
 from pl_grouprl import GRPO, PPO, OptimizerConfig, PromptDataModule, SamplingConfig
-from pl_grouprl.chat.template_files import read_template
+from pl_grouprl.chat.format import read_template
 from pl_grouprl.cli import RLTrainer, main
 from pl_grouprl.models import LoRAAdapter, LoRACritic, PretrainedCritic, PretrainedPolicy, SharedTrunkCritic
 from pl_grouprl.planning import Hardware, plan_run
-from pl_grouprl.planning.hardware import count_devices, strategy_name
+from pl_grouprl.planning.memory import count_devices, strategy_name
 from pl_grouprl.planning.plan import rounded
 from pl_grouprl.training.optimizer import build_optimizer
 

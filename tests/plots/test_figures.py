@@ -10,9 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from pl_grouprl.functional.token_groups import find_token_groups
-from pl_grouprl.plots import plot_advantages, plot_token_groups
-from pl_grouprl.plots.advantages import LESS_LIKELY, LIKELIER, UNTRAINED
-from pl_grouprl.plots.token_groups import CAUSES, DARK, LIGHT
+from pl_grouprl.plots import CAUSES, DARK, LESS_LIKELY, LIGHT, LIKELIER, UNTRAINED, plot_advantages, plot_token_groups
 
 TOKENS = ["It", " is", " four", ".\n", "#", " 4"]
 ADVANTAGES = [0.5, -0.25, 1.0, 0.0, -1.0, 2.0]

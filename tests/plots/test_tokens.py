@@ -2,8 +2,8 @@
 
 import pytest
 
-from pl_grouprl.demo.digits import digit_tokenizer
-from pl_grouprl.plots.tokens import lines_of, token_texts
+from pl_grouprl.demo.tasks import digit_tokenizer
+from pl_grouprl.plots import lines_of, token_texts
 
 
 class ByteTokenizer:

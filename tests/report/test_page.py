@@ -4,9 +4,7 @@ from html.parser import HTMLParser
 import pytest
 from helpers.recorded_runs import COMPLETIONS, recorded
 
-from pl_grouprl.report import write_report
-from pl_grouprl.report.__main__ import main
-from pl_grouprl.report.page import report_page
+from pl_grouprl.report import main, report_page, write_report
 
 
 class Elements(HTMLParser):

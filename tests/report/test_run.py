@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from pl_grouprl.report import read_run
-from pl_grouprl.report.run import different_options, read_runs
+from pl_grouprl.report import different_options, read_run, read_runs
 
 METRICS = "epoch,reward,step,val/reward\n0,0.25,0,\n,,0,0.5\n0,0.75,1,\n"
 

@@ -10,7 +10,8 @@ import weakref
 
 import pytest
 
-from pl_grouprl.rewards import RewardWorkers, Weighted, apply_rewards, async_calls, prepare_rewards, start_rewards
+from pl_grouprl.rewards import RewardWorkers, Weighted, apply_rewards, prepare_rewards, start_rewards
+from pl_grouprl.rewards import calls as async_calls
 from pl_grouprl.types import Rollout, RolloutGroup
 
 NEVER = 1000.0
@@ -204,7 +205,7 @@ async def cleans_up_slowly(solution_str, ground_truth):
 @pytest.mark.parametrize("function", [swallows, cleans_up_slowly])
 @pytest.mark.parametrize("in_worker", [False, True])
 def test_one_that_does_not_end_when_cancelled_is_abandoned(function, in_worker, monkeypatch, caplog):
-    monkeypatch.setattr("pl_grouprl.utilities.background_loop.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("pl_grouprl.utilities.processes.GRACE_SECONDS", 0.05)
     monkeypatch.setattr(async_calls, "_abandoned", weakref.WeakSet())
     group = make_group("fine", "never")
     workers = RewardWorkers(prepare_rewards(function), 1, timeout=0.3) if in_worker else None
@@ -223,7 +224,7 @@ def test_one_that_does_not_end_when_cancelled_is_abandoned(function, in_worker, 
 
 
 def test_too_many_that_do_not_end_stop_the_run(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.utilities.background_loop.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("pl_grouprl.utilities.processes.GRACE_SECONDS", 0.05)
     monkeypatch.setattr(async_calls, "_abandoned", weakref.WeakSet())
     monkeypatch.setattr(async_calls, "MAX_ABANDONED_CALLS", 3)
     group = make_group("never", "never", "never")

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from pl_grouprl.rewards import CodeTests, SandboxLimits
-from pl_grouprl.rewards.code_test_formats import read_tests
-from pl_grouprl.rewards.code_test_kinds import StdinTest
+from pl_grouprl.rewards.code_tests import StdinTest, read_tests
 from pl_grouprl.rewards.sandbox import SandboxUnavailableError
 from pl_grouprl.rewards.sandbox.function_call import plain
 

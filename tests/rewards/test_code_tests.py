@@ -20,8 +20,7 @@ from pl_grouprl.rewards import (
     check_columns,
     prepare_rewards,
 )
-from pl_grouprl.rewards.code_test_formats import read_tests
-from pl_grouprl.rewards.code_tests import extract_code
+from pl_grouprl.rewards.code_tests import extract_code, read_tests
 from pl_grouprl.rewards.sandbox import Sandbox, SandboxUnavailableError
 from pl_grouprl.rewards.sandbox.sandbox import _Run
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup

@@ -23,7 +23,7 @@ from pl_grouprl.rewards import (
     check_columns,
     prepare_rewards,
 )
-from pl_grouprl.rewards.completion_text import completion_text, written_text
+from pl_grouprl.rewards.base import completion_text, written_text
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.run import PlainRun
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
@@ -201,9 +201,7 @@ def test_cosine_reward_passes_on_what_its_function_takes():
 
 
 def test_programs_are_of_the_last_message(monkeypatch):
-    monkeypatch.setattr(
-        "pl_grouprl.rewards.code_test_kinds.StdinTest.passes", lambda own, sandbox, code: code == "right\n"
-    )
+    monkeypatch.setattr("pl_grouprl.rewards.code_tests.StdinTest.passes", lambda own, sandbox, code: code == "right\n")
     block = "```python\n{}\n```\n".format
     episodes = [
         make_episode(messages=turns_of(block("wrong"), block("right"))),

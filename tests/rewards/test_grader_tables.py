@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 from pl_grouprl.rewards import ExactMatch, LeadingCorrectCharacters, MathVerify, NumericAnswer, check_columns
-from pl_grouprl.rewards.code_test_formats import read_tests
-from pl_grouprl.rewards.code_test_kinds import StdinTest, ValueTest
-from pl_grouprl.rewards.code_tests import extract_code
-from pl_grouprl.rewards.judge.grade import read_grade
+from pl_grouprl.rewards.code_tests import StdinTest, ValueTest, extract_code, read_tests
+from pl_grouprl.rewards.judge.judge import read_grade
 from pl_grouprl.rewards.sandbox import ProgramResult
 from pl_grouprl.rewards.sandbox.function_call import plain
-from pl_grouprl.tasks.answer_format import extract_answer
+from pl_grouprl.tasks.reasoning_gym import extract_answer
 from pl_grouprl.types import Prompt
 
 FLEXIBLE = [

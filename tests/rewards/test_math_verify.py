@@ -16,7 +16,7 @@ from pl_grouprl.rewards import (
     check_time_limits,
     prepare_rewards,
 )
-from pl_grouprl.rewards import math_verify as math_verify_module
+from pl_grouprl.rewards import answers as math_verify_module
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.describe import describe
 

@@ -11,7 +11,7 @@ from helpers.chat_tokenizers import add_to_texts, llama_tokenizer, qwen_tokenize
 from helpers.episodes import QUESTION, make_episode, make_group, turns_of
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
-from pl_grouprl.chat.template_files import read_template
+from pl_grouprl.chat.format import read_template
 from pl_grouprl.rewards import (
     ModelReward,
     NumericAnswer,
@@ -21,7 +21,7 @@ from pl_grouprl.rewards import (
     check_columns,
     prepare_rewards,
 )
-from pl_grouprl.rewards.model_reward import _encode_group
+from pl_grouprl.rewards.models import _encode_group
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
 SHAPES = [(20, [7, 0, 12, 3]), (5, [9]), (8, []), (1, [3, 8])]
@@ -175,7 +175,7 @@ def test_encoders_are_refused(sharing):
 
 
 def test_a_model_that_looks_ahead_shares_no_prefix(monkeypatch):
-    from pl_grouprl.rewards import frozen_model
+    from pl_grouprl.rewards import models as frozen_model
 
     monkeypatch.setattr(frozen_model, "shared_prefix", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(frozen_model, "check_score_head", lambda *_: None)

@@ -12,7 +12,7 @@ from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.rewards import ProcessRewardModel, RewardConfigurationError, apply_rewards
-from pl_grouprl.rewards.steps import step_ends
+from pl_grouprl.rewards.base import step_ends
 from pl_grouprl.types import Rollout, RolloutGroup
 
 TOKENIZER = qwen_tokenizer()

@@ -13,7 +13,8 @@ import sys
 
 import pytest
 
-from pl_grouprl.rewards import apply_rewards, process_state
+from pl_grouprl.rewards import apply_rewards
+from pl_grouprl.rewards import calls as process_state
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

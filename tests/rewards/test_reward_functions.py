@@ -3,7 +3,7 @@
 import pytest
 
 from pl_grouprl.rewards import ExactMatch, LeadingCorrectCharacters, NumericAnswer
-from pl_grouprl.rewards.numeric_answer import extract_number
+from pl_grouprl.rewards.answers import extract_number
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,13 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from pl_grouprl.rewards import ExactMatch, RewardFunction, Weighted, apply_rewards
-from pl_grouprl.rewards.cosine_length import CosineLengthReward, cosine_between
-from pl_grouprl.rewards.overlong import OverlongPenalty
-from pl_grouprl.rewards.repetition import RepetitionPenalty, repeated_share
+from pl_grouprl.rewards.penalties import (
+    CosineLengthReward,
+    OverlongPenalty,
+    RepetitionPenalty,
+    cosine_between,
+    repeated_share,
+)
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

@@ -2,7 +2,7 @@ import threading
 
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.rollout.bound_policy import BoundPolicy
+from pl_grouprl.rollout.engine import BoundPolicy
 from pl_grouprl.types import Rollout, SamplingConfig
 
 

@@ -10,11 +10,10 @@ from helpers.continued import counted_tokens
 from helpers.rollouts import PROMPTS
 
 from pl_grouprl.rollout import Branching, HFRolloutEngine
-from pl_grouprl.rollout.branch_loop import BranchLoop, first_own_token
-from pl_grouprl.training.branch_metrics import branch_metrics, count_sampled
-from pl_grouprl.training.engine_rounds import EngineRounds
+from pl_grouprl.rollout.branching import BranchLoop, first_own_token
+from pl_grouprl.training.metrics import branch_metrics, count_sampled
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.training.sampler import EngineRounds, Sampler
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=12, stop_token_ids=(4, 9))

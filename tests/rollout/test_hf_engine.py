@@ -4,7 +4,8 @@ import pytest
 import torch
 from helpers.rollouts import PROMPTS, assert_same, ids, reference_logprobs
 
-from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine, decode
+from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
+from pl_grouprl.rollout.hf import decode
 from pl_grouprl.types import SamplingConfig
 
 

@@ -10,11 +10,11 @@ from helpers.rollouts import PROMPTS, assert_same
 from helpers.sampling_oracle import FAMILIES, tiny_decoder
 from transformers.cache_utils import Cache, DynamicLayer
 
-from pl_grouprl.rollout import HFRolloutEngine, decode
-from pl_grouprl.rollout.continued_prefill import MAX_REPEATED, plan_continuing
-from pl_grouprl.rollout.kept_caches import KeptCaches, KeptSequence
-from pl_grouprl.rollout.kv_cache import gather_cache
-from pl_grouprl.rollout.shared_prompt import ContinuedRow
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.hf import decode
+from pl_grouprl.rollout.hf.cache import KeptCaches, KeptSequence, gather_cache
+from pl_grouprl.rollout.hf.prefill import MAX_REPEATED, plan_continuing
+from pl_grouprl.rollout.hf.shared_prompt import ContinuedRow
 from pl_grouprl.types import Prompt, SamplingConfig
 from pl_grouprl.utilities.internals import cache_argument
 

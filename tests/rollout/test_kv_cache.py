@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pl_grouprl.rollout.kv_cache import GrowingLayer, drop_rows, gather_cache
+from pl_grouprl.rollout.hf.cache import GrowingLayer, drop_rows, gather_cache
 
 
 def numbered(rows, length, base):

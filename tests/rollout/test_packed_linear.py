@@ -4,7 +4,7 @@ from helpers.rollouts import reference_logprobs
 from torch import nn
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.packed_linear import MIN_STEPS, _can_pack, original_weights, packed_linears
+from pl_grouprl.rollout.hf.packed_linear import MIN_STEPS, _can_pack, original_weights, packed_linears
 from pl_grouprl.types import SamplingConfig
 
 needs_packing = pytest.mark.skipif(not _can_pack(), reason="PyTorch cannot pack weights on this processor")

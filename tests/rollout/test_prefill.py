@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from pl_grouprl.rollout.prefill import (
+from pl_grouprl.rollout.hf.prefill import (
     NextTokenLogits,
+    PrefixStore,
+    PromptEncoder,
     left_padding_mask,
     plan_prefill,
     prefill,
 )
-from pl_grouprl.rollout.prompt_encoder import PrefixStore, PromptEncoder
 from pl_grouprl.types import Prompt
 
 

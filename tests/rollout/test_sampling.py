@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.rollout.sampling import filter_logits, sample_tokens, uniforms
+from pl_grouprl.rollout.hf.sampling import filter_logits, sample_tokens, uniforms
 from pl_grouprl.types import SamplingConfig
 
 

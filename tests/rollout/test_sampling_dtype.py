@@ -7,7 +7,8 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.models import LoRAAdapter
-from pl_grouprl.rollout import HFRolloutEngine, prompt_attention
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.hf import prompt_attention
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.modes import computing_in
 
@@ -136,7 +137,7 @@ def test_sequences_are_bounded_by_free_memory_unless_their_number_is_set(monkeyp
         asked.append((count, needed))
         return 2
 
-    monkeypatch.setattr("pl_grouprl.rollout.hf.sequences_at_once", bound)
+    monkeypatch.setattr("pl_grouprl.rollout.hf.engine.sequences_at_once", bound)
     model = policy(False)
     found = sample(model, autocast=torch.bfloat16)
     # 8 + 24 tokens of 2 layers with 2 heads of 8 for keys and values in bfloat16, and 61 logits

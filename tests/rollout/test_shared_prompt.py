@@ -6,11 +6,17 @@ import torch
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
 from transformers.cache_utils import Cache
 
-from pl_grouprl.rollout import HFRolloutEngine, decode
-from pl_grouprl.rollout.kv_cache import drop_rows, gather_cache, needs_padding_mask
-from pl_grouprl.rollout.prompt_attention import _masked_softmax, attend, attending_to_shared_prompts
-from pl_grouprl.rollout.prompt_rows import EncodedPrompt, PromptRows, find_shared_prompts
-from pl_grouprl.rollout.shared_prompt import ContinuedPromptsLayer, PromptLayer
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.hf import decode
+from pl_grouprl.rollout.hf.cache import drop_rows, gather_cache, needs_padding_mask
+from pl_grouprl.rollout.hf.prompt_attention import _masked_softmax, attend, attending_to_shared_prompts
+from pl_grouprl.rollout.hf.shared_prompt import (
+    ContinuedPromptsLayer,
+    EncodedPrompt,
+    PromptLayer,
+    PromptRows,
+    find_shared_prompts,
+)
 from pl_grouprl.types import SamplingConfig
 
 CPU = torch.device("cpu")

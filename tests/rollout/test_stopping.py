@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pl_grouprl.rollout.stopping import StopStrings, end_token_ids
+from pl_grouprl.rollout.engine import StopStrings, end_token_ids
 from pl_grouprl.types import SamplingConfig
 
 

@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.limits import allows_padding
-from pl_grouprl.rollout.token_layers import (
+from pl_grouprl.rollout.engine import allows_padding
+from pl_grouprl.rollout.hf.cache import (
     Axes,
     gather_rows_of_tokens,
     keeps_more,

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 from tiny_models import VOCAB, tiny_model
 
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.models.reference import frozen_copy, leave_out_of_checkpoints
-from pl_grouprl.strategies import support_of
+from pl_grouprl.distributed.strategies import support_of
+from pl_grouprl.models.policy import frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
 
 

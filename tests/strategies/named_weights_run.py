@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from tiny_models import VOCAB, tiny_model
 
+from pl_grouprl.distributed.strategies import support_of
 from pl_grouprl.models.adapters import LoRAAdapter
-from pl_grouprl.strategies import support_of
 
 STEPS = 4
 PREFIX = "_fsdp_wrapped_module."

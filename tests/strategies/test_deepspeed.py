@@ -22,7 +22,7 @@ from helpers.tiny_models import tiny_model
 from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 
-from pl_grouprl.strategies import support_of
+from pl_grouprl.distributed.strategies import support_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 

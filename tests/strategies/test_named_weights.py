@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from named_weights_run import make_policy
 
-from pl_grouprl.strategies import StrategySupport
+from pl_grouprl.distributed.strategies import StrategySupport
 
 SCRIPT = Path(__file__).with_name("named_weights_run.py")
 SHARDED = ("fsdp1", "fsdp2", "z3", "z3_offload")

@@ -11,12 +11,10 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 
 from pl_grouprl import GRPO, PPO
+from pl_grouprl.distributed.strategies import FSDP1Support, FSDP2Support, StrategySupport, support_of
 from pl_grouprl.models import LoRACritic
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.policy import PretrainedPolicy
-from pl_grouprl.strategies import StrategySupport, support_of
-from pl_grouprl.strategies.fsdp1 import FSDP1Support
-from pl_grouprl.strategies.fsdp2 import FSDP2Support
 
 
 def reward(completions, **columns):

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from pl_grouprl.distributed.strategies import StrategySupport
+from pl_grouprl.distributed.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 from pl_grouprl.models import LoRAAdapter
-from pl_grouprl.models.adapter_layers import base_of, has_adapters, merged_copy
-from pl_grouprl.models.adapters import save_adapter
-from pl_grouprl.strategies.support import StrategySupport
-from pl_grouprl.sync.stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
+from pl_grouprl.models.adapters import base_of, has_adapters, merged_copy, save_adapter
 
 DTYPES = pytest.mark.parametrize("dtype", sweep([torch.float32, torch.bfloat16], quick=[torch.bfloat16]), ids=str)
 

@@ -1,10 +1,7 @@
 import pytest
 import torch
 
-from pl_grouprl.sync.checksum import add, checksum
-from pl_grouprl.sync.compare import check_weights
-from pl_grouprl.sync.sampler import WeightsMismatchError
-from pl_grouprl.sync.transfer import buckets
+from pl_grouprl.distributed.checksum import WeightsMismatchError, add, buckets, check_weights, checksum
 
 GOLDEN = 0x9E3779B97F4A7C15
 

@@ -1,6 +1,6 @@
 import pytest
 
-from pl_grouprl.tasks.answer_format import extract_answer, is_recovered, write_answer
+from pl_grouprl.tasks.reasoning_gym import extract_answer, is_recovered, write_answer
 
 TAGS, LINE = "<answer>{answer}</answer>", "Answer: {answer}"
 

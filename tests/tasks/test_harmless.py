@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from pl_grouprl.tasks.harmless import FORMULA_TASKS, LITERAL_TASKS, is_harmless
+from pl_grouprl.tasks.score import FORMULA_TASKS, LITERAL_TASKS, is_harmless
 
 LIST, FORMULA = "n_queens", "countdown"
 
@@ -48,7 +48,7 @@ def test_code_in_an_answer_does_not_run(score, monkeypatch):
 
     from reasoning_gym.factory import create_dataset
 
-    from pl_grouprl.tasks.entries import encode_entry
+    from pl_grouprl.tasks.generator import encode_entry
 
     ran = []
     monkeypatch.setattr(os, "mkdir", ran.append)

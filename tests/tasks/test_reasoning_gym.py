@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 
-from pl_grouprl.data.digest import digest_rows
-from pl_grouprl.data.sources import read_source
+from pl_grouprl.data.rows import digest_rows, read_source
 from pl_grouprl.rewards import apply_rewards
-from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore, generator, source
-from pl_grouprl.tasks.answer_format import extract_answer, is_only_answer
-from pl_grouprl.tasks.entries import decode_entry, encode_entry
+from pl_grouprl.tasks import ReasoningGym, ReasoningGymScore, generator
+from pl_grouprl.tasks import reasoning_gym as source
+from pl_grouprl.tasks.generator import decode_entry, encode_entry
+from pl_grouprl.tasks.reasoning_gym import extract_answer, is_only_answer
 from pl_grouprl.types import Rollout, RolloutGroup
 
 

@@ -6,22 +6,18 @@ import pytest
 import torch
 from helpers.episode_rows import cut_into_rows, random_groups
 
-from pl_grouprl.functional.aggregation import LOSS_AGG_MODES
 from pl_grouprl.functional.importance import IMPORTANCE_KINDS
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
-from pl_grouprl.rewards.apply import apply_rewards
+from pl_grouprl.rewards.calls import apply_rewards
+from pl_grouprl.training.buffer import RolloutBuffer, outcomes_or_steps_differ
 from pl_grouprl.training.evaluation import Evaluator, evaluation_metrics
-from pl_grouprl.training.group_rewards import gather_rewards, subtract_kl_penalties
-from pl_grouprl.training.kl_penalty import KLPenalty
 from pl_grouprl.training.metrics import rollout_metrics, summarize
-from pl_grouprl.training.micro_batch import MicroBatch, RowOptions, lay_out
-from pl_grouprl.training.micro_batch_plan import plan_micro_batches
-from pl_grouprl.training.objective import PolicyObjective
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.micro_batches import MicroBatch, RowOptions, lay_out, plan_micro_batches
+from pl_grouprl.training.objective import KLPenalty, PolicyObjective
+from pl_grouprl.training.rewarder import gather_rewards, rewards_per_token, subtract_kl_penalties
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.selection import outcomes_or_steps_differ
-from pl_grouprl.training.token_rewards import rewards_per_token
 from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
 
 CPU = torch.device("cpu")

@@ -6,15 +6,13 @@ import pytest
 import torch
 from helpers.episodes import make_episode, make_group
 
-from pl_grouprl.functional.advantages.baselines import opo_advantages
-from pl_grouprl.functional.advantages.gae import generalized_advantages, td_errors
-from pl_grouprl.functional.advantages.reinforce import reinforce_plus_plus_advantages
-from pl_grouprl.functional.rows import to_rows
-from pl_grouprl.training import group_rewards
-from pl_grouprl.training.group_rewards import gather_rewards, has_token_rewards, subtract_kl_penalties
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.functional.advantages.outcomes import opo_advantages
+from pl_grouprl.functional.advantages.temporal import generalized_advantages, reinforce_plus_plus_advantages, td_errors
+from pl_grouprl.functional.masked import to_rows
+from pl_grouprl.training import rewarder as group_rewards
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.rewarder import gather_rewards, has_token_rewards, rewards_per_token, subtract_kl_penalties
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.token_rewards import rewards_per_token
 from pl_grouprl.types import Rollout, RolloutGroup
 
 NAN = math.nan

@@ -8,16 +8,13 @@ from helpers.branched import branched_groups
 from helpers.tiny_models import gradients, tiny_model, worst_gradient_error
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.functional.aggregation import LOSS_AGG_MODES
+from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
 from pl_grouprl.models.critic import Critic, ValueHead
-from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.models.score import score
-from pl_grouprl.training.kl_penalty import KLPenalty
-from pl_grouprl.training.micro_batch import RowOptions
-from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
-from pl_grouprl.training.objective import PolicyObjective
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.models.score import PrefixPass, score
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.micro_batches import MicroBatchSchedule, RowOptions
+from pl_grouprl.training.objective import KLPenalty, PolicyObjective
 
 pytestmark = pytest.mark.usefixtures("layers_checked_once")
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from helpers.episodes import make_episode, make_group
 
-from pl_grouprl.functional.aggregation import LOSS_AGG_MODES
 from pl_grouprl.functional.importance import IMPORTANCE_KINDS
 from pl_grouprl.functional.logprobs import TokenScores
+from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.packing import pack
-from pl_grouprl.training.kl_penalty import KLPenalty
-from pl_grouprl.training.micro_batch import MicroBatch
-from pl_grouprl.training.objective import PolicyObjective
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.token_rewards import rewards_per_token
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.micro_batches import MicroBatch
+from pl_grouprl.training.objective import KLPenalty, PolicyObjective
+from pl_grouprl.training.rewarder import rewards_per_token
 from pl_grouprl.types import Rollout
 
 NAMES = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "policy", "entropy")

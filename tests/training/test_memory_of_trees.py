@@ -5,11 +5,9 @@ from helpers.peak_memory import Peak
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.models.score import score
-from pl_grouprl.training.micro_batch import RowOptions
-from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.models.score import PrefixPass, score
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.micro_batches import MicroBatchSchedule, RowOptions
 from pl_grouprl.types import Rollout, RolloutGroup
 
 SEGMENT = 48

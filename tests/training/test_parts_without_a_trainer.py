@@ -9,26 +9,21 @@ from helpers.tiny_models import tiny_model
 from pl_grouprl import GRPO, PPO
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.data import PromptBatch
-from pl_grouprl.demo.digits import digit_tokenizer
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models.critic import Critic, ValueHead
 from pl_grouprl.models.score import score
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.checkpoint import Attributes, ConsistencyCheck, RandomNumbers, load_parts, save_parts
+from pl_grouprl.training.checks import PrefixSharing, refuse_dropout
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
-from pl_grouprl.training.kl_penalty import KLPenalty
-from pl_grouprl.training.micro_batcher import MicroBatcher
-from pl_grouprl.training.objective import PolicyObjective
-from pl_grouprl.training.optimization import Optimization, clip_gradients
-from pl_grouprl.training.prefix_sharing import PrefixSharing, refuse_dropout
-from pl_grouprl.training.random_numbers import RandomNumbers
-from pl_grouprl.training.rewarder import Rewarder
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
+from pl_grouprl.training.metrics import StepTimer
+from pl_grouprl.training.micro_batches import MicroBatcher
+from pl_grouprl.training.objective import KLPenalty, PolicyObjective
+from pl_grouprl.training.rewarder import Rewarder, rewards_per_token
 from pl_grouprl.training.run import Accumulation, PlainRun
-from pl_grouprl.training.run_state import Attributes, ConsistencyCheck, load_parts, save_parts
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.training.scorer import Scorer
-from pl_grouprl.training.step_timer import StepTimer
-from pl_grouprl.training.token_rewards import rewards_per_token
-from pl_grouprl.training.updater import Updater
+from pl_grouprl.training.update import Optimization, Scorer, Updater, clip_gradients
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=5)

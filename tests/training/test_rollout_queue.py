@@ -7,10 +7,8 @@ import threading
 
 import pytest
 
-from pl_grouprl.sync.sampler import SamplerLostError
-from pl_grouprl.training.rollout_queue import MAX_ATTEMPTS, RolloutQueue
-from pl_grouprl.training.sampling_threads import SamplingThreads
-from pl_grouprl.training.staleness import Staleness, staleness_metrics
+from pl_grouprl.distributed.checksum import SamplerLostError
+from pl_grouprl.training.ahead import MAX_ATTEMPTS, RolloutQueue, SamplingThreads, Staleness, staleness_metrics
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup
 
 

@@ -8,15 +8,18 @@ from helpers.branched import branched_groups
 from helpers.tiny_models import gradients, tiny_model, worst_gradient_error
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.models.prefix_pass import PrefixPass
-from pl_grouprl.models.score import score
+from pl_grouprl.models.score import PrefixPass, score
 from pl_grouprl.packing import build_trie, pack
-from pl_grouprl.packing.splits import split_group
-from pl_grouprl.training.micro_batch import RowOptions
-from pl_grouprl.training.micro_batch_plan import Shape, largest, plan_micro_batches
-from pl_grouprl.training.micro_batch_schedule import MicroBatchSchedule
-from pl_grouprl.training.rollout_buffer import RolloutBuffer
-from pl_grouprl.training.split_passes import passes_of
+from pl_grouprl.packing.plan import split_group
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.micro_batches import (
+    MicroBatchSchedule,
+    RowOptions,
+    Shape,
+    largest,
+    passes_of,
+    plan_micro_batches,
+)
 from pl_grouprl.types import Rollout, RolloutGroup
 
 pytestmark = pytest.mark.usefixtures("layers_checked_once")
@@ -159,9 +162,7 @@ def test_a_rank_fills_up_with_dummies_that_change_nothing(seed, monkeypatch):
     model, groups = tiny_model("gpt2", dtype=torch.float64), branched_groups(seed, 3, most=14)
     trees = ((0, 5), (1, 2), (2, 3), (1, 2)), ((0, 2),), ((0, 3),), ((0, 1), (1, 1))
     others = Shape(3, trees)
-    monkeypatch.setattr(
-        "pl_grouprl.training.micro_batch_schedule.gather_plain", lambda own, *_: [own, others.to_plain()]
-    )
+    monkeypatch.setattr("pl_grouprl.training.micro_batches.gather_plain", lambda own, *_: [own, others.to_plain()])
     buffer = buffer_of(groups)
     expected, gradients_ = repeated(model, buffer)
     # A dummy has one token of weight 0.

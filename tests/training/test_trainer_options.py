@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from pl_grouprl.callbacks import SafeCheckpoint
-from pl_grouprl.training import trainer_options
+from pl_grouprl.training import checks as trainer_options
 
 
 def test_a_process_group_unknown_to_the_trainer_is_refused(monkeypatch):

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from pl_grouprl.utilities.annotations import ArgumentError, convert
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.options import ArgumentError, checked_arguments, convert
 
 
 @checked_arguments

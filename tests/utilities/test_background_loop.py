@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pl_grouprl.utilities.background_loop import BackgroundLoop, OverTimeError, run_with_limit
+from pl_grouprl.utilities.processes import BackgroundLoop, OverTimeError, run_with_limit
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def slow_to_clean_up():
 
 @pytest.mark.parametrize("coroutine", [stubborn, slow_to_clean_up])
 def test_tasks_that_do_not_end_are_abandoned(loop, monkeypatch, coroutine):
-    monkeypatch.setattr("pl_grouprl.utilities.background_loop.GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("pl_grouprl.utilities.processes.GRACE_SECONDS", 0.05)
     with pytest.raises(OverTimeError) as error:
         loop.submit("it", run_with_limit(coroutine(), 0.05)).result(30)
     assert error.value.task is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pl_grouprl.types import Rollout, RolloutGroup
-from pl_grouprl.utilities.copying import private_copy
+from pl_grouprl.utilities.describe import private_copy
 
 Pair = namedtuple("Pair", ["left", "right"])
 

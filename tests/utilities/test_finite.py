@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pl_grouprl.utilities.finite import nonfinite_parameters
+from pl_grouprl.utilities.modes import nonfinite_parameters
 
 _DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
 

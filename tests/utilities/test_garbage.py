@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from pl_grouprl.utilities import garbage
-from pl_grouprl.utilities.garbage import CheapGarbageCollection, anything_frozen
+from pl_grouprl.utilities import modes as garbage
+from pl_grouprl.utilities.modes import CheapGarbageCollection, anything_frozen
 
 
 class Counting(LightningModule):

@@ -8,9 +8,7 @@ import pytest
 OPTIONAL = {"triton", "vllm", "peft", "deepspeed", "bitsandbytes"}
 
 INSIDE = {  # imported only where the package is needed: in the processes of vLLM, and by an option
-    "pl_grouprl.rollout.vllm.loaded_weights": "vllm",
-    "pl_grouprl.rollout.vllm.lora_layers": "vllm",
-    "pl_grouprl.rollout.vllm.preprocessed": "vllm",
+    "pl_grouprl.rollout.vllm.image_models": "vllm",
     "pl_grouprl.rollout.vllm.worker": "vllm",
     "pl_grouprl.training.adamw_8bit": "bitsandbytes",
 }

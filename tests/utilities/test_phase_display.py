@@ -1,7 +1,6 @@
 import threading
 
-from pl_grouprl.utilities.phase_display import PhaseDisplay
-from pl_grouprl.utilities.progress import PROGRESS, Progress, tick
+from pl_grouprl.utilities.progress import PROGRESS, PhaseDisplay, Progress, tick
 
 
 class Clock:

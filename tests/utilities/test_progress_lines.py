@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pl_grouprl.utilities.progress_lines import ProgressLines, shows_bars
+from pl_grouprl.utilities.progress import ProgressLines, shows_bars
 
 
 def printed(capsys):

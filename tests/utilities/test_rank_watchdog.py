@@ -11,8 +11,8 @@ import pytest
 from helpers.scripts import run_script
 
 from pl_grouprl.callbacks import RankWatchdog
+from pl_grouprl.distributed.lost_ranks import RankJudge, RankStatus
 from pl_grouprl.utilities.processes import is_here, kill_process, process_identity
-from pl_grouprl.utilities.rank_status import RankJudge, RankStatus
 
 SCRIPT = Path(__file__).with_name("lost_ranks.py")
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system has no /proc")

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from pl_grouprl.utilities.step_log import log_numbers
+from pl_grouprl.utilities.loggers import log_numbers
 
 
 class Counting(LightningModule):

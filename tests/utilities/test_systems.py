@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pl_grouprl.rewards.workers import RewardWorkers
-from pl_grouprl.rollout.server.__main__ import main as start_server
-from pl_grouprl.utilities import checkpoint_files, optional, reaper, worker_process
+from pl_grouprl.rollout.vllm.__main__ import main as start_server
+from pl_grouprl.utilities import checkpoint_files, optional, reaper
+from pl_grouprl.utilities import processes as worker_process
 from pl_grouprl.utilities.checkpoint_files import commit, corruption_reason, link, read_manifest, remove_leftovers
 
 

@@ -4,7 +4,7 @@ from urllib.parse import quote
 import httpx2
 import pytest
 
-from pl_grouprl.rollout.server.server import RefusedError, Server
+from pl_grouprl.rollout.vllm.client import RefusedError, Server
 from pl_grouprl.utilities.text import first_names, mask_secret, shorten
 
 

@@ -10,8 +10,15 @@ import sys
 import pytest
 import torch
 
-from pl_grouprl.utilities.checkpoint_files import accept, commit, manifest_of, unfinished_path
-from pl_grouprl.utilities.verified_loading import load_verified, remember_verified, verify_checkpoint
+from pl_grouprl.utilities.checkpoint_files import (
+    accept,
+    commit,
+    load_verified,
+    manifest_of,
+    remember_verified,
+    unfinished_path,
+    verify_checkpoint,
+)
 
 OWNER = f"{os.uname().nodename}-{2**22 + 1}"
 

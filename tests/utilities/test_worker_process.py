@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pl_grouprl.utilities.worker_process import (
+from pl_grouprl.utilities.processes import (
     Reaper,
     WorkerExitError,
     WorkerProcess,

@@ -1,19 +1,213 @@
-"""The backends by name, and how `auto` chooses.
-
-Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
-"""
+"""The backends by name, and how `auto` chooses."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
-from pl_grouprl.attention.backends.backend import Backend
-from pl_grouprl.attention.backends.cascade import CASCADE
-from pl_grouprl.attention.backends.flex import FLEX
-from pl_grouprl.attention.backends.prefix_grouper import PREFIX_GROUPER
-from pl_grouprl.attention.backends.reference import REFERENCE
-from pl_grouprl.attention.backends.rule import AttentionRule
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pl_grouprl.attention.backends.cascade import CASCADE, non_sink_share
+from pl_grouprl.attention.backends.interface import (
+    REFERENCE,
+    AttentionRule,
+    Backend,
+    needs_gradient,
+    visibility_function,
+)
 from pl_grouprl.packing import SharedPrefixLayout
+
+# FlexAttention with the layout's mask. PyTorch has no backward pass for it on CPU, so there it only serves scoring.
+#
+# On CUDA it is compiled with dynamic shapes: rows of other lengths and layouts run the same program. (A row of one
+# block
+# compiles separately, as may the first row if it has as many blocks as heads.)
+#
+# Legend: T packed tokens, S of them that run, H query heads.
+
+BLOCK = 128
+"""Size of a mask block, in queries and keys."""
+
+_SMALLEST_HEAD = 16
+"""Of the kernel on CUDA."""
+
+_PAIRS = 2**26
+"""Query-key pairs whose visibility is computed at a time."""
+
+
+@cache
+def _flex_attention(device_type: str) -> Any:
+    """Compiled on CUDA; not on CPU, where the compiled version lacks most rules."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device_type != "cuda":
+        return flex_attention
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    rank_zero_info("FlexAttention compiles for this model, forward and backward, which may take a minute.")
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def block_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Any:
+    """The same mask as `create_block_mask`, without a dense mask of all pairs in memory."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    sees = visibility_function(layout, rule, device)
+    tokens = torch.arange(layout.num_tokens, device=device)
+    query_tokens = tokens[layout.num_prefilled :]
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(query_tokens[query], key)
+
+    some, every = [], []
+    rows = max(1, _PAIRS // (BLOCK * max(1, layout.num_tokens))) * BLOCK
+    for queries in query_tokens.split(rows):
+        seen = sees(queries[:, None], tokens[None])
+        seen = pad(seen, (0, -len(tokens) % BLOCK, 0, -len(queries) % BLOCK))
+        tiles = seen.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        some.append(tiles.any(3).any(1))
+        every.append(tiles.all(3).all(1))
+    full = torch.cat(every)
+    return BlockMask.from_kv_blocks(
+        *_counted(torch.cat(some) & ~full), *_counted(full), BLOCK_SIZE=BLOCK, mask_mod=visible,
+        seq_lengths=(layout.num_queries, layout.num_tokens),
+    )  # fmt: skip
+
+
+def _counted(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Per block of queries, the number of key blocks it sees, and all key blocks, these first; int32, [1, 1, ...]."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    key_of_mask = ("block_mask", query.device, rule.visibility)
+    mask = layout.memo(key_of_mask, lambda: block_mask(layout, rule, query.device))
+    if not needs_gradient(query, key, value):  # the CPU kernel checks requires_grad even if no graph is recorded
+        query, key, value = query.detach(), key.detach(), value.detach()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        out, aux = _flex_attention(query.device.type)(
+            query,
+            key,
+            value,
+            score_mod=None if rule.softcap is None else _soft_cap(rule.softcap),
+            block_mask=mask,
+            scale=rule.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=rule.sinks_H is not None),
+        )
+    if rule.sinks_H is not None:
+        out = out * non_sink_share(aux.lse, rule.sinks_H[None, :, None])[..., None].to(out.dtype)
+    return out.transpose(1, 2)
+
+
+def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
+    gradient = needs_gradient(query, key, value) or (rule.sinks_H is not None and needs_gradient(rule.sinks_H))
+    if query.device.type == "mps":
+        return "FlexAttention has neither gradients nor log-sum-exps on mps; use backend 'cascade'."
+    if query.device.type == "cpu" and gradient:
+        return "FlexAttention has no backward pass on CPU; use backend 'cascade' for training there."
+    if query.device.type == "cuda" and (size := min(query.shape[-1], value.shape[-1])) < _SMALLEST_HEAD:
+        return f"FlexAttention on CUDA needs heads of at least {_SMALLEST_HEAD}, here {size}; use backend 'cascade'."
+    return None
+
+
+def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int | None:
+    """On CUDA, for what fused kernels lack: soft caps in half precision, bidirectional images under a window.
+
+    Not in float32 where the cascade serves, whose matrix products need not be compiled first.
+    """
+    if not query.is_cuda:
+        return None
+    return 2 if query.dtype in (torch.bfloat16, torch.float16) else 0  # of equals, the first in `BACKENDS` runs
+
+
+# Compiled layers call attention as an opaque operator, in which FlexAttention would run uncompiled and dense.
+FLEX = Backend("flex", _attend, _refusal, in_compiled_layers=False, preference=_preference)
+
+
+# The public package of the Prefix Grouper paper (arXiv:2506.05433), which verl uses, as a backend.
+#
+# It pads groups to one length, copies the prefix's keys and values for each rollout, and only supports prompts with
+# rollouts.
+#
+# Legend: T packed tokens, P groups, L tokens of the longest group, H query heads, K key/value heads, D head size.
+
+
+def _groups(layout: SharedPrefixLayout) -> list[list[int]]:
+    """Lengths of each root and its children. The package needs a child, so a root alone gets an empty one."""
+    groups: list[list[int]] = []
+    for segment in layout.segments:
+        if segment.parent is None:
+            groups.append([segment.length])
+        else:
+            groups[-1].append(segment.length)
+    return [group if len(group) > 1 else [*group, 0] for group in groups]
+
+
+def _plan(layout: SharedPrefixLayout, device: torch.device) -> tuple[Any, Tensor]:
+    from prefix_grouper import PrefixGrouper
+
+    grouper = PrefixGrouper(_groups(layout), device=device, padding_mode="right")
+    return grouper, grouper.padding_mask
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Causal attention, aligned lower right, with a padding mask of the keys; returns [batch, length, H, D]."""
+    queries, keys = query.shape[2], key.shape[2]
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    allowed = causal & mask.bool()[:, None, None, :]
+    # Let padding rows see themselves, so their unused results and gradients stay finite.
+    allowed = allowed | torch.eye(queries, keys, dtype=torch.bool, device=query.device).roll(keys - queries, 1)
+    heads_per_key = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(heads_per_key, dim=1) for tensor in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=scale)
+    return out.transpose(1, 2)
+
+
+def _prefix_grouper_attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
+) -> Tensor:
+    grouper, kept_PL = layout.memo(("prefix_grouper", query.device), lambda: _plan(layout, query.device))
+    padded = []
+    for tensor in (query, key, value):
+        batch = tensor.new_zeros(*kept_PL.shape, tensor.shape[1], tensor.shape[3])
+        batch = batch.index_put(kept_PL.nonzero(as_tuple=True), tensor[0].transpose(0, 1))
+        padded.append(batch.transpose(1, 2))
+    out_PLHD = grouper.forward(_sdpa, *padded, scale=rule.scale)
+    return out_PLHD[kept_PL][None]
+
+
+def _prefix_grouper_refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
+    if rule.features:
+        return f"the package does not support {', '.join(rule.features)}; use backend 'auto'."
+    if key.shape[-1] != value.shape[-1]:
+        return f"keys have head size {key.shape[-1]} and values {value.shape[-1]}; use backend 'auto'."
+    return None
+
+
+PREFIX_GROUPER = Backend(
+    "prefix_grouper", _prefix_grouper_attend, _prefix_grouper_refusal, max_depth=1, takes_prefilled=False
+)
+
+
+# The backends by name, and how `auto` chooses.
+#
+# Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
 
 
 def get_backend(name: str, argument: str = "backend") -> Backend:
@@ -70,11 +264,13 @@ def choose(
     return next(backend for _, backend in ordered if backend.refusal(query, key, value, rule) is None)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
+def _choice_attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
+) -> Tensor:
     return choose(query, key, value, rule, layout=layout)(query, key, value, layout, rule)
 
 
-AUTO = Backend("auto", _attend, choice=choose)
+AUTO = Backend("auto", _choice_attend, choice=choose)
 ORACLE = REFERENCE
 """The backend that all others are compared with."""
 

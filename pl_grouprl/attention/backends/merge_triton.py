@@ -24,7 +24,7 @@ _ROWS = 16
 
 
 def merge_triton(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
-    """See `pl_grouprl.attention.backends.merge.merge`; `out` and `part` must be contiguous along E."""
+    """See `pl_grouprl.attention.backends.cascade.merge`; `out` and `part` must be contiguous along E."""
     if isinstance(where, slice):
         out, lse, index = out[where], lse[:, where], None
     else:

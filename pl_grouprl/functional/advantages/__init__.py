@@ -1,42 +1,37 @@
 """Advantages per rollout and per token, one idea per file."""
 
-from pl_grouprl.functional.advantages.baselines import opo_advantages, remax_advantages
-from pl_grouprl.functional.advantages.branches import BranchPaths
-from pl_grouprl.functional.advantages.distillation import distillation_advantages
-from pl_grouprl.functional.advantages.gae import (
-    discounted_returns,
-    generalized_advantages,
-    length_adaptive_lam,
-    td_errors,
-)
-from pl_grouprl.functional.advantages.group_relative import (
-    REWARD_SCALES,
-    gpg_advantages,
-    group_relative_advantages,
-    grpo_passk_advantages,
-    rloo_advantages,
-)
-from pl_grouprl.functional.advantages.multi_reward import (
-    REWARD_AGGREGATIONS,
-    combine_rewards,
-    multi_reward_advantages,
-)
-from pl_grouprl.functional.advantages.optimal_token import (
-    optimal_token_baseline_advantages,
-    tir_optimal_token_baseline_advantages,
-)
-from pl_grouprl.functional.advantages.process_supervision import process_supervision_advantages
-from pl_grouprl.functional.advantages.registry import (
+from pl_grouprl.functional.advantages.base import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
+    BranchPaths,
     make_advantage_estimator,
     register_advantage_estimator,
 )
-from pl_grouprl.functional.advantages.reinforce import (
+from pl_grouprl.functional.advantages.branching import leaf_weights, tree_advantages, vine_advantages
+from pl_grouprl.functional.advantages.outcomes import (
+    REWARD_AGGREGATIONS,
+    REWARD_SCALES,
+    combine_rewards,
+    gpg_advantages,
+    group_relative_advantages,
+    grpo_passk_advantages,
+    multi_reward_advantages,
+    opo_advantages,
+    process_supervision_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+from pl_grouprl.functional.advantages.temporal import (
+    discounted_returns,
+    distillation_advantages,
+    generalized_advantages,
+    length_adaptive_lam,
+    optimal_token_baseline_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
+    td_errors,
+    tir_optimal_token_baseline_advantages,
 )
-from pl_grouprl.functional.advantages.trees import leaf_weights, tree_advantages, vine_advantages
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

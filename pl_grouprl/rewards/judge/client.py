@@ -4,20 +4,149 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import re
 from asyncio import sleep
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.utilities.progress import tick
 from pl_grouprl.utilities.text import mask_secret
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
+
+    from pl_grouprl.utilities.checkpoint_files import OptionalWrites
+
+# Checks the address and API key options of `Judge`, and reads the key.
+
+
+def chat_url(base_url: str) -> str:
+    """The URL that requests are posted to."""
+    return f"{base_url.rstrip('/')}/chat/completions"
+
+
+def check_base_url(url: str) -> None:
+    """Refuse anything but an HTTP URL without credentials.
+
+    Raises:
+        ValueError: Names the option.
+    """
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment:
+        raise ValueError(f"Judge.base_url is {url!r}; it must look like http://localhost:8000/v1.")
+    if "@" in parts.netloc:
+        raise ValueError(
+            "Judge.base_url has a user name or password; put the key in an environment variable: api_key_env."
+        )
+
+
+def check_key_variable(name: str | None) -> None:
+    """Refuse anything but None or the name of an environment variable.
+
+    Raises:
+        ValueError: Names the option, and does not show its value.
+    """
+    if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ValueError(
+            "Judge.api_key_env is not the name of an environment variable (its value is not shown, as it might be the "
+            "key); put the key in a variable and pass the variable's name, such as OPENAI_API_KEY."
+        )
+
+
+def read_key(variable: str | None, judge: str) -> str | None:
+    """Read the key from an environment variable; None without a variable.
+
+    Args:
+        variable: Name of the variable.
+        judge: The judge whose key it is, for the error.
+
+    Raises:
+        RewardConfigurationError: If it is not set, or cannot be sent in a header.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise RewardConfigurationError(
+            f"{judge}: the environment variable {variable} (api_key_env) "
+            f"{'has characters that a header must not have' if key else 'is not set'}; set it to the API key."
+        )
+    return key
+
+
+# Replies of a judge, cached in memory and optionally on disk.
+
+_MOST_IN_MEMORY = 16_384
+"""Number of replies kept in memory; the least recently used are dropped first."""
+
+
+class ReplyCache:
+    """Replies by the hash of their request.
+
+    Args:
+        folder: Where to keep a file per reply, for other ranks and later runs; None caches in memory only.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = None if folder is None else Path(folder).expanduser()
+        self._memory: OrderedDict[str, str] = OrderedDict()
+        self._writes: OptionalWrites | None = None
+
+    def get(self, digest: str) -> str | None:
+        """The reply, or None if it is not known; a damaged file counts as unknown."""
+        reply = self._memory.get(digest)
+        if reply is None and self._folder is not None:
+            reply = _read(self._file(self._folder, digest))
+        if reply is not None:
+            self._remember(digest, reply)
+        return reply
+
+    def put(self, digest: str, reply: str) -> None:
+        """Remember a reply. If it cannot be written to disk, warn once."""
+        self._remember(digest, reply)
+        if self._folder is None:
+            return
+        from pl_grouprl.utilities.checkpoint_files import OptionalWrites, write_whole  # imports Lightning
+
+        if self._writes is None:
+            self._writes = OptionalWrites("Judge")
+        with self._writes.to(f"cache_dir {self._folder}"):
+            write_whole(self._file(self._folder, digest), json.dumps({"reply": reply}).encode())
+
+    def _remember(self, digest: str, reply: str) -> None:
+        self._memory[digest] = reply
+        self._memory.move_to_end(digest)
+        if len(self._memory) > _MOST_IN_MEMORY:
+            self._memory.popitem(last=False)
+
+    @staticmethod
+    def _file(folder: Path, digest: str) -> Path:
+        return folder / digest[:2] / f"{digest}.json"
+
+
+def _read(file: Path) -> str | None:
+    try:
+        reply = json.loads(file.read_bytes())["reply"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return reply if isinstance(reply, str) else None
+
+
+# Requests chat completions: concurrently up to a limit, with retries and a time limit for each attempt.
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before the first retry, doubled for each further one; and the longest pause, also for `Retry-After`."""

@@ -4,22 +4,135 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pl_grouprl.rewards.base import RewardConfigurationError
-from pl_grouprl.rewards.sandbox.limits import MIB, SandboxLimits
 from pl_grouprl.rewards.sandbox.seccomp import REFUSED, seccomp_filter
-from pl_grouprl.rewards.sandbox.view import interpreter_view
-from pl_grouprl.utilities.arguments import checked_arguments
+from pl_grouprl.utilities.options import check_options, checked_arguments
+
+# Resource limits of a program in the sandbox.
+
+MIB = 2**20
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one run of a program.
+
+    Attributes:
+        timeout: Seconds from start to end; also, plus one, the CPU seconds of each process.
+        memory_limit_mb: Address space of each process, in MiB; all together may use `max_processes` times as much.
+        max_processes: Processes and threads at a time.
+        disk_limit_mb: MiB of all files in the working directory, which is in memory.
+        max_output_mb: MiB of standard output and of standard error, each.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+
+    timeout: float = 10.0
+    memory_limit_mb: int = 512
+    max_processes: int = 8
+    disk_limit_mb: int = 16
+    max_output_mb: int = 1
+
+    def __post_init__(self) -> None:
+        finite = 0 < self.timeout < math.inf
+        checks = {"timeout": (self.timeout, finite, "a number of seconds, larger than 0")}
+        for name in ("memory_limit_mb", "max_processes", "disk_limit_mb", "max_output_mb"):
+            value = getattr(self, name)
+            checks[name] = (value, value >= 1, "a whole number, at least 1")
+        check_options(checks)
+
+    def rlimits(self) -> dict[str, int]:
+        """The limits of each process, by the name of the constant in `resource`."""
+        return {
+            "RLIMIT_AS": self.memory_limit_mb * MIB,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_CPU": math.ceil(self.timeout) + 1,
+            "RLIMIT_FSIZE": self.disk_limit_mb * MIB,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_NICE": 0,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_NPROC": self.max_processes,
+            "RLIMIT_RTPRIO": 0,
+        }
+
+
+# The files of this machine that a program in the sandbox can read: the system's libraries and Python.
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+@dataclass
+class FileView:
+    """Files and folders to mount, and symbolic links to make, by their absolute paths.
+
+    Attributes:
+        mounts: Real files and folders, none inside another.
+        links: Symbolic links on the way to them, with their targets.
+    """
+
+    mounts: list[str] = field(default_factory=list)
+    links: dict[str, str] = field(default_factory=dict)
+
+    def add(self, path: str) -> None:
+        """Add a path with every symbolic link on the way to it; skip it if it does not exist."""
+        here = Path("/")
+        for place, part in enumerate(Path(path).parts[1:], start=2):
+            here = Path(os.path.normpath(here / part))
+            if here.is_symlink():
+                if str(here) not in self.links:
+                    self.links[str(here)] = os.readlink(here)
+                rest = Path(path).parts[place:]
+                self.add(os.path.normpath(here.parent.joinpath(os.readlink(here), *rest)))
+                return
+        if here.exists():
+            self.mounts.append(str(here))
+
+    def outermost(self) -> FileView:
+        """The same view without mounts and links that lie inside another mount."""
+        kept: list[str] = []
+        for path in sorted(set(self.mounts)):
+            if not _inside(path, kept):
+                kept.append(path)
+        return FileView(kept, {link: target for link, target in self.links.items() if not _inside(link, kept)})
+
+
+def interpreter_view() -> FileView:
+    """What this Python needs: the system's libraries, its own folder and that of its virtual environment.
+
+    Raises:
+        ValueError: If that would expose a home folder or the whole machine.
+    """
+    view = FileView()
+    for path in (*_SYSTEM, *_DEVICES, sys.base_prefix, sys.prefix, sys.executable):
+        view.add(path)
+    view = view.outermost()
+    forbidden = {"/", "/root", "/home", os.path.expanduser("~")}
+    if shown := forbidden.intersection(view.mounts):
+        raise ValueError(f"this Python is installed in {sorted(shown)}, so programs could read all files there")
+    return view
+
+
+def _inside(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
+
+
+# Runs an untrusted Python program without network and with limits, and leaves nothing of it behind.
 
 START_SECONDS = 60.0
 """Time allowed for building the sandbox, on a busy machine."""

@@ -10,21 +10,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from pl_grouprl.distributed.checksum import AdapterWeights, buckets, cast, check_weights
 from pl_grouprl.media.inputs import check_prompt_media
-from pl_grouprl.rollout.bound_policy import BoundPolicy, HoldsPolicy, sequence_seeds
-from pl_grouprl.rollout.engine import prompt_limits
-from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.rollout.engine import BoundPolicy, HoldsPolicy, StopStrings, prompt_limits, sequence_seeds
+from pl_grouprl.rollout.vllm.adapter import adapter_file, check_adapter, lora_arguments
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
-from pl_grouprl.rollout.vllm.lora import adapter_file, check_adapter, lora_arguments
-from pl_grouprl.rollout.vllm.model_folder import SamplerDtype, sampler_dtype
 from pl_grouprl.rollout.vllm.requests import check_temperature
-from pl_grouprl.sync.compare import check_weights
-from pl_grouprl.sync.sampler import AdapterWeights
-from pl_grouprl.sync.transfer import buckets, cast
+from pl_grouprl.rollout.vllm.settings import SamplerDtype, sampler_dtype
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities import optional
-from pl_grouprl.utilities.arguments import checked_arguments
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_options, checked_arguments
 
 
 @checked_arguments

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pl_grouprl.rollout.stopping import StopStrings
+from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.types import FinishReason, Rollout, SamplingConfig
 
 if TYPE_CHECKING:

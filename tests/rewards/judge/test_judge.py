@@ -258,7 +258,7 @@ def test_replies_without_a_grade_are_not_remembered():
 
 
 def test_memory_keeps_the_latest_replies(monkeypatch):
-    monkeypatch.setattr("pl_grouprl.rewards.judge.cache._MOST_IN_MEMORY", 2)
+    monkeypatch.setattr("pl_grouprl.rewards.judge.client._MOST_IN_MEMORY", 2)
     with judge_server(by_length) as (server, url):
         judge = Judge(url, "m", "Count.")
         for text in ("x", "xx", "x", "xxx", "x", "xx"):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pl_grouprl.rewards.judge.rubric import Rubric
+from pl_grouprl.rewards.judge.judge import Rubric
 
 
 def ask(text, **values):

@@ -11,7 +11,7 @@ import pytest
 from helpers.sandboxes import make_sandbox
 
 from pl_grouprl.rewards import RewardConfigurationError, Sandbox, SandboxLimits
-from pl_grouprl.rewards.sandbox import view
+from pl_grouprl.rewards.sandbox import sandbox as view
 from pl_grouprl.rewards.sandbox.seccomp import CLONE, CLONE3, REFUSED, SOCKET, seccomp_filter
 
 

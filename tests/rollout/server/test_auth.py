@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from pl_grouprl.rollout.server.auth import TokenAuth
+from pl_grouprl.rollout.vllm.access import TokenAuth
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_what_a_killed_server_leaves_is_removed(tmp_path):
         "import subprocess, sys\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, flush=True)\nchild.wait()"
     )
     code = (
-        "import os, sys\nfrom pl_grouprl.rollout.server.reaper import start_reaper\n"
+        "import os, sys\nfrom pl_grouprl.rollout.vllm.reaper import start_reaper\n"
         "start_reaper(sys.argv[1])\nos.execv(sys.executable, [sys.executable, '-c', sys.argv[2]])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "mine"), worker]

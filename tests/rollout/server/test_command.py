@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from pl_grouprl.rollout.server.__main__ import main
-from pl_grouprl.rollout.server.nccl import init_info
+from pl_grouprl.rollout.vllm.__main__ import main
+from pl_grouprl.rollout.vllm.fleet import init_info
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def refusal(capsys, *arguments):
 
 def test_help_imports_no_vllm():
     code = (
-        "import sys\nfrom pl_grouprl.rollout.server.__main__ import main\n"
+        "import sys\nfrom pl_grouprl.rollout.vllm.__main__ import main\n"
         "try:\n    main(['--help'])\nfinally:\n"
         "    print([name for name in ('vllm', 'fastapi', 'uvicorn', 'transformers') if name in sys.modules])"
     )
@@ -96,7 +96,7 @@ def test_vllm_must_not_unpickle(capsys, monkeypatch):
 def on_gpus(monkeypatch):
     """As if vLLM were there."""
     monkeypatch.setattr("pl_grouprl.utilities.optional.VLLM_AVAILABLE", True)
-    monkeypatch.setattr("pl_grouprl.rollout.vllm.arguments.cpu_arguments", dict)
+    monkeypatch.setattr("pl_grouprl.rollout.vllm.settings.cpu_arguments", dict)
 
 
 def printed(capsys, *arguments):
@@ -116,7 +116,7 @@ def test_the_command_that_is_printed(capsys, on_gpus, tmp_path):
         ("--logprobs-mode", "processed_logprobs"),
         ("--weight-transfer-config", '{"backend": "pl_grouprl"}'),
         ("--worker-extension-cls", "pl_grouprl.rollout.vllm.worker.WeightReceiver"),
-        ("--middleware", "pl_grouprl.rollout.server.auth.TokenAuth"),
+        ("--middleware", "pl_grouprl.rollout.vllm.access.TokenAuth"),
         ("--generation-config", "vllm"),
     ):
         assert options[options.index(pair[0]) + 1] == pair[1]

@@ -11,15 +11,12 @@ from types import SimpleNamespace
 import pytest
 from helpers.fake_sampler import FakeSampler
 
-from pl_grouprl.rollout.server import distribution as distribution_module
-from pl_grouprl.rollout.server import server as server_module
-from pl_grouprl.rollout.server.distribution import Distribution
-from pl_grouprl.rollout.server.labels import Labels
-from pl_grouprl.rollout.server.pool import ServerPool
-from pl_grouprl.rollout.server.sequences import PromptRequest
-from pl_grouprl.rollout.server.server import Server
-from pl_grouprl.rollout.stopping import StopStrings
-from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.rollout.vllm import client as server_module
+from pl_grouprl.rollout.vllm import scheduler as distribution_module
+from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
+from pl_grouprl.rollout.vllm.scheduler import Distribution, ServerPool
 
 LABELS = Labels("run")
 ROLLOUTS = "/inference/v1/generate"

@@ -15,11 +15,10 @@ from helpers.serving import Server
 from helpers.tiny_models import tiny_model
 from helpers.tiny_tokenizers import letters_tokenizer
 
-from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.server import VLLMServerRolloutEngine
-from pl_grouprl.rollout.server.distribution import Distribution
-from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
-from pl_grouprl.sync.stream import checkpoint_weights
+from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.weight_stream import checkpoint_weights
+from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.rollout.vllm.scheduler import Distribution
 from pl_grouprl.types import SamplingConfig
 
 pytest.importorskip("vllm")
@@ -207,7 +206,7 @@ def test_sequences_go_on_with_new_weights_and_nothing_of_the_old(servers):
 
 def flip(monkeypatch, name):
     """Flip a bit of a weight on the way to one server."""
-    from pl_grouprl.rollout.server import fleet
+    from pl_grouprl.rollout.vllm import fleet
 
     def save(tensors, path):
         if name in tensors and not flipped:

@@ -17,7 +17,7 @@ import test_lora as lora
 from helpers.engines import new_engine
 from helpers.rollouts import PROMPTS
 
-from pl_grouprl.sync.sampler import WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 
 
 def main(rank: int, folder: Path) -> None:

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.rollout.vllm.process import EngineProcess
-from pl_grouprl.rollout.vllm.ranks import (
+from pl_grouprl.rollout.vllm.instance import EngineProcess
+from pl_grouprl.rollout.vllm.settings import (
     engine_arguments,
     engine_environment,
     engine_group,

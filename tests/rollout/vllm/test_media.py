@@ -21,9 +21,9 @@ pytest.importorskip("vllm")
 
 from helpers.vllm_vision import fresh_logprobs, import_vllm_models, tiny_model  # noqa: E402
 
-from pl_grouprl.rollout.stopping import StopStrings  # noqa: E402
+from pl_grouprl.rollout.engine import StopStrings  # noqa: E402
 from pl_grouprl.rollout.vllm.image_items import image_items  # noqa: E402
-from pl_grouprl.rollout.vllm.media import engine_prompt, media_engine_args  # noqa: E402
+from pl_grouprl.rollout.vllm.images import engine_prompt, media_engine_args  # noqa: E402
 from pl_grouprl.rollout.vllm.requests import Completion, new_tokens, sampling_params  # noqa: E402
 
 SAMPLING = SamplingConfig(max_new_tokens=10)

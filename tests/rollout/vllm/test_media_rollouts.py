@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers.tiny_vision import tiny_image, tiny_processor, vision_group
 
+from pl_grouprl.distributed.weight_stream import checkpoint_weights
 from pl_grouprl.media.inputs import placeholder_ids
-from pl_grouprl.sync.stream import checkpoint_weights
 from pl_grouprl.types import SamplingConfig
 
 pytestmark = pytest.mark.vllm

@@ -12,9 +12,8 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.rollout.vllm.cpu import REPLACED_FUNCTIONS
-from pl_grouprl.rollout.vllm.process import EngineProcess
-from pl_grouprl.rollout.vllm.ranks import engine_arguments, engine_environment
+from pl_grouprl.rollout.vllm.instance import EngineProcess
+from pl_grouprl.rollout.vllm.settings import REPLACED_FUNCTIONS, engine_arguments, engine_environment
 
 CPU = torch.device("cpu")
 

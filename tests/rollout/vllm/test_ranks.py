@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pl_grouprl.rollout.vllm import ranks
-from pl_grouprl.rollout.vllm.ranks import engine_arguments, engine_environment, engine_group, share_requests
+from pl_grouprl.rollout.vllm import settings as ranks
+from pl_grouprl.rollout.vllm.settings import engine_arguments, engine_environment, engine_group, share_requests
 
 SCRIPT = Path(__file__).with_name("sharing_ranks.py")
 

@@ -9,8 +9,8 @@ import torch
 from helpers.engines import new_engine, new_policy, sync
 from helpers.rollouts import PROMPTS, greedily, ids, reference_logprobs
 
-from pl_grouprl.sync.sampler import WeightsMismatchError
-from pl_grouprl.sync.stream import checkpoint_weights
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.distributed.weight_stream import checkpoint_weights
 from pl_grouprl.types import SamplingConfig
 
 pytestmark = pytest.mark.vllm

@@ -4,8 +4,8 @@ import pytest
 from helpers.fake_sampler import FakeSampler
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.rollout.server import distribution as distribution_module
-from pl_grouprl.rollout.server import server as server_module
+from pl_grouprl.rollout.vllm import client as server_module
+from pl_grouprl.rollout.vllm import scheduler as distribution_module
 
 
 @pytest.fixture(autouse=True)

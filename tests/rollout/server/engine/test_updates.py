@@ -10,9 +10,9 @@ from helpers.fake_sampler import FakeSampler
 from helpers.scripts import run_script
 from helpers.server_engines import PROMPTS, SAMPLING, make_engine, tokens, weights
 
-from pl_grouprl.rollout.server import engine as engine_module
-from pl_grouprl.rollout.server import fleet as fleet_module
-from pl_grouprl.sync.sampler import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.rollout.vllm import fleet as fleet_module
+from pl_grouprl.rollout.vllm import servers as engine_module
 
 
 def test_all_servers_get_all_weights(policy, servers):
@@ -350,7 +350,7 @@ class Broadcaster:
 
 @pytest.mark.parametrize("place", ["/update_weights", "/init_weight_transfer_engine"])
 def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, place):
-    from pl_grouprl.rollout.server import nccl
+    from pl_grouprl.rollout.vllm import fleet as nccl
 
     monkeypatch.setattr(nccl, "check_device", lambda: None)
     monkeypatch.setattr(nccl, "Broadcaster", Broadcaster)

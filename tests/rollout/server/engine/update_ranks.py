@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "helpers"))
 from tiny_models import tiny_model
 
-from pl_grouprl.rollout.server import VLLMServerRolloutEngine
+from pl_grouprl.rollout import VLLMServerRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
 torch.distributed.init_process_group("gloo")

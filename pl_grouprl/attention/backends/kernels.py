@@ -1,0 +1,618 @@
+"""The cascade's two primitives, variable-length attention forward and backward, for each device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+# Variable-length attention calls, and the interface of kernels that run them.
+#
+# Legend: Q query tokens of a call, M key tokens of a call, H query heads, K key/value heads (H is a multiple of K),
+# D head size of queries and keys, E head size of values.
+
+_Made = TypeVar("_Made")
+
+Index = slice | Tensor
+"""Tokens of a packed row: a range, or their indices."""
+
+
+def take(packed: Tensor, index: Index) -> Tensor:
+    """Index a packed tensor: a view for a slice, else a copy."""
+    return packed[index] if isinstance(index, slice) else packed.index_select(0, index)
+
+
+def put(packed: Tensor, index: Index, part: Tensor) -> None:
+    """Overwrite tokens of a packed tensor."""
+    if isinstance(index, slice):
+        packed[index] = part
+    else:
+        packed.index_copy_(0, index, part)
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """Independent attention problems in one call: the i-th run of queries attends to the i-th run of keys.
+
+    Attributes:
+        query_lens: Number of queries of each problem, all positive.
+        key_lens: Number of keys of each problem, likewise.
+        causal: Whether a query sees only keys up to its position. The last query of a run is aligned with the last
+            key: query i of n is at key i + m - n of m, and m >= n. Otherwise each query sees all keys.
+        window: Maximum number of keys that a query of a causal call sees, including its own; None for no limit.
+        queries: The tokens of the packed row that query, problem by problem. No token queries twice.
+        keys: The tokens whose keys and values they attend to, likewise; a token may be in several problems.
+
+    Raises:
+        ValueError: If the lengths do not match, or a window is below 1 or given without `causal`.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    causal: bool
+    window: int | None = None
+    queries: Index = field(default_factory=lambda: slice(None), compare=False)
+    keys: Index = field(default_factory=lambda: slice(None), compare=False)
+    _memo: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.query_lens) != len(self.key_lens):
+            raise ValueError(
+                f"query_lens has {len(self.query_lens)} runs and key_lens {len(self.key_lens)}; pass one run of keys "
+                "for each run of queries."
+            )
+        if min((*self.query_lens, *self.key_lens), default=1) < 1:
+            raise ValueError("query_lens or key_lens has a run without tokens; leave such a problem out of the call.")
+        if self.causal and any(m < n for n, m in zip(self.query_lens, self.key_lens, strict=True)):
+            raise ValueError("key_lens of a causal call has a run shorter than its queries; each query needs its key.")
+        if self.window is not None and not (self.causal and self.window >= 1):
+            raise ValueError(
+                f"window={self.window} with causal={self.causal}; a window is at least 1 and needs a causal call."
+            )
+
+    def to(self, device: torch.device) -> VarlenCall:
+        """Move the indices to a device."""
+        queries, keys = (i if isinstance(i, slice) else i.to(device) for i in (self.queries, self.keys))
+        return replace(self, queries=queries, keys=keys, _memo={})
+
+    @property
+    def effective_window(self) -> int | None:
+        """The window, or None if it hides no key."""
+        return None if self.window is None or self.window >= max(self.key_lens, default=0) else self.window
+
+    def cumulative(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Offsets of the runs of queries and of keys on the device, shape [problems + 1] each, int32."""
+
+        def offsets(lens: tuple[int, ...]) -> Tensor:
+            return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+
+        return self.memo(("cumulative", device), lambda: (offsets(self.query_lens), offsets(self.key_lens)))
+
+    def memo(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """Cache something that a kernel derives from this call."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]  # type: ignore[return-value]
+
+
+class VarlenKernel(Protocol):
+    """The two primitives. Both take the tensors of a packed row: query [S, H, D], key [T, K, D] and value [T, K, E].
+
+    They yield the results of a call in parts, each with the N queries and M keys of the row that it is about.
+    """
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
+        """Yield queries, their output [N, H, E] and the log-sum-exp of their scores [H, N] (float32 or wider).
+
+        Each query of the call is in one part.
+        """
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenCall,
+        scale: float,
+    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+        """Yield queries, keys and gradients of query [N, H, D], key [M, K, D] and value [M, K, E], to be added up.
+
+        If `out` and `lse` come from a softmax over more keys than this call has, the result is this call's share of
+        the gradients.
+        """
+
+
+MAX_CUDA_HEAD_SIZE = 256
+"""Of FlashAttention."""
+
+CUDA_HEAD_MULTIPLE = 8
+"""FlashAttention takes head sizes that are multiples of this."""
+
+
+def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a fused kernel serves these tensors, [..., D] each, heads padded to one size where they differ."""
+    if query.is_cuda:
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        return half and max(key.shape[-1], value.shape[-1]) <= MAX_CUDA_HEAD_SIZE
+    return query.device.type == "cpu"
+
+
+def head_multiple(query: Tensor) -> int:
+    """The number that the fused kernel needs head sizes to be a multiple of."""
+    return CUDA_HEAD_MULTIPLE if query.is_cuda else 1
+
+
+# A variable-length call as a few dense batches, for kernels without variable lengths.
+#
+# Short runs of similar sizes are padded into one batch. Long runs that need a mask are cut into pieces of queries with
+# the keys they see, so work grows with queries times window.
+#
+# Legend: R runs of a batch, N queries of each, M keys of each, H heads of a packed tensor, D head size.
+
+SHORT = {"cpu": 64, "cuda": 128}
+"""Runs of up to this many queries are padded into one batch per size.
+
+On CPU a batch saves calls, not work: measured on one thread, a run of 24 tokens takes 66 microseconds in a batch of 64,
+and 47 alone. On CUDA a block takes about ten launches.
+"""
+MANY_KEYS = 2048
+"""Runs with more keys than this are large enough to run unpadded, one per batch."""
+BATCH = 2**18
+"""Maximum number of query-key pairs in one padded batch."""
+PIECE = 256
+"""Queries per piece of a long run that needs a mask."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of tokens of a packed row, as a dense batch.
+
+    Attributes:
+        index: One run as a slice, or the tokens of each run, shape [R, length]; a short run repeats its last token.
+        tokens: The tokens of all runs without repetitions, concatenated.
+        kept_at: Flattened batch indices of tokens that are not repetitions, shape [tokens]; None if all are kept.
+        repeated_at: Flattened batch indices of the repetitions; None if there are none.
+    """
+
+    index: slice | Tensor
+    tokens: Index
+    kept_at: Tensor | None = None
+    repeated_at: Tensor | None = None
+
+    @classmethod
+    def one(cls, tokens: Index) -> Runs:
+        """A single run."""
+        return cls(tokens if isinstance(tokens, slice) else tokens[None], tokens)
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return 1 if isinstance(self.index, slice) else self.index.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens of each run, including repetitions."""
+        return self.index.stop - self.index.start if isinstance(self.index, slice) else self.index.shape[1]
+
+    def take(self, packed: Tensor, blank: bool = False) -> Tensor:
+        """[row, H, D] -> [R, H, length, D]; with `blank`, zeros in place of the repetitions."""
+        if isinstance(self.index, slice):
+            return packed[self.index].transpose(0, 1)[None]
+        flat = packed.index_select(0, self.index.flatten())
+        if blank and self.repeated_at is not None:
+            flat.index_fill_(0, self.repeated_at, 0)
+        return flat.unflatten(0, self.index.shape).transpose(1, 2)
+
+    def flat(self, batch: Tensor) -> Tensor:
+        """[R, H, length, D] -> [tokens, H, D], without the repetitions."""
+        flat = batch.transpose(1, 2).flatten(0, 1)
+        return flat if self.kept_at is None else flat.index_select(0, self.kept_at)
+
+    def take_lse(self, lse: Tensor) -> Tensor:
+        """[H, row] -> [R, H, length]."""
+        return self.take(lse.t()[..., None])[..., 0].contiguous()
+
+    def flat_lse(self, batch: Tensor) -> Tensor:
+        """[R, H, length] -> [H, tokens], without the repetitions."""
+        return self.flat(batch[..., None])[..., 0].t()
+
+
+@dataclass(frozen=True)
+class Block:
+    """One dense batch of a call.
+
+    Attributes:
+        queries: The runs of queries.
+        keys: The runs of keys, one for each run of queries.
+        plain_causal: Whether query i sees exactly the keys up to i, without a mask.
+        last_keys: Index of the last key that each query sees, shape [R, N], or [1, N] if it is the same in all runs;
+            None if no mask is needed.
+        window: Maximum number of keys that a query sees, including its own, if a mask is needed; None for no limit.
+    """
+
+    queries: Runs
+    keys: Runs
+    plain_causal: bool = False
+    last_keys: Tensor | None = None
+    window: int | None = None
+
+    def hidden(self) -> Tensor | None:
+        """Which keys a query must not see, shape [R, 1, N, M]; None if it sees all.
+
+        No row hides all keys: a repeated query sees what its run's last query sees.
+        """
+        if self.last_keys is None:
+            return None
+        distance = self.last_keys[:, None, :, None] - torch.arange(self.keys.length, device=self.last_keys.device)
+        hidden = distance < 0
+        return hidden if self.window is None else hidden | (distance >= self.window)
+
+    def cut(self, rows: int) -> Iterator[Block]:
+        """Cut this block into pieces of at most `rows` queries; a padded batch stays whole."""
+        assert not self.plain_causal
+        if self.queries.count > 1:
+            yield self
+            return
+        for start in range(0, self.queries.length, rows):
+            stop = min(start + rows, self.queries.length)
+            queries = Runs.one(_part(self.queries.tokens, start, stop))
+            last_keys = None if self.last_keys is None else self.last_keys[:, start : start + rows]
+            yield Block(queries, self.keys, last_keys=last_keys, window=self.window)
+
+
+def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
+    """Plan a call as dense batches, once per call and device.
+
+    Args:
+        call: The call.
+        device: Device of the indices.
+        plain_causal: Whether the kernel runs causal runs of equal lengths without a mask.
+    """
+    return call.memo(("blocks", device, plain_causal), lambda: _plan(call, device, plain_causal))
+
+
+class _Piece(NamedTuple):
+    """A run of queries, or part of one, with the keys it sees; the last query is aligned with the last key."""
+
+    query_start: int
+    num_queries: int
+    key_start: int
+    num_keys: int
+    plain_causal: bool
+
+
+def _plan(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
+    blocks: list[Block] = []
+    batches: dict[tuple[int, int, bool], list[_Piece]] = {}
+    for piece in _pieces(call, plain_causal):
+        if piece.num_queries <= SHORT.get(device.type, SHORT["cuda"]) and piece.num_keys <= MANY_KEYS:
+            size = 1 << (piece.num_queries - 1).bit_length()
+            size = min(size, -(-piece.num_queries // 16) * 16)  # 33 to 48 tokens are padded to 48, not 64
+            num_keys = size if piece.plain_causal else _rounded_up(piece.num_keys)
+            batches.setdefault((size, num_keys, piece.plain_causal), []).append(piece)
+        else:
+            blocks.append(_single(piece, call, device))
+    for (num_queries, num_keys, _), pieces in batches.items():
+        most = max(1, BATCH // (num_queries * num_keys))
+        for start in range(0, len(pieces), most):
+            batch = pieces[start : start + most]
+            alone = len(batch) == 1
+            blocks.append(
+                _single(batch[0], call, device) if alone else _padded(batch, num_queries, num_keys, call, device)
+            )
+    return blocks
+
+
+def _pieces(call: VarlenCall, plain_causal: bool) -> Iterator[_Piece]:
+    query_starts, key_starts = accumulate(call.query_lens, initial=0), accumulate(call.key_lens, initial=0)
+    for query_start, key_start, n, m in zip(query_starts, key_starts, call.query_lens, call.key_lens, strict=False):
+        window = m if call.window is None else min(call.window, m)
+        if not call.causal or (plain_causal and n == m == window):
+            yield _Piece(query_start, n, key_start, m, call.causal)
+            continue
+        for start in range(0, n, PIECE):
+            stop = min(start + PIECE, n)
+            first = max(0, start + m - n - window + 1)
+            yield _Piece(query_start + start, stop - start, key_start + first, stop + m - n - first, False)
+
+
+def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
+    queries = Runs.one(_joined(_part(call.queries, piece.query_start, piece.query_start + piece.num_queries)))
+    keys = Runs.one(_joined(_part(call.keys, piece.key_start, piece.key_start + piece.num_keys)))
+    if not call.causal or piece.plain_causal:
+        return Block(queries, keys, plain_causal=piece.plain_causal)
+    last_keys = torch.arange(piece.num_keys - piece.num_queries, piece.num_keys, device=device)[None]
+    return Block(queries, keys, last_keys=last_keys, window=call.effective_window)
+
+
+def largest_piece(call: VarlenCall, device: torch.device) -> Block:
+    """A piece as large as any of a causal call; the lower right corner of its mask contains all others' masks."""
+    num_queries = min(PIECE, max(call.query_lens))
+    num_keys = max(call.key_lens)
+    if call.window is not None:
+        num_keys = min(num_keys, num_queries + call.window - 1)
+    return _single(_Piece(0, num_queries, 0, num_keys, False), call, device)
+
+
+def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenCall, device: torch.device) -> Block:
+    queries = _padded_runs(call.queries, [(p.query_start, p.num_queries) for p in pieces], num_queries, device)
+    keys = _padded_runs(call.keys, [(p.key_start, p.num_keys) for p in pieces], num_keys, device)
+    if pieces[0].plain_causal:
+        return Block(queries, keys, plain_causal=True)
+    query_lens = torch.tensor([p.num_queries for p in pieces])[:, None]
+    key_lens = torch.tensor([p.num_keys for p in pieces])[:, None]
+    last_keys = torch.minimum(torch.arange(num_queries)[None], query_lens - 1) + key_lens - query_lens
+    if not call.causal:
+        last_keys = (key_lens - 1).expand_as(last_keys)  # only the repeated keys are hidden
+    if len({(p.num_queries, p.num_keys) for p in pieces}) == 1:
+        last_keys = last_keys[:1]
+    return Block(queries, keys, last_keys=last_keys.to(device), window=call.effective_window)
+
+
+def _padded_runs(tokens: Index, runs: Sequence[tuple[int, int]], size: int, device: torch.device) -> Runs:
+    starts = torch.tensor([start for start, _ in runs])[:, None]
+    lengths = torch.tensor([length for _, length in runs])[:, None]
+    offsets = torch.arange(size)[None, :]
+    # Repetitions of the last key come last, where causal attention or the mask hides them.
+    index = starts + torch.minimum(offsets, lengths - 1)
+    kept = offsets < lengths
+    index = index + (tokens.start or 0) if isinstance(tokens, slice) else tokens.cpu()[index]
+    unique = index[kept].to(device)
+    if bool(kept.all()):
+        return Runs(index.to(device), unique)
+    kept_at, repeated_at = (where.flatten().nonzero()[:, 0].to(device) for where in (kept, ~kept))
+    return Runs(index.to(device), unique, kept_at, repeated_at)
+
+
+def _part(tokens: Index, start: int, stop: int) -> Index:
+    """Some of the tokens."""
+    if isinstance(tokens, slice):
+        first = tokens.start or 0
+        return slice(first + start, first + stop)
+    return tokens[start:stop]
+
+
+def _joined(tokens: Index) -> Index:
+    """As a slice if they follow each other."""
+    if isinstance(tokens, slice) or not bool((tokens.diff() == 1).all()):
+        return tokens
+    return slice(int(tokens[0]), int(tokens[-1]) + 1)
+
+
+def _rounded_up(num_keys: int) -> int:
+    """Round up by at most a quarter, so runs of similar sizes share a batch."""
+    step = max(16, (1 << (num_keys - 1).bit_length()) // 4)
+    return -(-num_keys // step) * step
+
+
+# Attention forward and backward in plain PyTorch: any device and dtype, another head size for values, capped scores.
+#
+# Legend: R runs of a batch, N queries of each, M keys of each, H query heads, K key/value heads, G = H / K, D head size
+# of queries and keys, E head size of values.
+
+MAX_SCORES = 2**24
+"""Approximate limit on the number of scores in memory at a time."""
+
+
+@dataclass(frozen=True)
+class EagerKernel:
+    """Matrix products and exponentials in float32 or wider.
+
+    Attributes:
+        softcap: If set, a score s becomes softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118, sec. 2).
+    """
+
+    softcap: float | None = None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
+        """See `VarlenKernel.forward`."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        for block in _blocks(query, call):
+            with _without_autocast(query):
+                keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
+                queries = _fold(block.queries.take(query).to(wide), keys.shape[1])
+                scores, _ = self._scores(queries, keys, block, query.shape[1], scale)
+                part_lse = scores.logsumexp(-1, keepdim=True)
+                part = scores.sub_(part_lse).exp_() @ values
+                out, lse = _unfold(part, query.shape[1]), _unfold(part_lse, query.shape[1])[..., 0]
+            yield block.queries.tokens, block.queries.flat(out).to(query.dtype), block.queries.flat_lse(lse)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenCall,
+        scale: float,
+    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+        """See `VarlenKernel.backward`."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        heads, kv_heads = query.shape[1], key.shape[1]
+        for block in _blocks(query, call):
+            with _without_autocast(query):
+                keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
+                queries = _fold(block.queries.take(query).to(wide), kv_heads)
+                grads = block.queries.take(grad, blank=True).to(wide)
+                delta = _fold((grads * block.queries.take(out)).sum(-1, keepdim=True), kv_heads)
+                grads = _fold(grads, kv_heads)
+                scores, slope = self._scores(queries, keys, block, heads, scale)
+                weights = scores.sub_(_fold(block.queries.take_lse(lse)[..., None], kv_heads)).exp_()
+                grad_scores = (grads @ values.mT).sub_(delta).mul_(weights)
+                if slope is not None:
+                    grad_scores.mul_(slope)
+                for_query = _unfold((grad_scores @ keys).mul_(scale), heads)
+                for_key = (grad_scores.mT @ queries).mul_(scale)
+                for_value = weights.mT @ grads
+            flat_key, flat_value = block.keys.flat(for_key), block.keys.flat(for_value)
+            yield block.queries.tokens, block.keys.tokens, block.queries.flat(for_query), flat_key, flat_value
+
+    def _scores(
+        self, queries: Tensor, keys: Tensor, block: Block, heads: int, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores of a block, minus infinity where hidden, and the cap's slope, if any: [R, K, G * N, M] each."""
+        scores = queries @ keys.mT * scale  # a copy: selective checkpointing may have saved the product
+        slope = None
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_()
+            slope = 1 - scores.square()
+            scores.mul_(self.softcap)
+        hidden = block.hidden()
+        if hidden is not None:
+            # Folding keeps the N queries of a head together, and all heads have the same mask.
+            scores.unflatten(2, (heads // keys.shape[1], -1)).masked_fill_(hidden[:, None], float("-inf"))
+        return scores, slope
+
+
+def _without_autocast(query: Tensor) -> torch.autocast:
+    """Disable autocast, which would round the factors of matrix products."""
+    return torch.autocast(query.device.type, enabled=False)
+
+
+def _blocks(query: Tensor, call: VarlenCall) -> Iterator[Block]:
+    """Blocks of queries and keys, cut to about `MAX_SCORES` scores at most; padded batches stay whole."""
+    for block in dense_blocks(call, query.device, plain_causal=False):
+        yield from block.cut(max(1, MAX_SCORES // (query.shape[1] * block.keys.length)))
+
+
+def _fold(batch: Tensor, kv_heads: int) -> Tensor:
+    """[R, H, N, D] -> [R, K, G * N, D]: the queries of all heads that share a key/value head as one run."""
+    return batch.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _unfold(batch: Tensor, heads: int) -> Tensor:
+    """The inverse of `_fold`: [R, K, G * N, D] -> [R, H, N, D]."""
+    return batch.unflatten(2, (heads // batch.shape[1], -1)).flatten(1, 2)
+
+
+# The primitives on CPU: PyTorch's flash attention for CPU, one dense batch at a time.
+
+
+class CPUKernel:
+    """PyTorch's flash attention for CPU; float32, float64 and bfloat16, one head size for queries, keys and values."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
+        """See `VarlenKernel.forward`."""
+        for block in dense_blocks(call, query.device, plain_causal=True):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                block.queries.take(query), block.keys.take(key), block.keys.take(value),
+                0.0, block.plain_causal, attn_mask=_mask(block, call, query.dtype), scale=scale,
+            )  # fmt: skip
+            yield block.queries.tokens, block.queries.flat(out), block.queries.flat_lse(lse)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenCall,
+        scale: float,
+    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+        """See `VarlenKernel.backward`."""
+        for block in dense_blocks(call, query.device, plain_causal=True):
+            queries, keys = block.queries, block.keys
+            for_query, for_key, for_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                queries.take(grad, blank=True), queries.take(query), keys.take(key), keys.take(value),
+                queries.take(out), queries.take_lse(lse),
+                0.0, block.plain_causal, attn_mask=_mask(block, call, query.dtype), scale=scale,
+            )  # fmt: skip
+            yield queries.tokens, keys.tokens, queries.flat(for_query), keys.flat(for_key), keys.flat(for_value)
+
+
+def _mask(block: Block, call: VarlenCall, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask of a block's scores, shape [R or 1, 1, N, M]: minus infinity where a key is hidden.
+
+    All unpadded runs share one mask, because the last query of each is aligned with its last key.
+    """
+    if block.last_keys is None:
+        return None
+    if block.queries.count > 1:
+        return call.memo(("mask", id(block), dtype), lambda: _additive_mask(block.hidden(), dtype))
+    device = block.last_keys.device
+    corner = call.memo(("mask", dtype), lambda: _additive_mask(largest_piece(call, device).hidden(), dtype))
+    return corner[..., -block.queries.length :, -block.keys.length :]
+
+
+def _additive_mask(hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert hidden is not None
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+# The primitives on CUDA: FlashAttention, which natively supports variable lengths, causal runs and windows.
+
+
+class CUDAKernel:
+    """FlashAttention as shipped with PyTorch or replaced by `torch.nn.attention.activate_flash_attention_impl`.
+
+    FlashAttention-3 ("FA3", on Hopper GPUs, from the package `flash_attn_interface`) registers itself for the same two
+    operators; it raises on GPUs it does not support.
+
+    Both versions take bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
+    """
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
+        """See `VarlenKernel.forward`."""
+        query, key, value = take(query, call.queries), take(key, call.keys), take(value, call.keys)
+        cu_query, cu_key = call.cumulative(query.device)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, cu_query, cu_key, max(call.query_lens), max(call.key_lens),
+            0.0, _plain_causal(call), False, scale=scale, **_window(call),
+        )  # fmt: skip
+        yield call.queries, out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: VarlenCall,
+        scale: float,
+    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+        """See `VarlenKernel.backward`."""
+        grad, query, out = (take(tensor, call.queries) for tensor in (grad, query, out))
+        key, value = take(key, call.keys), take(value, call.keys)
+        lse = lse[:, call.queries] if isinstance(call.queries, slice) else lse.index_select(1, call.queries)
+        cu_query, cu_key = call.cumulative(query.device)
+        random_state, unused = call.memo(("random_state", query.device), lambda: _no_dropout(query.device))
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, lse.contiguous(), cu_query, cu_key, max(call.query_lens), max(call.key_lens),
+            0.0, _plain_causal(call), random_state, unused, scale=scale, **_window(call),
+        )  # fmt: skip
+        yield call.queries, call.keys, *grads
+
+
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+
+
+def _plain_causal(call: VarlenCall) -> bool:
+    return call.causal and call.effective_window is None
+
+
+def _window(call: VarlenCall) -> dict[str, int]:
+    """FlashAttention counts the keys to the left of a query's own, and aligns the last query with the last key."""
+    window = call.effective_window
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}

@@ -1,0 +1,441 @@
+"""A packed row's layout, and all else that the layers of one decoder call share."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pl_grouprl.packing import SharedPrefixLayout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Tensors that earlier calls recorded, detached from their graphs, and what joins them to those of a later call.
+#
+# Each call has a graph of its own, which ends at the `Leaf` tensors of the calls before it. Its backward adds to their
+# gradients, and theirs runs last.
+
+Name = tuple[str | int, ...]
+"""A tensor's role in its layer: `("key",)`, `("recurrent", 0)` and so on."""
+
+
+class Leaf:
+    """A recorded tensor, and the sum of the gradients that later calls have for it.
+
+    Attributes:
+        recorded: The tensor, still in its graph.
+        data: The same without its graph.
+        gradient: The sum, in float32 or wider; None before the first.
+    """
+
+    def __init__(self, recorded: Tensor) -> None:
+        self.recorded, self.data = recorded, recorded.detach()
+        self.gradient: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient to the sum."""
+        if self.gradient is None:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self.gradient = gradient.to(wide, copy=True)  # not a view of a gradient of the whole path
+        else:
+            self.gradient += gradient
+
+
+States = dict[nn.Module, dict[Name, Leaf]]
+"""The tensors of one call, by layer and name."""
+
+
+class Prefilled(NamedTuple):
+    """A tensor of each call of a path.
+
+    Attributes:
+        path: The states of the calls, the prompt's first.
+        layer: Which layer's tensor.
+        name: Its role there.
+    """
+
+    path: Sequence[States]
+    layer: nn.Module
+    name: Name
+
+    def leaves(self) -> list[Leaf]:
+        """Those of the calls that recorded one."""
+        return [own[self.name] for states in self.path if self.name in (own := states.get(self.layer, {}))]
+
+    def join(self, own: Tensor | None = None, *, dim: int = 0) -> Tensor:
+        """Concatenate them and what runs now; their gradients are added to the leaves.
+
+        The graph holds this object, not the leaves, so its size does not grow with the length of the path.
+
+        Args:
+            own: What runs now, in whose dtype the result is; None if that is nothing.
+            dim: The dimension of tokens.
+        """
+        leaves = self.leaves()
+        if not leaves:
+            assert own is not None
+            return own
+        # Makes the result require a gradient, even if only the leaves do.
+        is_trained = any(leaf.recorded.requires_grad for leaf in leaves)
+        anchor = torch.empty(0, device=leaves[0].data.device, requires_grad=is_trained)
+        return _Join.apply(self, leaves, dim, own, anchor)
+
+    def concatenated(self, own: Tensor, *, dim: int) -> Tensor:
+        """The same without gradient."""
+        return _concatenated(self.leaves(), own, dim)
+
+
+def _concatenated(leaves: Sequence[Leaf], own: Tensor | None, dim: int) -> Tensor:
+    dtype = leaves[0].data.dtype if own is None else own.dtype
+    parts = [leaf.data if leaf.data.dtype == dtype else leaf.data.to(dtype) for leaf in leaves]
+    parts += [] if own is None else [own]
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].detach()
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, prefilled: Prefilled, leaves: Sequence[Leaf], dim: int, own: Tensor | None, anchor: Tensor
+    ) -> Tensor:
+        ctx.prefilled, ctx.dim = prefilled, dim
+        ctx.own_size = 0 if own is None else own.shape[dim]
+        return _concatenated(leaves, own, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        leaves = ctx.prefilled.leaves()
+        *parts, own = gradients[0].split([*(leaf.data.shape[ctx.dim] for leaf in leaves), ctx.own_size], ctx.dim)
+        for leaf, part in zip(leaves, parts, strict=True):
+            if leaf.recorded.requires_grad:
+                leaf.add(part)
+        return None, None, None, own if ctx.own_size else None, None
+
+
+# Layer states with which later calls continue earlier tokens, so that a group need not fit into one call.
+#
+# These are the keys and values of attention layers, and the final states of stateful layers. A call on the prompt
+# fills a
+# `PrefixStates`. Calls whose layout marks the prompt's tokens as prefilled read it. A call on a branch also fills
+# another, for calls that continue both.
+#
+# Legend: K key/value heads, S tokens that run, D head size.
+
+
+class PrefixStates:
+    """Tensors by layer and name. Pass it to a decoder as `prefix_states`, together with `prefix_layout`.
+
+    Args:
+        path: The states of the prefilled tokens: of the prompt, then of each branch down to the tokens that run.
+        record: Whether the call fills it with the states of the tokens that run.
+        recomputes: Whether activation checkpointing runs the layers again in the backward pass.
+
+    Attributes:
+        records: Whether it still takes states; `close` ends that.
+    """
+
+    def __init__(self, path: Sequence[States] = (), *, record: bool, recomputes: bool = False) -> None:
+        self._path, self.records, self._recomputes = tuple(path), record, recomputes
+        self._leaves: States = {}
+        self._with_gradient = torch.is_grad_enabled()
+
+    def keep(self, layer: nn.Module, name: Name, tensor: Tensor) -> None:
+        """Record a layer's tensor. Does nothing after the call, when layers are recomputed.
+
+        Raises:
+            NotImplementedError: If the layer runs twice in a call, or its result would have no gradient.
+        """
+        if not self.records:
+            return
+        kind = type(layer).__name__
+        if self._with_gradient and not torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{kind} runs without gradient on what a split group shares, as activation checkpointing with "
+                "use_reentrant=True does. Use use_reentrant=False, or a larger token budget."
+            )
+        if name in self._leaves.setdefault(layer, {}):
+            raise NotImplementedError(
+                f"{kind} runs several times per forward, so the group cannot be split; use a larger token budget."
+            )
+        self._leaves[layer][name] = Leaf(tensor)
+
+    def close(self) -> None:
+        """Stop recording: the call is over."""
+        self.records = False
+
+    def pop_all(self) -> States:
+        """Return the recorded tensors and forget them.
+
+        Activation checkpointing keeps this object, as an argument of layers, so tensors left in it would keep their own
+        graph alive forever.
+        """
+        leaves, self._leaves = self._leaves, {}
+        return leaves
+
+    def last(self, layer: nn.Module) -> dict[Name, Tensor]:
+        """The latest tensors of a layer by name: those of the lowest branch that has them, or of the prompt.
+
+        Raises:
+            RuntimeError: If there are none.
+        """
+        last = {name: states for states in self._path for name in states.get(layer, ())}
+        _check_found(layer, last)
+        return {name: Prefilled((states,), layer, name).join() for name, states in last.items()}
+
+    def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> JoinedStates:
+        """Prepend the keys and values of the prefilled tokens; record those of the tokens that run, if recording.
+
+        Args:
+            layer: The attention module.
+            layout: The forest of the row.
+            key: Keys of the tokens that run, shape [1, K, S, D].
+            value: Values, likewise.
+
+        Raises:
+            RuntimeError: If there are none of the prefilled tokens.
+        """
+        if self.records:
+            length = layout.segments[1 if layout.num_prefilled else 0].length  # without the padding of a sequence group
+            self.keep(layer, ("key",), key[:, :, :length])
+            self.keep(layer, ("value",), value[:, :, :length])
+        path = self._path if layout.num_prefilled else ()
+        if layout.num_prefilled:
+            _check_found(layer, any(layer in states for states in path))
+        return JoinedStates(path, layer, key, value, by_parts=not self._recomputes)
+
+
+def _check_found(layer: nn.Module, found: object) -> None:
+    if not found:
+        raise RuntimeError(
+            f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call "
+            "on the prompt."
+        )
+
+
+class JoinedStates:
+    """Keys and values of the prefilled tokens and of those that run, concatenated.
+
+    In the context `saved_by_parts`, autograd saves the parts in place of the concatenation, which would be another copy
+    of the path in each layer, for each branch on it.
+
+    Args:
+        path: The states of the prefilled tokens.
+        layer: The attention module.
+        key: Keys of the tokens that run, shape [1, K, S, D].
+        value: Values, likewise.
+        by_parts: False saves the concatenation, for layers recomputed in the backward pass, which keep neither.
+
+    Attributes:
+        key: All keys, in the dtype of the last ones.
+        value: All values.
+    """
+
+    def __init__(
+        self, path: Sequence[States], layer: nn.Module, key: Tensor, value: Tensor, *, by_parts: bool = True
+    ) -> None:
+        self._by_parts = by_parts and len(path) > 0
+        self._parts = [(Prefilled(path, layer, (name,)), own) for name, own in (("key", key), ("value", value))]
+        self.key, self.value = (prefilled.join(own, dim=2) for prefilled, own in self._parts)
+
+    def saved_by_parts(self) -> AbstractContextManager[Any]:
+        """Context in which autograd saves the parts, wherever it would save a view of `key` or `value`."""
+        if not self._by_parts:
+            return nullcontext()
+        storages = [joined.untyped_storage()._cdata for joined in (self.key, self.value)]
+        parts = [(prefilled, own.detach()) for prefilled, own in self._parts]
+
+        def pack(tensor: Tensor) -> Any:
+            storage = tensor.untyped_storage()._cdata
+            if storage not in storages:
+                return tensor
+            return parts[storages.index(storage)], tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            (prefilled, own), *view = saved
+            return prefilled.concatenated(own, dim=2).as_strided(*view)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout) -> None:
+    """Refuse a row that does not match the states.
+
+    Raises:
+        ValueError: If prefilled tokens come without their states, or a row to be recorded has more than one segment.
+    """
+    if states is None:
+        if layout.num_prefilled:
+            raise ValueError(
+                f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states of these tokens as "
+                "prefix_states."
+            )
+    elif (
+        states.records
+        and sum(bool(segment.length) for segment in layout.segments if segment.start >= layout.num_prefilled) > 1
+    ):
+        raise ValueError(
+            "prefix_states can record a row of one prompt or one branch only; pass its layout, without rollouts."
+        )
+
+
+# One packed row on the peers of a sequence group: split by tokens between attention calls, by heads inside them.
+#
+# DeepSpeed-Ulysses, arXiv:2309.14509. Each of s peers has T / s consecutive tokens of the row. An all-to-all before
+# attention turns that into all T tokens of H / s heads, and one after it back, so attention sees the whole row.
+#
+# Legend: T tokens of the row with padding, t = T / s tokens of a peer, H query heads, K key/value heads, D head size.
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """How a packed row is split over the peers of a sequence group; passed along with the layout.
+
+    Attributes:
+        group: The s peers, which all run the same row.
+        num_tokens: Tokens of the row that run, without the padding at its end.
+    """
+
+    group: ProcessGroup
+    num_tokens: int
+
+    @property
+    def num_peers(self) -> int:
+        """S."""
+        return self.group.size()
+
+    @property
+    def tokens_per_peer(self) -> int:
+        """t, including padding."""
+        return math.ceil(self.num_tokens / self.num_peers)
+
+    @property
+    def num_padding(self) -> int:
+        """Padding that makes the row's length a multiple of s."""
+        return self.num_peers * self.tokens_per_peer - self.num_tokens
+
+    @property
+    def own_tokens(self) -> slice:
+        """This peer's tokens in the row."""
+        start = self.group.rank() * self.tokens_per_peer
+        return slice(start, start + self.tokens_per_peer)
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange other peers' heads for their tokens: [1, H, t, D] to [1, H / s, T, D], in one all-to-all.
+
+        If s does not divide the key/value heads, they are repeated, so each peer has those that its query heads need.
+
+        Raises:
+            ValueError: If s does not divide H.
+        """
+        check_heads(query.shape[1], self.num_peers)
+        copies = math.lcm(key.shape[1], self.num_peers) // key.shape[1]
+        parts = [
+            tensor[0].transpose(0, 1).unflatten(1, (self.num_peers, -1)).transpose(0, 1)  # [s, t, heads / s, D]
+            for tensor in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1))
+        ]
+        received = self._exchange(torch.cat([part.flatten(1) for part in parts], 1))
+        shares = received.split([part[0].numel() for part in parts], 1)
+        query, key, value = (
+            share.unflatten(1, part.shape[1:]).flatten(0, 1).transpose(0, 1)[None]
+            for share, part in zip(shares, parts, strict=True)
+        )
+        return query, key, value
+
+    def to_tokens(self, attended: Tensor) -> Tensor:
+        """Reverse the exchange for attention's output: [1, T, H / s, D] to [1, t, H, D]."""
+        received = self._exchange(attended[0].unflatten(0, (self.num_peers, -1)))  # [s, t, H / s, D]
+        return received.transpose(0, 1).flatten(1, 2)[None]
+
+    def own_heads(self, per_head_H: Tensor | None) -> Tensor | None:
+        """This peer's share of a per-head tensor."""
+        return None if per_head_H is None else per_head_H.chunk(self.num_peers)[self.group.rank()]
+
+    def gather(self, local: Tensor, dim: int) -> Tensor:
+        """Concatenate all peers' tokens along `dim`, without padding; the peers' gradients of the result add up."""
+        received = self._exchange(local.movedim(dim, 0).expand(self.num_peers, *local.movedim(dim, 0).shape))
+        return received.flatten(0, 1)[: self.num_tokens].movedim(0, dim)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """Send part i of [s, ...] to peer i; returns the parts received, in the same shape."""
+        return _Exchange.apply(parts, self.group)
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of equal parts; it is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grads[0], ctx.group), None
+
+
+def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def check_heads(num_heads: int, num_peers: int) -> None:
+    """Refuse query heads that cannot be split equally over peers.
+
+    Raises:
+        ValueError: Gives both numbers.
+    """
+    if num_heads % num_peers:
+        divisors = [str(size) for size in range(1, num_heads + 1) if num_heads % size == 0]
+        raise ValueError(
+            f"sequence_parallel_size={num_peers} does not divide the {num_heads} query heads of an attention layer; "
+            f"choose one of {', '.join(divisors)}."
+        )
+
+
+# A packed row's layout, and all else that the layers of one decoder call share.
+
+
+@dataclass
+class LayoutCall:
+    """A layout, passed through one forward of a decoder.
+
+    Attributes:
+        layout: The forest of the packed row.
+        reached: Identities of the modules that followed it: attention, and stateful layers.
+        ran: For each of those, the kind of layer and what ran it.
+        only: Kind of the layers that run the chosen backend, while others run the reference; None for all layers.
+        shards: How the row is split over ranks; None if this rank has all of it.
+        states: States of the prefilled tokens; if there are none, records those of the row's tokens.
+        columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
+        dense: Whether layers get a dense mask, because they compute with it, instead of a marker.
+    """
+
+    layout: SharedPrefixLayout
+    reached: set[int] = field(default_factory=set)
+    ran: dict[int, tuple[str, str]] = field(default_factory=dict)
+    only: str | None = None
+    shards: RowShards | None = None
+    states: PrefixStates | None = None
+    columns_T: Tensor | None = None
+    dense: bool = False
+
+    def note(self, module: nn.Module, kind: str, runner: str) -> None:
+        """Note that a module followed the layout: its kind of layer, and what ran it."""
+        self.reached.add(id(module))
+        self.ran[id(module)] = (kind, runner)
+
+    def kinds(self) -> dict[str, tuple[str, int]]:
+        """For each kind of layer, what ran it and the number of layers."""
+        counts = Counter(self.ran.values())
+        return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}

@@ -1,1 +1,0 @@
-"""Stateful layers, run segment by segment."""

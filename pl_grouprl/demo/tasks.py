@@ -1,0 +1,496 @@
+"""Synthetic tasks of the default runs, with and without tools."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import string
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from pl_grouprl.chat.format import read_template
+from pl_grouprl.types import Messages
+from pl_grouprl.utilities.options import checked_arguments
+
+# A tool for word problems: arithmetic with exact fractions, limited to numbers, + - * / and parentheses.
+
+_MAX_CHARACTERS = 200
+_TOKEN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+|\S")
+
+
+def calculate(expression: str) -> str:
+    """Calculate the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / and parentheses, such as (12 + 3.5) * 4.
+
+    Returns:
+        The value, rounded to ten significant digits if it is not whole.
+
+    Raises:
+        ValueError: If it is not such an expression, or longer than 200 characters.
+        ZeroDivisionError: If it divides by zero.
+    """
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"the expression has {len(expression)} characters; at most {_MAX_CHARACTERS} are allowed")
+    value = _Expression(expression).value()
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+class _Expression:
+    """Parses an expression by recursive descent; ignores thousands separators."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = _TOKEN.findall(text.replace(",", ""))
+        self._next = 0
+
+    def value(self) -> Fraction:
+        """The value of the whole expression."""
+        value = self._sum()
+        if self._next < len(self._tokens):
+            raise ValueError(f"unexpected {self._tokens[self._next]!r} in the expression")
+        return value
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while sign := self._take("+-"):
+            value = value + self._product() if sign == "+" else value - self._product()
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._factor()
+        while sign := self._take("*/"):
+            value = value * self._factor() if sign == "*" else value / self._factor()
+        return value
+
+    def _factor(self) -> Fraction:
+        if sign := self._take("+-"):
+            return self._factor() if sign == "+" else -self._factor()
+        if self._take("("):
+            value = self._sum()
+            if not self._take(")"):
+                raise ValueError("a parenthesis is not closed in the expression")
+            return value
+        found = self._take()
+        if found[:1] not in set(".0123456789") or found == ".":
+            raise ValueError(f"expected a number in the expression, found {found!r}")
+        return Fraction(found)
+
+    def _take(self, wanted: str = "") -> str:
+        """Consume and return the next token if it is wanted (any, by default); otherwise return an empty string."""
+        token = self._tokens[self._next] if self._next < len(self._tokens) else ""
+        if not token or (wanted and token not in wanted):
+            return ""
+        self._next += 1
+        return token
+
+
+# Built-in task: find the most frequent digit in a long prompt. Generated with NumPy, without a download.
+
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+PAD_TOKEN, END_TOKEN = "<pad>", "<end>"
+_VOCABULARY = (PAD_TOKEN, END_TOKEN, *string.digits, *sorted(set("".join(DIGIT_NAMES))))
+_IDS = {token: index for index, token in enumerate(_VOCABULARY)}
+
+# A checksum modulo 8 decides a prompt's split, so no prompt is in two splits.
+_CHECKSUMS = {"train": (0, 1, 2, 3, 4, 5), "val": (6,), "test": (7,)}
+_STREAMS = {"train": 0, "val": 1, "test": 2, "demonstrations": 3}
+_MAX_ROUNDS = 200
+
+
+def digit_tokenizer() -> Any:
+    """Build the tokenizer of the task: one token per character, an end token, a padding token.
+
+    Returns:
+        A `PreTrainedTokenizerFast`; `AutoTokenizer` loads what its `save_pretrained` writes.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel(_IDS, unk_token=PAD_TOKEN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@checked_arguments
+class MostFrequentDigit:
+    """Prompts of random digits; the answer is the most frequent one, written as an English word.
+
+    The answer is spelled letter by letter, followed by the end token. In each prompt one digit takes exactly
+    `majority_share` of the places; the other nine share the rest at random, each strictly less often, so there are no
+    ties. Uniform digits would have margins of only a few counts out of hundreds.
+
+    The same arguments give the same data. No prompt occurs in two splits; demonstrations use prompts of the training
+    split.
+
+    Args:
+        prompt_length: Digits per prompt.
+        majority_share: Fraction of the digits that are the answer; each other digit has (1 - share) / 9 on average.
+            Smaller is harder.
+        train_size: Rows of split `train`.
+        val_size: Rows of split `val`.
+        test_size: Rows of split `test`.
+        label_noise: Average fraction of demonstrations with a wrong answer.
+        seed: Determines all data.
+    """
+
+    def __init__(
+        self,
+        prompt_length: int = 512,
+        majority_share: float = 0.3,
+        train_size: int = 4096,
+        val_size: int = 256,
+        test_size: int = 256,
+        label_noise: float = 0.6,
+        seed: int = 0,
+    ) -> None:
+        if prompt_length < 1:
+            raise ValueError(f"MostFrequentDigit.prompt_length is {prompt_length}; it must be at least 1.")
+        for name, share in (("majority_share", majority_share), ("label_noise", label_noise)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"MostFrequentDigit.{name} is {share}; it must be in [0, 1].")
+        self.prompt_length = prompt_length
+        self.majority_share = majority_share
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        self.label_noise = label_noise
+        self.seed = seed
+        self._majority_count = max(1, round(majority_share * prompt_length))
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """Return the rows of a split, with the columns `prompt`, `answer` and `data_source`.
+
+        Args:
+            split: `train`, `val` or `test`.
+        """
+        if split not in self.sizes:
+            raise ValueError(f"MostFrequentDigit has no split {split!r}; it has {sorted(self.sizes)}.")
+        rng = np.random.default_rng((self.seed, _STREAMS[split]))
+        digits_BP, answers_B = self._draw(rng, self.sizes[split], _CHECKSUMS[split])
+        prompts = (digits_BP + ord("0")).astype(np.uint8)
+        return [
+            {
+                "prompt": row.tobytes().decode("ascii"),
+                "answer": DIGIT_NAMES[answer],
+                "data_source": "most_frequent_digit",
+            }
+            for row, answer in zip(prompts, answers_B, strict=True)
+        ]
+
+    def demonstrations(
+        self, count: int, seed: int = 0, *, label_noise: float | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return prompts with completions to imitate, some of which are wrong.
+
+        Args:
+            count: Number of demonstrations.
+            seed: Determines them, together with the task's seed.
+            label_noise: Probability of a wrong digit's name. By default the task's.
+
+        Returns:
+            Pairs (prompt ids, completion ids); completions include the end token.
+        """
+        noise = self.label_noise if label_noise is None else label_noise
+        rng = np.random.default_rng((self.seed, _STREAMS["demonstrations"], seed))
+        digits_BP, answers_B = self._draw(rng, count, _CHECKSUMS["train"])
+        wrong_B = rng.random(count) < noise
+        shown_B = np.where(wrong_B, (answers_B + rng.integers(1, 10, count)) % 10, answers_B)
+        completions = [[_IDS[letter] for letter in name] + [_IDS[END_TOKEN]] for name in DIGIT_NAMES]
+        prompt_ids = (digits_BP + _IDS["0"]).tolist()
+        return [(ids, list(completions[shown])) for ids, shown in zip(prompt_ids, shown_B, strict=True)]
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the task."""
+        return digit_tokenizer()
+
+    def _draw(self, rng: np.random.Generator, count: int, checksums: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Draw prompts until enough have no tie and belong to the split.
+
+        Returns:
+            Digits, shape [count, prompt_length], and answers, shape [count], both int64.
+
+        Raises:
+            ValueError: If such prompts are too rare.
+        """
+        kept: list[tuple[np.ndarray, np.ndarray]] = []
+        missing = count
+        for _ in range(_MAX_ROUNDS):
+            if missing <= 0:
+                break
+            digits_BP, answers_B = self._candidates(rng, 16 + missing * 8 // len(checksums))
+            valid_B = self._without_tie(digits_BP, answers_B) & np.isin(_checksum(digits_BP), checksums)
+            kept.append((digits_BP[valid_B], answers_B[valid_B]))
+            missing -= int(valid_B.sum())
+        if missing > 0:
+            raise ValueError(
+                f"MostFrequentDigit(prompt_length={self.prompt_length}, majority_share={self.majority_share}): hardly "
+                "any prompt has a single most frequent digit; raise majority_share or prompt_length."
+            )
+        if not kept:
+            return np.empty((0, self.prompt_length), np.int64), np.empty(0, np.int64)
+        digits, answers = zip(*kept, strict=True)
+        return np.concatenate(digits)[:count], np.concatenate(answers)[:count]
+
+    def _candidates(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        answers_B = rng.integers(0, 10, count)
+        others = (count, self.prompt_length - self._majority_count)
+        digits_BP = np.empty((count, self.prompt_length), np.int64)
+        digits_BP[:, : self._majority_count] = answers_B[:, None]
+        digits_BP[:, self._majority_count :] = (answers_B[:, None] + rng.integers(1, 10, others)) % 10
+        return rng.permuted(digits_BP, axis=1), answers_B
+
+    def _without_tie(self, digits_BP: np.ndarray, answers_B: np.ndarray) -> np.ndarray:
+        counts_BD = np.stack([(digits_BP == digit).sum(axis=1) for digit in range(10)], axis=1)
+        counts_BD[np.arange(len(answers_B)), answers_B] = 0
+        return counts_BD.max(axis=1) < self._majority_count
+
+
+def _checksum(digits_BP: np.ndarray) -> np.ndarray:
+    """Return a number from 0 to 7 per prompt that depends on all its digits."""
+    return (digits_BP @ np.arange(1, 2 * digits_BP.shape[1], 2)) % 8
+
+
+# Built-in task with a tool: find a telephone number in a long directory that only the tool can read.
+#
+# The directory gives each person's room, and the telephone of each room, so the second call depends on the first
+# result:
+#
+#     <user>telephone of bak<end>
+#     <assistant><call>look_up bak<end>       <result>room 985<end>
+#     <assistant><call>look_up 985<end>       <result>telephone 8103<end>
+#     <assistant>8103<end>
+
+LOOKUP_PAD_TOKEN, LOOKUP_END_TOKEN, ASSISTANT_TOKEN = "<pad>", "<end>", "<assistant>"
+_SPECIAL_TOKENS = (LOOKUP_PAD_TOKEN, LOOKUP_END_TOKEN, "<user>", ASSISTANT_TOKEN, "<call>", "<result>")
+
+_USER, _ROOM, _TELEPHONE, _NO_ENTRY, _UNKNOWN = "telephone of ", "room ", "telephone ", "no entry", "unknown"
+
+PEOPLE = 300
+"""People in a directory, which has twice as many entries."""
+
+SHARED_DIRECTORY = 0
+"""The directory that `look_up` reads."""
+
+_NAMES = ["".join(letters) for letters in itertools.product("bdfgklmnprstvz", "aeiou", "bdfgklmnprstvz")]
+_ROOMS = ["".join(digits) for digits in itertools.permutations(string.digits, 3)]
+_SPLITS = ("train", "val", "test", "demonstrations")
+MISTAKES = ("stops early", "repeats the name", "cuts the room", "gives up")
+"""Mistakes in demonstrations, in order: answers with the room; looks the name up twice and answers with the room; looks
+up only the first digits of the room, which finds nothing; calls no tool."""
+
+
+def look_up(key: str) -> str:
+    """Look up an entry of the directory.
+
+    Args:
+        key: A person's name, or the number of a room.
+
+    Returns:
+        The person's room, or the room's telephone.
+    """
+    return entries(SHARED_DIRECTORY).get(key, _NO_ENTRY)
+
+
+class Directory:
+    """The environment of `TwoStepLookup`: one directory, and the tool that reads it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, str] = {}
+
+    def reset(self, directory: int, **columns: Any) -> None:
+        """Open the directory of a row."""
+        self._entries = entries(directory)
+
+    def look_up(self, key: str) -> str:
+        """Look up an entry of the directory.
+
+        Args:
+            key: A person's name, or the number of a room.
+
+        Returns:
+            The person's room, or the room's telephone.
+        """
+        return self._entries.get(key, _NO_ENTRY)
+
+
+@checked_arguments
+class TwoStepLookup:
+    """Questions about telephone numbers. Each takes two tool calls: the person's room, then the room's telephone.
+
+    Each row has its own directory, a number in the column `directory`, which the environment `Directory` opens. The
+    same arguments give the same data. No directory occurs in two splits, or in a split and the demonstrations.
+
+    With `shared_directory`, all rows ask about one directory instead, which the function `look_up` reads without an
+    environment, so that episodes can branch. No person occurs in two splits then.
+
+    Args:
+        train_size: Rows of split `train`.
+        val_size: Rows of split `val`.
+        test_size: Rows of split `test`.
+        mistake_share: Average fraction of demonstrations with one of `MISTAKES`, each equally often.
+        seed: Determines all data.
+        shared_directory: Whether all rows ask about the directory of `look_up`. Demonstrations are the same either way.
+    """
+
+    def __init__(
+        self,
+        train_size: int = 4096,
+        val_size: int = 64,
+        test_size: int = 256,
+        mistake_share: float = 0.7,
+        seed: int = 0,
+        shared_directory: bool = False,
+    ) -> None:
+        if not 0 <= mistake_share <= 1:
+            raise ValueError(f"TwoStepLookup.mistake_share is {mistake_share}; it must be in [0, 1].")
+        self.sizes = {"train": train_size, "val": val_size, "test": test_size}
+        self.mistake_share = mistake_share
+        self.seed = seed
+        self._shared_directory = shared_directory  # private: demonstrations, and policies made from them, do not change
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """Return the rows of a split, with the columns `prompt`, `answer`, `directory` and `data_source`.
+
+        Args:
+            split: `train`, `val` or `test`.
+        """
+        if split not in self.sizes:
+            raise ValueError(f"TwoStepLookup has no split {split!r}; it has {sorted(self.sizes)}.")
+        rng = np.random.default_rng((self.seed, _SPLITS.index(split)))
+        make = self._shared_row if self._shared_directory else self._row
+        return [make(rng, split) for _ in range(self.sizes[split])]
+
+    def demonstrations(self, count: int, seed: int = 0) -> list[tuple[list[int], list[int], list[int]]]:
+        """Return episodes to imitate, some of them with a mistake.
+
+        Args:
+            count: Number of demonstrations.
+            seed: Determines them, together with the task's seed.
+
+        Returns:
+            Prompt ids, completion ids including tool results and end tokens, and the completion's loss mask, which is 0
+            for tokens of results.
+        """
+        rng = np.random.default_rng((self.seed, _SPLITS.index("demonstrations"), seed))
+        tokenizer = _cached_tokenizer()
+        texts = [
+            tokenizer.apply_chat_template(row["prompt"] + self._episode(row, rng), tokenize=False)
+            for row in (self._row(rng, "demonstrations") for _ in range(count))
+        ]
+        return [_demonstration(ids, tokenizer) for ids in tokenizer(texts)["input_ids"]] if texts else []
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the task."""
+        return lookup_tokenizer()
+
+    def _row(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
+        number = int(rng.integers(2**40)) * len(_SPLITS) + _SPLITS.index(split)
+        return self._question(number, str(rng.choice(_people(number))))
+
+    def _shared_row(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
+        people = _people(SHARED_DIRECTORY)[_SPLITS.index(split) :: len(_SPLITS)]
+        return self._question(SHARED_DIRECTORY, str(rng.choice(people)))
+
+    def _question(self, number: int, name: str) -> dict[str, Any]:
+        directory = entries(number)
+        return {
+            "prompt": [{"role": "user", "content": _USER + name}],
+            "answer": directory[directory[name].removeprefix(_ROOM)].removeprefix(_TELEPHONE),
+            "directory": number,
+            "data_source": "two_step_lookup",
+        }
+
+    def _episode(self, row: dict[str, Any], rng: np.random.Generator) -> Messages:
+        """The completion of a demonstration as messages, possibly with a mistake."""
+        directory = entries(row["directory"])
+        name = row["prompt"][-1]["content"].removeprefix(_USER)
+        room = directory[name].removeprefix(_ROOM)
+        mistake = MISTAKES[rng.integers(len(MISTAKES))] if rng.random() < self.mistake_share else None
+        keys, answer = {
+            None: ([name, room], row["answer"]),
+            "stops early": ([name], room),
+            "repeats the name": ([name, name], room),
+            "cuts the room": ([name, room[:-1]], _UNKNOWN),
+            "gives up": ([], _UNKNOWN),
+        }[mistake]
+        calls = [message for key in keys for message in _call(key, directory.get(key, _NO_ENTRY))]
+        return [*calls, {"role": "assistant", "content": answer}]
+
+
+@functools.lru_cache(maxsize=64)
+def entries(number: int) -> dict[str, str]:
+    """The directory with this number: rooms by name, and telephones by room."""
+    rng = np.random.default_rng(number)
+    names = [_NAMES[index] for index in rng.permutation(len(_NAMES))[:PEOPLE]]
+    rooms = [_ROOMS[index] for index in rng.permutation(len(_ROOMS))[:PEOPLE]]
+    telephones = rng.integers(10_000, size=PEOPLE).tolist()
+    return {name: _ROOM + room for name, room in zip(names, rooms, strict=True)} | {
+        room: f"{_TELEPHONE}{telephone:04d}" for room, telephone in zip(rooms, telephones, strict=True)
+    }
+
+
+def _people(number: int) -> list[str]:
+    return [key for key in entries(number) if key.isalpha()]
+
+
+def lookup_tokenizer() -> Any:
+    """Build the tokenizer of the task, with the chat template `plain`.
+
+    The words of its sentences, with a following space, are tokens; anything else is spelled in ASCII characters.
+
+    Returns:
+        A `PreTrainedTokenizerFast`; `AutoTokenizer` loads what its `save_pretrained` writes.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    sentences = (_USER, _ROOM, _TELEPHONE, _NO_ENTRY, _UNKNOWN, "look_up ")
+    words = sorted({word for text in sentences for word in re.findall(r"\w{2,} ?", text)}, key=lambda w: (-len(w), w))
+    characters = [character for character in string.printable if character.isprintable()]
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *words, *characters))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=LOOKUP_PAD_TOKEN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join((*words, "."))), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=LOOKUP_END_TOKEN,
+        pad_token=LOOKUP_PAD_TOKEN,
+        additional_special_tokens=[
+            token for token in _SPECIAL_TOKENS if token not in (LOOKUP_PAD_TOKEN, LOOKUP_END_TOKEN)
+        ],
+        clean_up_tokenization_spaces=False,
+        chat_template=read_template("plain"),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _cached_tokenizer() -> Any:
+    return lookup_tokenizer()
+
+
+def _call(key: str, entry: str) -> Messages:
+    function = {"name": Directory.look_up.__name__, "arguments": {"key": key}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "name": function["name"], "content": entry},
+    ]
+
+
+def _demonstration(token_ids: list[int], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    """Split an episode at the policy's first token; the policy writes from assistant tokens to end tokens."""
+    assistant, end = tokenizer.convert_tokens_to_ids([ASSISTANT_TOKEN, LOOKUP_END_TOKEN])
+    start = token_ids.index(assistant) + 1
+    writes, loss_mask = True, []
+    for token in token_ids[start:]:
+        loss_mask.append(int(writes))
+        writes = token != end and (writes or token == assistant)
+    return token_ids[:start], token_ids[start:], loss_mask

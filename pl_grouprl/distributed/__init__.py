@@ -1,0 +1,1 @@
+"""Distributed runs: strategies, the weight stream to samplers, and lost ranks."""

@@ -1,0 +1,257 @@
+"""Verifies that a sampler loaded exactly the weights that it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+# The interface and errors of samplers that have a copy of the weights.
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A LoRA adapter to send to a sampler, in the form in which PEFT saves it.
+
+    Attributes:
+        config: Contents of its `adapter_config.json`.
+        weights: Names, as in its `adapter_model.safetensors`, and whole values; read after the other weights.
+    """
+
+    config: Mapping[str, Any]
+    weights: Iterable[tuple[str, Tensor]]
+
+
+@runtime_checkable
+class SyncedSampler(Protocol):
+    """A sampler with a copy of the policy's weights, synced after updates.
+
+    `bind` and `update_weights` are collective. Ranks exchange errors afterwards, so an engine whose ranks wait for each
+    other inside a method must release all of them before raising. `bind` reads the policy's config; its weights may be
+    shards.
+
+    Attributes:
+        adapter: `merged`: takes weights with adapters merged; `separate`: takes the base once, then only the adapter.
+        version: Version of the weights that it has, as far as this process knows; None if none were sent.
+    """
+
+    adapter: Literal["merged", "separate"]
+    version: int | None
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Set the policy; see `RolloutEngine.bind`."""
+        ...
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
+    ) -> dict[str, float]:
+        """Load new weights into the sampler, and verify that it has them.
+
+        Args:
+            weights: Names, as in a Hugging Face checkpoint, and whole values. Read once, in order; the caller exhausts
+                what is left unread. A tensor may change once the next one is requested.
+            version: Larger than any before.
+            adapter: The adapter for those weights if `self.adapter` is `separate`. The first time, `weights` are the
+                base; later they are empty, and the sampler keeps its base.
+
+        Returns:
+            Metrics, including `bytes`; the caller measures `seconds`.
+
+        Raises:
+            SamplerLostError: If the sampler was restarted in the meantime.
+            WeightsMismatchError: If the sampler did not load exactly the weights sent.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the sampler; the next call of `update_weights` starts it again.
+
+        Idempotent. A rank may call it alone, after an exception.
+        """
+        ...
+
+
+class SamplerLostError(RuntimeError):
+    """The sampler was restarted and lost the policy's weights: send them and sample again."""
+
+
+class WeightsMismatchError(RuntimeError):
+    """The sampler's weights differ from the policy's; its rollouts must not be trained on."""
+
+
+# A checksum of weights that is independent of how they are fused and sharded.
+#
+# Samplers fuse the rows of several weights into one tensor (query, key and value; gate and up), and tensor parallelism
+# splits rows or columns over ranks. The checksum of a weight w with bit patterns b(w) is
+#
+#     sum over rows r and columns c of b(w[r, c]) * m(c)   modulo 2^64,  m(c) = (2 c + 1) * 0x9E3779B97F4A7C15,
+#
+# so the checksums of parts add up to that of the whole, whatever the order of rows, and any flipped bit changes it (m
+# is
+# odd). All arithmetic is on integers, so it is the same on every device.
+
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
+"""Entries summed at a time, which bounds the extra memory."""
+
+
+def checksum(weight: Tensor, first_column: int = 0) -> int:
+    """Compute the checksum of a weight, or of a shard of one.
+
+    Args:
+        weight: Any dtype and device. The last axis holds the columns; with four or more axes (convolutions), all axes
+            but the first do. A vector is one column.
+        first_column: Index of a shard's first column in the whole weight.
+
+    Returns:
+        A signed 64-bit integer. Rows of zeros add nothing, so padding does not count; -0.0 counts as 0.0.
+    """
+    weight_RC = _rows(weight.detach())
+    rows = max(1, _CHUNK // max(1, weight_RC.shape[-1]))
+    total_C = weight_RC.new_zeros(weight_RC.shape[-1], dtype=torch.int64)
+    for part_RC in weight_RC.split(rows):
+        if weight.is_floating_point():
+            part_RC = part_RC + 0.0  # turns negative zeros positive
+        total_C += part_RC.contiguous().view(_INTEGERS[weight.element_size()]).sum(dim=0, dtype=torch.int64)
+    columns_C = torch.arange(first_column, first_column + total_C.numel(), device=total_C.device)
+    return int((total_C * ((2 * columns_C + 1) * _MULTIPLIER)).sum())
+
+
+def add(*checksums: int) -> int:
+    """Combine the checksums of parts into that of the whole."""
+    total = sum(checksums) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def _rows(weight: Tensor) -> Tensor:
+    if weight.ndim < 2:
+        return weight.reshape(-1, 1)
+    if weight.ndim == 3:
+        return weight.reshape(-1, weight.shape[-1])
+    return weight.reshape(weight.shape[0], -1)
+
+
+# Verify that a sampler loaded exactly the weights that it was sent.
+
+_NAMED = 5
+"""Number of differences that an error lists."""
+
+
+class LoadedWeight(NamedTuple):
+    """One worker's part of one parameter of the sampler.
+
+    Attributes:
+        name: The sampler's name of the parameter.
+        parts: Names of the sent weights that it consists of.
+        checksum: Checksum of this worker's part.
+        how: `sum`: workers have shards, whose checksums add up. `copy`: each worker has all of it.
+    """
+
+    name: str
+    parts: Sequence[str]
+    checksum: int
+    how: Literal["sum", "copy"]
+
+
+def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequence]]) -> None:
+    """Verify that a sampler loaded exactly the weights that it was sent.
+
+    Args:
+        expected: Checksum of each sent weight, by name, in the sampler's dtype.
+        workers: The `LoadedWeight`s of each worker of the sampler, or sequences of their fields.
+
+    Raises:
+        WeightsMismatchError: If a parameter was not sent, differs from what was sent, or is missing. Names a few.
+    """
+    faults: list[str] = []
+    arrived: set[str] = set()
+    for name, loaded in _by_name(workers).items():
+        fault = _fault(expected, loaded)
+        if fault is not None:
+            faults.append(f"{name} {fault}")
+        arrived.update(part for weight in loaded for part in weight.parts)
+    faults += [f"{name} was sent, but no parameter contains it" for name in expected if name not in arrived]
+    if faults:
+        shown = "; ".join(faults[:_NAMED]) + ("; ..." if len(faults) > _NAMED else "")
+        raise WeightsMismatchError(
+            f"The sampler did not load the policy's weights, {len(faults)} differ: {shown}. Its rollouts must not be "
+            "trained on. Start the sampler with the policy's config and dtype, without quantization."
+        )
+
+
+def _by_name(workers: Iterable[Iterable[Sequence]]) -> dict[str, list[LoadedWeight]]:
+    found: dict[str, list[LoadedWeight]] = {}
+    for worker in workers:
+        for fields in worker:
+            weight = LoadedWeight(*fields)
+            found.setdefault(weight.name, []).append(weight)
+    return found
+
+
+def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
+    """What is wrong with one parameter, given all workers' parts of it; None if it is correct."""
+    parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
+    unknown = [part for part in parts if part not in expected]
+    if not all(weight.parts for weight in loaded):
+        return "was not sent"
+    if unknown:
+        return f"contains {unknown[0]}, which was not sent"
+    kinds = {weight.how for weight in loaded}
+    if kinds == {"sum"}:
+        equal = add(*(weight.checksum for weight in loaded)) == add(*(expected[part] for part in parts))
+    elif kinds == {"copy"}:
+        equal = all(weight.checksum == add(*(expected[part] for part in weight.parts)) for weight in loaded)
+    else:
+        return f"is stored in different ways ({', '.join(sorted(kinds))})"
+    return None if equal else f"differs from what was sent as {' + '.join(parts)}"
+
+
+# Prepares a stream of weights for sending: cast to the sampler's dtype, checksummed, in buckets.
+
+Bucket = list[tuple[str, Tensor]]
+"""Weights sent together, by name."""
+
+
+def cast(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, checksums: dict[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Copy weights into the sampler's dtype, and record their checksums.
+
+    Args:
+        weights: Name and value of each.
+        dtype: Dtype for floating-point weights; others keep theirs.
+        checksums: Receives the checksum of each copy.
+
+    Yields:
+        Name and copy; the original may change afterwards.
+    """
+    for name, weight in weights:
+        copied = weight.detach().to(dtype if weight.is_floating_point() else weight.dtype, copy=True)
+        checksums[name] = checksum(copied)
+        yield name, copied.contiguous()
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Collect weights into buckets of limited size.
+
+    Args:
+        weights: Name and value of each.
+        max_bytes: Maximum size of a bucket. A larger weight gets a bucket to itself.
+
+    Yields:
+        Non-empty buckets, in the order of the weights. A bucket is released when the next one is requested.
+    """
+    bucket: Bucket = []
+    size = 0
+    for name, weight in weights:
+        if bucket and size + weight.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, weight))
+        size += weight.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,474 @@
+"""Advantages per token along time: GAE with a critic, returns and token baselines without one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.advantages.base import gather_groups, register_advantage_estimator
+from pl_grouprl.functional.masked import Reduce, bool_mask, compact, differ, masked_whiten, reverse_scan
+from pl_grouprl.utilities.options import check_options
+
+# Advantages per token with a critic (generalized advantage estimation), and the recursions they use.
+#
+# Legend: B rollouts, T length of the longest row.
+#
+# Every function treats a row as the sequence of its valid tokens: gaps in the mask, such as tool output, are closed
+# first, so neither their length nor their contents (even NaN) matter. Conventions:
+# - `mask` is bool, or 0 and 1 of another dtype;
+# - V_t is the critic's value before token t is sampled; `bootstrap_value` is the value after the last valid token, 0
+#   where the response ended by itself;
+# - a NaN reward means that the rollout has none: its errors and advantages are 0 and its returns are its values
+# (callers
+#   also mask it out of the losses);
+# - results are in the dtype of the arguments (at least float32), without gradient, and 0 outside the mask.
+#
+# Advantages are not whitened; use `masked_whiten`. verl whitens inside its `gae`, TRL's former PPO did right after.
+
+
+@torch.no_grad()
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+    critic_lam: float | Tensor | None = None,
+    bootstrap_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sum the discounted temporal-difference errors from each token on: A_t = delta_t + gamma * lam * A_{t+1}.
+
+    Generalized advantage estimation, arXiv:1506.02438, eq. 16, in its recursive form.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit.
+        values: V_t, shape [B, T], in units of the reward.
+        mask: True for response tokens, shape [B, T].
+        gamma: Discount per token, in [0, 1].
+        lam: Decay of later errors per token, in [0, 1]; a tensor of shape [B] has one per rollout, as from
+            `length_adaptive_lam`.
+        critic_lam: Lambda of the returns (decoupled GAE, arXiv:2503.01491); None for `lam`.
+        bootstrap_value: Value after the last valid token, shape [B]; None for 0.
+
+    Returns:
+        Advantages and returns, both [B, T]. Returns are the critic's target: the advantages under `critic_lam` plus
+        the values.
+
+    Raises:
+        ValueError: If shapes differ, gamma or a lambda is outside [0, 1], a reward is infinite, or the mask has other
+            values than 0 and 1.
+    """
+    mask_BT = check_rows(mask, rewards=rewards, values=values)
+    errors_BT = td_errors(rewards, values, mask_BT, gamma=gamma, bootstrap_value=bootstrap_value)
+    advantages_BT = _discounted_sum(errors_BT, mask_BT, lambda_rows("lam", lam, errors_BT) * gamma)
+    critic_advantages_BT = advantages_BT
+    if critic_lam is not None:
+        critic_advantages_BT = _discounted_sum(
+            errors_BT, mask_BT, lambda_rows("critic_lam", critic_lam, errors_BT) * gamma
+        )
+    return advantages_BT, critic_advantages_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
+
+
+@torch.no_grad()
+def td_errors(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, bootstrap_value: Tensor | None = None
+) -> Tensor:
+    """Return delta_t = r_t + gamma * V_{t+1} - V_t (arXiv:1506.02438, section 3), where t + 1 is the next valid token.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit.
+        values: V_t, shape [B, T], in units of the reward.
+        mask: True for response tokens, shape [B, T].
+        gamma: Discount per token, in [0, 1].
+        bootstrap_value: Value after the last valid token, shape [B]; None for 0.
+
+    Returns:
+        Shape [B, T], 0 outside the mask.
+
+    Raises:
+        ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask has other values than
+            0 and 1.
+    """
+    mask_BT = check_rows(mask, rewards=rewards, values=values)
+    check_unit("gamma", gamma)
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+    rows = compact(mask_BT)
+    rewards_BT, values_BT = rows.close(rewards.to(dtype)), rows.close(values.to(dtype))
+    next_BT = _shift_left(values_BT)
+    if bootstrap_value is not None:
+        _check_bootstrap(bootstrap_value, len(mask_BT))
+        last_BT = rows.mask_BT & ~_shift_left(rows.mask_BT)
+        next_BT = torch.where(last_BT, bootstrap_value.to(dtype)[:, None], next_BT)
+    errors_BT = rows.reopen(rewards_BT + gamma * next_BT - values_BT)
+    return errors_BT.masked_fill(_rows_without_reward(rewards, mask_BT), 0)
+
+
+@torch.no_grad()
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Sum the discounted rewards from each token on: G_t = r_t + gamma * G_{t+1}, where t + 1 is the next valid token.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit.
+        mask: True for response tokens, shape [B, T].
+        gamma: Discount per token, in [0, 1].
+
+    Returns:
+        Shape [B, T], 0 outside the mask and in rows with a NaN reward.
+
+    Raises:
+        ValueError: If shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask has other values than
+            0 and 1.
+    """
+    mask_BT = check_rows(mask, rewards=rewards)
+    check_unit("gamma", gamma)
+    rewards_BT = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    rewards_BT = rewards_BT.masked_fill(_rows_without_reward(rewards, mask_BT), 0)
+    return _discounted_sum(rewards_BT, mask_BT, torch.full_like(rewards_BT, gamma))
+
+
+@torch.no_grad()
+def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
+    """Give long responses a larger lambda: lam = 1 - 1 / (alpha * l) (VAPO, arXiv:2504.05118, length-adaptive GAE).
+
+    The weights of the errors, lam^0 + lam^1 + ..., then add up to alpha * l, a fixed fraction of the response; the
+    paper uses alpha = 0.05. Where the formula is negative, for responses of fewer than 1 / alpha tokens, lambda is 0
+    (the one-step error).
+
+    Args:
+        lengths: Valid tokens of each rollout, shape [B], 0 or more.
+        alpha: Fraction of the response, larger than 0.
+
+    Returns:
+        Lambdas in [0, 1), shape [B], float32 (float64 for lengths in float64).
+
+    Raises:
+        ValueError: If alpha is not positive.
+    """
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha is {alpha}; pass a number larger than 0, such as 0.05.")
+    dtype = torch.promote_types(lengths.dtype, torch.float32)
+    return (1 - 1 / (alpha * lengths.to(dtype))).clamp(min=0)
+
+
+def _discounted_sum(values_BT: Tensor, mask_BT: Tensor, decay_BT: Tensor) -> Tensor:
+    rows = compact(mask_BT)
+    return rows.reopen(reverse_scan(rows.close(values_BT), decay_BT))
+
+
+def _shift_left(values_BT: Tensor) -> Tensor:
+    return torch.cat([values_BT[:, 1:], torch.zeros_like(values_BT[:, :1])], dim=1)
+
+
+def _rows_without_reward(rewards: Tensor, mask_BT: Tensor) -> Tensor:
+    """Which rows have a NaN reward, shape [B, 1]."""
+    return (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
+
+
+def check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) -> Tensor:
+    """Refuse rows that do not match; return the mask as bool.
+
+    Args:
+        mask: Shape [B, T], bool or 0 and 1.
+        rewards: Shape [B, T], finite or NaN where the mask is true.
+        values: Shape [B, T].
+
+    Raises:
+        ValueError: If shapes differ, a reward is infinite, or the mask has other values than 0 and 1.
+    """
+    if rewards.dim() != 2:
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; pass one row of tokens per rollout, shape [B, T].")
+    for name, tensor in (("mask", mask), ("values", values)):
+        if tensor is not None and tensor.shape != rewards.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and rewards {tuple(rewards.shape)}; pass both as [B, T]."
+            )
+    mask_BT = bool_mask(mask)
+    infinite = (rewards.isinf() & mask_BT).any(dim=1).nonzero().flatten()
+    if len(infinite):
+        raise ValueError(
+            f"rewards is infinite for rollouts {infinite[:5].tolist()} ({len(infinite)} in all); "
+            "return a finite reward, or NaN to leave a rollout out of training."
+        )
+    return mask_BT
+
+
+def check_unit(name: str, value: float) -> None:
+    """Refuse a discount or a lambda outside [0, 1] with a ValueError that names it."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; it must lie in [0, 1].")
+
+
+def lambda_rows(name: str, lam: float | Tensor, like_BT: Tensor) -> Tensor:
+    """Check a lambda, one number or one per rollout [B], and expand it to [B, T].
+
+    Raises:
+        ValueError: If it has another shape, or is outside [0, 1].
+    """
+    if not isinstance(lam, Tensor):
+        check_unit(name, lam)
+        return torch.full_like(like_BT, lam)
+    if lam.shape not in ((), (len(like_BT),)):
+        raise ValueError(
+            f"{name} has shape {tuple(lam.shape)}; pass one number, or one per rollout of {len(like_BT)}, shape [B]."
+        )
+    outside = ~((lam >= 0) & (lam <= 1))
+    if outside.any():
+        raise ValueError(f"{name} has the entry {lam[outside][0].item()}; each must lie in [0, 1].")
+    return lam.to(like_BT).expand(len(like_BT))[:, None].expand_as(like_BT)
+
+
+def _check_bootstrap(bootstrap_value: Tensor, num_rollouts: int) -> None:
+    if bootstrap_value.shape != (num_rollouts,):
+        raise ValueError(
+            f"bootstrap_value has shape {tuple(bootstrap_value.shape)}; pass one value per rollout of {num_rollouts}, "
+            "shape [B], 0 where the response ended by itself."
+        )
+
+
+# Per-token advantages against the minimum-variance baseline of each position in the group.
+#
+# Legend: B rollouts, P prompts (groups), T length of the longest row.
+
+NEEDS = ("group_ids", "mask", "score_norms")
+
+
+@register_advantage_estimator("optimal_token_baseline", needs=NEEDS, per_token=True, takes_token_rewards=True)
+@torch.no_grad()
+def optimal_token_baseline_advantages(
+    rewards: Tensor,
+    group_ids: Tensor | Sequence[int],
+    mask: Tensor,
+    score_norms: Tensor,
+    *,
+    handle_zero_tail: bool = True,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Subtract from each reward-to-go the group's mean at that position, weighted by the scores so far.
+
+        A_t = G_t - B_t,  B_t = sum_i G_t W_t / sum_i W_t  over the rollouts i of the group that are trained at t,
+        W_t = |s_1|^2 + ... + |s_t|^2,  s_j the gradient of token j's log-probability by the logits
+
+    Equal to verl's `optimal_token_baseline` (without its importance weights), except that a group of one rollout, or
+    whose rewards-to-go are all equal, gets exactly 0. A rollout's own reward is part of its baseline, so the gradient
+    is biased as with the group's mean in `grpo`.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit; NaN marks a rollout without rewards.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
+        mask: True for trained tokens, shape [B, T].
+        score_norms: |s_t|^2 = 1 - 2 p_t + sum of p^2 over the vocabulary, shape [B, T].
+        handle_zero_tail: Once all other rollouts of the group have ended, use 0 as the baseline of the longest one. Its
+            baseline would otherwise be its own reward-to-go, and its advantage 0.
+        eps: Added to the sum of weights.
+
+    Returns:
+        Shape [B, T], in units of the reward, 0 outside the mask.
+
+    Raises:
+        ValueError: If the shapes differ, a reward is infinite, eps is not positive, or the mask has other values than 0
+            and 1.
+    """
+    return _advantages(rewards, group_ids, mask, score_norms, False, handle_zero_tail, eps)
+
+
+@register_advantage_estimator("tir_optimal_token_baseline", needs=NEEDS, per_token=True, takes_token_rewards=True)
+@torch.no_grad()
+def tir_optimal_token_baseline_advantages(
+    rewards: Tensor,
+    group_ids: Tensor | Sequence[int],
+    mask: Tensor,
+    score_norms: Tensor,
+    *,
+    handle_zero_tail: bool = True,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Compare the t-th trained tokens, not the t-th tokens: tool output between them does not shift positions.
+
+    Otherwise `optimal_token_baseline_advantages`, with its arguments, result and errors; equal to verl's
+    `tir_optimal_token_baseline` with the same exceptions.
+    """
+    return _advantages(rewards, group_ids, mask, score_norms, True, handle_zero_tail, eps)
+
+
+def _advantages(
+    rewards: Tensor,
+    group_ids: Tensor | Sequence[int],
+    mask: Tensor,
+    score_norms: Tensor,
+    close_gaps: bool,
+    handle_zero_tail: bool,
+    eps: float,
+) -> Tensor:
+    check_options({"eps": (eps, eps > 0, "larger than 0")})
+    mask_BT = check_rows(mask, rewards=rewards)
+    if score_norms.shape != rewards.shape:
+        raise ValueError(
+            f"score_norms has shape {tuple(score_norms.shape)} and rewards {tuple(rewards.shape)}; pass one number per "
+            "token, shape [B, T]."
+        )
+    mask_BT = mask_BT & ~(rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
+    returns_BT = discounted_returns(rewards.to(torch.float64), mask_BT, 1.0)
+    weights_BT = score_norms.to(torch.float64).masked_fill(~mask_BT, 0).cumsum(dim=1)
+    rows, inside_BT = compact(mask_BT), mask_BT
+    if close_gaps:
+        returns_BT, weights_BT, inside_BT = rows.close(returns_BT), rows.close(weights_BT), rows.mask_BT
+    counts_B = mask_BT.sum(dim=1)
+    groups = gather_groups(counts_B.to(torch.float64), group_ids)
+    baseline_BT = _baseline(returns_BT, weights_BT * inside_BT, groups.index_B, eps)
+    if handle_zero_tail:
+        tail_BT = (
+            torch.arange(mask_BT.shape[1], device=mask.device) >= _second_longest(counts_B, groups.index_B)[:, None]
+        )
+        baseline_BT = baseline_BT.masked_fill(tail_BT, 0)
+    advantages_BT = (returns_BT - baseline_BT) * (inside_BT & _differs(returns_BT, inside_BT, groups.index_B)[:, None])
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    return (rows.reopen(advantages_BT) if close_gaps else advantages_BT).to(dtype)
+
+
+def _baseline(returns_BT: Tensor, weights_BT: Tensor, index_B: Tensor, eps: float) -> Tensor:
+    """Weighted mean over each group, by position."""
+    zeros_PT = returns_BT.new_zeros(_num_groups(index_B), returns_BT.shape[1])
+    total_PT = zeros_PT.index_add(0, index_B, returns_BT * weights_BT)
+    return (total_PT / (zeros_PT.index_add(0, index_B, weights_BT) + eps))[index_B]
+
+
+def _second_longest(counts_B: Tensor, index_B: Tensor) -> Tensor:
+    """Trained tokens of the runner-up, for a group's one longest rollout; more than any rollout has, for all others."""
+    zeros_P = counts_B.new_zeros(_num_groups(index_B))
+    longest_B = zeros_P.scatter_reduce(0, index_B, counts_B, "amax")[index_B]
+    is_longest_B = counts_B == longest_B
+    alone_B = is_longest_B & (zeros_P.index_add(0, index_B, is_longest_B.to(counts_B.dtype))[index_B] == 1)
+    second_P = zeros_P.scatter_reduce(0, index_B, counts_B.masked_fill(is_longest_B, 0), "amax")
+    return torch.where(alone_B, second_P[index_B], counts_B.max() + 1 if len(counts_B) else counts_B)
+
+
+def _differs(returns_BT: Tensor, inside_BT: Tensor, index_B: Tensor) -> Tensor:
+    """Whether a rollout's group has two trained rollouts or more, and different rewards-to-go."""
+    inf_P = returns_BT.new_full((_num_groups(index_B),), torch.inf)
+    if not returns_BT.shape[1]:
+        return torch.zeros_like(index_B, dtype=torch.bool)
+    low_B = returns_BT.masked_fill(~inside_BT, torch.inf).amin(dim=1)
+    high_B = returns_BT.masked_fill(~inside_BT, -torch.inf).amax(dim=1)
+    low_P, high_P = inf_P.scatter_reduce(0, index_B, low_B, "amin"), (-inf_P).scatter_reduce(0, index_B, high_B, "amax")
+    count_P = torch.zeros_like(inf_P).index_add(0, index_B, inside_BT.any(dim=1).to(inf_P.dtype))
+    return (differ(low_P, high_P) & (count_P > 1))[index_B]
+
+
+def _num_groups(index_B: Tensor) -> int:
+    return int(index_B.max()) + 1 if len(index_B) else 0
+
+
+# Advantages per token without a critic, whitened over the whole batch (REINFORCE++).
+#
+# Legend: B rollouts, T length of the longest row.
+#
+# NaN rewards, masks and gaps are treated as in `gae`; a rollout without a reward is also left out of the statistics.
+
+
+@register_advantage_estimator("reinforce_plus_plus", needs=("mask", "reduce"), per_token=True, takes_token_rewards=True)
+@torch.no_grad()
+def reinforce_plus_plus_advantages(
+    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, reduce: Reduce | None = None
+) -> Tensor:
+    """Whiten the discounted reward-to-go of all tokens of the batch (REINFORCE++, arXiv:2501.03262).
+
+    Equal to verl's `reinforce_plus_plus`, except that its older releases restart the sum at a gap in the mask.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit; the reward of a rollout is at its last token.
+        mask: True for response tokens, shape [B, T].
+        gamma: Discount per token, in [0, 1].
+        reduce: Sums over ranks; None for this rank alone.
+
+    Returns:
+        Shape [B, T], 0 outside the mask. Exactly 0 where all tokens of the batch have the same reward-to-go.
+
+    Raises:
+        ValueError: If the shapes differ, gamma is outside [0, 1], a reward is infinite, or the mask has other
+            values than 0 and 1.
+    """
+    returns_BT = discounted_returns(rewards, mask, gamma)
+    mask_BT = bool_mask(mask)
+    missing_B1 = (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
+    return masked_whiten(returns_BT, mask_BT & ~missing_B1, reduce=reduce)
+
+
+@register_advantage_estimator("reinforce_plus_plus_baseline", needs=("group_ids", "mask", "reduce"), per_token=True)
+@torch.no_grad()
+def reinforce_plus_plus_baseline_advantages(
+    rewards: Tensor, group_ids: Tensor | Sequence[int], mask: Tensor, *, reduce: Reduce | None = None
+) -> Tensor:
+    """Subtract the group's mean from each reward, and whiten over all tokens of the batch (arXiv:2501.03262).
+
+    Equal to verl's `reinforce_plus_plus_baseline` except for groups without spread and groups of one: here they enter
+    the statistics as 0 and get exactly 0. verl whitens that 0, and uses the reward itself for groups of one.
+
+    Args:
+        rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
+        mask: True for response tokens, shape [B, T].
+        reduce: Sums over ranks; None for this rank alone.
+
+    Returns:
+        Shape [B, T], the same number for all tokens of a rollout, 0 outside the mask.
+
+    Raises:
+        ValueError: If the shapes differ, a reward is infinite, or the mask has other values than 0 and 1.
+    """
+    groups = gather_groups(rewards, group_ids)
+    if mask.dim() != 2 or len(mask) != len(rewards):
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)} for {len(rewards)} rewards; pass one row per rollout, shape [B, T]."
+        )
+    mask_BT = bool_mask(mask)
+    centred_BT = groups.centred()[:, None].expand(mask_BT.shape)
+    whitened_BT = masked_whiten(centred_BT, mask_BT & groups.valid_B[:, None], reduce=reduce)
+    return whitened_BT.masked_fill(~groups.trained()[:, None], 0).to(groups.dtype)
+
+
+# Advantages per token from a teacher's log-probabilities (on-policy distillation).
+#
+# Legend: B rollouts, T length of the longest row.
+
+
+@torch.no_grad()
+def distillation_advantages(
+    old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor, *, gamma: float = 0.0
+) -> Tensor:
+    """Reward each token with the teacher's minus the student's log-probability, and sum the discounted rewards.
+
+        r_t = log pi_teacher(y_t | y_<t) - log pi_old(y_t | y_<t)
+        A_t = r_t + gamma r_{t+1} + gamma^2 r_{t+2} + ...
+
+    For y_t sampled from pi_old, -r_t is an unbiased estimate of the reverse KL of the next token, KL(pi_old ||
+    pi_teacher). At pi = pi_old, the expectation of A_t grad log pi(y_t), summed over t, is
+
+    - with `gamma` = 1, minus the gradient of the reverse KL of whole responses (MiniLLM, arXiv:2306.08543, eq. 2):
+      differentiating -log pi in the reward itself contributes 0 in expectation;
+    - with `gamma` = 0, minus the sum of the gradients of the reverse KL of each next token, with the distribution of
+      the tokens before it held fixed (GKD, arXiv:2306.13649, section 3; Thinking Machines, "On-policy distillation",
+      2025). It ignores that a token also determines the prefixes of later KLs, and has less variance.
+
+    Args:
+        old_logprobs: The student's log-probabilities of its sampled tokens, in nats, shape [B, T].
+        teacher_logprobs: The teacher's of the same tokens, shape [B, T].
+        mask: True for trained tokens, shape [B, T]. Tokens between them, such as tool output, are skipped.
+        gamma: Discount per token, in [0, 1].
+
+    Returns:
+        Advantages in nats, not normalized, shape [B, T]; 0 outside the mask.
+
+    Raises:
+        ValueError: If the shapes differ, gamma is outside [0, 1], the teacher gives a token probability 0, or the mask
+            has other values than 0 and 1.
+    """
+    if old_logprobs.shape != teacher_logprobs.shape:
+        raise ValueError(
+            f"teacher_logprobs has shape {tuple(teacher_logprobs.shape)} and old_logprobs has "
+            f"{tuple(old_logprobs.shape)}; pass one value per token, shape [B, T]."
+        )
+    return discounted_returns(teacher_logprobs - old_logprobs, mask, gamma)

@@ -1,0 +1,654 @@
+"""GROUP PPO's token groups: boundaries, advantages, threshold and statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from pl_grouprl.functional.advantages.temporal import lambda_rows, td_errors
+from pl_grouprl.functional.masked import Compacted, bool_mask, compact, reverse_scan
+from pl_grouprl.utilities.options import check_finite
+
+# Argument checks of the functions that split a response into token groups.
+#
+# Legend: B rollouts, T length of the longest row, S size of a sketch.
+
+_NEGATIVE = 1e-2  # computed in bfloat16, 1 - 2 p + sum p^2 may be this far below 0
+
+
+def check_arguments(
+    td_errors: Tensor,
+    score_norms: Tensor,
+    mask: Tensor,
+    forced_ends: Tensor | None,
+    threshold: float,
+    max_size: int,
+    epsilon: float,
+) -> Tensor:
+    """Check the arguments of `find_token_groups`; see there for their meaning.
+
+    Returns:
+        The mask as bool, shape [B, T].
+
+    Raises:
+        ValueError: Names the argument, its value and the remedy.
+    """
+    check_shapes(td_errors, score_norms, mask, forced_ends)
+    if forced_ends is not None and forced_ends.dtype != torch.bool:
+        raise ValueError(f"forced_ends has dtype {forced_ends.dtype}; pass bool, such as forced_ends.bool().")
+    if not (threshold > 0 and math.isfinite(threshold)):
+        raise ValueError(
+            f"threshold is {threshold}; it must be a finite number above 0 (up to 1, every token ends a group)."
+        )
+    check_max_size("max_size", max_size)
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"epsilon is {epsilon}; it must be a finite number, 0 or larger.")
+    mask_BT = bool_mask(mask)
+    negative_BT = mask_BT & (score_norms < -_NEGATIVE) if score_norms.dim() == 2 else mask_BT[:0]
+    if negative_BT.any():
+        raise ValueError(
+            f"score_norms has the entry {score_norms[negative_BT][0].item()}; pass squared norms, 0 or larger, such as "
+            "score_norms.clamp(min=0)."
+        )
+    return mask_BT
+
+
+def check_max_size(name: str, max_size: int) -> None:
+    """Refuse a maximum group size that is not a positive integer.
+
+    Raises:
+        ValueError: Gives the name and the value.
+    """
+    if not (1 <= max_size < math.inf and max_size == int(max_size)):
+        raise ValueError(f"{name} is {max_size}; it must be a whole number of tokens, at least 1.")
+
+
+def check_shapes(td_errors: Tensor, score_norms: Tensor, mask: Tensor, forced_ends: Tensor | None = None) -> None:
+    """Refuse arguments that do not share the axes B and T.
+
+    Raises:
+        ValueError: Naming the argument, and both shapes.
+    """
+    shape = td_errors.shape
+    if len(shape) != 2:
+        raise ValueError(f"td_errors has shape {tuple(shape)}; pass one row of tokens per rollout, shape [B, T].")
+    if score_norms.dim() not in (2, 3) or score_norms.shape[:2] != shape:
+        raise ValueError(
+            f"score_norms has shape {tuple(score_norms.shape)} and td_errors {tuple(shape)}; pass a norm [B, T] or a "
+            "vector [B, T, S] per token."
+        )
+    for name, tensor in (("mask", mask), ("forced_ends", forced_ends)):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and td_errors {tuple(shape)}; pass both as [B, T]."
+            )
+
+
+# Splits a response into GROUP PPO's token groups.
+#
+# Legend: B rollouts, T length of the longest row, S size of a sketch.
+#
+# Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl (2025; no paper that states it has
+# been found), ends a group at its t-th token if t >= r_grpo / r_ppo. r_grpo is the squared norm of the gradient
+# estimate
+# in which all tokens of the group share the advantage of the last one, r_ppo that of the estimate with an advantage per
+# token. With k the number of tokens since the group began,
+#
+#     end_t = (r_ppo > eps * mean(delta^2 q)  and  k * r_ppo * (1 + 1e-5) >= threshold * r_grpo)
+#             or k = max_size  or  t is the last valid token  or  a boundary is forced at t.
+#
+# With a score norm q per token, cross terms are dropped (the score is a martingale difference, so they vanish in
+# expectation): r_ppo = sum delta^2 q and r_grpo = delta_t^2 * sum q. With a score vector phi per token, the formula is
+# exact: r_ppo = |sum delta phi|^2 and r_grpo = delta_t^2 * |sum phi|^2.
+
+ENDED_BY_VARIANCE = 1
+"""Cause of an endpoint: the variance rule. Takes precedence over the other two."""
+ENDED_BY_SIZE = 2
+"""Cause of an endpoint: the group has `max_size` tokens. Takes precedence over `ENDED_BY_LAST`."""
+ENDED_BY_LAST = 3
+"""Cause of an endpoint: the last valid token of a row, or of a turn (a forced end)."""
+
+_TOLERANCE = 1e-5  # at k = 1 and threshold 1 both sides are equal except for rounding
+_BLOCK = 1 << 16  # elements per block of rows, to stay in the cache
+_DEVICE_BLOCK = 1 << 24  # the same on a GPU, where few large kernels are faster
+
+
+class TokenGroups(NamedTuple):
+    """The token groups of each row, in the positions of the mask.
+
+    Attributes:
+        starts: True at the first token of each group, bool, shape [B, T].
+        ends: True at the last token of each group (its endpoint), bool, shape [B, T].
+        group_index: Group of each token, counted from 0 in each row, -1 outside the mask; int64, shape [B, T].
+        causes: `ENDED_BY_...` at endpoints, 0 elsewhere; int8, shape [B, T]. None if not recorded.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    group_index: Tensor
+    causes: Tensor | None = None
+
+
+@torch.no_grad()
+def find_token_groups(
+    td_errors: Tensor,
+    score_norms: Tensor,
+    mask: Tensor,
+    *,
+    threshold: float = 1.0,
+    max_size: int = 16,
+    epsilon: float = 1e-6,
+    forced_ends: Tensor | None = None,
+    mean_signal: float | Tensor | None = None,
+) -> TokenGroups:
+    """Split each row into token groups; see the top of this file for the rule and its source.
+
+    Only the valid tokens of a row matter: neither the number of masked positions nor their values (even NaN) do.
+    Computed in at least float32. NaN or infinity at a valid token never ends its group, which continues up to
+    `max_size`, and does not affect other groups.
+
+    Args:
+        td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio is invariant
+            to scale, but not to a shift). Other signals may be passed, but one that looks ahead, such as GAE, makes
+            boundaries depend on later actions, and biases the gradient for thresholds above 1.
+        score_norms: Squared norm q >= 0 of each token's score, shape [B, T] (`TokenScores.score_norm_N`); or the score
+            itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the exact formula. Norms
+            slightly below 0 (down to -1e-2), a result of rounding, are accepted.
+        mask: True for response tokens, shape [B, T].
+        threshold: tau > 0. 1 is Algorithm 2, and makes each token with nonzero delta and q an endpoint (a token with a
+            delta of 0 adds its q to the group that it begins, which may extend past the next token); with a constant
+            delta a group has ceil(tau) tokens. Values below 1 act as 1.
+        max_size: Maximum number of tokens per group, at least 1; may exceed T.
+        epsilon: The variance rule only ends groups with r_ppo above this fraction of the mean of delta^2 q; finite.
+        forced_ends: True where a group must end, such as the last token of a turn, bool, shape [B, T]. Only valid
+            tokens count.
+        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None: the mean of this call.
+
+    Returns:
+        The groups. A row without valid tokens has none.
+
+    Raises:
+        ValueError: If shapes differ, an option is out of range, a norm of a valid token is negative, or the mask has
+            other values than 0 and 1.
+    """
+    mask_BT = check_arguments(td_errors, score_norms, mask, forced_ends, threshold, max_size, epsilon)
+    if mean_signal is None:
+        total, count = signal_sums(td_errors, score_norms, mask_BT).tolist()
+        mean_signal = total / max(count, 1)
+    elif not 0 <= mean_signal < math.inf:
+        raise ValueError(
+            f"mean_signal is {float(mean_signal)}; pass a mean of squares, finite and 0 or larger, or None."
+        )
+    starts_BT, ends_BT = torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
+    causes_BT = torch.zeros_like(mask_BT, dtype=torch.int8)
+    index_BT = torch.full_like(mask_BT, -1, dtype=torch.int64)
+    if mask_BT.numel():
+        scale = _power_of_two(td_errors, mask_BT)
+        rule = _Rule(max(threshold, 1.0), int(max_size), epsilon * float(mean_signal) / scale / scale)
+        for rows in _blocks(score_norms):
+            forced = None if forced_ends is None else forced_ends[rows]
+            found = _cut_rows(td_errors[rows], score_norms[rows], mask_BT[rows], forced, scale, rule)
+            for whole, part in zip((starts_BT, ends_BT, index_BT, causes_BT), found, strict=True):
+                whole[rows] = part
+    return TokenGroups(starts_BT, ends_BT, index_BT, causes_BT)
+
+
+@torch.no_grad()
+def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
+    """Sum of delta^2 q and number of tokens; their ratio after summing over ranks is `mean_signal`.
+
+    Args:
+        td_errors: As for `find_token_groups`, shape [B, T].
+        score_norms: As for `find_token_groups`, shape [B, T] or [B, T, S] (then q is the squared norm).
+        mask: True for response tokens, shape [B, T].
+
+    Returns:
+        [sum, count] in float64. Tokens whose signal is NaN or infinite are left out of both.
+
+    Raises:
+        ValueError: If shapes differ, or the mask has other values than 0 and 1.
+    """
+    check_shapes(td_errors, score_norms, mask)
+    mask_BT = bool_mask(mask)
+    norms_BT = score_norms
+    if score_norms.dim() == 3:
+        dtype = torch.promote_types(score_norms.dtype, torch.float32)
+        norms_BT = torch.linalg.vector_norm(score_norms, dim=-1, dtype=dtype).double().square()
+    signal_BT = td_errors.double().square() * norms_BT
+    counted_BT = mask_BT & signal_BT.isfinite()
+    return torch.stack([signal_BT.masked_fill(~counted_BT, 0).sum(), counted_BT.sum().double()])
+
+
+def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Use log pi_new - log pi_old as the score, as the reference implementation does; only for comparison with it.
+
+    Args:
+        policy_logprobs: Log-probability of each token under the current policy, shape [B, T], in nats.
+        old_logprobs: Under the policy before the update, shape [B, T].
+        mask: True for response tokens, shape [B, T].
+
+    Returns:
+        Score vectors of size 1, shape [B, T, 1], for `find_token_groups`.
+
+    Raises:
+        ValueError: If shapes differ, or the two are equal at every token, as in the first pass over new rollouts.
+    """
+    shape = policy_logprobs.shape
+    for name, tensor in (("old_logprobs", old_logprobs), ("mask", mask)):
+        if tensor.shape != shape or len(shape) != 2:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and policy_logprobs {tuple(shape)}; pass all as [B, T]."
+            )
+    ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~bool_mask(mask), 0)
+    if mask.any() and not ratio_BT.any():
+        raise ValueError(
+            "score_norm='log_ratio', but policy_logprobs and old_logprobs are equal at every token, as in the first "
+            "pass over new rollouts: no group would ever end by its variance. Use score_norm='logit' or 'sketch'."
+        )
+    return ratio_BT[:, :, None]
+
+
+class _Rule(NamedTuple):
+    threshold: float
+    max_size: int
+    floor: float
+
+
+def _cut_rows(
+    errors_BT: Tensor, norms: Tensor, mask_BT: Tensor, forced_BT: Tensor | None, scale: float, rule: _Rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Close the gaps, split, and reopen the gaps; returns starts, ends, index, causes."""
+    dtype = torch.promote_types(torch.promote_types(errors_BT.dtype, norms.dtype), torch.float32)
+    errors_BT, norms = errors_BT.to(dtype) / scale, norms.to(dtype)
+    finite_BT = norms.isfinite() if norms.dim() == 2 else norms.isfinite().all(dim=2)
+    errors_BT = errors_BT.masked_fill(~finite_BT | errors_BT.isinf(), torch.nan)  # NaN compares as false
+    gaps = bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
+    rows = compact(mask_BT) if gaps else None
+    if rows is not None:
+        errors_BT = rows.close(errors_BT)
+        norms = _close(norms, rows)
+        forced_BT = None if forced_BT is None else rows.close(forced_BT)
+        mask_BT = rows.mask_BT
+    last_BT = mask_BT.clone()
+    last_BT[:, :-1] &= ~mask_BT[:, 1:]
+    if forced_BT is not None:
+        last_BT |= forced_BT & mask_BT
+    size_BT, cause_BT = _first_ends(errors_BT, norms, mask_BT, last_BT, rule)
+    starts_BT, causes_BT = _follow(size_BT, cause_BT, mask_BT)
+    index_BT = (starts_BT.cumsum(dim=1) - 1).masked_fill_(~mask_BT, -1)
+    if rows is None:
+        return starts_BT, causes_BT > 0, index_BT, causes_BT
+    starts_BT, causes_BT = rows.reopen(starts_BT), rows.reopen(causes_BT)
+    return starts_BT, causes_BT > 0, rows.reopen(index_BT, fill=-1), causes_BT
+
+
+def _close(norms: Tensor, rows: Compacted) -> Tensor:
+    if norms.dim() == 2:
+        return rows.close(norms)
+    return norms.gather(1, rows.index_BT[:, :, None].expand_as(norms))
+
+
+def _first_ends(
+    errors_BT: Tensor, norms: Tensor, mask_BT: Tensor, last_BT: Tensor, rule: _Rule
+) -> tuple[Tensor, Tensor]:
+    """For each t, the size of a group that starts at t, and why it ends.
+
+    Loops over the group size k, for all starts in parallel, until each has an end. Sums grow by one token per
+    iteration, in the order of a loop over tokens; differences of prefix sums would cancel.
+    """
+    length = errors_BT.shape[1]
+    size_BT = torch.ones_like(mask_BT, dtype=torch.int64)
+    cause_BT = (~mask_BT).to(torch.int8)  # nothing to find after the end
+    end_BT = last_BT.to(torch.int8) * ENDED_BY_LAST
+    square_BT = errors_BT.square()
+    windows = _vector_windows(errors_BT, square_BT, norms) if norms.dim() == 3 else _norm_windows(square_BT, norms)
+    for k, (ppo, grpo) in enumerate(itertools.islice(windows, min(rule.max_size, length)), start=1):
+        fires = (ppo * k).mul_(1 + _TOLERANCE) >= grpo.mul_(rule.threshold)
+        fires &= ppo > rule.floor
+        otherwise = end_BT[:, k - 1 :] if k < rule.max_size else end_BT.new_tensor(ENDED_BY_SIZE)
+        now = torch.where(fires, ENDED_BY_VARIANCE, otherwise).to(torch.int8)
+        found = cause_BT[:, : length - k + 1]
+        found.copy_(torch.where(found == 0, now, found))
+        open_BT = cause_BT == 0
+        size_BT += open_BT
+        if not open_BT.any():
+            break
+    return size_BT, cause_BT
+
+
+def _norm_windows(square_BT: Tensor, norms_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield r_ppo and r_grpo of windows of 1, 2, ... tokens starting at each t, from a norm per token."""
+    signal_BT = square_BT * norms_BT
+    ppo_BT, sum_BT = torch.zeros_like(signal_BT), torch.zeros_like(signal_BT)
+    for offset in range(signal_BT.shape[1]):
+        starts = slice(signal_BT.shape[1] - offset)
+        ppo_BT[:, starts] += signal_BT[:, offset:]
+        sum_BT[:, starts] += norms_BT[:, offset:]
+        yield ppo_BT[:, starts], square_BT[:, offset:] * sum_BT[:, starts]
+
+
+def _vector_windows(errors_BT: Tensor, square_BT: Tensor, scores_BTS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same from a vector per token."""
+    weighted_BTS = errors_BT[:, :, None] * scores_BTS
+    ppo_BTS, grpo_BTS = torch.zeros_like(weighted_BTS), torch.zeros_like(weighted_BTS)
+    for offset in range(errors_BT.shape[1]):
+        starts = slice(errors_BT.shape[1] - offset)
+        ppo_BTS[:, starts] += weighted_BTS[:, offset:]
+        grpo_BTS[:, starts] += scores_BTS[:, offset:]
+        yield _squared_norm(ppo_BTS[:, starts]), square_BT[:, offset:] * _squared_norm(grpo_BTS[:, starts])
+
+
+def _squared_norm(vectors: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vectors, dim=-1).square_()
+
+
+def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow the groups from the first token of each row, in log2(T) steps (pointer doubling).
+
+    Returns:
+        Starts (bool), and the cause at each group's endpoint (int8, 0 elsewhere), both [B, T].
+    """
+    num_rows, length = mask_BT.shape
+    columns_T = torch.arange(length, device=mask_BT.device)
+    # Jumps past the end of a row go to one extra position, which points to itself.
+    jump_BT = torch.cat([(columns_T + size_BT).clamp_(max=length), size_BT.new_full((num_rows, 1), length)], dim=1)
+    reached_BT = torch.zeros_like(jump_BT, dtype=torch.bool)
+    reached_BT[:, 0] = mask_BT[:, 0]
+    for _ in range(math.ceil(math.log2(length)) if length > 1 else 0):
+        reached_BT.scatter_(1, torch.where(reached_BT, jump_BT, length), True)
+        jump_BT = jump_BT.gather(1, jump_BT)
+    starts_BT = reached_BT[:, :length] & mask_BT
+    causes_BT = torch.zeros_like(reached_BT, dtype=torch.int8)
+    causes_BT.scatter_(1, torch.where(starts_BT, columns_T + size_BT - 1, length), cause_BT)
+    return starts_BT, causes_BT[:, :length]
+
+
+def _power_of_two(errors_BT: Tensor, mask_BT: Tensor) -> float:
+    """A power of two near the largest error: dividing by it is exact, and squares neither vanish nor overflow.
+
+    It and its inverse are normal numbers of the compute dtype.
+    """
+    largest = float(errors_BT.masked_fill(~(mask_BT & errors_BT.isfinite()), 0).abs().max())
+    limit = 1022 if errors_BT.dtype == torch.float64 else 126
+    return math.ldexp(1.0, max(min(math.frexp(largest)[1], limit), -limit)) if largest > 0 else 1.0
+
+
+def _blocks(norms: Tensor) -> Iterator[slice]:
+    elements = _BLOCK if norms.device.type == "cpu" else _DEVICE_BLOCK
+    rows = max(elements // max(norms[0].numel(), 1), 1)
+    return (slice(first, first + rows) for first in range(0, len(norms), rows))
+
+
+# Advantages and returns per token group: GAE of the semi-MDP whose steps are the groups.
+#
+# Legend: B rollouts, T length of the longest row.
+
+AdvantageMode = Literal["broadcast", "endpoint", "variable_lambda"]
+"""How a group's tokens get its advantage; see `token_group_advantages`."""
+
+ADVANTAGE_MODES: tuple[AdvantageMode, ...] = get_args(AdvantageMode)
+
+
+@torch.no_grad()
+def token_group_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    groups: TokenGroups,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+    critic_lam: float | Tensor | None = None,
+    bootstrap_value: Tensor | None = None,
+    mode: AdvantageMode = "broadcast",
+) -> tuple[Tensor, Tensor]:
+    """Estimate one advantage per token group, of b .. e with n = e - b + 1 tokens, and the critic's target.
+
+        A_g = sum_{j<n} gamma^j r_{b+j} + gamma^n V_{e+1} - V_b + gamma^n * lam * A_{g+1}
+
+    This is token-level GAE (arXiv:1506.02438, eq. 16) with a lambda of 1 inside groups and `lam` at endpoints, read at
+    the starts, so one reverse scan computes it. The advantages are not whitened.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit.
+        values: V_t, the critic's value before token t is sampled, shape [B, T], in units of the reward.
+        groups: Result of `find_token_groups` with the same mask.
+        mask: True for response tokens, shape [B, T].
+        gamma: Discount per token, in [0, 1].
+        lam: Decay of later groups' errors per group, in [0, 1]; or one per rollout, shape [B].
+        critic_lam: The same for the returns; None for `lam`.
+        bootstrap_value: Value after the last valid token, shape [B]; None for 0.
+        mode: `broadcast` gives A_g to every token of the group. `endpoint` gives it to the endpoint and 0 to the
+            others: the literal reading of Algorithm 2, which biases the gradient; kept for comparison.
+            `variable_lambda` gives each token its own value of the scan, with less variance; at starts it is A_g.
+
+    Returns:
+        Advantages and returns, both [B, T], in the dtype of the arguments (at least float32), 0 outside the mask. The
+        return is V_t plus the token's own value of the scan (under `critic_lam`), in every mode; at starts that is
+        A_g + V_b, the critic's target.
+
+    Raises:
+        ValueError: If shapes differ, the groups were found with another mask, gamma or a lambda is outside [0, 1], a
+            reward is infinite, or the mode is unknown.
+    """
+    if mode not in ADVANTAGE_MODES:
+        raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(ADVANTAGE_MODES)}.")
+    errors_BT = td_errors(rewards, values, mask, gamma=gamma, bootstrap_value=bootstrap_value)
+    mask_BT = bool_mask(mask)
+    if groups.starts.shape != mask_BT.shape:
+        raise ValueError(
+            f"groups has shape {tuple(groups.starts.shape)} and mask {tuple(mask_BT.shape)}; pass the groups that were "
+            "found with this mask."
+        )
+    if not torch.equal(groups.group_index >= 0, mask_BT):
+        raise ValueError(
+            "groups were found with another mask: groups.group_index is not -1 exactly where mask is False. Pass the "
+            "mask that was passed to find_token_groups."
+        )
+    scanned_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, lambda_rows("lam", lam, errors_BT))
+    target_BT = scanned_BT
+    if critic_lam is not None:
+        target_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, lambda_rows("critic_lam", critic_lam, errors_BT))
+    returns_BT = target_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
+    if mode == "variable_lambda":
+        return scanned_BT, returns_BT
+    advantages_BT = scanned_BT.gather(1, _own_start(groups.starts))
+    return advantages_BT.masked_fill_(~(mask_BT if mode == "broadcast" else groups.ends), 0), returns_BT
+
+
+def _scan(errors_BT: Tensor, ends_BT: Tensor, mask_BT: Tensor, gamma: float, lam_BT: Tensor) -> Tensor:
+    decay_BT = torch.where(ends_BT, lam_BT * gamma, gamma)
+    if not (mask_BT[:, 1:] & ~mask_BT[:, :-1]).any():
+        return reverse_scan(errors_BT, decay_BT)
+    rows = compact(mask_BT)
+    return rows.reopen(reverse_scan(rows.close(errors_BT), rows.close(decay_BT)))
+
+
+def _own_start(starts_BT: Tensor) -> Tensor:
+    """Start position of each token's group (0 before the first group)."""
+    positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+    return torch.where(starts_BT, positions_T, 0).cummax(dim=1).values
+
+
+# Compression by token groups, from counts that add up over micro-batches and ranks.
+
+CAUSES = {"ended_by_variance": ENDED_BY_VARIANCE, "ended_by_size": ENDED_BY_SIZE, "ended_by_last": ENDED_BY_LAST}
+
+
+def token_group_counts(groups: TokenGroups, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Count tokens, endpoints, and endpoints by cause; counts of several batches may be added.
+
+    Args:
+        groups: Result of `find_token_groups`.
+        mask: True for the tokens to count, shape [B, T]; None for all tokens in a group.
+
+    Returns:
+        `tokens`, `positions`, `ended_by_variance`, `ended_by_size` and `ended_by_last` (including forced ends), int64
+        scalars; the last three only if the groups have causes.
+
+    Raises:
+        ValueError: If the mask has another shape, or other values than 0 and 1.
+    """
+    valid_BT = groups.group_index >= 0
+    if mask is not None:
+        if mask.shape != valid_BT.shape:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)} and groups {tuple(valid_BT.shape)}; pass both as [B, T]."
+            )
+        valid_BT = valid_BT & bool_mask(mask)
+    ends_BT = groups.ends & valid_BT
+    counts = {"tokens": valid_BT.sum(), "positions": ends_BT.sum()}
+    if groups.causes is not None:
+        counts |= {name: ((groups.causes == cause) & ends_BT).sum() for name, cause in CAUSES.items()}
+    return counts
+
+
+def token_group_metrics(counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert summed counts to the logged metrics.
+
+    Args:
+        counts: As from `token_group_counts`.
+
+    Returns:
+        Scalars in float32: `total_tokens`, `advantage_positions` (endpoints), `compression_ratio` = 1 - positions /
+        tokens, `speedup_factor` = tokens / positions (the reduction in advantage positions, not of wall-clock time),
+        `avg_group_size` in tokens, and the fraction of endpoints by cause. Ratios are NaN if there are no tokens.
+    """
+    tokens, positions = counts["tokens"].double(), counts["positions"].double()
+    metrics = {
+        "total_tokens": tokens,
+        "advantage_positions": positions,
+        "compression_ratio": torch.where(tokens > 0, 1 - positions / tokens, torch.nan),
+        "speedup_factor": tokens / positions,
+        "avg_group_size": tokens / positions,
+        **{name: counts[name] / positions for name in CAUSES if name in counts},
+    }
+    return {name: value.float() for name, value in metrics.items()}
+
+
+# The threshold of the variance rule: fixed, or adapted after each step towards a target compression.
+
+
+class ThresholdController:
+    """Adapts the threshold to save a given fraction of the advantage positions.
+
+    With c = 1 - groups / tokens of the whole step, over all ranks,
+
+        log tau <- clip(log tau + threshold_lr * (target_compression - c),
+                        log max(min_threshold, 1), log max_threshold).
+
+    A group of k equally informative tokens has compression 1 - 1/k, so no threshold gives a compression between 0 and
+    1/2: the target must be 0 or in [1/2, 1 - 1/max_size].
+
+    Args:
+        group_variance_threshold: Initial tau; if adaptive, within the clips (below 1 it acts as 1). None is 1 if fixed;
+            if adaptive, the clipped 1 / (1 - target_compression), which reaches the target if delta is constant.
+        adaptive_threshold: Whether to adapt it; otherwise `update` does nothing.
+        threshold_lr: Change of log tau per step for a compression that is off by 1. At tau = 1 nothing is compressed;
+            from there, a rate of 0.01 and a target of 0.75 would take at least log(4) / (0.01 * 0.75) = 185 steps to
+            tau = 4, which is why tau does not start there.
+        min_threshold: Lower clip; below 1 it acts as 1, since a smaller tau changes nothing.
+        max_threshold: Upper clip.
+        target_compression: Target fraction of tokens that are not endpoints. Ignored if tau is fixed.
+        max_size: Maximum number of tokens per group, the `group_max_size` of `GroupPPO`; it limits the compression.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        group_variance_threshold: float | None = None,
+        *,
+        adaptive_threshold: bool = True,
+        threshold_lr: float = 0.01,
+        min_threshold: float = 0.1,
+        max_threshold: float = 10.0,
+        target_compression: float = 0.75,
+        max_size: int = 16,
+    ) -> None:
+        if group_variance_threshold is not None and not 0 < group_variance_threshold < math.inf:
+            raise ValueError(
+                f"group_variance_threshold is {group_variance_threshold}; it must be a finite number above 0, or None."
+            )
+        check_max_size("group_max_size (max_size)", max_size)
+        _check_clips(threshold_lr, min_threshold, max_threshold)
+        self.adaptive_threshold = adaptive_threshold
+        self.threshold_lr = threshold_lr
+        self.target_compression = target_compression
+        if not adaptive_threshold:
+            check_finite(target_compression=target_compression)
+            self._threshold = 1.0 if group_variance_threshold is None else group_variance_threshold
+            return
+        _check_target(target_compression, max_size)
+        self._low, self._high = max(min_threshold, 1.0), max_threshold
+        if group_variance_threshold is None:
+            group_variance_threshold = 1 / (1 - target_compression)
+        elif not self._low <= max(group_variance_threshold, 1.0) <= self._high:
+            raise ValueError(
+                f"group_variance_threshold is {group_variance_threshold}, outside min_threshold ({min_threshold}) "
+                f"and max_threshold ({max_threshold}), between which an adaptive threshold moves. Change one of them, "
+                "or set adaptive_threshold to false."
+            )
+        self._threshold = self._clip(group_variance_threshold)
+
+    @property
+    def threshold(self) -> float:
+        """The current tau; constant within a step."""
+        return self._threshold
+
+    def update(self, compression: float) -> None:
+        """Adapt the threshold after a step.
+
+        Args:
+            compression: 1 - groups / tokens of the step, over all ranks. NaN (no tokens) changes nothing.
+        """
+        if not self.adaptive_threshold or math.isnan(compression):
+            return
+        error = self.target_compression - compression
+        self._threshold = self._clip(self._threshold * math.exp(self.threshold_lr * error))
+
+    def _clip(self, threshold: float) -> float:
+        return min(max(threshold, self._low), self._high)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state for a checkpoint."""
+        return {"threshold": self._threshold}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the state. A fixed threshold always comes from the options."""
+        if self.adaptive_threshold:
+            self._threshold = self._clip(float(state["threshold"]))
+
+
+def _check_clips(threshold_lr: float, min_threshold: float, max_threshold: float) -> None:
+    if not 0 <= threshold_lr < math.inf:
+        raise ValueError(f"threshold_lr is {threshold_lr}; it must be a finite number, 0 or larger.")
+    if not 0 < min_threshold < math.inf:
+        raise ValueError(f"min_threshold is {min_threshold}; it must be above 0 (below 1 it acts as 1).")
+    if not max(min_threshold, 1.0) <= max_threshold < math.inf:
+        raise ValueError(
+            f"max_threshold is {max_threshold}; it must be finite, and at least 1 and min_threshold ({min_threshold})."
+        )
+
+
+def _check_target(target: float, max_size: int) -> None:
+    largest = 1 - 1 / max_size
+    if target == 0 or 0.5 <= target <= largest + 1e-9:
+        return
+    remedy = f"Set it to 0 or between 0.5 and {largest:.4g}, or change group_max_size (max_size)."
+    if max_size == 1:
+        reason = "groups of one token (group_max_size is 1) compress nothing"
+        remedy = "Set it to 0, or set adaptive_threshold to false."
+    elif not 0 <= target <= 1:
+        reason = "it is a fraction of the tokens, from 0 to 1"
+    elif target < 0.5:
+        reason = "no threshold reaches a compression between 0 (a threshold of 1) and 1/2 (groups of two tokens)"
+    else:
+        reason = f"groups of at most {max_size} tokens compress by at most {largest:.4g}"
+    raise ValueError(f"target_compression is {target}; {reason}. {remedy}")

@@ -1,0 +1,313 @@
+"""Rewards and penalties by length and repetition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+from pl_grouprl.rewards.base import (
+    RewardFunction,
+    Weighted,
+    as_weighted,
+    flatten_groups,
+    hook_of,
+    prepare_reward,
+    written_ids,
+    written_text,
+)
+from pl_grouprl.rewards.calls import score_all
+from pl_grouprl.types import LiveObject, Messages, Rollout, RolloutGroup
+from pl_grouprl.utilities.options import check_finite, check_options, checked_arguments
+
+# Length-dependent correctness reward: higher for short correct answers and for long wrong ones.
+
+
+def cosine_between(start: float, end: float, progress: float) -> float:
+    """Interpolate from `start` to `end` along half a cosine, flat at both ends (CosFn in arXiv:2502.03373).
+
+    Args:
+        start: Value at progress 0 and below.
+        end: Value at progress 1 and above.
+        progress: Position between the two, without unit.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
+
+
+@checked_arguments
+class CosineLengthReward:
+    """Cosine reward of arXiv:2502.03373. Has TRL's signature; replaces the correctness reward.
+
+    The reward of a correct answer falls from `max_value_correct` at length 0 to `min_value_correct` at `max_len`. That
+    of a wrong one rises from `min_value_wrong` to `max_value_wrong`: a policy that does not know the answer yet may
+    think for longer. Lengths beyond `max_len` count as `max_len`. (Up to there, with `unit="character"`, the numbers
+    equal those of open-r1's `get_cosine_scaled_reward`, whose cosine turns back beyond it.)
+
+    Args:
+        correct: Reward function that judges correctness, with TRL's or verl's signature, `async` or not. A completion
+            is correct if its reward is larger than `threshold`. If it does not apply (None), neither does this; if it
+            fails, there is no reward either.
+        max_len: Length at which the cosine ends, in `unit`s; usually the sampler's `max_completion_length`.
+        min_value_wrong: Reward of a wrong answer of length 0.
+        max_value_wrong: Reward of a wrong answer of `max_len`.
+        min_value_correct: Reward of a correct answer of `max_len`.
+        max_value_correct: Reward of a correct answer of length 0.
+        exceed_value: Reward at `max_len` and beyond, correct or not (the paper's r_e); None for no such penalty.
+        threshold: Largest reward of `correct` that still counts as wrong.
+        unit: Unit of length: `token` (the paper) or `character` (open-r1). In an episode, only those that the model
+            wrote count.
+    """
+
+    def __init__(
+        self,
+        correct: RewardFunction,
+        max_len: int,
+        *,
+        min_value_wrong: float = -1.0,
+        max_value_wrong: float = -0.5,
+        min_value_correct: float = 0.5,
+        max_value_correct: float = 1.0,
+        exceed_value: float | None = None,
+        threshold: float = 0.5,
+        unit: Literal["token", "character"] = "token",
+    ) -> None:
+        check_options({"CosineLengthReward.max_len": (max_len, max_len >= 1, "at least 1")})
+        if unit not in ("token", "character"):
+            raise ValueError(f"CosineLengthReward.unit is {unit!r}; it must be 'token' or 'character'.")
+        self.max_len = max_len
+        self.unit = unit
+        self.min_value_wrong = min_value_wrong
+        self.max_value_wrong = max_value_wrong
+        self.min_value_correct = min_value_correct
+        self.max_value_correct = max_value_correct
+        self.exceed_value = exceed_value
+        self.threshold = threshold
+        self._check_values()
+        self.correct = prepare_reward(as_weighted([Weighted(correct)])[0])
+        if self.correct.convention not in ("trl", "verl"):
+            raise ValueError(
+                f"CosineLengthReward.correct is {self.correct.name!r}, which has neither TRL's nor verl's signature; "
+                "pass a function of completions, or add that reward next to this one."
+            )
+
+    @property
+    def stays_in_process(self) -> bool:
+        """Same as for `correct`, unless that stays only because it is async."""
+        return self.correct.in_process and not self.correct.is_async
+
+    @property
+    def needs_time_limit(self) -> bool:
+        """Same as for `correct`."""
+        return self.correct.needs_time_limit
+
+    def set_up(self) -> None:
+        """Call the `set_up` of `correct`, if it has one."""
+        if set_up := hook_of(self.correct.function, "set_up"):
+            set_up()
+
+    def check_row(self, columns: dict[str, Any]) -> None:
+        """Call the `check_row` of `correct`, if it has one."""
+        if check_row := hook_of(self.correct.function, "check_row"):
+            check_row(columns)
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        completion_mask: list[list[int]] | None = None,
+        **columns: list[Any],
+    ) -> list[float | None]:
+        """Return the reward of each completion; NaN, which counts as a failure, where `correct` failed.
+
+        Raises:
+            ValueError: If `correct` needs a column that the data lacks, or returns the wrong type or length.
+        """
+        none: list[Any] = [None] * len(completions)
+        masks, environments = completion_mask or none, columns.get("environments") or none
+        rollouts = list(map(_rollout, prompts, completions, completion_ids, masks, environments))
+        correctness = self._correctness(prompts, rollouts, columns)
+        units: Sequence[Any] = written_ids(completion_ids, completion_mask)
+        if self.unit == "character":
+            units = [written_text(completion) for completion in completions]
+        return [self._score(value, len(unit)) for value, unit in zip(correctness, units, strict=True)]
+
+    def _score(self, correctness: float | None, length: int) -> float | None:
+        if correctness is None or math.isnan(correctness):
+            return correctness
+        if self.exceed_value is not None and length >= self.max_len:
+            return self.exceed_value
+        if correctness > self.threshold:
+            return cosine_between(self.max_value_correct, self.min_value_correct, length / self.max_len)
+        return cosine_between(self.min_value_wrong, self.max_value_wrong, length / self.max_len)
+
+    def _correctness(
+        self, prompts: list[Any], rollouts: list[Rollout], columns: dict[str, list[Any]]
+    ) -> list[float | None]:
+        """Call `correct` as it would be called by itself."""
+        # One group per rollout, so a completion on which the function fails does not cost another its reward.
+        # The prompt's tokens are unknown here, but neither signature receives them.
+        groups = [
+            RolloutGroup(
+                prompt_ids=[0],
+                rollouts=[rollout],
+                group_id=index,
+                columns={name: values[index] for name, values in columns.items()},
+                prompt=prompt,
+                data_source=str(columns["data_source"][index] or "default") if "data_source" in columns else "default",
+            )
+            for index, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True))
+        ]
+        # The caller, which sees the NaNs, decides how many may fail.
+        (scores,) = score_all([self.correct], flatten_groups(groups), retries=1, max_failed_share=1.0)
+        return [math.nan if score.failed else score.value for score in scores]
+
+    def _check_values(self) -> None:
+        values = ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct", "exceed_value")
+        check_finite(**{f"CosineLengthReward.{name}": getattr(self, name) for name in (*values, "threshold")})
+        for kind in ("wrong", "correct"):
+            low, high = getattr(self, f"min_value_{kind}"), getattr(self, f"max_value_{kind}")
+            if low > high:
+                raise ValueError(
+                    f"CosineLengthReward.min_value_{kind} is {low}, larger than max_value_{kind}={high}; swap them."
+                )
+        if self.max_value_wrong > self.min_value_correct:
+            raise ValueError(
+                f"CosineLengthReward.max_value_wrong is {self.max_value_wrong}, larger than "
+                f"min_value_correct={self.min_value_correct}: a long wrong answer would earn more than a long correct "
+                "one; lower it."
+            )
+
+
+def _rollout(
+    prompt: Any, completion: str | Messages, completion_ids: list[int], mask: list[int] | None, environment: Any
+) -> Rollout:
+    live = None if environment is None else LiveObject(environment)
+    if isinstance(completion, str):
+        return Rollout(completion_ids, text=completion, loss_mask=mask, environment=live)
+    text = "\n".join(message.get("content") or "" for message in completion)
+    messages = None if isinstance(prompt, str) else completion
+    return Rollout(completion_ids, text=text, messages=messages, loss_mask=mask, environment=live)
+
+
+# Penalty for completions that come close to the length limit.
+
+
+@checked_arguments
+class OverlongPenalty:
+    """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13). Has TRL's signature.
+
+    With y tokens in a completion, L = `max_length` and C = `overlong_buffer`::
+
+        0                                y <= L - C
+        penalty * ((L - C) - y) / C      L - C < y <= L
+        -penalty                         y > L
+
+    In an episode, only tokens that the model wrote count. Combine it with a reward for correctness; alone, it only
+    teaches brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
+    `overlong_buffer_cfg` (`len`, `penalty_factor`, with `max_resp_len`) give the same numbers.
+
+    Args:
+        max_length: L, in tokens; usually the sampler's `max_completion_length`.
+        overlong_buffer: C, in tokens, from 0 (no slope, only the drop beyond L) to `max_length`.
+        penalty: Size of the penalty, positive.
+    """
+
+    def __init__(self, max_length: int, overlong_buffer: int, penalty: float = 1.0) -> None:
+        check_options({"OverlongPenalty.max_length": (max_length, max_length >= 1, "at least 1 token")})
+        if not 0 <= overlong_buffer <= max_length:
+            raise ValueError(
+                f"OverlongPenalty.overlong_buffer is {overlong_buffer}; it must be between 0 and "
+                f"max_length={max_length} tokens."
+            )
+        if not (math.isfinite(penalty) and penalty > 0):
+            raise ValueError(
+                f"OverlongPenalty.penalty is {penalty}; it must be positive (the reward is its negative): "
+                f"set {abs(penalty) if penalty < 0 else 1.0}."
+            )
+        self.max_length = max_length
+        self.overlong_buffer = overlong_buffer
+        self.penalty = penalty
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        completion_mask: list[list[int]] | None = None,
+        **columns: list[Any],
+    ) -> list[float]:
+        """Return the penalty of each completion, from -penalty to 0."""
+        return [self._score(len(ids)) for ids in written_ids(completion_ids, completion_mask)]
+
+    def _score(self, length: int) -> float:
+        free = self.max_length - self.overlong_buffer
+        if length <= free:
+            return 0.0
+        if length > self.max_length:
+            return -self.penalty
+        return (free - length) / self.overlong_buffer * self.penalty
+
+
+# Penalty for completions that repeat themselves.
+
+
+def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
+    """Return the share of n-grams that occurred before: 1 - distinct / all (arXiv:2502.03373, appendix C.2).
+
+    Args:
+        units: Words or tokens.
+        ngram_size: Units in one n-gram, at least 1. N-grams overlap.
+
+    Returns:
+        A number in [0, 1); 0 if there are fewer units than in one n-gram.
+    """
+    total = len(units) - ngram_size + 1
+    if total < 1:
+        return 0.0
+    distinct = {tuple(units[start : start + ngram_size]) for start in range(total)}
+    return 1 - len(distinct) / total
+
+
+@checked_arguments
+class RepetitionPenalty:
+    """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
+
+    On words it agrees with open-r1's `get_repetition_penalty_reward`: words are separated by white space, and case is
+    ignored. Languages without spaces between words need `unit="token"`. In an episode, only the text of the model
+    counts, with all turns joined.
+
+    Args:
+        ngram_size: Words or tokens in one n-gram.
+        max_penalty: Reward that a completion approaches as it repeats a single n-gram; not positive.
+        unit: Count n-grams of words (`word`) or tokens (`token`).
+    """
+
+    def __init__(self, ngram_size: int, max_penalty: float, unit: Literal["word", "token"] = "word") -> None:
+        check_options({"RepetitionPenalty.ngram_size": (ngram_size, ngram_size >= 1, "at least 1")})
+        if not (math.isfinite(max_penalty) and max_penalty <= 0):
+            raise ValueError(
+                f"RepetitionPenalty.max_penalty is {max_penalty}; it is added to the reward and must be finite and not "
+                "positive, for example -1.0."
+            )
+        if unit not in ("word", "token"):
+            raise ValueError(f"RepetitionPenalty.unit is {unit!r}; it must be 'word' or 'token'.")
+        self.ngram_size = ngram_size
+        self.max_penalty = max_penalty
+        self.unit = unit
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        completion_mask: list[list[int]] | None = None,
+        **columns: list[Any],
+    ) -> list[float]:
+        """Return the penalty of each completion, from max_penalty to 0."""
+        sequences: list[Any] = written_ids(completion_ids, completion_mask)
+        if self.unit == "word":
+            sequences = [written_text(completion).lower().split() for completion in completions]
+        # + 0.0 turns -0.0 into 0.0.
+        return [self.max_penalty * repeated_share(units, self.ngram_size) + 0.0 for units in sequences]

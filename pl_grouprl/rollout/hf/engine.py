@@ -1,0 +1,502 @@
+"""Rollouts with a transformers decoder, in the trainer's process and on its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pl_grouprl.attention.support import counts_tokens_itself, find_decoder, takes_positions
+from pl_grouprl.checks.sampling import LONGEST, LONGEST_CONTINUED, check_decoding, continues_exactly
+from pl_grouprl.media.inputs import check_prompt_media, media_key, placeholder_ids
+from pl_grouprl.rollout.engine import BoundPolicy, StopStrings, allows_padding, length_limits, prompt_limits
+from pl_grouprl.rollout.hf.cache import KeptCaches, KeptSequence
+from pl_grouprl.rollout.hf.decode import DecodeBatch
+from pl_grouprl.rollout.hf.packed_linear import original_weights, packed_linears
+from pl_grouprl.rollout.hf.prefill import NextTokenLogits, PrefixStore, PromptEncoder, cache_argument
+from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.device_defaults import cached_bytes, free_memory, sequences_at_once
+from pl_grouprl.utilities.modes import computing_in, evaluating, is_out_of_memory, naming_memory, uncompiled
+from pl_grouprl.utilities.options import check_options, checked_arguments
+
+# Samples rollouts of many prompts in batches of limited size.
+
+
+class _Sequence(NamedTuple):
+    """A sequence to decode: indices of its distinct prompt, of its prompt, and of its rollout."""
+
+    distinct: int
+    prompt: int
+    rollout: int
+
+
+class BatchedSampler:
+    """Samples from a transformers decoder.
+
+    Args:
+        model: A transformers decoder with a language-model head, in evaluation mode.
+        max_sequences: Most sequences decoded at once; None decodes all at once.
+        max_prefill_tokens: Most prompt tokens in one forward pass, including padding.
+    """
+
+    def __init__(self, model: Any, max_sequences: int | None, max_prefill_tokens: int) -> None:
+        self._model, self._max_sequences, self._max_prefill_tokens = model, max_sequences, max_prefill_tokens
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        seed: int,
+        *,
+        max_new_tokens: Sequence[int],
+        end_ids: Sequence[int],
+        stop: StopStrings,
+        indices: Sequence[int] | None = None,
+        kept: KeptCaches | None = None,
+        **decoding: float,
+    ) -> list[list[Rollout]]:
+        """Sample completions of every prompt, without text.
+
+        Args:
+            prompts: The prompts; equal ones are encoded once.
+            sampling: How to sample.
+            num_generations: Rollouts per prompt.
+            seed: Seed of the random streams.
+            max_new_tokens: Most tokens of each prompt's rollouts.
+            end_ids: Tokens that end a sequence.
+            stop: Strings that end a sequence.
+            indices: Index of each prompt, for its random streams; None for its index in `prompts`.
+            kept: Caches for the prompts to continue; replaced by those of the rollouts.
+            decoding: Further options of `DecodeBatch`.
+        """
+        distinct, continued, sequences = _arrange(prompts, num_generations, kept)
+        logits = NextTokenLogits(self._model)
+        longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
+        padding = allows_padding(self._model, longest)
+        encoder = PromptEncoder(logits, distinct, self._max_prefill_tokens, kept=continued, padding=padding)
+        del continued  # so that the encoder can free them
+        store = PrefixStore(encoder)
+        groups: list[list[Rollout]] = [[] for _ in prompts]
+        for chunk, needed_later in self._chunks(distinct, sequences, padding):
+            parts = store.select([sequence.distinct for sequence in chunk], needed_later)
+            streams = [(seq.prompt if indices is None else indices[seq.prompt], seq.rollout) for seq in chunk]
+            batch = DecodeBatch(
+                parts,
+                streams,
+                sampling,
+                max_new_tokens=[max_new_tokens[sequence.prompt] for sequence in chunk],
+                end_ids=end_ids,
+                stop=stop,
+                seed=seed,
+                keep=kept is not None,
+                **decoding,
+            )
+            del parts  # the prompts' caches are copied by now
+            for number, (sequence, rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
+                groups[sequence.prompt].append(rollout)
+                prompt = prompts[sequence.prompt]
+                if kept is not None and not prompt.media:
+                    kept.add([*prompt.token_ids, *rollout.token_ids[:-1]], batch.kept[number])
+            del batch  # frees its cache before the next one
+        return groups
+
+    def _chunks(
+        self, distinct: Sequence[Prompt], sequences: Sequence[_Sequence], padding: bool
+    ) -> Iterator[tuple[Sequence[_Sequence], int]]:
+        """Split the sequences into batches; yields each with the first distinct prompt that later batches need."""
+        start, lengths = 0, [len(distinct[sequence.distinct].token_ids) for sequence in sequences]
+        while start < len(sequences):
+            stop = min(start + (self._max_sequences or len(sequences)), len(sequences))
+            if not padding:
+                stop = next((index for index in range(start, stop) if lengths[index] != lengths[start]), stop)
+            yield sequences[start:stop], sequences[stop].distinct if stop < len(sequences) else len(distinct)
+            start = stop
+
+
+def _arrange(
+    prompts: Sequence[Prompt], num_generations: int, kept: KeptCaches | None = None
+) -> tuple[list[Prompt], list[KeptSequence | None], list[_Sequence]]:
+    """List the distinct prompts, the kept sequences that they continue, and the sequences to decode, in matching order.
+
+    Prompts that continue nothing come first. They are sorted by the number of tokens to run, then by length.
+    """
+    owners: dict[tuple[Any, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        owners.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
+    equal = list(owners.values())
+    distinct = [prompts[indices[0]] for indices in equal]
+    continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
+
+    def sort_key(number: int) -> tuple[bool, int, int]:
+        sequence, length = continued[number], len(distinct[number].token_ids)
+        return sequence is not None, length - (0 if sequence is None else sequence.num_tokens), length
+
+    order = sorted(range(len(distinct)), key=sort_key)
+    sequences = [
+        _Sequence(place, index, generation)
+        for place, number in enumerate(order)
+        for index in equal[number]
+        for generation in range(num_generations)
+    ]
+    return [distinct[number] for number in order], [continued[number] for number in order], sequences
+
+
+# Samples a few tokens from a model to check that decoding with its cache is exact.
+
+COPIED, SHARED = math.inf, 0.0
+"""Values of `min_saved_tokens`: never share prompts, and always share them if the model can."""
+
+
+def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None) -> KeptCaches | None:
+    """Check a model's decoding, once per model.
+
+    Args:
+        model: A transformers decoder, in evaluation mode.
+        sampler: Samples from it.
+        kept: The caches that its next rollouts would continue.
+
+    Returns:
+        `kept`, or None if the model cannot continue caches, or cannot take the `LONGEST_CONTINUED` tokens of the check.
+
+    Raises:
+        ValueError: If decoding differs from scoring.
+    """
+    limit = min(length_limits(model).values(), default=None)
+    options: dict[str, Any] = {
+        "placeholders": placeholder_ids(model).values(),
+        "scoring": partial(original_weights, model),
+    }
+    if limit is None or limit >= LONGEST:
+        check_decoding(model, partial(_sample, sampler), limit=limit, **options)
+    if kept is None or (limit is not None and limit < LONGEST_CONTINUED):
+        return None
+    return kept if continues_exactly(model, partial(_sample_turns, sampler), **options) else None
+
+
+def _sample(sampler: BatchedSampler, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
+    """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
+    groups = [_sample_without_end(sampler, prompts, sampling, min_saved) for min_saved in (COPIED, SHARED)]
+    return [copied + shared for copied, shared in zip(*groups, strict=True)]
+
+
+def _sample_turns(
+    sampler: BatchedSampler, prompts: list[Prompt], results: list[list[int]], sampling: SamplingConfig
+) -> list[tuple[list[int], Rollout]]:
+    """Sample two rollouts of each prompt, and a turn that continues each, with copied and with shared prompts."""
+    turns = []
+    for min_saved in (COPIED, SHARED):
+        kept = KeptCaches()
+        groups = _sample_without_end(sampler, prompts, sampling, min_saved, num_generations=2, kept=kept)
+        continued = [
+            Prompt([*prompt.token_ids, *rollout.token_ids, *result])
+            for prompt, group, result in zip(prompts, groups, results, strict=True)
+            for rollout in group
+        ]
+        again = _sample_without_end(sampler, continued, sampling, min_saved, kept=kept)
+        turns += [(prompt.token_ids, rollout) for prompt, (rollout,) in zip(continued, again, strict=True)]
+    return turns
+
+
+def _sample_without_end(
+    sampler: BatchedSampler,
+    prompts: list[Prompt],
+    sampling: SamplingConfig,
+    min_saved_tokens: float,
+    *,
+    num_generations: int = 1,
+    kept: KeptCaches | None = None,
+) -> list[list[Rollout]]:
+    """Sample without end tokens."""
+    return sampler.sample(
+        prompts,
+        sampling,
+        num_generations,
+        0,
+        max_new_tokens=[sampling.max_new_tokens] * len(prompts),
+        end_ids=[],
+        stop=StopStrings(None, ()),
+        kept=kept,
+        min_saved_tokens=min_saved_tokens,
+    )
+
+
+# Rollouts with a transformers decoder, in the trainer's process and on its weights.
+
+_DECODES_IN_BFLOAT16: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
+
+
+@checked_arguments
+class HFRolloutEngine:
+    """Samples from a transformers decoder; every distinct prompt is encoded once.
+
+    Rollouts are decoded in a batch that sequences leave as soon as they end. If a layer allows it, rollouts of a prompt
+    read its cache together, once per step; other layers get copies. Prompts of different lengths are batched, padded on
+    the left, if the model allows it (`limits.allows_padding`). Supports layers with full, sliding-window or chunked
+    attention, with an indexer that selects tokens, and with a state of fixed size (linear attention, short
+    convolutions). Images and videos are encoded once with their prompt.
+
+    On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which exist during each call
+    of `generate` and take as much memory as the weights.
+
+    Placeholder tokens of images and videos are never sampled, as the model would look for missing images.
+    Log-probabilities, even greedy ones, are those of the distribution without placeholders; scoring includes them, and
+    so differs by the probability that the model gives to placeholders, which is negligible after training with images.
+
+    Reproducible: each sequence draws from a random stream identified by (seed, index of the prompt in the call or in
+    `prompt_indices`, index of the rollout). Results do not depend on `max_sequences` or on other prompts, except that
+    rounding may differ between batch shapes and so, rarely, change a token. The same call gives the same bits on the
+    same machine, if `max_sequences` is set or all sequences fit. Neither reads nor changes global random state.
+
+    Args:
+        model: The policy; may be set later by `bind`.
+        tokenizer: Decodes completions and finds stop strings; optional.
+        max_sequences: Most sequences decoded at once, which bounds the cache; None decodes as many as half of the free
+            memory can hold, counted by the longest prompt and completion. A prompt whose rollouts are split is still
+            encoded once.
+        max_prefill_tokens: Most prompt tokens in one forward pass, including padding.
+        dtype: Dtype to sample in. `auto` is bfloat16 on a GPU under `bf16-mixed`, if the model passes the decoding
+            check in it; otherwise the dtype of the weights. In any other dtype, each call of `generate` samples from a
+            temporary copy of the weights.
+
+    Attributes:
+        autocast_dtype: Dtype of the Trainer's autocast on a GPU, set by the run; None otherwise.
+
+    Raises:
+        ValueError: If a limit is below 1, or the model is not a decoder.
+    """
+
+    reserves_max_new_tokens = True
+    takes_prompt_indices = True
+    samples_from_copies = True
+    takes_limits = True
+    keeps_caches = True
+
+    def __init__(
+        self,
+        model: Any = None,
+        tokenizer: Any = None,
+        *,
+        max_sequences: int | None = None,
+        max_prefill_tokens: int = 8192,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ) -> None:
+        counts = {"max_sequences": max_sequences, "max_prefill_tokens": max_prefill_tokens}
+        check_options({name: (count, count is None or count >= 1, "at least 1") for name, count in counts.items()})
+        self.max_sequences = max_sequences
+        self.max_prefill_tokens = max_prefill_tokens
+        self.dtype = dtype
+        self.autocast_dtype: torch.dtype | None = None
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self._kept: KeptCaches | None = None
+        self._told = False
+        if model is not None:
+            self.bind(model, tokenizer)
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Set the policy to sample from; the last call counts.
+
+        Args:
+            model: A transformers decoder with a language-model head. Not copied.
+            tokenizer: Its tokenizer; None returns rollouts without text.
+
+        Raises:
+            ValueError: If the model is an encoder-decoder, counts positions from the padding token's id on, or takes no
+                cache.
+        """
+        if model is not self.model:
+            _check_model(model)
+            if self._kept is not None:
+                self._kept.clear()
+        self.model, self.tokenizer = model, tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        seed: int,
+        media: Sequence[Media] | None = None,
+        prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> list[list[Rollout]]:
+        """Sample completions; see `RolloutEngine.generate`.
+
+        The model is in evaluation mode during the call; the mode of every submodule is restored afterwards.
+
+        Returns:
+            For each prompt, in the caller's order, `num_generations` rollouts: tokens including the end token,
+            log-probabilities (`sampling.sample_tokens`), finish reason, and text if
+            there is a tokenizer.
+
+        Raises:
+            ValueError: If no model is bound, the request is invalid (`engine.check_request`,
+                `media.inputs.check_prompt_media`), stop strings are given without a tokenizer, a layer's state cannot
+                be copied (`kv_cache.gather_cache`), or the model's decoding differs from its scoring
+                (`checks.decoding_check.check_decoding`, in the first call for a model).
+            FloatingPointError: If the model's logits are not finite.
+        """
+        if self.model is None:
+            raise ValueError(
+                "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
+            )
+        policy = BoundPolicy(self.model, self.tokenizer)
+        policy.check(prompts, sampling, num_generations, max_new_tokens=max_new_tokens)
+        longest = prompt_limits(prompts, sampling, max_new_tokens)
+        media = [{} for _ in prompts] if media is None else media
+        check_prompt_media(self.model, prompts, media)
+        requests = [Prompt(list(prompt), media=images) for prompt, images in zip(prompts, media, strict=True)]
+        stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
+        from pl_grouprl.rollout.hf.prompt_attention import attending_to_shared_prompts
+
+        dtype = self._checked_dtype()
+        most = self._sequences_at_once(prompts, longest, num_generations, dtype)
+        memory = naming_memory(
+            f"a rollout with max_sequences={most} (None: all at once) and max_prefill_tokens="
+            f"{self.max_prefill_tokens} of HFRolloutEngine",
+            "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens if the prompts "
+            "alone do not fit",
+        )
+        mode = _evaluating(self.model, dtype, max(longest, default=0))
+        with memory, mode, attending_to_shared_prompts(self.model):
+            sampler = BatchedSampler(self.model, most, self.max_prefill_tokens)
+            groups = sampler.sample(
+                requests,
+                sampling,
+                num_generations,
+                seed,
+                max_new_tokens=longest,
+                end_ids=end_ids,
+                stop=stop,
+                indices=prompt_indices,
+                kept=probe_decoding(self.model, sampler, self._kept),
+            )
+        policy.decode(rollout for group in groups for rollout in group)
+        return groups
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype to sample in; None for that of the weights."""
+        if self.dtype == "auto":  # float16 has too small a range for some models' activations, which autocast widens
+            return torch.bfloat16 if self.autocast_dtype == torch.bfloat16 else None
+        return getattr(torch, self.dtype)
+
+    def _checked_dtype(self) -> torch.dtype | None:
+        """`compute_dtype`, unless `auto` chose it and the model does not decode in it."""
+        dtype = self.compute_dtype
+        if dtype is None or self.dtype != "auto":
+            return dtype
+        if self.model not in _DECODES_IN_BFLOAT16:
+            _DECODES_IN_BFLOAT16[self.model] = self._decodes_in(dtype)
+        return dtype if _DECODES_IN_BFLOAT16[self.model] else None
+
+    def _decodes_in(self, dtype: torch.dtype) -> bool:
+        from pl_grouprl.rollout.hf.prompt_attention import attending_to_shared_prompts
+
+        try:
+            with _evaluating(self.model, dtype, 0), attending_to_shared_prompts(self.model):
+                probe_decoding(self.model, BatchedSampler(self.model, None, self.max_prefill_tokens), None)
+        except (RuntimeError, ValueError, FloatingPointError) as error:
+            if is_out_of_memory(error):
+                raise
+            _log(f"Rollouts are sampled in the dtype of the weights, because {str(dtype)[6:]} fails: {error}")
+            return False
+        return True
+
+    def _sequences_at_once(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: Sequence[int],
+        num_generations: int,
+        dtype: torch.dtype | None,
+    ) -> int | None:
+        """`max_sequences`, or what the free memory holds: caches of whole sequences, and logits with temporaries."""
+        count = len(prompts) * num_generations
+        if self.max_sequences is not None or not count:
+            return self.max_sequences
+        config = self.model.config.get_text_config(decoder=True)
+        tokens = max(map(len, prompts)) + max(max_new_tokens)
+        width = (dtype or self.model.dtype).itemsize
+        copied = sum(width * weight.numel() for weight in self.model.parameters() if dtype not in (None, weight.dtype))
+        needed = tokens * cached_bytes(config, width) + 24 * getattr(config, "vocab_size", 0)
+        device = next(self.model.parameters()).device
+        most = sequences_at_once(count, needed, lambda: free_memory(device) - copied)
+        if most < count and not self._told:
+            self._told = True
+            _log(
+                f"HFRolloutEngine samples {most} of {count} sequences at once: each may take {needed / 2**20:.0f} MiB, "
+                "and caches get half of the free memory (max_sequences sets another number)."
+            )
+        return most if most < count else None
+
+    @contextmanager
+    def keep_caches(self) -> Iterator[None]:
+        """Keep the cache of each sampled sequence for the next call of `generate`.
+
+        A prompt of that call that begins with the tokens of such a sequence is encoded from where it ended. The caches
+        take memory for the sequences' tokens, with a shared prompt stored once. Those that the next call
+        does not continue are freed when it starts, and all of them when the context ends. The weights must not change
+        inside it.
+
+        Prompts with images or videos are encoded from the start. So are all prompts of a model that does not continue
+        its cache exactly (`checks.decoding_check.continues_exactly`), or takes too few tokens to check that.
+
+        The caches belong to this object; a copy of the engine starts without any.
+
+        Raises:
+            RuntimeError: If the engine keeps caches already.
+        """
+        from pl_grouprl.rollout.hf.cache import KeptCaches  # imports transformers
+
+        if self._kept is not None:
+            raise RuntimeError("keep_caches() of this HFRolloutEngine is in use already; leave that context first.")
+        self._kept = KeptCaches()
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+
+def _log(message: str) -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    rank_zero_info(message)
+
+
+def _check_model(model: Any) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
+            "models, pass one (AutoModelForCausalLM)."
+        )
+    decoder = find_decoder(model)
+    if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
+        raise ValueError(
+            f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
+            "Sample with another engine, or choose a decoder that takes position_ids."
+        )
+    cache_argument(model)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module, dtype: torch.dtype | None, steps: int) -> Iterator[None]:
+    """Evaluate without gradients, on copies of the weights in another dtype or packed ones.
+
+    Switches inference mode off, even if the caller has it on (Lightning's validation): buffers that a forward pass
+    replaces, such as rotary frequencies, would stay inference tensors, which cannot be written to (DDP's broadcast) or
+    saved for a backward pass. Compiled layers run uncompiled, because each cache length and batch size could need its
+    own graph.
+    """
+    copies, packed = computing_in(model, dtype), packed_linears(model, steps)
+    with torch.inference_mode(False), evaluating(model), uncompiled(), copies, packed:
+        yield

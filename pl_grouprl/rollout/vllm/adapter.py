@@ -1,0 +1,152 @@
+"""A policy's LoRA adapter for vLLM: checks, start arguments, and the folder that vLLM reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pl_grouprl.attention import find_decoder
+from pl_grouprl.distributed.checksum import AdapterWeights, checksum
+from pl_grouprl.models.adapters import adapter_layers, base_of
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Maximum ranks that vLLM 0.32 accepts at start."""
+
+_SERVED = {
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    # Which layers have one: visible in the weights' names.
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    # Initialization: if it changed the base, the changed base is sent.
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    # No effect on sampling.
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "runtime_config"),
+    "ensure_weight_tying",
+}
+"""Options of PEFT's `LoraConfig` that may have any value."""
+
+_INSTEAD = "; pass adapter='merged' to the rollout engine"
+
+
+def check_adapter(model: Any, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter that vLLM would not apply as the trainer does.
+
+    Args:
+        model: A transformers model with PEFT layers; its weights may be shards.
+        config: Contents of the adapter's `adapter_config.json`.
+
+    Raises:
+        ValueError: Says what to change.
+    """
+    if config["peft_type"] != "LORA":
+        raise ValueError(f"the policy's adapter has peft_type={config['peft_type']!r}, and vLLM serves LoRA{_INSTEAD}.")
+    for name, value in config.items():
+        if value and name not in _SERVED and (name, value) != ("bias", "none"):
+            raise ValueError(f"the policy's adapter has {name}={value!r}, which vLLM's LoRA does not have{_INSTEAD}.")
+    if (rank := _rank(config)) > _RANKS[-1]:
+        raise ValueError(f"the policy's adapter has rank {rank}, and vLLM serves at most {_RANKS[-1]}{_INSTEAD}.")
+    base = base_of(model)
+    inside = set(find_decoder(base).modules())
+    for name, layer in _named_layers(base).items():
+        base_layer = layer.get_base_layer()
+        kind = type(base_layer).__name__
+        if layer not in inside or not (isinstance(base_layer, nn.Linear) or kind == "Conv1D"):
+            raise ValueError(
+                f"the policy has an adapter on {name}, a {kind}, and vLLM's are for linear layers of the decoder"
+                f"{_INSTEAD}, or leave that layer out (target_modules)."
+            )
+        (active,) = layer.active_adapters
+        expected = _scaling(config, layer.r[active], layer.lora_alpha[active])
+        if layer.scaling[active] != expected:
+            raise ValueError(
+                f"the policy's adapter on {name} is scaled by {layer.scaling[active]}, but its config says {expected}"
+                f"{_INSTEAD}."
+            )
+
+
+def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` for an adapter: only layers that have one become LoRA layers.
+
+    Args:
+        model: As in `check_adapter`, which it has passed.
+        config: As in `check_adapter`.
+    """
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in _RANKS if rank >= _rank(config)),
+        "lora_dtype": "auto",  # that of the weights
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in _named_layers(base_of(model))}),
+    }
+
+
+def adapter_file(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[str, int]) -> dict[str, Tensor]:
+    """Read an adapter's weights in the sampler's dtype.
+
+    Args:
+        adapter: The adapter; its weights are consumed.
+        dtype: The sampler's dtype.
+        checksums: Receives the checksum of each weight as vLLM stores it: B multiplied by alpha / r.
+
+    Returns:
+        Contents of its `adapter_model.safetensors`, in main memory.
+    """
+    weights = {}
+    for name, weight in adapter.weights:
+        weights[name] = weight = weight.detach().to("cpu", dtype, copy=True).contiguous()
+        checksums[name] = checksum(weight * _scaling_of(adapter.config, name) if ".lora_B." in name else weight)
+    return weights
+
+
+@contextmanager
+def adapter_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[str]:
+    """Temporary private folder in PEFT's format, in memory if possible."""
+    memory = Path("/dev/shm")  # noqa: S108 (the folder in it has a unique name)
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        # Its actual base was sent, so the initialization does not matter.
+        written = {**config, "init_lora_weights": True}
+        Path(folder, "adapter_config.json").write_text(json.dumps(written), encoding="utf-8")
+        save_file(dict(weights), Path(folder, "adapter_model.safetensors"))
+        yield folder
+
+
+def _named_layers(base: Any) -> dict[str, Any]:
+    """Layers with the active adapter."""
+    layers = set(adapter_layers(base))
+    return {
+        name: module
+        for name, module in base.named_modules()
+        if module in layers and any(active in getattr(module, "r", ()) for active in module.active_adapters)
+    }
+
+
+def _rank(config: Mapping[str, Any]) -> int:
+    """The largest rank of any layer."""
+    return max([config["r"], *(config["rank_pattern"] or {}).values()])
+
+
+def _scaling_of(config: Mapping[str, Any], name: str) -> float:
+    """Scale of a layer's output, by the name of a weight in it."""
+    layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+    rank = _in_layer(layer, config["rank_pattern"], config["r"])
+    return _scaling(config, rank, _in_layer(layer, config["alpha_pattern"], config["lora_alpha"]))
+
+
+def _in_layer(layer: str, patterns: Mapping[str, Any] | None, usual: Any) -> Any:
+    from peft.utils.other import get_pattern_key
+
+    patterns = patterns or {}
+    return patterns.get(get_pattern_key(list(patterns), layer), usual)
+
+
+def _scaling(config: Mapping[str, Any], rank: int, alpha: float) -> float:
+    return alpha / (math.sqrt(rank) if config["use_rslora"] else rank)

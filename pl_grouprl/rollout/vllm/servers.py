@@ -1,0 +1,291 @@
+"""Rollouts by vLLM servers in separate processes, on this machine or others."""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import httpx2
+import torch
+from torch import Tensor
+
+from pl_grouprl.distributed.checksum import AdapterWeights, SamplerLostError, cast
+from pl_grouprl.rollout.engine import BoundPolicy, HoldsPolicy, check_request, prompt_limits, sequence_seeds
+from pl_grouprl.rollout.vllm.access import TOKEN_VARIABLE
+from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
+from pl_grouprl.rollout.vllm.fleet import Fleet
+from pl_grouprl.rollout.vllm.requests import sampling_options
+from pl_grouprl.rollout.vllm.scheduler import ServerPool
+from pl_grouprl.rollout.vllm.settings import SamplerDtype
+from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import gather_plain, own_rank, raise_on_all_ranks
+from pl_grouprl.utilities.options import check_options, checked_arguments
+
+_BACKENDS = {"http": "pl_grouprl", "nccl": "nccl"}
+"""vLLM's name for each transfer."""
+
+
+@checked_arguments
+class VLLMServerRolloutEngine(HoldsPolicy):
+    """Samples with vLLM servers, started by `python -m pl_grouprl.rollout.vllm` with the policy's model.
+
+    Rank 0 sends the weights to all servers in parallel, and then verifies checksums of the weights that their layers
+    loaded. Every rank sends its prompts; each prompt goes to the next free server. The trainer does not need vLLM
+    unless weights go by NCCL.
+
+    Reproducible: each sequence has its own seed, derived from (seed, index of the prompt, number of the rollout), so
+    the numbers of servers and ranks do not matter. Other sequences in the batch may change the last bits of a
+    probability, and so, rarely, a token.
+
+    Waits for a server that does not answer. Raises `SamplerLostError` for a server that was restarted without weights,
+    and `WeightsMismatchError` for one whose weights another trainer has changed.
+
+    Args:
+        urls: URLs of the servers, `http://host:port`; an empty list is refused.
+        token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted: beyond
+            this machine, use TLS (`https://`) or a tunnel.
+        timeout: Seconds that a server may be unreachable before the run ends, and the time limit of calls other than
+            rollouts. Rollouts have no limit; a health check every few seconds detects dead servers.
+        transfer: How weights are sent: `http`, through shared memory where a server is on this machine, or `nccl` from
+            GPU to GPU, for servers with `--transfer nccl`.
+        dtype: Required dtype of the servers; `auto` accepts any that all servers share.
+        bucket_mib: Size of the buckets of weights, in MiB.
+        adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
+        max_concurrent_requests: Number of prompts per rank that a server works on at a time.
+        in_flight: What `update_weights` does with sequences that are being sampled: `keep` continues them with the new
+            weights, `restart` starts them again.
+
+    Attributes:
+        urls: The URLs, as a list.
+        token: The servers' token; None if they have none.
+        max_model_len: Maximum length of prompt plus completion on every server; None before the first
+            `update_weights`.
+
+    Raises:
+        ValueError: If an option is out of range, or a url is malformed.
+    """
+
+    reserves_max_new_tokens = True
+    takes_prompt_indices = True
+    takes_limits = True
+    truncates_logprobs = True
+    updates_in_flight = True
+
+    def __init__(
+        self,
+        urls: str | list[str] = "http://127.0.0.1:8000",
+        *,
+        token: str | None = None,
+        timeout: float = 300.0,
+        transfer: Literal["http", "nccl"] = "http",
+        dtype: SamplerDtype = "auto",
+        bucket_mib: int = 256,
+        adapter: Literal["merged"] = "merged",
+        max_concurrent_requests: int = 64,
+        in_flight: Literal["keep", "restart"] = "keep",
+    ) -> None:
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        check_options(
+            {
+                "urls": (urls, len(urls) > 0 and len(set(urls)) == len(urls), "at least one url, each once"),
+                "timeout": (timeout, timeout > 0, "larger than 0"),
+                "transfer": (transfer, transfer in _BACKENDS, "'http' or 'nccl'"),
+                "dtype": (dtype, dtype in get_args(SamplerDtype), f"one of {', '.join(get_args(SamplerDtype))}"),
+                "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
+                "adapter": (adapter, adapter == "merged", "'merged', the only way that servers take an adapter"),
+                "max_concurrent_requests": (max_concurrent_requests, max_concurrent_requests >= 1, "at least 1"),
+                "in_flight": (in_flight, in_flight in ("keep", "restart"), "'keep' or 'restart'"),
+            }
+        )
+        token = os.environ.get(TOKEN_VARIABLE) or None if token is None else token
+        self.urls, self.token = urls, token
+        self.adapter: Literal["merged", "separate"] = adapter
+        self.version: int | None = None
+        self.max_model_len: int | None = None
+        self.dtype: SamplerDtype = dtype
+        self.transfer = transfer
+        self.max_concurrent_requests = max_concurrent_requests
+        self.in_flight = in_flight
+        self._bucket_bytes = bucket_mib << 20
+        self._servers = [Server(url, token=token, timeout=timeout) for url in urls]
+        self._labels = Labels(secrets.token_hex(8))
+        self._fleet: Fleet | None = None
+        self._is_lost = False
+        self._tokenizer: Any = None
+        self._pool = ServerPool(self._servers, max_concurrent_requests)
+
+    @property
+    def weight_version(self) -> str | None:
+        """The servers' label for the latest weights; None before the first update."""
+        return None if self.version is None else self._labels.of(self.version)
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
+        if self._policy is None or self._policy.model is not model or self._tokenizer is not tokenizer:
+            self._tokenizer = tokenizer
+            self._policy = BoundPolicy(model, copy.deepcopy(tokenizer))  # a copy, because other threads decode
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
+    ) -> dict[str, float]:
+        """Send new weights to the servers, and verify them; see `SyncedRolloutEngine.update_weights`.
+
+        Returns on all ranks once all servers have the weights. Other threads may be in `generate`.
+
+        Raises:
+            ValueError: If a server has another model, dtype or transfer.
+            RuntimeError: If a server refuses, or was away for longer than `timeout`.
+        """
+        if adapter is not None:
+            raise ValueError(f"adapter is given, but {type(self).__name__} only takes merged weights.")
+        started = time.perf_counter()
+        device = _device(self.policy.model)
+        try:
+            size = raise_on_all_ranks(lambda: self._update(weights, version), device, shared=SamplerLostError)
+        except BaseException:
+            self.version, self._is_lost = None, True
+            raise
+        run_id, self.max_model_len = gather_plain([self._labels.run, self.max_model_len], device)[0]
+        self._labels = Labels(run_id)
+        self.version, self._is_lost = version, False
+        return {"bytes": float(size), "seconds": time.perf_counter() - started}
+
+    def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Send weights, on rank 0; all ranks read the stream to its end, because they gather it together."""
+        try:
+            return self._send(weights, version) if own_rank() == 0 else 0
+        finally:
+            deque(weights, maxlen=0)
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        checksums: dict[str, int] = {}
+        fleet = self._ready()
+        try:
+            return fleet.update(
+                cast(weights, fleet.dtype, checksums),
+                version,
+                checksums,
+                bucket_bytes=self._bucket_bytes,
+                pause="keep" if self.in_flight == "keep" else "abort",
+            )
+        except BaseException:
+            if self.transfer == "nccl":  # workers may still be waiting in its NCCL group
+                self._release_fleet()
+            raise
+
+    def _ready(self) -> Fleet:
+        """Check that the servers serve this policy; return their fleet, a new one if a server was restarted."""
+        infos = [_wait_and_describe(server) for server in self._servers]
+        for server, info in zip(self._servers, infos, strict=True):
+            self._check_server(server.url, info, infos[0])
+        if len({info["instance"] for info in infos}) < len(infos):
+            raise ValueError(f"urls is {self.urls}, of which two are the same server; leave one out.")
+        self.max_model_len = min(info["max_model_len"] for info in infos)
+        if self._fleet is None or not self._fleet.is_same(infos):
+            self._release_fleet()
+            self._fleet = Fleet(self._servers, infos, self._labels)
+        return self._fleet
+
+    def _check_server(self, url: str, info: dict[str, Any], first: dict[str, Any]) -> None:
+        config = self.policy.model.config
+        dtype = first["dtype"] if self.dtype == "auto" else self.dtype
+        model = "start it with --model of the policy"
+        checks = {
+            "model_type": (config.model_type, model),
+            "vocab_size": (self._vocab_size, model),
+            "dtype": (dtype, f"start it with --dtype {dtype}, or set dtype"),
+            "backend": (_BACKENDS[self.transfer], f"start it with --transfer {self.transfer}, or set transfer"),
+            "logprobs_mode": ("processed_logprobs", "start it with python -m pl_grouprl.rollout.vllm"),
+        }
+        for name, (wanted, remedy) in checks.items():
+            if info[name] != wanted:
+                raise ValueError(f"the sampling server at {url} has {name} {info[name]!r}, not {wanted!r}; {remedy}.")
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.policy.model.config.get_text_config(decoder=True).vocab_size
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        seed: int,
+        media: Sequence[Media] | None = None,
+        prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> list[list[Rollout]]:
+        """Sample completions; see `RolloutEngine.generate`. Several threads may call it at once.
+
+        Raises:
+            ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or videos.
+            RuntimeError: If there are no weights yet, or a server was away for longer than `timeout`.
+            SamplerLostError: If a server came back without the weights.
+            WeightsMismatchError: If a server has other weights.
+            FloatingPointError: If the model's logits are not finite.
+        """
+        policy, version = self.policy, self.version
+        policy.check(prompts, sampling, num_generations, self.max_model_len, max_new_tokens=max_new_tokens)
+        check_request(prompts, sampling, 1, limits={}, vocab_size=self._vocab_size, max_new_tokens=max_new_tokens)
+        if media is not None and any(media):
+            raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
+        if version is None:
+            if self._is_lost:
+                raise SamplerLostError("the last update of the sampling servers has failed.")
+            raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
+        stop = policy.stop(sampling)
+        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
+        tokens = {
+            "end_ids": policy.end_ids(sampling),
+            "never": [token for token in policy.never if token < self._vocab_size],
+        }
+        requests = []
+        for prompt, prompt_seeds, limit in zip(
+            prompts, seeds, prompt_limits(prompts, sampling, max_new_tokens), strict=True
+        ):
+            limited = replace(sampling, max_new_tokens=limit)
+            prompt = [int(token) for token in prompt]
+            options = [sampling_options(limited, seed=one, **tokens) for one in prompt_seeds]
+            bodies = [{"token_ids": prompt, "sampling_params": option} for option in options]
+            requests.append(PromptRequest(bodies, stop, self._labels, version, self._vocab_size))
+        groups = self._pool.sample(requests)
+        policy.decode(rollout for group in groups for rollout in group)
+        return groups
+
+    def close(self) -> None:
+        """Release the servers, which keep running, and cancel what other threads are sampling.
+
+        The next `update_weights` connects again.
+        """
+        self.version, self._is_lost = None, False
+        self._pool.cancel()
+        self._release_fleet()
+
+    def _release_fleet(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
+
+
+def _wait_and_describe(server: Server) -> dict[str, Any]:
+    """Wait until a server can be reached; return its description."""
+    server.wait()
+    try:
+        return server.describe()
+    except httpx2.TransportError as error:
+        raise SamplerLostError(f"the sampling server at {server.url} went away again ({error}).") from error
+
+
+def _device(model: Any) -> torch.device:
+    """Device on which ranks communicate."""
+    device = next(model.parameters()).device
+    if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
