@@ -19,8 +19,7 @@ N, D, V = 11, 6, 17
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 5, 5, 5 and 2 token ids; tiles of one row and of several."""
-    for module in ("linear_head", "logprobs"):
-        monkeypatch.setattr(f"pl_grouprl.functional.{module}.BLOCK", 5)
+    monkeypatch.setattr("pl_grouprl.functional.logprobs.BLOCK", 5)
 
 
 def problem(dtype=torch.float64, n=N, frozen=False):
