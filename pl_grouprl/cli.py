@@ -1,370 +1,44 @@
-"""The command line: `fit`, `validate`, `test`, `parity` and `plan`, configured by YAML files that can be stacked."""
+"""The command line: `fit`, `validate`, `test`, `parity` and `plan`, configured by YAML files that can be stacked.
+
+Constructor arguments are the options; see `python cli.py fit --help`. A configuration names classes to import, so it is
+code: run only files that you would run as a script.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc import locate
-from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from jsonargparse import ActionConfigFile
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from pl_grouprl.utilities.checkpoint_files import last_checkpoint, load_verified
-from pl_grouprl.utilities.describe import PACKAGE
 from pl_grouprl.utilities.device_defaults import default_precision
 from pl_grouprl.utilities.loggers import prepare_loggers
-from pl_grouprl.utilities.option_names import foreign_path, note_on_option, note_on_value
-from pl_grouprl.utilities.options import config_class, field_names, suggestion
 
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
     from pl_grouprl.planning import RunPlan
 
-# Finds what a YAML parser silently accepts in a configuration: duplicate keys, and unknown empty groups.
-
-KeyPath = tuple[str | int, ...]
-
-_MAY_BE_EMPTY = ("init_args", "dict_kwargs")
-"""Groups that may be empty for any class."""
-
-
-def refuse_duplicates(text: str, source: str) -> None:
-    """Refuse text that is not a YAML mapping, and duplicate keys, of which YAML would silently use the last.
-
-    Args:
-        text: A YAML document.
-        source: What to call it in the error, such as the file's path.
-
-    Raises:
-        TypeError: Names the source, the line and the key.
-    """
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise TypeError(f"{source} is not YAML: {error}") from error
-    if not isinstance(root, yaml.MappingNode):
-        raise TypeError(f"{source} has no groups of options, such as `trainer: {{max_steps: 100}}`.")
-    for path, node in _mappings(root):
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines and name != "<<":
-                called = ".".join(map(str, (*path, name)))
-                raise TypeError(f"{source}, line {line}: {called} is a duplicate key, first in line {lines[name]}.")
-            lines[name] = line
-
-
-def empty_groups(text: str) -> list[KeyPath]:
-    """Find the paths of empty mappings in a YAML document."""
-    return [path for path, node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader)) if path and not node.value]
-
-
-def refuse_unknown_groups(text: str, source: str, config: Mapping[str, Any]) -> None:
-    """Refuse empty groups that are not options of the parsed configuration; the parser silently drops them.
-
-    Raises:
-        ValueError: Names the source and the group.
-    """
-    for path in empty_groups(text):
-        parent: Any = config
-        for key in path[:-1]:
-            found = isinstance(parent, Mapping) and key in parent
-            found = found or (isinstance(parent, list) and isinstance(key, int) and key < len(parent))
-            parent = parent[key] if found else None
-        if isinstance(parent, Mapping) and path[-1] not in (*parent, *_MAY_BE_EMPTY):
-            raise ValueError(
-                f"{source}: {'.'.join(map(str, path))} is an empty group and not an option; options there are "
-                f"{', '.join(map(str, parent))}. Leave it out."
-            )
-
-
-def _mappings(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, yaml.MappingNode]]:
-    """Yield all mappings of a document with their paths."""
-    if isinstance(node, yaml.MappingNode):
-        yield path, node
-        for key, value in node.value:
-            yield from _mappings(value, (*path, str(key.value)))
-    elif isinstance(node, yaml.SequenceNode):
-        for place, value in enumerate(node.value):
-            yield from _mappings(value, (*path, place))
-
-
-# Condenses the parser's report on a bad configuration, which covers every type that it tried, to one sentence.
-#
-# The report is an indented tree of keys and classes; the cause is at the deepest level.
-
-AT_TOP = ("model", "data", "trainer", "ckpt_path", "seed_everything")
-"""Groups and options at the top of a configuration."""
-
-_TABLES = "docs/options.md maps the options of TRL and verl."
-_SEARCHED = "; modules are searched in the working directory and in PYTHONPATH."
-_SOURCES = {
-    "PolicySource": "pl_grouprl.models.PretrainedPolicy",
-    "CriticSource": "pl_grouprl.models.PretrainedCritic",
-}
-"""What takes the options of a model given by its path, by the protocol of the option."""
-
-_UNION = "Does not validate against any of the Union subtypes"
-
-_EXAMPLES = {
-    LightningModule: "--model pl_grouprl.GRPO",
-    LightningDataModule: "--data pl_grouprl.PromptDataModule",
-}
-"""The argument that chooses a group's class, by the group's base class."""
-
-_KEY = re.compile(r"Parser key \"([\w.]+)\"")
-_CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
-_CLASS_OF_CALLABLE = re.compile(r"Got value: Namespace\(class_path='([\w.]+)'")
-_OF_GROUP = re.compile(r"Group '(\w+)' does not accept option '([^']*)'")
-_OPTION = re.compile(r"(?:Option|Subcommand '\w+' does not accept option) '([^']*)'(?: is not accepted|$)")
-_MISSING = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
-_NOT_IMPORTED = re.compile(r"^\s+(No module named '[\w.]+')")
-_FUNCTION_NOT_IMPORTED = re.compile(r"callable class: (No module named '[\w.]+')(?:\. Got value: ([\w.]+))?$")
-_NO_SUBCLASS = re.compile(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)")
-_NO_GROUP = re.compile(r"Unable to load config \"(.*)\"$")
-_EXPECTED = re.compile(r"- (?:Expected an?|Not a valid subclass of) (.+)$")
-_SUBTYPE = re.compile(r"<class '([\w.]+)'>")
-_GIVEN = re.compile(r"^\s+Given value: ")
-_VALUE = re.compile(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: Namespace\(.*)?$")
-_NO_SOURCE = re.compile(r"- Does not implement protocol (\w+)$")
-_ARGUMENTS = re.compile(r"unrecognized arguments: (.*)$")
-_LITERAL = re.compile(r"typing\.Literal\[(.*)\]$")
-_REQUIRED = re.compile(r"the following arguments are required: (.+)$")
-
-
-def explain(message: str, options: Sequence[str] = ()) -> str | None:
-    """Say which name or value is wrong, where, and what would be right. None if the report does not show it.
-
-    Args:
-        message: The parser's report.
-        options: The options of the command line, such as `--trainer.max_steps`.
-    """
-    if unrecognized := _ARGUMENTS.match(message):
-        return _about_arguments(unrecognized[1].split(), options)
-    lines = [line for line in message.splitlines() if line.strip()]
-    found = [number for number, line in enumerate(lines) if _sentence(line, None) is not None]
-    if not found:
-        return _explain_source(lines) or _explain_union(lines)
-    # The first of the deepest. A wrong class counts only if nothing else is wrong: another type may take it.
-    deepest = max(found, key=lambda number: (not _NO_SUBCLASS.search(lines[number]), _indent(lines[number])))
-    above = [lines[deepest], *_ancestors(lines, deepest)]
-    keys = [match[1] for line in reversed(above) if (match := _KEY.search(line))]
-    classes = [match[1] for line in above if (match := _CLASS.search(line))]
-    of_callable = _CLASS_OF_CALLABLE.search(" ".join(lines[deepest : deepest + 2]))
-    owner = of_callable[1] if of_callable else next(iter(classes), None)
-    sentence = _sentence(lines[deepest], owner, keys[-1] if keys else None)
-    return f"{'.'.join(keys)}: {sentence}" if keys else sentence
-
-
-def cause_of_union(error: Exception) -> Exception:
-    """Unwrap the parser's error about a union of types into the constructor's own; return other errors unchanged."""
-    cause = error
-    while str(cause).startswith(_UNION) and isinstance(cause.__cause__, Exception):
-        cause = cause.__cause__
-    return error if _raised_in(cause).startswith("jsonargparse.") else cause
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether this package's own code refused a value, rather than failed."""
-    return isinstance(error, ValueError | OSError | ImportError) and _raised_in(error).startswith(PACKAGE + ".")
-
-
-def _raised_in(error: Exception) -> str:
-    """Name of the module that raised an error."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_globals.get("__name__", "") if frames else ""
-
-
-def _explain_source(lines: Sequence[str]) -> str | None:
-    """The same for `init_args` merged over a string, which has none."""
-    sources = [
-        number for number, line in enumerate(lines) if (match := _NO_SOURCE.search(line)) and match[1] in _SOURCES
-    ]
-    if not sources or not any("Given value: {'init_args': " in line for line in lines[sources[0] :]):
-        return None
-    keys = [match[1] for line in _ancestors(lines, sources[0]) if (match := _KEY.search(line))]
-    source = _SOURCES[lines[sources[0]].split()[-1]]
-    return (
-        f"{'.'.join(reversed(keys))}: a path alone takes no init_args; write {keys[0]}: {{class_path: {source}, "
-        "init_args: {path: ...}}."
-    )
-
-
-def _explain_union(lines: Sequence[str]) -> str | None:
-    """The same for a value that fits no type of a union; None if a type failed for any other reason."""
-    given = [number for number, line in enumerate(lines) if _GIVEN.search(line)]
-    if not given:
-        return None
-    deepest = max(given, key=lambda number: _indent(lines[number]))
-    keys = [match[1] for line in _ancestors(lines, deepest) if (match := _KEY.search(line))]
-    tried = [_EXPECTED.search(line) for line in _tried(lines[:deepest], _indent(lines[deepest]))]
-    if not keys or not tried or None in tried:
-        return None
-    names = [name for match in tried if match for name in _type_names(match[1])]
-    value = lines[deepest].split(":", 1)[1].strip()
-    config = _config_among(lines[:deepest], _indent(lines[deepest]))
-    sentence = _not_one_of(value, names, keys[0]) if config is None else _not_a_config(value, config)
-    return f"{'.'.join(reversed(keys))}: {sentence}"
-
-
-def _tried(lines: Sequence[str], indent: int) -> list[str]:
-    """The last list of errors at this indentation, one per type."""
-    start = max(number for number, line in enumerate(lines) if line == f"{' ' * indent}Errors:")
-    return [line for line in lines[start:] if line.startswith(f"{' ' * indent}  - ")]
-
-
-def _config_among(lines: Sequence[str], indent: int) -> type | None:
-    """The dataclass among the types of the last union at this indentation, if there is one."""
-    types = [line for line in lines if line.startswith(f"{' ' * indent}Subtypes: ")]
-    classes = [locate(name) for name in _SUBTYPE.findall(types[-1])]
-    return next((cls for cls in classes if isinstance(cls, type) and is_dataclass(cls)), None)
-
-
-def _ancestors(lines: Sequence[str], place: int) -> Iterable[str]:
-    """The lines above a line in the tree, innermost first."""
-    indent = _indent(lines[place])
-    for line in reversed(lines[:place]):
-        if _indent(line) < indent:
-            indent = _indent(line)
-            yield line
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip(" "))
-
-
-def _sentence(line: str, owner: str | None, key: str | None = "") -> str | None:
-    """Explain a line of the report below a key, which is None at the top."""
-    if match := _OF_GROUP.search(line):
-        return _about_option(match[2], match[1], owner)
-    if match := _OPTION.search(line):
-        top = key is None and owner is None and not match[1].startswith("trainer.")
-        return _about_top(match[1]) if top else _about_option(match[1], None, owner)
-    if match := _MISSING.search(line):
-        return f"{match[1]} has no {match[2]!r}{_nearest(match[2], _names_in(match[1]))}"
-    if match := _VALUE.search(line):
-        return _about_value(match[1], match[2], key)
-    return _about_class(line, owner)
-
-
-def _about_arguments(arguments: Sequence[str], options: Sequence[str]) -> str:
-    """Say how options of TRL and verl, and ours without their path, are written on the command line."""
-    flags = [number for number, argument in enumerate(arguments) if argument.startswith("--") or "=" in argument]
-    for number, end in pairwise([*flags, len(arguments)]):
-        name, *value = arguments[number].lstrip("-+").split("=", 1)
-        path, note = foreign_path(name), note_on_option(name.split(".")[-1])
-        if path is not None:
-            shown = "..." if note else " ".join([*value, *arguments[number + 1 : end]]) or "..."
-            return f"{arguments[number]} is written --{path} {shown} here.{note} {_TABLES}"
-    nearest = [match for n in flags for match in difflib.get_close_matches(arguments[n].split("=")[0], options, n=1)]
-    remedy = f"did you mean {nearest[0]}?" if nearest else f"options are written --trainer.max_steps 100. {_TABLES}"
-    return f"unrecognized arguments: {' '.join(arguments)}; {remedy}"
-
-
-def _about_top(name: str) -> str:
-    path = None if name.split(".")[0] in AT_TOP else foreign_path(name)
-    if path is not None:
-        return f"the configuration has no {name!r}; here it is {path}.{note_on_option(name.split('.')[-1])} {_TABLES}"
-    return f"the configuration has no {name!r}{_nearest(name.split('.')[0], AT_TOP)}"
-
-
-def _about_option(option: str, group: str | None, owner: str | None) -> str:
-    cls: Any = Trainer if owner is None else locate(owner)
-    if cls is None:
-        return f"there is no option {option!r}"
-    if cls in _EXAMPLES:
-        return f"no class_path is given; pass a configuration that has one, or {_EXAMPLES[cls]} before its options"
-    name = option.removeprefix("trainer.").split(".")[0]
-    if close := difflib.get_close_matches(name, ("class_path", "init_args"), n=1, cutoff=0.8):
-        wrong = "" if name in ("class_path", "init_args") else f"{name!r} is not {close[0]!r}; "
-        return f"{wrong}a class is written as class_path and init_args, and nothing else"
-    cls = config_class(cls, group) if group is not None and owner is not None else cls
-    return f"{cls.__name__} takes no {name!r}{suggestion(cls, name, in_yaml=True)}"
-
-
-def _about_class(line: str, owner: str | None) -> str | None:
-    if match := _NOT_IMPORTED.search(line):
-        return f"{owner} cannot be imported: {match[1]}{_SEARCHED}"
-    if match := _FUNCTION_NOT_IMPORTED.search(line):
-        return f"{match[2] or 'the function'} cannot be imported: {match[1]}{_SEARCHED}"
-    if match := _NO_SUBCLASS.search(line):
-        return f"{match[1]} is not a {match[2]}"
-    if match := _NO_GROUP.search(line):
-        return f"{match[1]!r} is neither a mapping of options (`name: value`) nor a YAML file"
-    if match := _REQUIRED.search(line):
-        names = " and ".join(f"init_args.{name}" for name in match[1].split(", "))
-        return f"{owner or 'the class'} needs {names}; add it to a configuration or to the command line"
-    return None
-
-
-def _about_value(expected: str, value: str, key: str | None) -> str:
-    names = _type_names(expected)
-    if len(names) == 1:
-        return f"expected {names[0]}, got {value}"
-    return _not_one_of(value, names, key)
-
-
-def _not_one_of(value: str, names: Sequence[str], key: str | None) -> str:
-    note = note_on_value(key or "", value)
-    return f"{value!r} is not one of {', '.join(names)}{f'.{note}' if note else _nearest(value, names, default='.')}"
-
-
-def _not_a_config(value: str, config: type) -> str:
-    """Say that a value is no mapping, and how it is written if it is a choice of one of the options."""
-    hints = get_type_hints(config)
-    options = [name for name in field_names(config) if value in get_args(hints[name])]
-    remedy = f"; write {{{options[0]}: {value}}}" if options else ""
-    return f"{value!r} is not a mapping of the options of {config.__name__} ({', '.join(field_names(config))}){remedy}"
-
-
-def _type_names(expected: str) -> list[str]:
-    """The values of a literal type, or the name of any other."""
-    if expected.startswith("dot import path string"):
-        return ["class_path"]
-    literal = _LITERAL.search(expected)
-    if literal is None:
-        name = expected.removeprefix("<class ").rstrip(">").strip("'")
-        return ["null" if name == "NoneType" else name]
-    return [name.strip().strip("'") for name in literal[1].split(",")]
-
-
-def _names_in(module: str) -> Sequence[str]:
-    return getattr(sys.modules.get(module), "__all__", dir(sys.modules.get(module)))
-
-
-def _nearest(name: str, known: Sequence[str], default: str | None = None) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    if nearest:
-        return f"; did you mean {nearest[0]!r}?"
-    return f"; it has {', '.join(known)}." if default is None else default
-
-
-# The command line: `fit`, `validate`, `test`, `parity` and `plan`, configured by YAML files that can be stacked.
-#
-# Constructor arguments are the options; see `python cli.py fit --help`. A configuration names classes to import, so
-# it is
-# code: run only files that you would run as a script.
-
 CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__file__).resolve().parents[1::-1]))
 """Folders that `--config NAME` searches after the path itself: working directory, project, installed package."""
 
-_LONGEST_USAGE = 5
-"""Lines of a usage that an error shows."""
-
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
+_UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments: (\S+)")
+_CLASS = re.compile(r"class_path(?: |=)'([\w.]+)'")
+_UNION = "Does not validate against any of the Union subtypes"
 
 
 def find_config(name: str) -> str:
@@ -389,14 +63,32 @@ def find_config(name: str) -> str:
     raise TypeError(f"--config {name}: no such file; looked at {places}. Pass a path or a name in one of them.")
 
 
-class ConfigFile(ActionConfigFile):
-    """`--config`: may be repeated; later files are merged over earlier ones.
+def refuse_duplicates(text: str, source: str) -> None:
+    """Raise if YAML text has a duplicate key, of which YAML would silently use the last.
 
-    Attributes:
-        texts: The files' contents, each with its path.
+    Raises:
+        TypeError: Names the source, the line and the key.
     """
+    try:
+        nodes: list[yaml.Node | None] = [yaml.compose(text, Loader=yaml.SafeLoader)]
+    except yaml.YAMLError as error:
+        raise TypeError(f"{source} is not YAML: {error}") from error
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines and name != "<<":
+                    raise TypeError(f"{source}, line {line}: {name} is a duplicate key, first in line {lines[name]}.")
+                lines[name] = line
+                nodes.append(value)
 
-    texts: list[tuple[str, str]]
+
+class ConfigFile(ActionConfigFile):
+    """`--config`: may be repeated; later files are merged over earlier ones."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Merge one file into the configuration."""
@@ -404,24 +96,32 @@ class ConfigFile(ActionConfigFile):
         is_file = bool(_FILE_NAME.fullmatch(found))
         text, source = (Path(found).read_text(encoding="utf-8"), found) if is_file else (found, "--config")
         refuse_duplicates(text, source)
-        self.texts.append((text, source))
         super().__call__(parser, cfg, found, option_string)
 
 
 class RLParser(LightningArgumentParser):
-    """Lightning's parser without abbreviations, whose errors name the option and the nearest known one."""
+    """Lightning's parser without abbreviations; its errors suggest the nearest option."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Explain a usage error; parsers of nested classes leave that to the outermost parser."""
-        options = [option for action in self._actions for option in action.option_strings]
-        explained = explain(message, options) if self.exit_on_error else None
-        super().error(message if explained is None else explained, ex)
+        """Report a usage error, with the option that was probably meant."""
+        unknown = _UNKNOWN.search(message)
+        if unknown and self.exit_on_error:  # parsers of nested classes leave this to the outermost
+            above = message[: message.find("\n", unknown.end())]  # its own line may name the class of a callable
+            classes = [locate(name) for name in _CLASS.findall(above)]
+            options = [option for action in self._actions for option in action.option_strings]
+            if classes and inspect.isclass(classes[-1]):
+                mro = inspect.getmro(classes[-1])
+                constructors = [inspect.signature(c.__init__) for c in mro if "__init__" in vars(c)]  # type: ignore[misc]
+                options = [name for signature in constructors for name in signature.parameters]
+            if nearest := difflib.get_close_matches(unknown[1] or unknown[2], options, n=1):
+                message += f"\n  Did you mean {nearest[0]!r}? docs/options.md maps the options of TRL and verl."
+        super().error(message, ex)
 
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the objects; a value that a constructor of this package refuses is a usage error.
+        """Create the objects; a value that a constructor of this package rejects is a usage error.
 
         Raises:
             Exception: Any other error of a constructor, as raised there, without the parser's list of arguments.
@@ -429,15 +129,17 @@ class RLParser(LightningArgumentParser):
         try:
             return super().instantiate_classes(*args, **kwargs)
         except Exception as error:
-            cause = cause_of_union(error)
-        if is_refusal(cause):
+            cause = error
+            while str(cause).startswith(_UNION) and isinstance(cause.__cause__, Exception):
+                cause = cause.__cause__
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        raised_in = frames[-1].f_globals.get("__name__", "")
+        if raised_in.startswith("pl_grouprl.") and isinstance(cause, TypeError | ValueError | OSError | ImportError):
             self.exit(2, f"error: {cause}\n")
         raise cause
 
     def print_usage(self, file: Any = None) -> None:
-        """Print the usage if it is short; that of a sub-command is a page, and would hide the error after it."""
-        if len(self.format_usage().splitlines()) <= _LONGEST_USAGE:
-            super().print_usage(file)
+        """Print nothing: a sub-command's usage is a page long and would hide the error; `--help` shows it."""
 
 
 class RLTrainer(Trainer):
@@ -565,7 +267,6 @@ class RLCLI(LightningCLI):
     def __init__(self, args: Sequence[str] | None = None) -> None:
         self._preparing: str | None = None
         self._command = next(iter(sys.argv[1:] if args is None else args), None)
-        self._config_texts: list[tuple[str, str]] = []
         self._planned_options: dict[str, Any] = {}
         super().__init__(
             LightningModule,
@@ -595,13 +296,12 @@ class RLCLI(LightningCLI):
         """A parser whose `--config` also finds names in `configs/`."""
         kwargs.setdefault("description", "Reinforcement learning of language models with shared prefixes.")
         parser = self.parser_class(**kwargs)
-        action = parser.add_argument(
+        parser.add_argument(
             "-c",
             "--config",
             action=ConfigFile,
             help="Configuration file, by path or by name in configs/; may be repeated, later files win.",
         )
-        action.texts = self._config_texts
         return parser
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -631,9 +331,6 @@ class RLCLI(LightningCLI):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             super().parse_arguments(parser, args)
-        config = self.config.as_dict()
-        for text, source in self._config_texts:
-            refuse_unknown_groups(text, source, config.get(self.config.subcommand) or config)
 
     def before_instantiate_classes(self) -> None:
         """Choose the precision if none is set. For a plan, remove what this machine may lack, so it runs anywhere."""
@@ -654,11 +351,16 @@ class RLCLI(LightningCLI):
         """Do nothing: options come from the command line; a checkpoint provides weights and state only."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        _refuse_missing_gpu(config.get("accelerator"))
         if config.get("fast_dev_run") and isinstance(config.get("callbacks"), list):
             # ModelCheckpoint(save_last=True) would write into the working directory when training ends.
             config["callbacks"] = [callback for callback in config["callbacks"] if not isinstance(callback, Checkpoint)]
-        return super()._instantiate_trainer(config, [*callbacks, *_default_progress_bar(config)])
+        named = config.get("callbacks") or []
+        named = named if isinstance(named, list) else [named]
+        if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in named):
+            from pl_grouprl.callbacks import RunProgressBar
+
+            callbacks = [*callbacks, RunProgressBar()]
+        return super()._instantiate_trainer(config, callbacks)
 
     def after_instantiate_classes(self) -> None:
         """Prepare the loggers before the first of them creates its folder."""
@@ -696,26 +398,6 @@ class RLCLI(LightningCLI):
             print(self.trainer.plan(**kwargs))
         except (TypeError, ValueError) as error:  # of the configuration: the data, or a model that cannot be planned
             sys.exit(f"no plan: {error}")
-
-
-def _default_progress_bar(config: dict[str, Any]) -> list[Callback]:
-    """Our progress bar, unless the configuration names one or disables it."""
-    named = config.get("callbacks") or []
-    named = named if isinstance(named, list) else [named]
-    if config.get("enable_progress_bar") is False or any(isinstance(callback, ProgressBar) for callback in named):
-        return []
-    from pl_grouprl.callbacks import RunProgressBar
-
-    return [RunProgressBar()]
-
-
-def _refuse_missing_gpu(accelerator: Any) -> None:
-    """Refuse GPUs that this machine lacks, and name what runs here; Lightning's error does not."""
-    if accelerator in ("gpu", "cuda") and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
-        raise ValueError(
-            f"trainer.accelerator is {accelerator!r} and PyTorch finds no GPU. FSDP1 and DeepSpeed need GPUs; without "
-            "them use --trainer.accelerator cpu with no strategy, strategy/ddp.yaml or strategy/fsdp2.yaml."
-        )
 
 
 def main(args: Sequence[str] | None = None) -> None:
