@@ -22,12 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".toml": "toml", ".txt": "text"}
 NOTEBOOK = ".ipynb"
+_LOSSES = ("policy_loss", "token_groups")
 # Modules whose public names are documented although no `__init__` exports them.
 MODULES = {
+    **{f"pl_grouprl.{name}": (f"{name}.py",) for name in ("loggers", "plots", "report", "types")},
+    **{f"pl_grouprl.functional.{name}": (f"functional/{name}.py",) for name in _LOSSES},
     "pl_grouprl.functional": ("functional/*.py",),
     "pl_grouprl.training": tuple(  # what a subclass, or a loop of one's own, meets
-        f"training/{name}.py"
-        for name in ("loss_sums", "micro_batch", "objective", "rollout_buffer", "run", "run_state")
+        f"training/{name}.py" for name in ("buffer", "checkpoint", "micro_batches", "objective", "run")
     ),
 }
 
@@ -144,12 +146,15 @@ def public_names(root: Path = ROOT) -> dict[str, list[str]]:
         if names and package != "pl_grouprl":
             found[package] = names
     for name, patterns in MODULES.items():
-        found[name] = [
+        names = [
             f"{'.'.join(path.relative_to(root).with_suffix('').parts)}.{definition}"
             for pattern in patterns
             for path in sorted((root / "pl_grouprl").glob(pattern))
-            for definition in _definitions(path)
+            if name.count(".") > 1 or path.stem not in _LOSSES
+            for definition in _exported(path) or _definitions(path)
         ]
+        if names:
+            found[name] = names
     return found
 
 

@@ -122,7 +122,7 @@ def test_the_reference_has_the_public_names():
     assert "pl_grouprl.functional.advantages.opo_advantages" in names["pl_grouprl.functional.advantages"]
     assert "pl_grouprl.functional.validation.best_at_k" in names["pl_grouprl.functional"]
     assert "pl_grouprl.types.SamplingConfig" in names["pl_grouprl.types"]
-    training = {"loss_sums.LossSums", "micro_batch.MicroBatch", "rollout_buffer.RolloutBuffer", "run.PlainRun"}
+    training = {"objective.LossSums", "micro_batches.MicroBatch", "buffer.RolloutBuffer", "run.PlainRun"}
     assert {f"pl_grouprl.training.{name}" for name in training} <= {*names["pl_grouprl.training"]}
     for members in names.values():
         assert not any(member.rpartition(".")[2].startswith("_") for member in members)
