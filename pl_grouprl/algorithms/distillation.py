@@ -30,10 +30,9 @@ from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checkpoint import FREE_OPTIONS, ConsistencyCheck, Stateful, compare_reference
 from pl_grouprl.training.checks import check_lengths_of_teacher
 from pl_grouprl.utilities.distributed import sum_over_ranks
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 
-@checked_arguments
 class Distillation(GRPO):
     """On-policy distillation: a student learns from a teacher's log-probabilities of the tokens it sampled.
 
@@ -163,10 +162,6 @@ class Distillation(GRPO):
         }
 
     # Checkpoints.
-
-    def rollout_options(self) -> dict[str, Any]:
-        """Add the options that decide the teacher's advantages."""
-        return super().rollout_options() | {"distillation_coef": self.distillation_coef, "gamma": self.gamma}
 
     def saved_state(self) -> dict[str, Stateful]:
         """Add a fingerprint of the teacher, which must stay the same."""

@@ -32,7 +32,7 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checkpoint import Stateful, note_options
 from pl_grouprl.utilities.distributed import reduce_over_ranks, sum_over_ranks
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 ScoreNorm = Literal["logit", "sketch", "log_ratio"]
 
@@ -40,7 +40,6 @@ _ROUNDING = 1e-4
 """Difference of log-probabilities, in nats, up to which sampler and trainer agree."""
 
 
-@checked_arguments
 class GroupPPO(PPO):
     """PPO with one advantage per *token group*, a run of tokens inside a response.
 
@@ -263,12 +262,6 @@ class GroupPPO(PPO):
         return self.threshold_controller.threshold if buffer is None else buffer.metrics["token_group/threshold"]
 
     # Checkpoints.
-
-    def rollout_options(self) -> dict[str, Any]:
-        """Add what decides the groups."""
-        names = ("group_max_size", "group_epsilon", "score_norm", "boundary_signal", "advantage_mode")
-        more = ("critic_positions", "boundary_at_turn_ends")
-        return super().rollout_options() | {name: getattr(self, name) for name in (*names, *more)}
 
     def saved_state(self) -> dict[str, Stateful]:
         """Add the threshold."""

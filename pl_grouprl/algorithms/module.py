@@ -1,9 +1,7 @@
-"""A run from top to bottom: Lightning's hooks, about in the order in which they run, each a few lines that call a part.
+"""A run from top to bottom: Lightning's hooks, about in the order in which they run; each calls into a part.
 
 `RLModule` begins with its options, the parts made from them, and what an algorithm fills in; the hooks follow, `setup`
-first.
-
-A training batch:
+first. A training batch:
 
 1. `on_train_batch_start`, if a new prompt batch begins, calls `collect_rollouts`: sample, start the rewards, score (old
    and reference log-probabilities), wait for the rewards, compute advantages (`compute_targets` of the algorithm).
@@ -24,7 +22,6 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -42,7 +39,6 @@ from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.episodes.tools import EnvironmentFactory
 from pl_grouprl.functional.logprobs import TokenScores
-from pl_grouprl.functional.registry import describe
 from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.models.adapters import (
     adapters_off,
@@ -60,7 +56,7 @@ from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.ahead import CloseRolloutsAhead
-from pl_grouprl.training.buffer import RolloutBuffer, trained_and_idle
+from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checkpoint import (
     FREE_OPTIONS,
     PASSED_ON,
@@ -68,7 +64,7 @@ from pl_grouprl.training.checkpoint import (
     RunCheckpoint,
     Stateful,
     module_from_checkpoint,
-    note_options,
+    record_options,
     recorded_options,
 )
 from pl_grouprl.training.checks import (
@@ -80,7 +76,6 @@ from pl_grouprl.training.checks import (
     is_custom,
     refuse_compiled,
     refuse_dropout,
-    refuse_renamed,
     refuse_stop_iteration,
 )
 from pl_grouprl.training.collector import Collector
@@ -91,7 +86,7 @@ from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher
 from pl_grouprl.training.objective import KLPenalty, LossSums, PolicyObjective
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.training.rewarder import Rewarder, rewards_per_token
-from pl_grouprl.training.run import Accumulation, by_name
+from pl_grouprl.training.run import Accumulation
 from pl_grouprl.training.sampler import Episodes, RewrittenHistory, Sampler
 from pl_grouprl.training.update import (
     Optimization,
@@ -99,11 +94,10 @@ from pl_grouprl.training.update import (
     Updater,
     check_weights,
     clip_gradients,
-    refuse_clipping_nothing,
 )
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import find_last, verify_loads
-from pl_grouprl.utilities.describe import lineage, private_copy, recorded
+from pl_grouprl.utilities.describe import lineage, private_copy
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.loggers import (
     forget_numbers,
@@ -113,7 +107,7 @@ from pl_grouprl.utilities.loggers import (
     prepare_loggers,
 )
 from pl_grouprl.utilities.modes import CheapGarbageCollection, naming_memory, seed_torch
-from pl_grouprl.utilities.options import check_options, checked_arguments, drop_none, join_options
+from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.progress import PROGRESS
 
 if TYPE_CHECKING:
@@ -128,7 +122,6 @@ DEFAULT_SAMPLING = SamplingConfig()
 ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-@checked_arguments
 class RLModule(pl.LightningModule, ABC):
     """Trains a policy on its rollouts. A subclass computes the targets of the updates, such as advantages.
 
@@ -261,11 +254,10 @@ class RLModule(pl.LightningModule, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_renamed(cls)
         if "__init__" in cls.__dict__:
-            cls.__init__ = recorded(cls.__init__, note_options)  # type: ignore[method-assign]
+            cls.__init__ = record_options(cls.__init__)  # type: ignore[method-assign]
 
-    @partial(recorded, note=note_options)
+    @record_options
     def __init__(
         self,
         policy: str | PolicySource,
@@ -377,13 +369,6 @@ class RLModule(pl.LightningModule, ABC):
         if branching is not None:
             branching.check(num_generations, sampling)
             self.episodes.check_branching(branching)
-        self.sampler = Sampler(
-            self, engine, seed, self.timer.part, by_name(self.episodes, "loop"), harness=harness, limits=limits
-        )
-        self.engine = self.sampler.engine
-        self.harness = harness
-        if harness is not None:
-            harness.check(self.engine, [self.sampling, self.val_sampling], max_staleness)
         self.rewarder = Rewarder(
             self.episodes.with_rewards(rewards),
             self,
@@ -398,7 +383,7 @@ class RLModule(pl.LightningModule, ABC):
         self.evaluator = Evaluator(self.rewarder.functions, pass_threshold)
         self.collector = Collector(
             self,
-            self.sampler,
+            Sampler(self, engine, seed, self.timer.part, self.episodes.loop, harness=harness, limits=limits),
             self.rewarder,
             self.timer,
             sampling=sampling,
@@ -411,9 +396,12 @@ class RLModule(pl.LightningModule, ABC):
             dynamic_sampling=dynamic_sampling,
             max_generation_batches=max_generation_batches,
             max_staleness=max_staleness,
-            episodes=by_name(self.episodes, "loop_for_threads"),
-            load_policy=by_name(self.policy_source, "load"),
+            episodes=self.episodes,
+            load_policy=self.policy_source.load,
         )
+        self.engine, self.harness = self.sampler.engine, harness
+        if harness is not None:
+            harness.check(self.engine, [self.sampling, self.val_sampling], max_staleness)
         self.micro_batcher = MicroBatcher(
             self,
             sharing,
@@ -421,8 +409,7 @@ class RLModule(pl.LightningModule, ABC):
             sequence_parallel_size,
             share_across_groups=share_across_groups,
             min_saved_tokens=get_backend(attention_backend, "attention_backend").min_saved_tokens,
-            whole_episodes=partial(_needs_whole_episodes, self),
-            choose_max_tokens=by_name(self.device_choices, "micro_batch_tokens"),
+            choose_max_tokens=self.device_choices.micro_batch_tokens,
         )
         self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:
@@ -446,15 +433,7 @@ class RLModule(pl.LightningModule, ABC):
             },
         )
         self.optimization = Optimization(max_nonfinite_steps)
-        self.updater = Updater(
-            self,
-            self.micro_batcher,
-            self.optimization,
-            by_name(self, "compute_loss"),  # by name, to find what is set on the instance or on a deep copy
-            by_name(self, "loss_denominators"),
-            type(self).__name__,
-            split_idle=partial(_trained_and_idle, self),
-        )
+        self.updater = Updater(self, self.micro_batcher, self.optimization)
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._logged_names: set[str] = set()  # by the last `training_step`
         self._tokenizer: Any = None
@@ -533,10 +512,10 @@ class RLModule(pl.LightningModule, ABC):
         """Keyword arguments of `score` for what to compute in the same forward as old log-probabilities."""
         return {}
 
-    # Before anything is loaded: refuse what cannot work.
+    # Before anything is loaded.
 
     def setup(self, stage: str) -> None:
-        """Refuse options and prompts that cannot work, and start the reward workers."""
+        """Check options and prompts, and start the workers."""
         verify_loads(self.trainer)
         refuse_stop_iteration(self.trainer)
         stop_together(self.trainer)
@@ -631,12 +610,16 @@ class RLModule(pl.LightningModule, ABC):
         self.prefix_sharing.close()  # may still be open after an exception
         parts = self.optimized_parts()
         refuse_compiled({"module": self, **{f"module.{name}": part for name, (part, _) in parts.items()}})
-        refuse_clipping_nothing(self.trainer.gradient_clip_val, [config.max_grad_norm for _, config in parts.values()])
+        if self.trainer.gradient_clip_val and all(config.max_grad_norm for _, config in parts.values()):
+            raise ValueError(
+                f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val}, but every part has its own "
+                "max_grad_norm, so it would clip nothing; omit one of them."
+            )
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()
-        for name, (part, _) in self.optimized_parts().items():
+        for name, (part, _) in parts.items():
             refuse_dropout(name, part)
         self.prefix_sharing.open(self.scored_models(), self.parity_reports)
         check_groups_fit(self)
@@ -685,10 +668,9 @@ class RLModule(pl.LightningModule, ABC):
 
     def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
         """Sample, score and reward the rollouts of a prompt batch, and compute the targets of their updates."""
-        collected = self.collector.collect(batch)  # rewards are computed in the background
-        buffer = self.collector.make_buffer(collected, batch.rollout_number)
-        scores = self.score_rollouts_before_update(buffer)
-        self.collector.finish(collected, buffer)
+        collected = self.collector.collect(batch, self.generate)  # rewards are computed in the background
+        scores = self.score_rollouts_before_update(collected.buffer)
+        buffer = self.collector.finish(collected)
         with self.timer.part("advantages"):
             self.prepare_updates(buffer, scores)
         self.num_tokens += buffer.num_tokens
@@ -696,7 +678,6 @@ class RLModule(pl.LightningModule, ABC):
 
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Put old and reference log-probabilities into the buffer if they are needed; return the policy's scores."""
-        self.objective.check_sampled(buffer.values, type(self.engine).__name__)
         scores = None
         if self.needs_old_scores:
             with self.timer.part("old_logprobs"):
@@ -740,7 +721,18 @@ class RLModule(pl.LightningModule, ABC):
         # Random draws depend on the position in the run, so a resumed run needs no state of the random numbers.
         update = batch.rollout_number, batch.update_index
         seed_torch(derive_seed("update", *update, self.seed, self.global_rank), self.device)
-        loss, metrics = self.updater.update(buffer, buffer.members(batch.update_index), Accumulation.of(self.trainer))
+        objective, custom = self.objective, is_custom(self.compute_loss)
+        loss, metrics = self.updater.update(
+            buffer,
+            buffer.members(batch.update_index),
+            Accumulation.of(self.trainer),
+            self.compute_loss,
+            self.loss_denominators,
+            # A loss that is not ours, and the routers', may need all rollouts.
+            skips_idle=not custom and objective.router_aux_loss_coef == 0,
+            skips_zero_advantages=self.skips_zero_advantages and objective.is_zero_without_advantages,
+            whole_episodes=custom or objective.compares_tokens_of_rollouts,
+        )
         buffer.updates_done = batch.update_index + 1
         if buffer.updates_done == self.updates_per_rollout:
             self.micro_batcher.cache.clear()
@@ -868,6 +860,11 @@ class RLModule(pl.LightningModule, ABC):
         return self._tokenizer
 
     @property
+    def sampler(self) -> Sampler:
+        """Samples rollouts for training and evaluation."""
+        return self.collector.sampler
+
+    @property
     def beta(self) -> float:
         """The current coefficient of the KL penalty."""
         return self.kl_penalty.coef
@@ -905,44 +902,24 @@ class RLModule(pl.LightningModule, ABC):
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
         """Score all rollouts of the buffer without gradient; tensors of shape [N], on the CPU."""
-        return TokenScores(*self.scorer.map(model, buffer, lambda batch: self.score(model, batch, **kwargs)))
+        return TokenScores(*self.scorer.map(model, buffer, partial(self.score, model, **kwargs)))
 
     def score(self, model: Any, batch: ScoringBatch, **kwargs: Any) -> TokenScores:
         """Score a batch at the sampling temperature; see `pl_grouprl.models.score`."""
         return score(model, batch, temperature=self.sampling.temperature, **kwargs)
 
-    def call_wrapped(self, function: Callable[[], T]) -> T:
-        """Call a function that runs a model's forward, wrapped by the strategy as it wraps `training_step`."""
-        return self.support.call(self, "_call", function)
-
-    def _call(self, function: Callable[[], T]) -> T:
-        return function()  # FSDP1 calls a method of the module by name
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function; FSDP1 and DeepSpeed wrap this method, by its name, as they wrap `training_step`."""
+        return function()
 
     # Checkpoints.
-
-    def rollout_options(self) -> dict[str, Any]:
-        """Options, by name and as plain values, that must not change if a checkpoint has unfinished rollouts."""
-        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()}
-        return {
-            "num_generations": self.num_generations,
-            "branching": None if self.branching is None else asdict(self.branching),
-            "seed": self.seed,
-            **{f"sampling.{name}": value for name, value in plain.items()},
-            "policy_loss": describe(self.objective.policy_loss),
-            "loss_agg_mode": self.objective.loss_agg_mode,
-            "beta > 0": self.kl_penalty.is_used,
-            "kl_in": self.kl_penalty.place,
-        }
 
     def run_options(self) -> dict[str, Any]:
         """Everything that decides what is optimized, by name, as plain values."""
         return recorded_options(self)
 
     def saved_state(self) -> dict[str, Stateful]:
-        """Parts of the state by name, in the order in which they are loaded. A subclass adds its own.
-
-        A part that an older checkpoint does not have is left as it is.
-        """
+        """Parts of the state by name, in the order in which they are loaded. A subclass adds its own."""
         return self.run_checkpoint.standard_parts()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -953,7 +930,7 @@ class RLModule(pl.LightningModule, ABC):
         """Load all parts.
 
         Raises:
-            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that must not.
+            ValueError: If continuing would be wrong; see `pl_grouprl.training.checkpoint`.
         """
         self.run_checkpoint.load(checkpoint)
 
@@ -1009,16 +986,3 @@ class RLModule(pl.LightningModule, ABC):
         if trainer is not None:  # here, because Lightning chooses the checkpoint before it calls any hook
             place_default_logger(trainer, re.sub("(?<=[a-z])(?=[A-Z])", "_", lineage(self)[-1]).lower())
             find_last(trainer)
-
-
-def _needs_whole_episodes(module: RLModule) -> bool:
-    """Whether the loss may depend on whole rollouts; assumed of losses that are not ours."""
-    return is_custom(module.compute_loss) or module.objective.compares_tokens_of_rollouts
-
-
-def _trained_and_idle(module: RLModule, buffer: RolloutBuffer) -> tuple[RolloutBuffer, RolloutBuffer] | None:
-    """Split a buffer into trained and idle rollouts; None if the loss is custom or balances routers over all tokens."""
-    if is_custom(module.compute_loss) or module.objective.router_aux_loss_coef > 0:
-        return None
-    by_advantages = module.skips_zero_advantages and module.objective.is_zero_without_advantages
-    return trained_and_idle(buffer, by_advantages=by_advantages)

@@ -7,7 +7,6 @@ rollouts, concatenated, K those of them where the critic is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from pl_grouprl.training.objective import LossSums
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.rewarder import episode_leaf_weights
 from pl_grouprl.utilities.distributed import reduce_over_ranks
-from pl_grouprl.utilities.options import check_options, checked_arguments, describe_value
+from pl_grouprl.utilities.options import check_options
 
 
 class CriticRows(NamedTuple):
@@ -73,7 +72,6 @@ class Estimate(NamedTuple):
     advantage_mask: Tensor | None = None
 
 
-@checked_arguments
 class PPO(RLModule):
     """Proximal policy optimization (arXiv:1707.06347) with generalized advantage estimation (arXiv:1506.02438).
 
@@ -148,12 +146,6 @@ class PPO(RLModule):
             )
         if isinstance(critic, str):
             critic = PretrainedCritic(critic)
-        if critic is not None and not isinstance(critic, CriticSource):
-            raise TypeError(
-                f"critic is {describe_value(critic)}; pass a path (of a model saved with save_pretrained), None for a "
-                "copy of the policy, or a source such as PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic or "
-                "LoRACritic."
-            )
         self.critic_source: CriticSource = PolicyCopyCritic() if critic is None else critic
         self.critic_optimizer = critic_optimizer or self.optimizer_config
         self.gamma = gamma
@@ -268,13 +260,21 @@ class PPO(RLModule):
         lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_ET.sum(1), self.lam_alpha)
         rewards_ET = to_rows(buffer.joined("token_rewards"), lengths_E)
         rows = CriticRows(rewards_ET, to_rows(values_N, lengths_E), mask_ET, bootstrap_E, lam)
-        estimate = self._checked(self.estimate(rows, buffer, scores), mask_ET.shape, lengths_E)
+        estimate = self.estimate(rows, buffer, scores)
+
+        def checked(name: str, *, boolean: bool = False) -> Tensor:  # of a subclass's `estimate`; in rows [E, T]
+            where = f"{type(self).__name__}.estimate: {name}"
+            shapes = mask_ET.shape, (int(lengths_E.sum()),)
+            value = checked_tensor(getattr(estimate, name), where, *shapes, boolean=boolean)
+            return value if value.dim() == 2 else to_rows(value, lengths_E)
+
         reduce = partial(reduce_over_ranks, device=self.device)
-        buffer.put("returns", from_rows(estimate.returns, lengths_E))
-        buffer.put("value_mask", from_rows(estimate.value_mask, lengths_E))
-        advantages_ET = estimate.advantages
+        buffer.put("returns", from_rows(checked("returns"), lengths_E))
+        buffer.put("value_mask", from_rows(checked("value_mask", boolean=True), lengths_E))
+        advantages_ET = checked("advantages")
         if self.whiten_advantages:
-            whitened_ET = mask_ET if estimate.advantage_mask is None else estimate.advantage_mask
+            has_mask = estimate.advantage_mask is not None
+            whitened_ET = checked("advantage_mask", boolean=True) if has_mask else mask_ET
             advantages_ET = masked_whiten(advantages_ET, whitened_ET, reduce=reduce)
         weights_E = episode_leaf_weights(buffer.groups, mask_ET, self.device)
         buffer.put("advantages", from_rows(advantages_ET * weights_E[:, None], lengths_E))
@@ -285,23 +285,6 @@ class PPO(RLModule):
             reduce=reduce,
         )
         buffer.metrics["value/explained_variance"] = float(explained)
-
-    def _checked(self, estimate: Any, shape: Sequence[int], lengths_E: Tensor) -> Estimate:
-        """Check what a subclass's `estimate` returned, and bring it into rows."""
-        where = f"{type(self).__name__}.estimate"
-        if not isinstance(estimate, Estimate):
-            raise TypeError(f"{where} returned a {type(estimate).__name__}; expected an Estimate.")
-        shapes = (
-            (shape, "[rollouts, tokens of the longest]"),
-            ((int(lengths_E.sum()),), "one number per response token"),
-        )
-
-        def rows(name: str, *, boolean: bool = False) -> Tensor:
-            value = checked_tensor(getattr(estimate, name), f"{where}: {name}", *shapes, boolean=boolean)
-            return value if value.dim() == 2 else to_rows(value, lengths_E)
-
-        mask_ET = None if estimate.advantage_mask is None else rows("advantage_mask", boolean=True)
-        return Estimate(rows("advantages"), rows("returns"), rows("value_mask", boolean=True), mask_ET)
 
     def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
         """Value of each state of the rollouts, without gradient, on the CPU.
@@ -322,11 +305,6 @@ class PPO(RLModule):
         truncated = [episode.last.finish_reason == "length" for episode in buffer.episodes]
         bootstrapped_E = torch.tensor(truncated) & self.bootstrap_truncated
         return values_N, last_B[last_rows].masked_fill(~bootstrapped_E, 0)
-
-    def rollout_options(self) -> dict[str, Any]:
-        """Add what decides advantages and targets."""
-        names = ("gamma", "lam", "critic_lam", "lam_alpha", "whiten_advantages", "bootstrap_truncated")
-        return super().rollout_options() | {name: getattr(self, name) for name in names}
 
     # Updates.
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.utilities import optional
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -29,11 +29,7 @@ _EMBEDDINGS = "_embeddings"
 _OTHERS = "_others"
 """Suffix of the parameter group of stacked matrices and of those with one row or column, if the rest have Muon."""
 
-ADDED_OPTIONS = {"state_bits": 32, "optim": _ADAMW, "optim_args": None}
-"""Saved options that older checkpoints lack, with their values then."""
 
-
-@checked_arguments
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Options of an optimizer and its learning rate schedule; steps are optimizer steps.
@@ -289,15 +285,3 @@ def _output_heads(module: nn.Module) -> set[nn.Parameter]:
 def _shape(parameter: nn.Parameter) -> Sequence[int]:
     shape: Sequence[int] = getattr(parameter, "whole_shape", parameter.shape)  # FSDP1's shards are flat
     return shape
-
-
-def saved_options(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, Any]:
-    """Options that are saved with the optimizer's state, by `part.option`."""
-    saved = ("learning_rate", "weight_decay", "betas", "eps", *ADDED_OPTIONS)
-    return {f"{part}.{name}": _plain(getattr(config, name)) for part, (_, config) in parts.items() for name in saved}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(own) for name, own in value.items()}
-    return list(value) if isinstance(value, tuple) else value
