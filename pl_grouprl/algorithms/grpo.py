@@ -42,9 +42,9 @@ class GRPO(RLModule):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         loss_type: TRL's name for a combination of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each can be
             overridden separately.
-        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; None takes that of
-            `loss_type`.
-        loss_agg_mode: How token losses are aggregated, such as `token-mean`; None takes that of `loss_type`.
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; defaults to that
+            of `loss_type`.
+        loss_agg_mode: How token losses are aggregated, such as `token-mean`; defaults to that of `loss_type`.
         scale_rewards: What centered rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
         advantage_estimator: A name in `pl_grouprl.functional.advantages`. The baseline is the group's mean for

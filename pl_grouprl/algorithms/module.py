@@ -135,8 +135,8 @@ class RLModule(pl.LightningModule, ABC):
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. None if
-            the environment computes the reward (`get_reward`).
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. Optional
+            if the environment computes the reward (`get_reward`).
         optimizer: AdamW or another optimizer, and its schedule.
         sharing: `shared` encodes once what the rollouts of a group have in common: the prompt, and common beginnings of
             rollouts where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per
@@ -147,12 +147,12 @@ class RLModule(pl.LightningModule, ABC):
         verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
         max_nonfinite_steps: Abort after this many steps in a row whose loss or gradient is NaN or infinite. A single
             one is skipped on all ranks: weights and optimizer state stay as they are.
-        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits forever.
-        allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or dotted prefix:
-            `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. All others that decide what is optimized must
-            be the same.
+        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; no limit if None.
+        allow_changed: Options that are meant to differ from the checkpoint's when a run is resumed, by name or dotted
+            prefix: `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. Others that decide what is optimized
+            are warned of, and with `ckpt_path="last"` must be the same.
         sampling: How training rollouts are sampled. Log-probabilities are trained at its temperature.
-        engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
+        engine: Samples the rollouts; defaults to `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
             weights (`SyncedRolloutEngine`) receives them when they have changed, and is closed at the end of each run
             (`fit`, `validate`, `test`) and after an exception; another run starts it again.
         tools: Functions that the model may call in a turn, sync or async, with type hints and a Google docstring (TRL's
@@ -161,11 +161,12 @@ class RLModule(pl.LightningModule, ABC):
             of which the row's column `environment` chooses one. See `pl_grouprl.episodes.tools`.
         harness: Plays the episodes with an external library, on the servers of `engine`; see
             `pl_grouprl.harnesses.Verifiers`. Its reward is added to `rewards`.
-        max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.
-        max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens`
+        max_tool_calling_iterations: How often a rollout may call tools before its last answer; no limit if
+            None.
+        max_turn_tokens: Maximum tokens that the model writes in one turn; no limit if None. `sampling.max_new_tokens`
             limits the whole episode.
-        max_episode_tokens: Most tokens after the prompt, results of tools included; None is no limit but the model's.
-        tool_timeout: Seconds that a call of a tool may take; None is no limit.
+        max_episode_tokens: Maximum tokens after the prompt, results of tools included; defaults to the model's limit.
+        tool_timeout: Seconds that a call of a tool may take; no limit if None.
         tool_workers: Processes per rank that run tools and environments, killed if a call takes too long; 0 runs them
             in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
@@ -174,15 +175,15 @@ class RLModule(pl.LightningModule, ABC):
             of the episode where the history has changed (`Rollout.episode`).
         val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
             pass@k.
-        val_sampling: How those are sampled; None is `sampling`.
+        val_sampling: How those are sampled; defaults to `sampling`.
         pass_threshold: A rollout of validation or test passes, for pass@k, if its reward is at least this.
         reward_workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn.
             Async functions and reward models stay in this one; see `RewardWorkers`.
         reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or
-            for one rollout with verl's signature. A longer call is killed with what it started, and fails. None is no
-            limit.
+            for one rollout with verl's signature. A longer call is killed with what it started, and fails. No limit
+            if None.
         reward_memory_limit_mb: MiB of address space of each reward worker, its imports included; a call that needs
-            more fails. None is no limit.
+            more fails. No limit if None.
         reward_retries: How often a call that raised is repeated.
         max_failed_share: Share of a rank's rollouts on which a reward function may fail; a larger share ends the run.
         seed: Decides rollouts, the order of mini-batches and random draws of a loss, together with the position in the
@@ -203,11 +204,11 @@ class RLModule(pl.LightningModule, ABC):
             sampled the token, counted in batches. 0 samples each batch when it is trained, from the current weights.
         max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
             has a reward. Each of them logs a warning and trains nothing.
-        max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
-            packed into as many rows as that takes; a larger group is split: its prompt is encoded once and its rollouts
-            follow in slices of this many tokens. The result is the same, unless a loss compares the tokens of one
-            micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once; on a GPU, as many as its free
-            memory allows.
+        max_tokens_per_micro_batch: Maximum tokens that go through the model at once on a rank. The groups of an update
+            are packed into as many rows as that takes; a larger group is split: its prompt is encoded once, and its
+            rollouts follow in slices of this many tokens. The result is the same, unless a loss compares the tokens
+            of one micro-batch (`clip_cov`, `kl_cov`, the routers' loss). Defaults to all at once; on a GPU, to as many
+            as its free memory allows.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be that many times as long. It must divide the number of ranks.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
@@ -215,23 +216,23 @@ class RLModule(pl.LightningModule, ABC):
         policy_loss_options: Further options of that loss, by the names of its arguments.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
-        epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).
-        epsilon_high: How far it may rise above 1; None is `epsilon`.
+        epsilon: How far the ratio may fall below 1 before it is clipped; defaults to the loss's own (`ppo`: 0.2).
+        epsilon_high: How far it may rise above 1; defaults to `epsilon`.
         epsilon_max: Upper bound of the ratio itself, instead of both (what TRL's `epsilon_high` means for `cispo`);
-            None is no bound. Only for `cispo`.
-        delta: Upper bound of the ratio where the advantage is negative (dual clip); None is no bound. Only for `ppo`.
+            no bound if None. Only for `cispo`.
+        delta: Upper bound of the ratio where the advantage is negative (dual clip); no bound if None. Only for `ppo`.
         beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
         kl_type: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
         kl_in: Where the penalty goes: into the `loss`, or into the `reward` of each token.
-        kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; None keeps `beta` fixed.
-        kl_horizon: Rollouts over which the adaptive coefficient moves; None is 10,000.
+        kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; fixed if None.
+        kl_horizon: Rollouts over which the adaptive coefficient moves; defaults to 10,000.
         entropy_coef: Weight of the entropy bonus.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a
             micro-batch (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per
             rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
         importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
             `pl_grouprl.functional.importance`.
-        importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is no bound.
+        importance_sampling_low: Lower bound of the ratio of trainer to sampler; no bound if None.
         importance_sampling_high: Its upper bound.
 
     Attributes:
@@ -452,7 +453,7 @@ class RLModule(pl.LightningModule, ABC):
         """Copy the module outside its run, for callbacks that average weights: without Trainer, data and threads."""
         trainer, ahead = self._trainer, self.collector.ahead
         run = [trainer, getattr(trainer, "datamodule", None), self._support, self.rewarder._workers, self.sampler._stop]
-        run += [] if ahead is None else [ahead.data, ahead._queue, ahead._source, ahead._threads]
+        run += [] if ahead is None else [ahead.data, ahead._queue, ahead._copy, ahead._threads, ahead._options]
         memo.update((id(part), None) for part in run)
         if isinstance(self.engine, SyncedRolloutEngine):  # its sampler is in other processes
             memo[id(self.engine)] = self.engine
@@ -565,7 +566,7 @@ class RLModule(pl.LightningModule, ABC):
             self.reference = frozen_copy(self.policy)
             self.run_checkpoint.reference_fingerprint = fingerprint(self.reference)
         if self.kl_penalty.is_used:
-            with self.reference_policy():  # refuses an adapter without a base
+            with self.reference_policy():  # raises for an adapter without a base
                 pass
         check_adapter(self.engine, self.policy)
         if self.objective.router_aux_loss_coef > 0:

@@ -81,11 +81,11 @@ class PPO(RLModule):
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         critic: Path or hub name of a Hugging Face model (a reward model's head becomes the value head), or another
-            source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. None is a copy of the policy.
-        critic_optimizer: Options of the critic; None is the policy's. With `SharedTrunkCritic` it trains only the head.
+            source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. Defaults to a copy of the policy.
+        critic_optimizer: Options of the critic; defaults to the policy's. With `SharedTrunkCritic` it trains the head.
         gamma: Discount per token.
         lam: lambda of the advantages.
-        critic_lam: lambda of the critic's targets; None is `lam`.
+        critic_lam: lambda of the critic's targets; defaults to `lam`.
         lam_alpha: Makes the advantages' lambda depend on the length l of the rollout, 1 - 1 / (lam_alpha l) (VAPO,
             arXiv:2504.05118); None keeps `lam`.
         whiten_advantages: Give the advantages of all trained tokens, over all ranks, mean 0 and variance 1.
@@ -141,7 +141,7 @@ class PPO(RLModule):
         )
         if bootstrap_truncated and self.mask_truncated_completions:
             raise ValueError(
-                "bootstrap_truncated=True applies to rollouts that mask_truncated_completions=True leaves out; set "
+                "bootstrap_truncated=True applies to rollouts that mask_truncated_completions=True does not train; set "
                 "only one."
             )
         if isinstance(critic, str):
@@ -340,10 +340,19 @@ class PPO(RLModule):
     def _value_loss(
         self, batch: MicroBatch, states: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Clipped value loss at the K tokens of `value_mask`; the head runs on those alone."""
+        """Clipped value loss at the K tokens of `value_mask`; the head runs only on those."""
         # A rank without groups in this update runs a dummy, whose loss mask is empty.
-        chosen_N = batch.tokens["value_mask"] & batch.mask_N
-        values_K = self._values_at(batch, chosen_N, states)
+        critic, scoring, chosen_N = self._critic, batch.scoring, batch.tokens["value_mask"] & batch.mask_N
+        if states is not None:
+            values_K = critic.values(scoring, scoring.predict_index_N[chosen_N], states=states)
+        else:  # a trunk of its own stops at the last of these tokens
+            rows_BT = to_rows(chosen_N.cpu(), torch.tensor(scoring.rollout_lengths))
+            places_T = torch.arange(1, rows_BT.shape[1] + 1)
+            ends_B = (rows_BT * places_T).amax(dim=1) if len(places_T) else rows_BT.sum(1)
+            short = truncate_rollouts(batch.groups, ends_B)
+            scoring = batch.repack(short.groups)
+            kept_M = chosen_N[short.kept_index_M.to(chosen_N.device)]
+            values_K = critic.values(scoring, scoring.predict_index_N[kept_M])
         loss = clipped_value_loss(
             values_K,
             batch.tokens["values"][chosen_N],
@@ -355,18 +364,6 @@ class PPO(RLModule):
         metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
         metrics["value/loss"] = (numerator.detach(), count)
         return (self.vf_coef * numerator, count), metrics
-
-    def _values_at(self, batch: MicroBatch, chosen_N: Tensor, states: Tensor | None) -> Tensor:
-        """Values where the critic is trained; its trunk, if not the policy's, stops at the last of these tokens."""
-        critic = self._critic
-        if states is not None:
-            return critic.values(batch.scoring, batch.scoring.predict_index_N[chosen_N], states=states)
-        rows_BT = to_rows(chosen_N.cpu(), torch.tensor(batch.scoring.rollout_lengths))
-        ends_B = (rows_BT * torch.arange(1, rows_BT.shape[1] + 1)).amax(dim=1) if rows_BT.shape[1] else rows_BT.sum(1)
-        short = truncate_rollouts(batch.groups, ends_B)
-        scoring = batch.repack(short.groups)
-        kept_M = chosen_N[short.kept_index_M.to(chosen_N.device)]
-        return critic.values(scoring, scoring.predict_index_N[kept_M])
 
     @property
     def _critic(self) -> Critic:

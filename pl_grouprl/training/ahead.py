@@ -1,7 +1,9 @@
 """Samples rollouts while earlier ones are trained, up to `max_staleness` batches ahead.
 
-`RolloutsAhead` submits prompts to a `RolloutQueue`; `SamplingThreads` sample them from a source, an engine that takes
-weights in flight or a copy of the policy; the main thread takes finished groups.
+`RolloutsAhead` submits prompts to a `RolloutQueue`, `SamplingThreads` sample them, and the main thread takes finished
+groups. There are two ways. With an engine that takes weights in flight (`updates_in_flight`), many threads sample one
+group each while the main thread sends weights. Otherwise one thread samples batch by batch from a copy of the policy
+(`PolicyCopy`), whose weights change in between.
 
 The version of the weights is the number of rollout batches that were trained on so far. A token's staleness is the
 version about to be updated minus the version that sampled the token.
@@ -95,27 +97,24 @@ class RolloutsAhead:
         self._state: dict[str, Any] | None = None
         self._next_version = 0
         self._queue: RolloutQueue | None = None
-        self._source: InFlightSource | CopySource | None = None
+        self._copy: PolicyCopy | None = None  # None if the engine takes weights in flight
+        self._options: dict[str, Any] = {}
         self._threads: SamplingThreads | None = None
 
     def open(self) -> None:
         """Prepare for a fit."""
         self.close()  # an earlier fit may have ended with an exception
-        run, sampler = self._run, self._sampler
-        self._queue = RolloutQueue(self._max_staleness, type(sampler.engine).__name__)
-        options = drop_none(
+        sampler, engine = self._sampler, self._sampler.engine
+        self._queue = RolloutQueue(self._max_staleness, type(engine).__name__)
+        self._copy = None
+        if not declares(engine, "updates_in_flight"):
+            self._copy = PolicyCopy(self._run, engine, self._load_policy)
+        self._options = drop_none(
             episodes=None if self._episodes is None else self._episodes.loop_for_threads(),
             branching=self._branching,
             stop=sampler.stop_strings(self._sampling),
         )
-        sample_with = partial(
-            sampler.sample_with, sampling=self._sampling, num_generations=self._num_generations, **options
-        )
-        if declares(sampler.engine, "updates_in_flight"):
-            self._source = InFlightSource(run, sampler, sample_with, self._sampling)
-        else:
-            self._source = CopySource(run, sampler, sample_with, self._queue, self._load_policy)
-        self._threads = SamplingThreads(self._queue, self._source.sample, whole_batches=self._source.whole_batches)
+        self._threads = SamplingThreads(self._queue, self._sample, whole_batches=self._copy is not None)
 
     def take(self, batch: PromptBatch, sample: Sample) -> list[RolloutGroup]:
         """Wait for one finished group per prompt of this rank's batch, and remove them from the queue. Collective.
@@ -124,40 +123,63 @@ class RolloutsAhead:
 
         Args:
             batch: The prompts.
-            sample: Samples them in the main thread, if the source has one thread and they were not submitted ahead.
+            sample: Samples them in the main thread, from the policy, if they were not submitted ahead to a copy.
         """
-        queue, source, threads, count = self._queue, self._source, self._threads, len(batch.prompts)
+        queue, threads, number, count = self._queue, self._threads, batch.rollout_number, len(batch.prompts)
         assert queue is not None
-        assert source is not None
         assert threads is not None
 
         def submit_and_wait() -> None:
             queue.set_version(self._next_version, getattr(self._sampler.engine, "version", None))
-            number = batch.rollout_number
             if not queue.has(number):
                 with self._timer.part("rollout"):
-                    queue.submit(number, batch.prompts, source.sample_now(batch, sample))
+                    queue.submit(number, batch.prompts, None if self._copy is None else sample(batch.prompts))
             for later in range(number + 1, number + self._max_staleness + 1):
                 if not queue.has(later):
                     queue.submit(later, self.data.peek(later))
-            threads.grow(min(len(queue), source.max_threads))
+            threads.grow(min(len(queue), MAX_THREADS if self._copy is None else 1))
             queue.wait(count)
 
+        device = self._run.device
         with self._timer.part("wait_for_rollouts"):
             self._restore(queue)
-            queue.expect(batch.rollout_number)
-            source.refresh(count, submit_and_wait)
-            groups = queue.take(batch.rollout_number, count)
+            queue.expect(number)
+            # An error on one rank ends the run on all.
+            if self._copy is None:
+                self._sampler.synced(submit_and_wait)
+            else:
+                # Wait for the batch first, so that timing does not decide its weights.
+                raise_on_all_ranks(lambda: queue.wait(min(count, len(queue))), device)
+                with queue.paused():
+                    self._copy.fill()
+                raise_on_all_ranks(submit_and_wait, device)
+            groups = queue.take(number, count)
             self._next_version = queue.version + 1
-            current = [
-                group
-                for group in groups
-                if all(found == queue.version for rollout in group.rollouts for found in sampled_versions(rollout))
-            ]
-            source.check(current, batch.prompts)
+            if self._copy is None:
+                current = [
+                    group
+                    for group in groups
+                    if all(found == queue.version for rollout in group.rollouts for found in sampled_versions(rollout))
+                ]
+                engine = ThreadEngine(self._sampler.engine)
+                self._sampler.compare(current, self._sampling, engine=engine, prompts=batch.prompts)
         for place, group in enumerate(groups):
             group.group_id = self._run.global_rank + num_ranks() * place
         return groups
+
+    def _sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
+        """Sample entries of one batch, in a thread. Their random numbers depend on their places, not on timing."""
+        number, attempt = entries[0].number, max(entry.attempt for entry in entries)
+        sample_with = partial(
+            self._sampler.sample_with,
+            prompts=[entry.prompt for entry in entries],
+            sampling=self._sampling,
+            num_generations=self._num_generations,
+            seed=("rollout", number, "again", attempt) if attempt else ("rollout", number),
+            indices=[self._run.global_rank + num_ranks() * entry.place for entry in entries],
+            **self._options,
+        )
+        return sample_with(ThreadEngine(self._sampler.engine)) if self._copy is None else self._copy.sample(sample_with)
 
     def measure(self, groups: Sequence[RolloutGroup]) -> Staleness:
         """Staleness of the groups that are trained now."""
@@ -176,25 +198,26 @@ class RolloutsAhead:
         Args:
             at_once: Wait at most `END_SECONDS` for running requests, even if they cannot be stopped.
         """
-        queue, source, threads = self._queue, self._source, self._threads
-        if queue is None or source is None or threads is None:
+        queue, threads = self._queue, self._threads
+        if queue is None or threads is None:
             return
         queue.close()
-        source.stop()
-        if not threads.join(END_SECONDS if at_once or source.can_stop else None):
+        if self._copy is None:
+            self._sampler.close()  # aborts calls in flight
+        if not threads.join(END_SECONDS if at_once or self._copy is None else None):
             rank_zero_warn("rollouts are still being sampled at the end of the run; they are dropped.")
         if self._state is None:
-            self._state = queue.state_dict() | {"options": self._options()}
-        self._queue = self._source = self._threads = None
+            self._state = queue.state_dict() | {"options": self._sampling_options()}
+        self._queue = self._copy = self._threads = None
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of this rank's queue, for a checkpoint; None if no fit has begun and nothing was restored."""
         if self._state is None and self._queue is not None:
-            assert self._source is not None
-            self._source.finish()
-            return self._queue.state_dict() | {"options": self._options()}
+            if self._copy is not None:  # groups in flight start again after a resume; these would be lost
+                self._queue.finish_started()
+            return self._queue.state_dict() | {"options": self._sampling_options()}
         return self._state
 
     def load_state_dicts(self, per_rank: Sequence[dict[str, Any] | None]) -> None:
@@ -213,7 +236,7 @@ class RolloutsAhead:
                 f"{again} groups of rollouts were not finished when the checkpoint was saved: they start again."
             )
 
-    def _options(self) -> dict[str, Any]:
+    def _sampling_options(self) -> dict[str, Any]:
         """What rollouts are sampled with, as plain values."""
         branching = None if self._branching is None else asdict(self._branching)
         options = {**asdict(self._sampling), "num_generations": self._num_generations, "branching": branching}
@@ -223,7 +246,7 @@ class RolloutsAhead:
         state, self._state = self._state, None
         if state is None:
             return
-        saved, options = state.get("options", {}), self._options()
+        saved, options = state.get("options", {}), self._sampling_options()
         if changed := [name for name in saved if saved[name] != options.get(name)]:
             entries = [{**entry, "prompt": None} for entry in state["entries"]]  # as if they were other prompts
             state = {**state, "entries": entries}
@@ -332,7 +355,7 @@ def version_of_all(rollout: Rollout, version: int) -> list[int]:
     return [version if bit else NOT_SAMPLED for bit in mask]
 
 
-# Sources: an engine that takes weights in flight, or a copy of the policy.
+# What the threads sample with: an engine that takes weights in flight, or a copy of the policy.
 
 
 class ThreadEngine:
@@ -368,135 +391,42 @@ class ThreadEngine:
         return groups
 
 
-class InFlightSource:
-    """Samples with an engine that declares `updates_in_flight`, a call per group, while the main thread sends weights.
-
-    Args:
-        run: The run.
-        sampler: Has the engine.
-        sample_with: Its `sample_with`, for an engine and prompts.
-        sampling: How rollouts are sampled.
-    """
-
-    whole_batches = False
-    max_threads = MAX_THREADS
-    can_stop = True
-
-    def __init__(self, run: Run, sampler: Sampler, sample_with: Sample, sampling: SamplingConfig) -> None:
-        self._run, self._sampler, self._sample_with, self._sampling = run, sampler, sample_with, sampling
-        self._engine = ThreadEngine(sampler.engine)
-
-    def refresh(self, count: int, submit_and_wait: Callable[[], None]) -> None:
-        """Take the policy's current weights, then call `submit_and_wait`; again if the sampler was lost. Collective.
-
-        An error on one rank ends the run on all.
-
-        Args:
-            count: Number of groups that `submit_and_wait` waits for.
-            submit_and_wait: Submits prompts, and waits until the groups of the next batch are finished.
-        """
-        self._sampler.synced(submit_and_wait)
-
-    def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
-        """Sample the entries that a thread has started."""
-        return self._sample_with(self._engine, **_arguments(entries, self._run.global_rank))
-
-    def sample_now(self, batch: PromptBatch, sample: Sample) -> None:
-        """Leave a batch that was not submitted ahead to the threads."""
-
-    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
-        """Compare the sampler with the policy, once per run. Collective.
-
-        Args:
-            groups: Groups from its current weights.
-            prompts: This rank's prompts. If the groups have no tokens, rank 0 samples one for the comparison.
-        """
-        self._sampler.compare(groups, self._sampling, engine=self._engine, prompts=prompts)
-
-    def finish(self) -> None:
-        """Before a checkpoint, do not wait: groups in flight start again after a resume."""
-
-    def stop(self) -> None:
-        """At the end, abort calls in flight."""
-        self._sampler.close()
-
-
-class CopySource:
-    """Samples from a frozen copy of the policy, with an engine that declares `samples_from_copies`.
-
-    One thread samples batch by batch; the weights change in between. Methods are as in `InFlightSource`.
+class PolicyCopy:
+    """A frozen copy of a policy, and a copy of its engine that samples from it.
 
     Args:
         run: Has the policy, before it enters `shared_prefix`, which would apply to the copy too. If its weights are
             shards, each rank gets a whole copy.
-        sampler: Has the engine.
-        sample_with: Its `sample_with`, for an engine and prompts.
-        queue: The queue whose prompts the thread samples.
+        engine: The engine, which declares `samples_from_copies`.
         load_policy: Loads the initial policy, to make a whole copy if the policy's weights are shards.
     """
 
-    whole_batches = True
-    max_threads = 1
-    can_stop = False
-
-    def __init__(
-        self, run: Run, sampler: Sampler, sample_with: Sample, queue: RolloutQueue, load_policy: Callable[[], Any]
-    ) -> None:
-        self._run, self._sample_with, self._queue, self._device = run, sample_with, queue, run.device
+    def __init__(self, run: Run, engine: RolloutEngine, load_policy: Callable[[], Any]) -> None:
+        self._run, self._device = run, run.device
         whole = frozen_copy(run.policy) if run.support.keeps_plain_weights else load_policy().requires_grad_(False)
-        self._copy = whole.to(self._device).eval()
-        self._engine: RolloutEngine = copy.copy(sampler.engine)
-        self._engine.bind(self._copy, copy.deepcopy(run.tokenizer))  # threads must not share a tokenizer
+        self._policy = whole.to(self._device).eval()
+        self._engine: RolloutEngine = copy.copy(engine)
+        self._engine.bind(self._policy, copy.deepcopy(run.tokenizer))  # threads must not share a tokenizer
         self._filled: Any = None
 
-    def refresh(self, count: int, submit_and_wait: Callable[[], None]) -> None:
-        """Wait for the batch, so that timing does not decide its weights; then copy the policy's."""
-        raise_on_all_ranks(lambda: self._queue.wait(min(count, len(self._queue))), self._device)
-        with self._queue.paused(), torch.no_grad():
-            copied = dict(self._copy.named_parameters()) | dict(self._copy.named_buffers())
-            for name, weight in self._run.support.named_weights(self._run.policy):
-                copied[name].copy_(weight)
-            if self._device.type == "cuda":
-                self._filled = torch.cuda.current_stream().record_event()
-        raise_on_all_ranks(submit_and_wait, self._device)
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the policy's weights. Collective; nothing may be sampled meanwhile."""
+        copied = dict(self._policy.named_parameters()) | dict(self._policy.named_buffers())
+        for name, weight in self._run.support.named_weights(self._run.policy):
+            copied[name].copy_(weight)
+        if self._device.type == "cuda":
+            self._filled = torch.cuda.current_stream().record_event()
 
-    def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
-        """Sample, on a separate CUDA stream that waits for the weights."""
-        sample = partial(self._sample_with, self._engine, **_arguments(entries, self._run.global_rank))
+    def sample(self, sample_with: Sample) -> list[RolloutGroup]:
+        """Call a function with the engine, on a separate CUDA stream that waits for the weights."""
         if self._filled is None:
-            return sample()
+            return sample_with(self._engine)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             torch.cuda.current_stream().wait_event(self._filled)
-            groups = sample()
+            groups = sample_with(self._engine)
             torch.cuda.current_stream().synchronize()  # before the copy gets other weights
         return groups
-
-    def sample_now(self, batch: PromptBatch, sample: Sample) -> list[RolloutGroup]:
-        """Sample from the policy itself, on the main thread."""
-        return sample(batch.prompts)
-
-    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
-        """Do nothing: a copy equals the policy."""
-
-    def finish(self) -> None:
-        """Before a checkpoint, wait for groups that it would lose."""
-        self._queue.finish_started()
-
-    def stop(self) -> None:
-        """Do nothing: calls cannot be stopped."""
-
-
-def _arguments(entries: Sequence[QueuedGroup], rank: int) -> dict[str, Any]:
-    """Arguments of `Sampler.sample_with` for entries of one batch.
-
-    Their random numbers depend on batch, place and attempt, not on timing.
-    """
-    number, attempt = entries[0].number, max(entry.attempt for entry in entries)
-    return {
-        "prompts": [entry.prompt for entry in entries],
-        "seed": ("rollout", number, "again", attempt) if attempt else ("rollout", number),
-        "indices": [rank + num_ranks() * entry.place for entry in entries],
-    }
 
 
 class SamplingThreads:
@@ -807,7 +737,7 @@ class RolloutQueue:
             join: Rebuilds a group.
 
         Returns:
-            How many finished groups were left out, because their prompt has changed.
+            How many finished groups were omitted, because their prompt has changed.
         """
         with self._changed:
             self.version, self._sizes = state["version"], dict(state["sizes"])

@@ -115,7 +115,7 @@ class KLPenalty:
         kind: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
         place: `loss` or `reward`.
         target: Target KL per rollout, in nats, for an adaptive coefficient; None keeps it fixed.
-        horizon: Time scale of the adaptive coefficient, in rollouts; None is 10,000.
+        horizon: Time scale of the adaptive coefficient, in rollouts; defaults to 10,000.
 
     Attributes:
         controller: Provides the current coefficient, `coef`.
@@ -141,7 +141,7 @@ class KLPenalty:
             }
         )
         if place == "reward" and beta == 0:
-            raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or leave kl_in out.")
+            raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or omit kl_in.")
         if target is not None and beta == 0:
             raise ValueError(
                 f"kl_target is {target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an initial beta."

@@ -577,7 +577,7 @@ class Episodes:
         """The most tokens that may follow a prompt.
 
         Args:
-            max_new_tokens: Most tokens that the model writes.
+            max_new_tokens: Maximum tokens that the model writes.
             budget: `max_tokens_per_micro_batch`.
 
         Raises:

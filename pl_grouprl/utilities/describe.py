@@ -45,29 +45,31 @@ def private_copy(value: T) -> T:
     including subclasses. Everything else, such as tensors and images, is shared, since copying it may cost more than
     the call itself.
     """
-    kind: Any = type(value)
-    if kind in _ATOMS:
-        return value
+    return value if type(value) in _ATOMS else _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
     if isinstance(value, (list, tuple)):
         if kind is list and _ATOMS.issuperset(map(type, value)):  # token ids, mostly
-            return value.copy()  # type: ignore[union-attr]
-        items: Any = [private_copy(item) for item in value]
+            return value.copy()
+        items = [private_copy(item) for item in value]
         if kind is list:
             return items
         if isinstance(value, list):
-            copied: Any = copy.copy(value)
+            copied = copy.copy(value)
             copied[:] = items
             return copied
         if hasattr(value, "_make"):
             return value._make(items)
-        return tuple(items) if kind is tuple else value  # type: ignore[return-value]  # other constructors are unknown
+        return tuple(items) if kind is tuple else value  # constructors of other tuple types are unknown
     if isinstance(value, (dict, MutableMapping)):  # an abstract class alone would take a microsecond
         if kind is dict and _ATOMS.issuperset(map(type, value.values())):
-            return value.copy()  # type: ignore[union-attr]
-        copied = {} if kind is dict else copy.copy(value)
+            return value.copy()
+        mapping: Any = {} if kind is dict else copy.copy(value)
         for key, held in value.items():
-            copied[key] = private_copy(held)
-        return copied
+            mapping[key] = private_copy(held)
+        return mapping
     if isinstance(value, (set, bytearray)) or kind.__module__ == "numpy":
         return copy.copy(value)
     if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
@@ -188,11 +190,11 @@ def _parts(value: Any) -> tuple[Any, Mapping[Any, Any]]:
     if inspect.isclass(value) or inspect.isroutine(value):
         owner = getattr(value, "__self__", None)
         parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
-        code = getattr(value, "__code__", None)
-        if code is not None:  # functions of one name that another function made differ in their closures
-            defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        function: Any = value
+        if hasattr(function, "__code__"):  # functions of one name that another function made differ in their closures
+            defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
             parts |= {"defaults": defaults} if defaults else {}
-            cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             parts |= {name: cell.cell_contents for name, cell in cells}
         return identity(value), parts
     if (facts := array_facts(value)) is not None:

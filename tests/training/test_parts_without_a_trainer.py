@@ -44,8 +44,7 @@ def run():
     config = Qwen3Config(
         vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, eos_token_id=1, pad_token_id=0, **sizes
     )
-    run = PlainRun(Qwen3ForCausalLM(config), tokenizer)
-    return run
+    return PlainRun(Qwen3ForCausalLM(config), tokenizer)
 
 
 @pytest.fixture
