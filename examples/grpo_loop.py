@@ -58,10 +58,8 @@ def main(steps: int = 20, num_generations: int = 8, cache_dir: str = ".cache/exa
 
     # The building blocks, each with what it needs.
     run = PlainRun(source.load().train(), source.load_tokenizer())
-    sampler = Sampler(run)
-    run.sample = sampler.generate
     rewarder = Rewarder(share_of_letters, run)
-    collector = Collector(run, sampler, rewarder, StepTimer(), sampling=sampling, num_generations=num_generations)
+    collector = Collector(run, Sampler(run), rewarder, StepTimer(), sampling=sampling, num_generations=num_generations)
     objective = PolicyObjective(
         "ppo", {}, loss_agg_mode="token-mean", kl=KLPenalty(), max_new_tokens=sampling.max_new_tokens
     )
@@ -72,7 +70,7 @@ def main(steps: int = 20, num_generations: int = 8, cache_dir: str = ".cache/exa
 
     optimization = Optimization()
     micro_batcher = MicroBatcher(run, max_tokens=512)  # tokens per forward pass, counting shared ones once
-    updater = Updater(run, micro_batcher, optimization, compute_loss, objective.denominators, "grpo_loop")
+    updater = Updater(run, micro_batcher, optimization)
     parts = {"policy": list(run.policy.parameters())}
     optimizer = torch.optim.AdamW(run.policy.parameters(), lr=1e-2)
 
@@ -80,12 +78,11 @@ def main(steps: int = 20, num_generations: int = 8, cache_dir: str = ".cache/exa
     with shared_prefix(run.policy):
         for step in range(steps):
             batch = PromptBatch([prompts[(4 * step + place) % len(prompts)] for place in range(4)], step)
-            collected = collector.collect(batch)
-            buffer = collector.make_buffer(collected, step)
-            collector.finish(collected, buffer)
+            buffer = collector.finish(collector.collect(batch))
             buffer.put_per_rollout("advantages", grpo_advantages(buffer.groups))
 
-            loss, metrics = updater.update(buffer, buffer.members(0), Accumulation())
+            how = Accumulation(), compute_loss, objective.denominators
+            loss, metrics = updater.update(buffer, buffer.members(0), *how)
             loss.backward()  # of the last micro-batch; the updater ran the earlier ones
             norms = optimization.before_step(parts, run.support, accumulated=1, device=run.device, step=run.global_step)
             optimizer.step()

@@ -6,9 +6,8 @@ Legend: E episodes, N response tokens of all rollouts, concatenated.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from pl_grouprl.algorithms.grpo import GRPO
 from pl_grouprl.checks import ParityReport, check_parity
@@ -30,10 +29,9 @@ from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checkpoint import FREE_OPTIONS, ConsistencyCheck, Stateful, compare_reference
 from pl_grouprl.training.checks import check_lengths_of_teacher
 from pl_grouprl.utilities.distributed import sum_over_ranks
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 
-@checked_arguments
 class Distillation(GRPO):
     """On-policy distillation: a student learns from a teacher's log-probabilities of the tokens it sampled.
 
@@ -85,7 +83,7 @@ class Distillation(GRPO):
         if self.dynamic_sampling:
             raise ValueError(
                 "dynamic_sampling=True drops groups whose rewards are all equal, but the student can learn from the "
-                "teacher on them too; leave it out."
+                "teacher on them too; omit it."
             )
         self.teacher_source: PolicySource = as_policy_source(teacher, "teacher")
         self.distillation_coef = distillation_coef
@@ -97,7 +95,7 @@ class Distillation(GRPO):
     # Models.
 
     def setup(self, stage: str) -> None:
-        """Refuse a teacher with other tokens than the student."""
+        """Verify that the teacher has the student's tokens."""
         check_tokenizers(self.tokenizer, self.teacher_source.load_tokenizer())
         super().setup(stage)
 
@@ -110,7 +108,7 @@ class Distillation(GRPO):
         self._teacher_fingerprint = check_pair(self.policy, self.teacher)
 
     def configure_model(self) -> None:
-        """Load student and teacher, and refuse prompts too long for the teacher."""
+        """Load student and teacher, and check that the teacher can read the longest rollouts."""
         super().configure_model()
         if self._trainer is not None and self._trainer.state.fn is not None:
             check_lengths_of_teacher(self)
@@ -142,39 +140,23 @@ class Distillation(GRPO):
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
         """Add the teacher's advantages to those of the task."""
         super().compute_targets(buffer, scores)
-        teacher_N = self._teacher_advantages(buffer)
-        buffer.put("advantages", buffer.joined("advantages") + self.distillation_coef * teacher_N)
-
-    def _teacher_advantages(self, buffer: RolloutBuffer) -> Tensor:
-        """The teacher's advantages, shape [N]; adds its metrics to the buffer."""
         old_N, teacher_N, mask_N = (buffer.joined(name) for name in ("old_logprobs", "teacher_logprobs", "loss_mask"))
-        buffer.metrics |= self._teacher_metrics(old_N, teacher_N, mask_N)
         lengths_E = buffer.episode_lengths
         rows = (to_rows(values_N, lengths_E) for values_N in (old_N, teacher_N, mask_N))
-        return from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_E)
-
-    def _teacher_metrics(self, old_N: Tensor, teacher_N: Tensor, mask_N: Tensor) -> dict[str, float]:
-        """Means over the trained tokens of all ranks. Collective."""
+        teacher_advantages_N = from_rows(distillation_advantages(*rows, gamma=self.gamma), lengths_E)
+        buffer.put("advantages", buffer.joined("advantages") + self.distillation_coef * teacher_advantages_N)
         sums = [(old_N - teacher_N)[mask_N].sum(), teacher_N[mask_N].sum(), mask_N.sum()]
         reverse_kl, teacher_logprob, tokens = sum_over_ranks(sums, self.device)
-        return {
-            "distillation/reverse_kl": reverse_kl / max(tokens, 1.0),
-            "distillation/teacher_logprob": teacher_logprob / max(tokens, 1.0),
-        }
+        buffer.metrics["distillation/reverse_kl"] = reverse_kl / max(tokens, 1.0)
+        buffer.metrics["distillation/teacher_logprob"] = teacher_logprob / max(tokens, 1.0)
 
     # Checkpoints.
 
-    def rollout_options(self) -> dict[str, Any]:
-        """Add the options that decide the teacher's advantages."""
-        return super().rollout_options() | {"distillation_coef": self.distillation_coef, "gamma": self.gamma}
-
     def saved_state(self) -> dict[str, Stateful]:
         """Add a fingerprint of the teacher, which must stay the same."""
-        check = ConsistencyCheck(lambda: self._teacher_fingerprint, self._compare_teacher)
+        compare = partial(compare_reference, source=self.teacher_source, option="teacher", role="teacher")
+        check = ConsistencyCheck(lambda: self._teacher_fingerprint, compare)
         return super().saved_state() | {"teacher_fingerprint": check}
-
-    def _compare_teacher(self, then: float | None, now: float | None) -> None:
-        compare_reference(then, now, self.teacher_source, option="teacher", role="teacher")
 
 
 def no_task_reward(completions: list[Any], **columns: Any) -> list[float]:

@@ -32,7 +32,7 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checkpoint import Stateful, note_options
 from pl_grouprl.utilities.distributed import reduce_over_ranks, sum_over_ranks
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 ScoreNorm = Literal["logit", "sketch", "log_ratio"]
 
@@ -40,7 +40,6 @@ _ROUNDING = 1e-4
 """Difference of log-probabilities, in nats, up to which sampler and trainer agree."""
 
 
-@checked_arguments
 class GroupPPO(PPO):
     """PPO with one advantage per *token group*, a run of tokens inside a response.
 
@@ -52,9 +51,9 @@ class GroupPPO(PPO):
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         group_variance_threshold: tau, the ratio of variances at which a group ends; if adaptive, its initial value,
-            which must be within its bounds. None is 1 / (1 - target_compression), at most max_threshold, if adaptive,
-            and 1 if fixed. Values below 1 act as 1.
-        group_max_size: Most tokens of a group.
+            which must be within its bounds. Defaults to 1 if fixed, and to 1 / (1 - target_compression), at most
+            max_threshold, if adaptive. Values below 1 act as 1.
+        group_max_size: Maximum tokens of a group.
         group_epsilon: The variance rule ends a group only if it has this share of the batch's mean signal.
         adaptive_threshold: Move tau after each rollout towards `target_compression`.
         threshold_lr: Step of log tau.
@@ -64,7 +63,7 @@ class GroupPPO(PPO):
         score_norm: Stand-in for the gradient of a token's log-probability: its squared norm with respect to the logits
             (`logit`), a random sketch of it with respect to the language model head (`sketch`), or the log-ratio of
             trainer and sampler (`log_ratio`), as in the reference code; the last is an error if the two never differ.
-        sketch_dim: Size of a token's sketch; None is 64.
+        sketch_dim: Size of a token's sketch; defaults to 64.
         boundary_signal: The advantage that decides boundaries. `td` uses only the past and the present. `gae`, for
             comparison, looks ahead: boundaries depend on later actions, which biases the gradient if tau > 1 (by
             18-34 % in an enumerated MDP).
@@ -72,7 +71,7 @@ class GroupPPO(PPO):
             biased, for comparison), or each token its own (`variable_lambda`).
         critic_positions: Where the critic is trained: at the first token of each group (`starts`), or at `all`.
         boundary_at_turn_ends: End a group before each gap in the loss mask, such as a tool result; otherwise groups may
-            have tokens on both sides of a gap. None is True in runs with tools.
+            have tokens on both sides of a gap. Defaults to True in runs with tools.
         **kwargs: Options of `PPO` and `RLModule`.
 
     Raises:
@@ -116,7 +115,7 @@ class GroupPPO(PPO):
         if sketch_dim is not None and score_norm != "sketch":
             raise ValueError(
                 f"sketch_dim is {sketch_dim} and score_norm is {score_norm!r}, which makes no sketch; set score_norm "
-                "to 'sketch', or leave sketch_dim out."
+                "to 'sketch', or omit sketch_dim."
             )
         self.threshold_controller = ThresholdController(
             group_variance_threshold,
@@ -152,7 +151,14 @@ class GroupPPO(PPO):
     def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
         """Split each response into token groups, and estimate one advantage for each."""
         assert scores is not None
-        signal_ET, norms = self._signal(rows), self._score_norms(buffer, scores)
+        bootstrap = rows.bootstrap_value
+        if self.boundary_signal == "td":
+            signal_ET = td_errors(rows.rewards, rows.values, rows.mask, gamma=self.gamma, bootstrap_value=bootstrap)
+        else:
+            signal_ET, _ = generalized_advantages(
+                rows.rewards, rows.values, rows.mask, gamma=self.gamma, lam=rows.lam, bootstrap_value=bootstrap
+            )
+        norms = self._score_norms(buffer, scores)
         total, count = reduce_over_ranks(signal_sums(signal_ET, norms, rows.mask), self.device).tolist()
         threshold = self.threshold_controller.threshold
         groups = find_token_groups(
@@ -165,7 +171,10 @@ class GroupPPO(PPO):
             forced_ends=self._forced_ends(rows.mask, buffer),
             mean_signal=total / max(count, 1),
         )
-        self._keep(buffer, groups, threshold)
+        assert groups.causes is not None
+        for name, found in (("group_starts", groups.starts), ("group_causes", groups.causes)):
+            buffer.put(name, from_rows(found, buffer.episode_lengths))
+        buffer.metrics["token_group/threshold"] = threshold
         advantages, returns = token_group_advantages(
             rows.rewards,
             rows.values,
@@ -174,7 +183,7 @@ class GroupPPO(PPO):
             gamma=self.gamma,
             lam=rows.lam,
             critic_lam=self.target_lam,
-            bootstrap_value=rows.bootstrap_value,
+            bootstrap_value=bootstrap,
             mode=self.advantage_mode,
         )
         counts = token_group_counts(groups)
@@ -185,7 +194,9 @@ class GroupPPO(PPO):
 
     def _forced_ends(self, mask_ET: Tensor, buffer: RolloutBuffer) -> Tensor | None:
         """Where a group must end: at turn ends if asked for, and at the end of each row of an episode."""
-        ends_ET = _turn_ends(mask_ET) if self.boundary_at_turn_ends else None
+        ends_ET = None
+        if self.boundary_at_turn_ends:  # the last trained token before each gap of the mask
+            ends_ET = mask_ET & ~torch.nn.functional.pad(mask_ET[:, 1:], (0, 1))
         lengths, of_rows = buffer.episode_lengths, buffer.rollout_lengths
         if len(lengths) == len(of_rows):
             return ends_ET
@@ -193,14 +204,6 @@ class GroupPPO(PPO):
         is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
         row_ends_ET = to_rows(from_rows(is_last_BT, of_rows), lengths)
         return row_ends_ET if ends_ET is None else ends_ET | row_ends_ET
-
-    def _signal(self, rows: CriticRows) -> Tensor:
-        bootstrap = rows.bootstrap_value
-        if self.boundary_signal == "td":
-            return td_errors(rows.rewards, rows.values, rows.mask, gamma=self.gamma, bootstrap_value=bootstrap)
-        return generalized_advantages(
-            rows.rewards, rows.values, rows.mask, gamma=self.gamma, lam=rows.lam, bootstrap_value=bootstrap
-        )[0]
 
     def _score_norms(self, buffer: RolloutBuffer, scores: TokenScores) -> Tensor:
         """Squared norm [E, T] or sketch [E, T, S] of each token's score, on the CPU."""
@@ -229,12 +232,6 @@ class GroupPPO(PPO):
 
     # What is logged.
 
-    def _keep(self, buffer: RolloutBuffer, groups: TokenGroups, threshold: float) -> None:
-        assert groups.causes is not None
-        for name, rows in (("group_starts", groups.starts), ("group_causes", groups.causes)):
-            buffer.put(name, from_rows(rows, buffer.episode_lengths))
-        buffer.metrics["token_group/threshold"] = threshold
-
     @property
     def token_groups(self) -> TokenGroups | None:
         """The token groups of this rank's latest rollouts, the same object for all their updates.
@@ -245,16 +242,11 @@ class GroupPPO(PPO):
         if buffer is None or "group_starts" not in buffer.values:
             return None
         if self._token_groups is None or self._token_groups[0] is not buffer:
-            self._token_groups = (buffer, self._rebuild_groups(buffer))
+            names = ("group_starts", "group_causes", "loss_mask")
+            starts, causes, mask = (to_rows(buffer.joined(name), buffer.episode_lengths) for name in names)
+            index = (starts.cumsum(dim=1) - 1).masked_fill(~mask, -1)
+            self._token_groups = (buffer, TokenGroups(starts, causes > 0, index, causes))
         return self._token_groups[1]
-
-    @staticmethod
-    def _rebuild_groups(buffer: RolloutBuffer) -> TokenGroups:
-        lengths_E = buffer.episode_lengths
-        names = ("group_starts", "group_causes", "loss_mask")
-        starts, causes, mask = (to_rows(buffer.joined(name), lengths_E) for name in names)
-        index = (starts.cumsum(dim=1) - 1).masked_fill(~mask, -1)
-        return TokenGroups(starts, causes > 0, index, causes)
 
     @property
     def token_group_threshold(self) -> float:
@@ -264,18 +256,6 @@ class GroupPPO(PPO):
 
     # Checkpoints.
 
-    def rollout_options(self) -> dict[str, Any]:
-        """Add what decides the groups."""
-        names = ("group_max_size", "group_epsilon", "score_norm", "boundary_signal", "advantage_mode")
-        more = ("critic_positions", "boundary_at_turn_ends")
-        return super().rollout_options() | {name: getattr(self, name) for name in (*names, *more)}
-
     def saved_state(self) -> dict[str, Stateful]:
         """Add the threshold."""
         return super().saved_state() | {"threshold_controller": self.threshold_controller}
-
-
-def _turn_ends(mask_ET: Tensor) -> Tensor:
-    """The last trained token before each gap of the mask, bool, shape [E, T]."""
-    after_ET = torch.nn.functional.pad(mask_ET[:, 1:], (0, 1))
-    return mask_ET & ~after_ET

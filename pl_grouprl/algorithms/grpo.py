@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.functional.advantages import (
-    ADVANTAGE_ESTIMATORS,
     REWARD_AGGREGATIONS,
     make_advantage_estimator,
     multi_reward_advantages,
@@ -21,26 +20,18 @@ from pl_grouprl.functional.advantages import (
 )
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_PRESETS
-from pl_grouprl.functional.registry import describe
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.buffer import RolloutBuffer, any_function_differs, outcomes_or_steps_differ, rewards_differ
 from pl_grouprl.training.checks import checked_tensor, is_custom
-from pl_grouprl.training.rewarder import (
-    gather_rewards,
-    has_token_rewards,
-    subtract_kl_penalties,
-    token_advantages,
-    unusable_token_rewards,
-)
+from pl_grouprl.training.rewarder import gather_rewards, has_token_rewards, subtract_kl_penalties, token_advantages
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.describe import private_copy
-from pl_grouprl.utilities.options import checked_arguments, drop_none, join_options
+from pl_grouprl.utilities.options import drop_none, join_options
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
 
 
-@checked_arguments
 class GRPO(RLModule):
     """Group relative policy optimization (arXiv:2402.03300), and variants that differ only in advantage and loss.
 
@@ -51,9 +42,9 @@ class GRPO(RLModule):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         loss_type: TRL's name for a combination of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each can be
             overridden separately.
-        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; None takes that of
-            `loss_type`.
-        loss_agg_mode: How token losses are aggregated, such as `token-mean`; None takes that of `loss_type`.
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; defaults to that
+            of `loss_type`.
+        loss_agg_mode: How token losses are aggregated, such as `token-mean`; defaults to that of `loss_type`.
         scale_rewards: What centered rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
         advantage_estimator: A name in `pl_grouprl.functional.advantages`. The baseline is the group's mean for
@@ -95,23 +86,43 @@ class GRPO(RLModule):
             loss_agg_mode=loss_agg_mode or preset.aggregation,
             **kwargs,
         )
-        _check_scale(scale_rewards, advantage_estimator)
         options = join_options(drop_none(scale=scale_rewards), advantage_options, "advantage_options")
         if advantage_estimator == "grpo":
             options.setdefault("scale", preset.scale)  # loss_type decides unless an option does
         self.advantage_estimator = make_advantage_estimator(advantage_estimator, **options)
         self.multi_objective_aggregation = multi_objective_aggregation
-        _check_estimator(self)
+        estimator, name = self.advantage_estimator, advantage_estimator
+        self._overrides_advantages = type(self).compute_advantages is not GRPO.compute_advantages
+        if estimator.per_token and self._overrides_advantages:
+            raise ValueError(
+                f"{type(self).__name__}.compute_advantages would never be called: the advantages of tokens come from "
+                f"advantage_estimator={name!r}. Use another estimator, or override compute_targets."
+            )
+        if self.max_rollouts < 2 and estimator.compares_rollouts:
+            raise ValueError(
+                f"num_generations is {self.num_generations}; {name} compares the rollouts of a prompt with each other, "
+                "so pass at least 2."
+            )
+        if multi_objective_aggregation not in REWARD_AGGREGATIONS:
+            raise ValueError(
+                f"multi_objective_aggregation is {multi_objective_aggregation!r}; it must be one of "
+                f"{', '.join(REWARD_AGGREGATIONS)}."
+            )
+        if multi_objective_aggregation == "normalize_then_sum" and (estimator.per_token or self.kl_penalty.in_reward):
+            cause = f"advantage_estimator={name!r}" if estimator.per_token else "kl_in='reward'"
+            raise ValueError(f"{cause} takes one reward; use multi_objective_aggregation='sum_then_normalize'.")
 
     def setup(self, stage: str) -> None:
         """Decide which groups may move to another rank, and which `dynamic_sampling` keeps."""
         super().setup(stage)
-        per_token, overridden = self.advantage_estimator.per_token, _overrides_advantages(self)
-        self.collector.can_move = not self.advantage_estimator.needs_greedy
+        estimator, collector = self.advantage_estimator, self.collector
+        collector.can_move = not estimator.needs_greedy
         if self.multi_objective_aggregation == "normalize_then_sum":
-            self.collector.is_informative = any_function_differs
+            collector.is_informative = any_function_differs
+        elif estimator.per_token or self._overrides_advantages:
+            collector.is_informative = rewards_differ
         else:
-            self.collector.is_informative = rewards_differ if per_token or overridden else outcomes_or_steps_differ
+            collector.is_informative = outcomes_or_steps_differ
 
     @property
     def needs_old_scores(self) -> bool:
@@ -139,8 +150,8 @@ class GRPO(RLModule):
         advantages = checked_tensor(
             self.compute_advantages(given),
             f"{type(self).__name__}.compute_advantages",
-            ((num_rollouts,), "one number per rollout"),
-            ((num_tokens,), "one number per response token"),
+            (num_rollouts,),
+            (num_tokens,),
         )
         # With as many rollouts as tokens, the shape cannot tell.
         one_per_token = len(advantages) == num_tokens and (num_tokens != num_rollouts or has_token_rewards(groups))
@@ -163,11 +174,24 @@ class GRPO(RLModule):
             they are per token if a rollout has `token_rewards`, else per rollout.
         """
         estimator, by_function = self.advantage_estimator, self.multi_objective_aggregation == "normalize_then_sum"
-        greedy = _greedy_rollouts(self, groups) if estimator.needs_greedy else None
+        greedy = None
+        if estimator.needs_greedy:  # one greedy rollout of each prompt, rewarded
+            prompts = [Prompt(g.prompt_ids, g.prompt, g.columns, g.data_source, g.media) for g in groups]
+            with self.timer.part("rollout"):
+                greedy = self.generate(prompts, replace(self.sampling, temperature=0.0), 1, seed=("greedy",))
+            with self.timer.part("reward"):
+                self.rewarder.start(greedy).wait()
         functions = self.rewarder.functions if by_function else ()
         rewards = gather_rewards(groups, self, functions=[function.name for function in functions], greedy=greedy)
-        if rewards.step_rewards_N is not None and (reason := _why_no_token_rewards(self)):
-            raise ValueError(reason)
+        cause = None
+        if not estimator.takes_steps:
+            cause = f"advantage_estimator={estimator.name!r}; use 'grpo' or 'reinforce_plus_plus'"
+        elif by_function:
+            cause = "multi_objective_aggregation='normalize_then_sum'; use 'sum_then_normalize'"
+        elif self.kl_penalty.in_reward:
+            cause = "kl_in='reward'; use kl_in='loss'"
+        if rewards.step_rewards_N is not None and cause is not None:
+            raise ValueError(f"a reward function returned a reward per token, which does not work with {cause}.")
         extras: dict[str, Any] = {"lengths": rewards.sampled_E, "greedy_rewards": rewards.greedy}
         if by_function:
             extras |= {"estimator": estimator, "aggregation": self.multi_objective_aggregation}
@@ -181,70 +205,3 @@ class GRPO(RLModule):
             rewards.step_rewards_N, rewards.lengths_E, rewards.group_ids_E, estimator=estimator
         )
         return (process_N + advantages_E.repeat_interleave(rewards.lengths_E))[rewards.own_N]
-
-    def rollout_options(self) -> dict[str, Any]:
-        """Add the options that decide the advantages."""
-        return super().rollout_options() | {
-            "advantage_estimator": describe(self.advantage_estimator),
-            "multi_objective_aggregation": self.multi_objective_aggregation,
-        }
-
-
-def _check_scale(scale_rewards: str | None, estimator: str) -> None:
-    known = ADVANTAGE_ESTIMATORS.get(estimator)
-    if scale_rewards is not None and known is not None and "scale" not in known.known_options():
-        raise ValueError(
-            f"advantage_estimator={estimator!r} does not use scale_rewards, which is {scale_rewards!r}; leave it out."
-        )
-
-
-def _check_estimator(module: GRPO) -> None:
-    if module.advantage_estimator.per_token and _overrides_advantages(module):
-        raise ValueError(
-            f"{type(module).__name__}.compute_advantages would never be called: the advantages of tokens come from "
-            f"advantage_estimator={module.advantage_estimator.name!r}. Use another estimator, or override "
-            "compute_targets."
-        )
-    name = module.advantage_estimator.name
-    if module.max_rollouts < 2 and module.advantage_estimator.compares_rollouts:
-        raise ValueError(
-            f"num_generations is {module.num_generations}; {name} compares the rollouts of a prompt with each other, "
-            "so pass at least 2."
-        )
-    aggregation = module.multi_objective_aggregation
-    if aggregation not in REWARD_AGGREGATIONS:
-        raise ValueError(
-            f"multi_objective_aggregation is {aggregation!r}; it must be one of {', '.join(REWARD_AGGREGATIONS)}."
-        )
-    if aggregation == "normalize_then_sum":
-        if module.advantage_estimator.per_token:
-            raise ValueError(f"advantage_estimator={name!r} takes one reward; use 'sum_then_normalize'.")
-        if module.kl_penalty.in_reward:
-            raise ValueError("kl_in='reward' belongs to one reward; use 'sum_then_normalize' or kl_in='loss'.")
-
-
-def _overrides_advantages(module: GRPO) -> bool:
-    return type(module).compute_advantages is not GRPO.compute_advantages
-
-
-def _why_no_token_rewards(module: GRPO) -> str | None:
-    """Error text if the options rule out rewards per token; None if they allow them."""
-    if not module.advantage_estimator.takes_steps:
-        name = module.advantage_estimator.name
-        remedy = "use 'grpo' or 'reinforce_plus_plus'"
-        return unusable_token_rewards(f"advantage_estimator={name!r} compares whole rollouts", remedy)
-    if module.multi_objective_aggregation == "normalize_then_sum":
-        return unusable_token_rewards("normalize_then_sum compares whole rollouts", "use 'sum_then_normalize'")
-    if module.kl_penalty.in_reward:
-        return unusable_token_rewards("kl_in='reward' subtracts the penalty from whole rollouts", "use kl_in='loss'")
-    return None
-
-
-def _greedy_rollouts(module: GRPO, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """One greedy rollout of each prompt, rewarded."""
-    prompts = [Prompt(g.prompt_ids, g.prompt, g.columns, g.data_source, g.media) for g in groups]
-    with module.timer.part("rollout"):
-        greedy = module.generate(prompts, replace(module.sampling, temperature=0.0), 1, seed=("greedy",))
-    with module.timer.part("reward"):
-        module.rewarder.start(greedy).wait()
-    return greedy

@@ -1,9 +1,7 @@
-"""A run from top to bottom: Lightning's hooks, about in the order in which they run, each a few lines that call a part.
+"""A run from top to bottom: Lightning's hooks, about in the order in which they run; each calls into a part.
 
 `RLModule` begins with its options, the parts made from them, and what an algorithm fills in; the hooks follow, `setup`
-first.
-
-A training batch:
+first. A training batch:
 
 1. `on_train_batch_start`, if a new prompt batch begins, calls `collect_rollouts`: sample, start the rewards, score (old
    and reference log-probabilities), wait for the rewards, compute advantages (`compute_targets` of the algorithm).
@@ -24,7 +22,6 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -42,7 +39,6 @@ from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.episodes.tools import EnvironmentFactory
 from pl_grouprl.functional.logprobs import TokenScores
-from pl_grouprl.functional.registry import describe
 from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.models.adapters import (
     adapters_off,
@@ -60,7 +56,7 @@ from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.rollout.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.ahead import CloseRolloutsAhead
-from pl_grouprl.training.buffer import RolloutBuffer, trained_and_idle
+from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checkpoint import (
     FREE_OPTIONS,
     PASSED_ON,
@@ -68,7 +64,7 @@ from pl_grouprl.training.checkpoint import (
     RunCheckpoint,
     Stateful,
     module_from_checkpoint,
-    note_options,
+    record_options,
     recorded_options,
 )
 from pl_grouprl.training.checks import (
@@ -80,7 +76,6 @@ from pl_grouprl.training.checks import (
     is_custom,
     refuse_compiled,
     refuse_dropout,
-    refuse_renamed,
     refuse_stop_iteration,
 )
 from pl_grouprl.training.collector import Collector
@@ -91,7 +86,7 @@ from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher
 from pl_grouprl.training.objective import KLPenalty, LossSums, PolicyObjective
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.training.rewarder import Rewarder, rewards_per_token
-from pl_grouprl.training.run import Accumulation, by_name
+from pl_grouprl.training.run import Accumulation
 from pl_grouprl.training.sampler import Episodes, RewrittenHistory, Sampler
 from pl_grouprl.training.update import (
     Optimization,
@@ -99,11 +94,10 @@ from pl_grouprl.training.update import (
     Updater,
     check_weights,
     clip_gradients,
-    refuse_clipping_nothing,
 )
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import find_last, verify_loads
-from pl_grouprl.utilities.describe import lineage, private_copy, recorded
+from pl_grouprl.utilities.describe import lineage, private_copy
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.loggers import (
     forget_numbers,
@@ -113,7 +107,7 @@ from pl_grouprl.utilities.loggers import (
     prepare_loggers,
 )
 from pl_grouprl.utilities.modes import CheapGarbageCollection, naming_memory, seed_torch
-from pl_grouprl.utilities.options import check_options, checked_arguments, drop_none, join_options
+from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.progress import PROGRESS
 
 if TYPE_CHECKING:
@@ -128,7 +122,6 @@ DEFAULT_SAMPLING = SamplingConfig()
 ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-@checked_arguments
 class RLModule(pl.LightningModule, ABC):
     """Trains a policy on its rollouts. A subclass computes the targets of the updates, such as advantages.
 
@@ -142,8 +135,8 @@ class RLModule(pl.LightningModule, ABC):
 
     Args:
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. None if
-            the environment computes the reward (`get_reward`).
+        rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. Optional
+            if the environment computes the reward (`get_reward`).
         optimizer: AdamW or another optimizer, and its schedule.
         sharing: `shared` encodes once what the rollouts of a group have in common: the prompt, and common beginnings of
             rollouts where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per
@@ -154,12 +147,12 @@ class RLModule(pl.LightningModule, ABC):
         verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
         max_nonfinite_steps: Abort after this many steps in a row whose loss or gradient is NaN or infinite. A single
             one is skipped on all ranks: weights and optimizer state stay as they are.
-        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; None waits forever.
-        allow_changed: Options that may differ from the checkpoint's when a run is resumed, by name or dotted prefix:
-            `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. All others that decide what is optimized must
-            be the same.
+        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; no limit if None.
+        allow_changed: Options that are meant to differ from the checkpoint's when a run is resumed, by name or dotted
+            prefix: `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. Others that decide what is optimized
+            are warned of, and with `ckpt_path="last"` must be the same.
         sampling: How training rollouts are sampled. Log-probabilities are trained at its temperature.
-        engine: Samples the rollouts; None is `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
+        engine: Samples the rollouts; defaults to `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
             weights (`SyncedRolloutEngine`) receives them when they have changed, and is closed at the end of each run
             (`fit`, `validate`, `test`) and after an exception; another run starts it again.
         tools: Functions that the model may call in a turn, sync or async, with type hints and a Google docstring (TRL's
@@ -168,11 +161,12 @@ class RLModule(pl.LightningModule, ABC):
             of which the row's column `environment` chooses one. See `pl_grouprl.episodes.tools`.
         harness: Plays the episodes with an external library, on the servers of `engine`; see
             `pl_grouprl.harnesses.Verifiers`. Its reward is added to `rewards`.
-        max_tool_calling_iterations: How often a rollout may call tools before its last answer; None is no limit.
-        max_turn_tokens: Most tokens that the model writes in one turn; None is no limit. `sampling.max_new_tokens`
+        max_tool_calling_iterations: How often a rollout may call tools before its last answer; no limit if
+            None.
+        max_turn_tokens: Maximum tokens that the model writes in one turn; no limit if None. `sampling.max_new_tokens`
             limits the whole episode.
-        max_episode_tokens: Most tokens after the prompt, results of tools included; None is no limit but the model's.
-        tool_timeout: Seconds that a call of a tool may take; None is no limit.
+        max_episode_tokens: Maximum tokens after the prompt, results of tools included; defaults to the model's limit.
+        tool_timeout: Seconds that a call of a tool may take; no limit if None.
         tool_workers: Processes per rank that run tools and environments, killed if a call takes too long; 0 runs them
             in threads, which cannot be stopped.
         chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
@@ -181,15 +175,15 @@ class RLModule(pl.LightningModule, ABC):
             of the episode where the history has changed (`Rollout.episode`).
         val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
             pass@k.
-        val_sampling: How those are sampled; None is `sampling`.
+        val_sampling: How those are sampled; defaults to `sampling`.
         pass_threshold: A rollout of validation or test passes, for pass@k, if its reward is at least this.
         reward_workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn.
             Async functions and reward models stay in this one; see `RewardWorkers`.
         reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or
-            for one rollout with verl's signature. A longer call is killed with what it started, and fails. None is no
-            limit.
+            for one rollout with verl's signature. A longer call is killed with what it started, and fails. No limit
+            if None.
         reward_memory_limit_mb: MiB of address space of each reward worker, its imports included; a call that needs
-            more fails. None is no limit.
+            more fails. No limit if None.
         reward_retries: How often a call that raised is repeated.
         max_failed_share: Share of a rank's rollouts on which a reward function may fail; a larger share ends the run.
         seed: Decides rollouts, the order of mini-batches and random draws of a loss, together with the position in the
@@ -210,11 +204,11 @@ class RLModule(pl.LightningModule, ABC):
             sampled the token, counted in batches. 0 samples each batch when it is trained, from the current weights.
         max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
             has a reward. Each of them logs a warning and trains nothing.
-        max_tokens_per_micro_batch: Most tokens that go through the model at once on a rank. The groups of an update are
-            packed into as many rows as that takes; a larger group is split: its prompt is encoded once and its rollouts
-            follow in slices of this many tokens. The result is the same, unless a loss compares the tokens of one
-            micro-batch (`clip_cov`, `kl_cov`, the routers' loss). None: all at once; on a GPU, as many as its free
-            memory allows.
+        max_tokens_per_micro_batch: Maximum tokens that go through the model at once on a rank. The groups of an update
+            are packed into as many rows as that takes; a larger group is split: its prompt is encoded once, and its
+            rollouts follow in slices of this many tokens. The result is the same, unless a loss compares the tokens
+            of one micro-batch (`clip_cov`, `kl_cov`, the routers' loss). Defaults to all at once; on a GPU, to as many
+            as its free memory allows.
         sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
             that a row may be that many times as long. It must divide the number of ranks.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
@@ -222,23 +216,23 @@ class RLModule(pl.LightningModule, ABC):
         policy_loss_options: Further options of that loss, by the names of its arguments.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
-        epsilon: How far the ratio may fall below 1 before it is clipped; None is the loss's own default (`ppo`: 0.2).
-        epsilon_high: How far it may rise above 1; None is `epsilon`.
+        epsilon: How far the ratio may fall below 1 before it is clipped; defaults to the loss's own (`ppo`: 0.2).
+        epsilon_high: How far it may rise above 1; defaults to `epsilon`.
         epsilon_max: Upper bound of the ratio itself, instead of both (what TRL's `epsilon_high` means for `cispo`);
-            None is no bound. Only for `cispo`.
-        delta: Upper bound of the ratio where the advantage is negative (dual clip); None is no bound. Only for `ppo`.
+            no bound if None. Only for `cispo`.
+        delta: Upper bound of the ratio where the advantage is negative (dual clip); no bound if None. Only for `ppo`.
         beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
         kl_type: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
         kl_in: Where the penalty goes: into the `loss`, or into the `reward` of each token.
-        kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; None keeps `beta` fixed.
-        kl_horizon: Rollouts over which the adaptive coefficient moves; None is 10,000.
+        kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; fixed if None.
+        kl_horizon: Rollouts over which the adaptive coefficient moves; defaults to 10,000.
         entropy_coef: Weight of the entropy bonus.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a
             micro-batch (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per
             rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
         importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
             `pl_grouprl.functional.importance`.
-        importance_sampling_low: Lower bound of the ratio of trainer to sampler; None is no bound.
+        importance_sampling_low: Lower bound of the ratio of trainer to sampler; no bound if None.
         importance_sampling_high: Its upper bound.
 
     Attributes:
@@ -261,11 +255,10 @@ class RLModule(pl.LightningModule, ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_renamed(cls)
         if "__init__" in cls.__dict__:
-            cls.__init__ = recorded(cls.__init__, note_options)  # type: ignore[method-assign]
+            cls.__init__ = record_options(cls.__init__)  # type: ignore[method-assign]
 
-    @partial(recorded, note=note_options)
+    @record_options
     def __init__(
         self,
         policy: str | PolicySource,
@@ -377,13 +370,6 @@ class RLModule(pl.LightningModule, ABC):
         if branching is not None:
             branching.check(num_generations, sampling)
             self.episodes.check_branching(branching)
-        self.sampler = Sampler(
-            self, engine, seed, self.timer.part, by_name(self.episodes, "loop"), harness=harness, limits=limits
-        )
-        self.engine = self.sampler.engine
-        self.harness = harness
-        if harness is not None:
-            harness.check(self.engine, [self.sampling, self.val_sampling], max_staleness)
         self.rewarder = Rewarder(
             self.episodes.with_rewards(rewards),
             self,
@@ -398,7 +384,7 @@ class RLModule(pl.LightningModule, ABC):
         self.evaluator = Evaluator(self.rewarder.functions, pass_threshold)
         self.collector = Collector(
             self,
-            self.sampler,
+            Sampler(self, engine, seed, self.timer.part, self.episodes.loop, harness=harness, limits=limits),
             self.rewarder,
             self.timer,
             sampling=sampling,
@@ -411,9 +397,12 @@ class RLModule(pl.LightningModule, ABC):
             dynamic_sampling=dynamic_sampling,
             max_generation_batches=max_generation_batches,
             max_staleness=max_staleness,
-            episodes=by_name(self.episodes, "loop_for_threads"),
-            load_policy=by_name(self.policy_source, "load"),
+            episodes=self.episodes,
+            load_policy=self.policy_source.load,
         )
+        self.engine, self.harness = self.sampler.engine, harness
+        if harness is not None:
+            harness.check(self.engine, [self.sampling, self.val_sampling], max_staleness)
         self.micro_batcher = MicroBatcher(
             self,
             sharing,
@@ -421,8 +410,7 @@ class RLModule(pl.LightningModule, ABC):
             sequence_parallel_size,
             share_across_groups=share_across_groups,
             min_saved_tokens=get_backend(attention_backend, "attention_backend").min_saved_tokens,
-            whole_episodes=partial(_needs_whole_episodes, self),
-            choose_max_tokens=by_name(self.device_choices, "micro_batch_tokens"),
+            choose_max_tokens=self.device_choices.micro_batch_tokens,
         )
         self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:
@@ -446,15 +434,7 @@ class RLModule(pl.LightningModule, ABC):
             },
         )
         self.optimization = Optimization(max_nonfinite_steps)
-        self.updater = Updater(
-            self,
-            self.micro_batcher,
-            self.optimization,
-            by_name(self, "compute_loss"),  # by name, to find what is set on the instance or on a deep copy
-            by_name(self, "loss_denominators"),
-            type(self).__name__,
-            split_idle=partial(_trained_and_idle, self),
-        )
+        self.updater = Updater(self, self.micro_batcher, self.optimization)
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._logged_names: set[str] = set()  # by the last `training_step`
         self._tokenizer: Any = None
@@ -473,7 +453,7 @@ class RLModule(pl.LightningModule, ABC):
         """Copy the module outside its run, for callbacks that average weights: without Trainer, data and threads."""
         trainer, ahead = self._trainer, self.collector.ahead
         run = [trainer, getattr(trainer, "datamodule", None), self._support, self.rewarder._workers, self.sampler._stop]
-        run += [] if ahead is None else [ahead.data, ahead._queue, ahead._source, ahead._threads]
+        run += [] if ahead is None else [ahead.data, ahead._queue, ahead._copy, ahead._threads, ahead._options]
         memo.update((id(part), None) for part in run)
         if isinstance(self.engine, SyncedRolloutEngine):  # its sampler is in other processes
             memo[id(self.engine)] = self.engine
@@ -533,10 +513,10 @@ class RLModule(pl.LightningModule, ABC):
         """Keyword arguments of `score` for what to compute in the same forward as old log-probabilities."""
         return {}
 
-    # Before anything is loaded: refuse what cannot work.
+    # Before anything is loaded.
 
     def setup(self, stage: str) -> None:
-        """Refuse options and prompts that cannot work, and start the reward workers."""
+        """Check options and prompts, and start the workers."""
         verify_loads(self.trainer)
         refuse_stop_iteration(self.trainer)
         stop_together(self.trainer)
@@ -586,7 +566,7 @@ class RLModule(pl.LightningModule, ABC):
             self.reference = frozen_copy(self.policy)
             self.run_checkpoint.reference_fingerprint = fingerprint(self.reference)
         if self.kl_penalty.is_used:
-            with self.reference_policy():  # refuses an adapter without a base
+            with self.reference_policy():  # raises for an adapter without a base
                 pass
         check_adapter(self.engine, self.policy)
         if self.objective.router_aux_loss_coef > 0:
@@ -631,12 +611,16 @@ class RLModule(pl.LightningModule, ABC):
         self.prefix_sharing.close()  # may still be open after an exception
         parts = self.optimized_parts()
         refuse_compiled({"module": self, **{f"module.{name}": part for name, (part, _) in parts.items()}})
-        refuse_clipping_nothing(self.trainer.gradient_clip_val, [config.max_grad_norm for _, config in parts.values()])
+        if self.trainer.gradient_clip_val and all(config.max_grad_norm for _, config in parts.values()):
+            raise ValueError(
+                f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val}, but every part has its own "
+                "max_grad_norm, so it would clip nothing; omit one of them."
+            )
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()
-        for name, (part, _) in self.optimized_parts().items():
+        for name, (part, _) in parts.items():
             refuse_dropout(name, part)
         self.prefix_sharing.open(self.scored_models(), self.parity_reports)
         check_groups_fit(self)
@@ -685,10 +669,9 @@ class RLModule(pl.LightningModule, ABC):
 
     def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
         """Sample, score and reward the rollouts of a prompt batch, and compute the targets of their updates."""
-        collected = self.collector.collect(batch)  # rewards are computed in the background
-        buffer = self.collector.make_buffer(collected, batch.rollout_number)
-        scores = self.score_rollouts_before_update(buffer)
-        self.collector.finish(collected, buffer)
+        collected = self.collector.collect(batch, self.generate)  # rewards are computed in the background
+        scores = self.score_rollouts_before_update(collected.buffer)
+        buffer = self.collector.finish(collected)
         with self.timer.part("advantages"):
             self.prepare_updates(buffer, scores)
         self.num_tokens += buffer.num_tokens
@@ -696,7 +679,6 @@ class RLModule(pl.LightningModule, ABC):
 
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Put old and reference log-probabilities into the buffer if they are needed; return the policy's scores."""
-        self.objective.check_sampled(buffer.values, type(self.engine).__name__)
         scores = None
         if self.needs_old_scores:
             with self.timer.part("old_logprobs"):
@@ -740,7 +722,18 @@ class RLModule(pl.LightningModule, ABC):
         # Random draws depend on the position in the run, so a resumed run needs no state of the random numbers.
         update = batch.rollout_number, batch.update_index
         seed_torch(derive_seed("update", *update, self.seed, self.global_rank), self.device)
-        loss, metrics = self.updater.update(buffer, buffer.members(batch.update_index), Accumulation.of(self.trainer))
+        objective, custom = self.objective, is_custom(self.compute_loss)
+        loss, metrics = self.updater.update(
+            buffer,
+            buffer.members(batch.update_index),
+            Accumulation.of(self.trainer),
+            self.compute_loss,
+            self.loss_denominators,
+            # A loss that is not ours, and the routers', may need all rollouts.
+            skips_idle=not custom and objective.router_aux_loss_coef == 0,
+            skips_zero_advantages=self.skips_zero_advantages and objective.is_zero_without_advantages,
+            whole_episodes=custom or objective.compares_tokens_of_rollouts,
+        )
         buffer.updates_done = batch.update_index + 1
         if buffer.updates_done == self.updates_per_rollout:
             self.micro_batcher.cache.clear()
@@ -868,6 +861,11 @@ class RLModule(pl.LightningModule, ABC):
         return self._tokenizer
 
     @property
+    def sampler(self) -> Sampler:
+        """Samples rollouts for training and evaluation."""
+        return self.collector.sampler
+
+    @property
     def beta(self) -> float:
         """The current coefficient of the KL penalty."""
         return self.kl_penalty.coef
@@ -905,44 +903,24 @@ class RLModule(pl.LightningModule, ABC):
 
     def score_rollouts(self, model: Any, buffer: RolloutBuffer, **kwargs: Any) -> TokenScores:
         """Score all rollouts of the buffer without gradient; tensors of shape [N], on the CPU."""
-        return TokenScores(*self.scorer.map(model, buffer, lambda batch: self.score(model, batch, **kwargs)))
+        return TokenScores(*self.scorer.map(model, buffer, partial(self.score, model, **kwargs)))
 
     def score(self, model: Any, batch: ScoringBatch, **kwargs: Any) -> TokenScores:
         """Score a batch at the sampling temperature; see `pl_grouprl.models.score`."""
         return score(model, batch, temperature=self.sampling.temperature, **kwargs)
 
-    def call_wrapped(self, function: Callable[[], T]) -> T:
-        """Call a function that runs a model's forward, wrapped by the strategy as it wraps `training_step`."""
-        return self.support.call(self, "_call", function)
-
-    def _call(self, function: Callable[[], T]) -> T:
-        return function()  # FSDP1 calls a method of the module by name
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function; FSDP1 and DeepSpeed wrap this method, by its name, as they wrap `training_step`."""
+        return function()
 
     # Checkpoints.
-
-    def rollout_options(self) -> dict[str, Any]:
-        """Options, by name and as plain values, that must not change if a checkpoint has unfinished rollouts."""
-        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()}
-        return {
-            "num_generations": self.num_generations,
-            "branching": None if self.branching is None else asdict(self.branching),
-            "seed": self.seed,
-            **{f"sampling.{name}": value for name, value in plain.items()},
-            "policy_loss": describe(self.objective.policy_loss),
-            "loss_agg_mode": self.objective.loss_agg_mode,
-            "beta > 0": self.kl_penalty.is_used,
-            "kl_in": self.kl_penalty.place,
-        }
 
     def run_options(self) -> dict[str, Any]:
         """Everything that decides what is optimized, by name, as plain values."""
         return recorded_options(self)
 
     def saved_state(self) -> dict[str, Stateful]:
-        """Parts of the state by name, in the order in which they are loaded. A subclass adds its own.
-
-        A part that an older checkpoint does not have is left as it is.
-        """
+        """Parts of the state by name, in the order in which they are loaded. A subclass adds its own."""
         return self.run_checkpoint.standard_parts()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -953,7 +931,7 @@ class RLModule(pl.LightningModule, ABC):
         """Load all parts.
 
         Raises:
-            ValueError: If another algorithm wrote it, a part refuses its state, or an option differs that must not.
+            ValueError: If continuing would be wrong; see `pl_grouprl.training.checkpoint`.
         """
         self.run_checkpoint.load(checkpoint)
 
@@ -1009,16 +987,3 @@ class RLModule(pl.LightningModule, ABC):
         if trainer is not None:  # here, because Lightning chooses the checkpoint before it calls any hook
             place_default_logger(trainer, re.sub("(?<=[a-z])(?=[A-Z])", "_", lineage(self)[-1]).lower())
             find_last(trainer)
-
-
-def _needs_whole_episodes(module: RLModule) -> bool:
-    """Whether the loss may depend on whole rollouts; assumed of losses that are not ours."""
-    return is_custom(module.compute_loss) or module.objective.compares_tokens_of_rollouts
-
-
-def _trained_and_idle(module: RLModule, buffer: RolloutBuffer) -> tuple[RolloutBuffer, RolloutBuffer] | None:
-    """Split a buffer into trained and idle rollouts; None if the loss is custom or balances routers over all tokens."""
-    if is_custom(module.compute_loss) or module.objective.router_aux_loss_coef > 0:
-        return None
-    by_advantages = module.skips_zero_advantages and module.objective.is_zero_without_advantages
-    return trained_and_idle(buffer, by_advantages=by_advantages)

@@ -7,7 +7,6 @@ rollouts, concatenated, K those of them where the critic is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from pl_grouprl.training.objective import LossSums
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.rewarder import episode_leaf_weights
 from pl_grouprl.utilities.distributed import reduce_over_ranks
-from pl_grouprl.utilities.options import check_options, checked_arguments, describe_value
+from pl_grouprl.utilities.options import check_options
 
 
 class CriticRows(NamedTuple):
@@ -73,7 +72,6 @@ class Estimate(NamedTuple):
     advantage_mask: Tensor | None = None
 
 
-@checked_arguments
 class PPO(RLModule):
     """Proximal policy optimization (arXiv:1707.06347) with generalized advantage estimation (arXiv:1506.02438).
 
@@ -83,11 +81,11 @@ class PPO(RLModule):
         policy: Path or hub name of a Hugging Face model, or another source of the initial policy.
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         critic: Path or hub name of a Hugging Face model (a reward model's head becomes the value head), or another
-            source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. None is a copy of the policy.
-        critic_optimizer: Options of the critic; None is the policy's. With `SharedTrunkCritic` it trains only the head.
+            source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. Defaults to a copy of the policy.
+        critic_optimizer: Options of the critic; defaults to the policy's. With `SharedTrunkCritic` it trains the head.
         gamma: Discount per token.
         lam: lambda of the advantages.
-        critic_lam: lambda of the critic's targets; None is `lam`.
+        critic_lam: lambda of the critic's targets; defaults to `lam`.
         lam_alpha: Makes the advantages' lambda depend on the length l of the rollout, 1 - 1 / (lam_alpha l) (VAPO,
             arXiv:2504.05118); None keeps `lam`.
         whiten_advantages: Give the advantages of all trained tokens, over all ranks, mean 0 and variance 1.
@@ -143,17 +141,11 @@ class PPO(RLModule):
         )
         if bootstrap_truncated and self.mask_truncated_completions:
             raise ValueError(
-                "bootstrap_truncated=True applies to rollouts that mask_truncated_completions=True leaves out; set "
+                "bootstrap_truncated=True applies to rollouts that mask_truncated_completions=True does not train; set "
                 "only one."
             )
         if isinstance(critic, str):
             critic = PretrainedCritic(critic)
-        if critic is not None and not isinstance(critic, CriticSource):
-            raise TypeError(
-                f"critic is {describe_value(critic)}; pass a path (of a model saved with save_pretrained), None for a "
-                "copy of the policy, or a source such as PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic or "
-                "LoRACritic."
-            )
         self.critic_source: CriticSource = PolicyCopyCritic() if critic is None else critic
         self.critic_optimizer = critic_optimizer or self.optimizer_config
         self.gamma = gamma
@@ -268,13 +260,21 @@ class PPO(RLModule):
         lam = self.lam if self.lam_alpha is None else length_adaptive_lam(mask_ET.sum(1), self.lam_alpha)
         rewards_ET = to_rows(buffer.joined("token_rewards"), lengths_E)
         rows = CriticRows(rewards_ET, to_rows(values_N, lengths_E), mask_ET, bootstrap_E, lam)
-        estimate = self._checked(self.estimate(rows, buffer, scores), mask_ET.shape, lengths_E)
+        estimate = self.estimate(rows, buffer, scores)
+
+        def checked(name: str, *, boolean: bool = False) -> Tensor:  # of a subclass's `estimate`; in rows [E, T]
+            where = f"{type(self).__name__}.estimate: {name}"
+            shapes = mask_ET.shape, (int(lengths_E.sum()),)
+            value = checked_tensor(getattr(estimate, name), where, *shapes, boolean=boolean)
+            return value if value.dim() == 2 else to_rows(value, lengths_E)
+
         reduce = partial(reduce_over_ranks, device=self.device)
-        buffer.put("returns", from_rows(estimate.returns, lengths_E))
-        buffer.put("value_mask", from_rows(estimate.value_mask, lengths_E))
-        advantages_ET = estimate.advantages
+        buffer.put("returns", from_rows(checked("returns"), lengths_E))
+        buffer.put("value_mask", from_rows(checked("value_mask", boolean=True), lengths_E))
+        advantages_ET = checked("advantages")
         if self.whiten_advantages:
-            whitened_ET = mask_ET if estimate.advantage_mask is None else estimate.advantage_mask
+            has_mask = estimate.advantage_mask is not None
+            whitened_ET = checked("advantage_mask", boolean=True) if has_mask else mask_ET
             advantages_ET = masked_whiten(advantages_ET, whitened_ET, reduce=reduce)
         weights_E = episode_leaf_weights(buffer.groups, mask_ET, self.device)
         buffer.put("advantages", from_rows(advantages_ET * weights_E[:, None], lengths_E))
@@ -285,23 +285,6 @@ class PPO(RLModule):
             reduce=reduce,
         )
         buffer.metrics["value/explained_variance"] = float(explained)
-
-    def _checked(self, estimate: Any, shape: Sequence[int], lengths_E: Tensor) -> Estimate:
-        """Check what a subclass's `estimate` returned, and bring it into rows."""
-        where = f"{type(self).__name__}.estimate"
-        if not isinstance(estimate, Estimate):
-            raise TypeError(f"{where} returned a {type(estimate).__name__}; expected an Estimate.")
-        shapes = (
-            (shape, "[rollouts, tokens of the longest]"),
-            ((int(lengths_E.sum()),), "one number per response token"),
-        )
-
-        def rows(name: str, *, boolean: bool = False) -> Tensor:
-            value = checked_tensor(getattr(estimate, name), f"{where}: {name}", *shapes, boolean=boolean)
-            return value if value.dim() == 2 else to_rows(value, lengths_E)
-
-        mask_ET = None if estimate.advantage_mask is None else rows("advantage_mask", boolean=True)
-        return Estimate(rows("advantages"), rows("returns"), rows("value_mask", boolean=True), mask_ET)
 
     def value_rollouts(self, buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
         """Value of each state of the rollouts, without gradient, on the CPU.
@@ -322,11 +305,6 @@ class PPO(RLModule):
         truncated = [episode.last.finish_reason == "length" for episode in buffer.episodes]
         bootstrapped_E = torch.tensor(truncated) & self.bootstrap_truncated
         return values_N, last_B[last_rows].masked_fill(~bootstrapped_E, 0)
-
-    def rollout_options(self) -> dict[str, Any]:
-        """Add what decides advantages and targets."""
-        names = ("gamma", "lam", "critic_lam", "lam_alpha", "whiten_advantages", "bootstrap_truncated")
-        return super().rollout_options() | {name: getattr(self, name) for name in names}
 
     # Updates.
 
@@ -362,10 +340,19 @@ class PPO(RLModule):
     def _value_loss(
         self, batch: MicroBatch, states: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Clipped value loss at the K tokens of `value_mask`; the head runs on those alone."""
+        """Clipped value loss at the K tokens of `value_mask`; the head runs only on those."""
         # A rank without groups in this update runs a dummy, whose loss mask is empty.
-        chosen_N = batch.tokens["value_mask"] & batch.mask_N
-        values_K = self._values_at(batch, chosen_N, states)
+        critic, scoring, chosen_N = self._critic, batch.scoring, batch.tokens["value_mask"] & batch.mask_N
+        if states is not None:
+            values_K = critic.values(scoring, scoring.predict_index_N[chosen_N], states=states)
+        else:  # a trunk of its own stops at the last of these tokens
+            rows_BT = to_rows(chosen_N.cpu(), torch.tensor(scoring.rollout_lengths))
+            places_T = torch.arange(1, rows_BT.shape[1] + 1)
+            ends_B = (rows_BT * places_T).amax(dim=1) if len(places_T) else rows_BT.sum(1)
+            short = truncate_rollouts(batch.groups, ends_B)
+            scoring = batch.repack(short.groups)
+            kept_M = chosen_N[short.kept_index_M.to(chosen_N.device)]
+            values_K = critic.values(scoring, scoring.predict_index_N[kept_M])
         loss = clipped_value_loss(
             values_K,
             batch.tokens["values"][chosen_N],
@@ -377,18 +364,6 @@ class PPO(RLModule):
         metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
         metrics["value/loss"] = (numerator.detach(), count)
         return (self.vf_coef * numerator, count), metrics
-
-    def _values_at(self, batch: MicroBatch, chosen_N: Tensor, states: Tensor | None) -> Tensor:
-        """Values where the critic is trained; its trunk, if not the policy's, stops at the last of these tokens."""
-        critic = self._critic
-        if states is not None:
-            return critic.values(batch.scoring, batch.scoring.predict_index_N[chosen_N], states=states)
-        rows_BT = to_rows(chosen_N.cpu(), torch.tensor(batch.scoring.rollout_lengths))
-        ends_B = (rows_BT * torch.arange(1, rows_BT.shape[1] + 1)).amax(dim=1) if rows_BT.shape[1] else rows_BT.sum(1)
-        short = truncate_rollouts(batch.groups, ends_B)
-        scoring = batch.repack(short.groups)
-        kept_M = chosen_N[short.kept_index_M.to(chosen_N.device)]
-        return critic.values(scoring, scoring.predict_index_N[kept_M])
 
     @property
     def _critic(self) -> Critic:

@@ -1,4 +1,13 @@
-"""Samples rollouts while earlier ones are trained, up to `max_staleness` batches ahead."""
+"""Samples rollouts while earlier ones are trained, up to `max_staleness` batches ahead.
+
+`RolloutsAhead` submits prompts to a `RolloutQueue`, `SamplingThreads` sample them, and the main thread takes finished
+groups. There are two ways. With an engine that takes weights in flight (`updates_in_flight`), many threads sample one
+group each while the main thread sends weights. Otherwise one thread samples batch by batch from a copy of the policy
+(`PolicyCopy`), whose weights change in between.
+
+The version of the weights is the number of rollout batches that were trained on so far. A token's staleness is the
+version about to be updated minus the version that sampled the token.
+"""
 
 from __future__ import annotations
 
@@ -7,120 +16,305 @@ import itertools
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 
 from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.distributed.checksum import SamplerLostError
-from pl_grouprl.episodes.loop import EpisodeLoop
 from pl_grouprl.models.policy import frozen_copy
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
 from pl_grouprl.training.buffer import rollout_state
 from pl_grouprl.training.metrics import StepTimer
 from pl_grouprl.training.run import Run
-from pl_grouprl.training.sampler import Sampler
+from pl_grouprl.training.sampler import Episodes, Sampler
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.options import drop_none
 from pl_grouprl.utilities.progress import tick
 
-# An entry of the queue of rollouts: a prompt, and once it is sampled, its group.
+NAME = "rollouts-ahead"
+"""Name of the threads."""
+
+MAX_THREADS = 128
+"""Maximum number of groups that a rank samples at a time with an engine that takes weights in flight."""
+
+MAX_ATTEMPTS = 20
+"""How often a prompt whose groups are always too old is sampled before the run ends."""
+
+END_SECONDS = 5.0
+"""Seconds to wait at the end of a run for requests in flight."""
 
 Join = Callable[[Prompt, list[int], list[Rollout]], RolloutGroup]
 """Builds a group from (prompt, prompt tokens as sampled, rollouts)."""
 
-
-@dataclass(eq=False)
-class QueuedGroup:
-    """A prompt and, once it is sampled, its group.
-
-    Attributes:
-        number: Number of the prompt batch that it belongs to.
-        place: Its index among this rank's prompts of that batch.
-        prompt: The prompt.
-        attempt: How often it was sampled before and dropped as stale.
-        version: Version of the weights when sampling started; None before that.
-        syncs: Number of weight syncs before sampling started.
-        group: The rollouts; None until they are finished.
-        has_run_versions: Whether token versions were translated from the engine's numbering to the run's.
-        oldest_token: The lowest of them; None before that.
-    """
-
-    number: int
-    place: int
-    prompt: Prompt
-    attempt: int = 0
-    version: int | None = None
-    syncs: int = 0
-    group: RolloutGroup | None = None
-    has_run_versions: bool = False
-    oldest_token: int | None = None
-
-    @property
-    def oldest(self) -> int:
-        """Version of the oldest sampled token; that at the start of sampling while it is not known."""
-        return (self.version or 0) if self.oldest_token is None else self.oldest_token
-
-    def settle(self) -> None:
-        """Note that the token versions are in the run's numbering."""
-        assert self.group is not None
-        versions = (version for rollout in self.group.rollouts for version in sampled_versions(rollout))
-        self.oldest_token, self.has_run_versions = min(versions, default=self.version), True
-
-    def state_dict(self, versions: Callable[[Rollout], list[int]]) -> dict[str, Any]:
-        """The entry as plain containers, a finished group without its data columns.
-
-        Args:
-            versions: Returns the token versions of a rollout in the run's numbering.
-        """
-        plain = {"number": self.number, "place": self.place, "attempt": self.attempt}
-        if self.group is None:
-            return plain
-        rollouts = [rollout_state(rollout) | {"weight_versions": versions(rollout)} for rollout in self.group.rollouts]
-        return plain | {
-            "version": self.version,
-            "prompt": derive_seed(*self.prompt.token_ids),
-            "prompt_ids": self.group.prompt_ids,
-            "rollouts": rollouts,
-        }
+Sample = Callable[..., list[RolloutGroup]]
 
 
-def restored_entry(saved: dict[str, Any], prompt: Prompt, join: Join) -> QueuedGroup:
-    """Rebuild what `state_dict` returned; without the group if it is of another prompt.
+class RolloutsAhead:
+    """Samples prompts ahead in threads, and hands out finished groups, one for each prompt of a batch.
 
     Args:
-        saved: What it returned.
-        prompt: The prompt at this place.
-        join: Rebuilds a group.
+        run: The run.
+        sampler: Samples, and sends the weights.
+        timer: Measures the parts of a step.
+        max_staleness: Largest staleness of a token, in batches of prompts; at least 1.
+        sampling: How rollouts are sampled.
+        num_generations: Rollouts per prompt.
+        branching: How rollouts branch; not at all if None.
+        episodes: The tools of the run; plain completions if None.
+        load_policy: Loads the initial policy; used to build a full copy when the policy's weights are shards.
+
+    Attributes:
+        data: The data module, whose `peek` returns the prompts of later batches.
     """
-    entry = QueuedGroup(saved["number"], saved["place"], prompt, saved["attempt"])
-    if saved.get("prompt") != derive_seed(*prompt.token_ids):
-        return entry
-    rollouts = [Rollout(**rollout) for rollout in saved["rollouts"]]
-    group = join(prompt, saved["prompt_ids"], rollouts)
-    entry.version, entry.group = saved["version"], group
-    entry.settle()
-    return entry
+
+    def __init__(
+        self,
+        run: Run,
+        sampler: Sampler,
+        timer: StepTimer,
+        *,
+        max_staleness: int,
+        sampling: SamplingConfig,
+        num_generations: int,
+        branching: Branching | None,
+        episodes: Episodes | None,
+        load_policy: Callable[[], Any],
+    ) -> None:
+        self._run, self._sampler, self._timer, self._max_staleness = run, sampler, timer, max_staleness
+        self._sampling, self._num_generations, self._branching = sampling, num_generations, branching
+        self._episodes, self._load_policy = episodes, load_policy
+        self.data: Any = None
+        self._state: dict[str, Any] | None = None
+        self._next_version = 0
+        self._queue: RolloutQueue | None = None
+        self._copy: PolicyCopy | None = None  # None if the engine takes weights in flight
+        self._options: dict[str, Any] = {}
+        self._threads: SamplingThreads | None = None
+
+    def open(self) -> None:
+        """Prepare for a fit."""
+        self.close()  # an earlier fit may have ended with an exception
+        sampler, engine = self._sampler, self._sampler.engine
+        self._queue = RolloutQueue(self._max_staleness, type(engine).__name__)
+        self._copy = None
+        if not declares(engine, "updates_in_flight"):
+            self._copy = PolicyCopy(self._run, engine, self._load_policy)
+        self._options = drop_none(
+            episodes=None if self._episodes is None else self._episodes.loop_for_threads(),
+            branching=self._branching,
+            stop=sampler.stop_strings(self._sampling),
+        )
+        self._threads = SamplingThreads(self._queue, self._sample, whole_batches=self._copy is not None)
+
+    def take(self, batch: PromptBatch, sample: Sample) -> list[RolloutGroup]:
+        """Wait for one finished group per prompt of this rank's batch, and remove them from the queue. Collective.
+
+        The groups may come from prompts of other batches. Each gets a `group_id` that is unique across ranks.
+
+        Args:
+            batch: The prompts.
+            sample: Samples them in the main thread, from the policy, if they were not submitted ahead to a copy.
+        """
+        queue, threads, number, count = self._queue, self._threads, batch.rollout_number, len(batch.prompts)
+        assert queue is not None
+        assert threads is not None
+
+        def submit_and_wait() -> None:
+            queue.set_version(self._next_version, getattr(self._sampler.engine, "version", None))
+            if not queue.has(number):
+                with self._timer.part("rollout"):
+                    queue.submit(number, batch.prompts, None if self._copy is None else sample(batch.prompts))
+            for later in range(number + 1, number + self._max_staleness + 1):
+                if not queue.has(later):
+                    queue.submit(later, self.data.peek(later))
+            threads.grow(min(len(queue), MAX_THREADS if self._copy is None else 1))
+            queue.wait(count)
+
+        device = self._run.device
+        with self._timer.part("wait_for_rollouts"):
+            self._restore(queue)
+            queue.expect(number)
+            # An error on one rank ends the run on all.
+            if self._copy is None:
+                self._sampler.synced(submit_and_wait)
+            else:
+                # Wait for the batch first, so that timing does not decide its weights.
+                raise_on_all_ranks(lambda: queue.wait(min(count, len(queue))), device)
+                with queue.paused():
+                    self._copy.fill()
+                raise_on_all_ranks(submit_and_wait, device)
+            groups = queue.take(number, count)
+            self._next_version = queue.version + 1
+            if self._copy is None:
+                current = [
+                    group
+                    for group in groups
+                    if all(found == queue.version for rollout in group.rollouts for found in sampled_versions(rollout))
+                ]
+                engine = ThreadEngine(self._sampler.engine)
+                self._sampler.compare(current, self._sampling, engine=engine, prompts=batch.prompts)
+        for place, group in enumerate(groups):
+            group.group_id = self._run.global_rank + num_ranks() * place
+        return groups
+
+    def _sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
+        """Sample entries of one batch, in a thread. Their random numbers depend on their places, not on timing."""
+        number, attempt = entries[0].number, max(entry.attempt for entry in entries)
+        sample_with = partial(
+            self._sampler.sample_with,
+            prompts=[entry.prompt for entry in entries],
+            sampling=self._sampling,
+            num_generations=self._num_generations,
+            seed=("rollout", number, "again", attempt) if attempt else ("rollout", number),
+            indices=[self._run.global_rank + num_ranks() * entry.place for entry in entries],
+            **self._options,
+        )
+        return sample_with(ThreadEngine(self._sampler.engine)) if self._copy is None else self._copy.sample(sample_with)
+
+    def measure(self, groups: Sequence[RolloutGroup]) -> Staleness:
+        """Staleness of the groups that are trained now."""
+        assert self._queue is not None
+        return self._queue.measure(groups)
+
+    def mark_current(self, groups: Sequence[RolloutGroup]) -> None:
+        """Label groups that bypassed the queue as sampled from the current weights."""
+        assert self._queue is not None
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            rollout.weight_versions = version_of_all(rollout, self._queue.version)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the threads. Finished groups are kept for a checkpoint or the next fit.
+
+        Args:
+            at_once: Wait at most `END_SECONDS` for running requests, even if they cannot be stopped.
+        """
+        queue, threads = self._queue, self._threads
+        if queue is None or threads is None:
+            return
+        queue.close()
+        if self._copy is None:
+            self._sampler.close()  # aborts calls in flight
+        if not threads.join(END_SECONDS if at_once or self._copy is None else None):
+            rank_zero_warn("rollouts are still being sampled at the end of the run; they are dropped.")
+        if self._state is None:
+            self._state = queue.state_dict() | {"options": self._sampling_options()}
+        self._queue = self._copy = self._threads = None
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of this rank's queue, for a checkpoint; None if no fit has begun and nothing was restored."""
+        if self._state is None and self._queue is not None:
+            if self._copy is not None:  # groups in flight start again after a resume; these would be lost
+                self._queue.finish_started()
+            return self._queue.state_dict() | {"options": self._sampling_options()}
+        return self._state
+
+    def load_state_dicts(self, per_rank: Sequence[dict[str, Any] | None]) -> None:
+        """Set the state that the next `take` restores. With another number of ranks, the saved groups are omitted.
+
+        Args:
+            per_rank: What `state_dict` returned on each rank that saved.
+        """
+        if len(per_rank) != num_ranks():
+            log_left_out(per_rank, f"{len(per_rank)} ranks had queued them, this run has {num_ranks()}")
+            return
+        self._state = per_rank[self._run.global_rank]
+        again = sum("rollouts" not in entry for state in per_rank if state is not None for entry in state["entries"])
+        if again:
+            rank_zero_info(
+                f"{again} groups of rollouts were not finished when the checkpoint was saved: they start again."
+            )
+
+    def _sampling_options(self) -> dict[str, Any]:
+        """What rollouts are sampled with, as plain values."""
+        branching = None if self._branching is None else asdict(self._branching)
+        options = {**asdict(self._sampling), "num_generations": self._num_generations, "branching": branching}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+    def _restore(self, queue: RolloutQueue) -> None:
+        state, self._state = self._state, None
+        if state is None:
+            return
+        saved, options = state.get("options", {}), self._sampling_options()
+        if changed := [name for name in saved if saved[name] != options.get(name)]:
+            entries = [{**entry, "prompt": None} for entry in state["entries"]]  # as if they were other prompts
+            state = {**state, "entries": entries}
+
+        def join(prompt: Prompt, token_ids: list[int], rollouts: list[Rollout]) -> RolloutGroup:
+            # The tokens may include an environment's observation.
+            return self._sampler.group([replace(prompt.open(), token_ids=token_ids)], [rollouts], [0])[0]
+
+        left_out = queue.load_state_dict(state, self.data.peek, join)
+        if left_out:
+            reason = f"{', '.join(changed)} changed" if changed else "their prompts have changed"
+            rank_zero_info(f"{left_out} groups of rollouts sampled ahead are sampled again, because {reason}.")
+        self._next_version = queue.version + 1
 
 
-# How stale the tokens of a batch are.
-#
-# The version of the weights is the number of rollout batches that were trained on so far. A token's staleness is the
-# version about to be updated minus the version that sampled the token.
+def log_left_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
+    """Log that the groups of a checkpoint are not restored, and why."""
+    count = sum(len(state["entries"]) for state in per_rank if state is not None)
+    if count:
+        rank_zero_info(
+            f"The checkpoint has {count} groups of rollouts that were sampled ahead. They are left out, because "
+            f"{reason}. Prompts of the next batches are sampled again."
+        )
 
 
-@dataclass
-class Staleness:
+class CloseRolloutsAhead(pl.Callback):
+    """Ends the sampling threads after an exception, because Lightning then skips `teardown`."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """End the threads; Lightning then raises the original exception."""
+        collector: Any = pl_module.collector
+        collector.close(at_once=True)
+
+
+def check_max_staleness(module: pl.LightningModule, engine: Any, corrected: bool) -> None:
+    """Raise at setup if other options rule out sampling ahead.
+
+    Args:
+        module: The module, attached to its Trainer.
+        engine: Its rollout engine.
+        corrected: Whether the loss corrects for the sampler's log-probabilities.
+
+    Raises:
+        ValueError: Says why, and what to change.
+    """
+    name, precision = type(engine).__name__, module.trainer.precision_plugin
+    in_flight = declares(engine, "updates_in_flight")
+    takes_threads = isinstance(engine, SyncedRolloutEngine) and declares(engine, "takes_prompt_indices")
+    reason = None
+    if not corrected:
+        reason = "nothing corrects for rollouts of older weights; set importance_sampling, such as to 'token_truncate'"
+    elif in_flight and not takes_threads:
+        reason = f"engine is {name}, which lacks update_weights or takes_prompt_indices, to seed each prompt separately"
+    elif not in_flight and not declares(engine, "samples_from_copies"):
+        reason = (
+            f"engine is {name}, which cannot sample while the policy is updated; use one that declares "
+            "updates_in_flight (VLLMServerRolloutEngine) or samples_from_copies (HFRolloutEngine)"
+        )
+    elif not in_flight and type(precision) not in (Precision, MixedPrecision):
+        reason = f"precision={precision.precision} sets a default dtype for all threads; use 32-true or a mixed one"
+    elif not hasattr(getattr(module.trainer, "datamodule", None), "peek"):
+        reason = "it needs to know the next prompts; pass a PromptDataModule as datamodule"
+    if reason is not None:
+        staleness = getattr(module, "max_staleness", None)
+        raise ValueError(f"max_staleness is {staleness}, but {reason}. Or set max_staleness to 0.")
+
+
+class Staleness(NamedTuple):
     """Staleness of the tokens in one rank's batch, as sums that can be combined across ranks.
 
     Attributes:
@@ -140,19 +334,12 @@ def staleness_metrics(per_rank: Sequence[Staleness]) -> dict[str, float]:
     """Metrics over all ranks; empty if `per_rank` is."""
     if not per_rank:
         return {}
-    tokens, total = sum(one.tokens for one in per_rank), sum(one.total for one in per_rank)
+    tokens, total, largest, dropped = zip(*per_rank, strict=True)
     return {
-        "rollout/staleness/mean": total / max(tokens, 1),
-        "rollout/staleness/max": float(max(one.largest for one in per_rank)),
-        "rollout/dropped_stale": float(sum(one.dropped for one in per_rank)),
+        "rollout/staleness/mean": sum(total) / max(sum(tokens), 1),
+        "rollout/staleness/max": float(max(largest)),
+        "rollout/dropped_stale": float(sum(dropped)),
     }
-
-
-def measure_staleness(groups: Iterable[RolloutGroup], version: int, dropped: int) -> Staleness:
-    """Staleness of the tokens of groups that are trained with a version of the weights."""
-    rollouts = (rollout for group in groups for rollout in group.rollouts)
-    ages = [version - sampled for rollout in rollouts for sampled in sampled_versions(rollout)]
-    return Staleness(len(ages), sum(ages), max(ages, default=0), dropped)
 
 
 def sampled_versions(rollout: Rollout) -> list[int]:
@@ -168,7 +355,40 @@ def version_of_all(rollout: Rollout, version: int) -> list[int]:
     return [version if bit else NOT_SAMPLED for bit in mask]
 
 
-# A copy of the policy that a thread samples from while updates change the policy.
+# What the threads sample with: an engine that takes weights in flight, or a copy of the policy.
+
+
+class ThreadEngine:
+    """An engine for sampling threads: without collective methods, and with a version for every token.
+
+    Args:
+        engine: An engine with a version.
+    """
+
+    takes_prompt_indices = True
+    updates_in_flight = True
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.takes_limits = declares(engine, "takes_limits")
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The engine's limit, which it may learn later; None if it has none."""
+        length: int | None = getattr(self._engine, "max_model_len", None)
+        return length
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Do nothing: the main thread binds the engine."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Rollout]]:
+        """Sample; tokens without a version get the one that the engine had before the call."""
+        version = self._engine.version
+        groups: list[list[Rollout]] = self._engine.generate(*args, **kwargs)
+        for rollout in (rollout for group in groups for rollout in group):
+            if rollout.weight_versions is None and version is not None:
+                rollout.weight_versions = version_of_all(rollout, version)
+        return groups
 
 
 class PolicyCopy:
@@ -177,49 +397,36 @@ class PolicyCopy:
     Args:
         run: Has the policy, before it enters `shared_prefix`, which would apply to the copy too. If its weights are
             shards, each rank gets a whole copy.
-        engine: Its engine, which declares `samples_from_copies`.
-        load: Loads the initial policy, to make a whole copy if the policy's weights are shards.
-
-    Attributes:
-        engine: The copy of the engine, bound to the copy of the policy.
+        engine: The engine, which declares `samples_from_copies`.
+        load_policy: Loads the initial policy, to make a whole copy if the policy's weights are shards.
     """
 
-    def __init__(self, run: Run, engine: RolloutEngine, load: Callable[[], nn.Module]) -> None:
+    def __init__(self, run: Run, engine: RolloutEngine, load_policy: Callable[[], Any]) -> None:
         self._run, self._device = run, run.device
-        whole = frozen_copy(run.policy) if run.support.keeps_plain_weights else load().requires_grad_(False)
-        self._copy = whole.to(self._device).eval()
-        self.engine: Any = copy.copy(engine)
-        self.engine.bind(self._copy, copy.deepcopy(run.tokenizer))  # threads must not share a tokenizer
+        whole = frozen_copy(run.policy) if run.support.keeps_plain_weights else load_policy().requires_grad_(False)
+        self._policy = whole.to(self._device).eval()
+        self._engine: RolloutEngine = copy.copy(engine)
+        self._engine.bind(self._policy, copy.deepcopy(run.tokenizer))  # threads must not share a tokenizer
         self._filled: Any = None
 
     @torch.no_grad()
     def fill(self) -> None:
         """Copy the policy's weights. Collective; nothing may be sampled meanwhile."""
-        copied = dict(self._copy.named_parameters()) | dict(self._copy.named_buffers())
+        copied = dict(self._policy.named_parameters()) | dict(self._policy.named_buffers())
         for name, weight in self._run.support.named_weights(self._run.policy):
             copied[name].copy_(weight)
         if self._device.type == "cuda":
             self._filled = torch.cuda.current_stream().record_event()
 
-    @contextmanager
-    def sampling(self) -> Iterator[RolloutEngine]:
-        """The engine, on a separate CUDA stream that waits for the weights; for the sampling thread."""
+    def sample(self, sample_with: Sample) -> list[RolloutGroup]:
+        """Call a function with the engine, on a separate CUDA stream that waits for the weights."""
         if self._filled is None:
-            yield self.engine
-            return
+            return sample_with(self._engine)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             torch.cuda.current_stream().wait_event(self._filled)
-            yield self.engine
+            groups = sample_with(self._engine)
             torch.cuda.current_stream().synchronize()  # before the copy gets other weights
-
-
-# Threads that sample the prompts of a queue.
-
-Sample = Callable[[Sequence[QueuedGroup]], list[RolloutGroup]]
-"""Samples the entries that a thread has started."""
-
-NAME = "rollouts-ahead"
-"""Name of the threads."""
+        return groups
 
 
 class SamplingThreads:
@@ -229,7 +436,7 @@ class SamplingThreads:
 
     Args:
         queue: The queue.
-        sample: Samples; called by several threads at once.
+        sample: Samples the entries that a thread has started; called by several threads at once.
         whole_batches: Whether a thread samples all prompts of a batch together.
     """
 
@@ -248,7 +455,7 @@ class SamplingThreads:
         """Wait for the threads to end after the queue was closed.
 
         Args:
-            seconds: Longest wait; None waits as long as it takes.
+            seconds: Longest wait; as long as it takes if None.
 
         Returns:
             Whether all have ended.
@@ -272,8 +479,43 @@ class SamplingThreads:
 
 # The queue between the threads that sample rollouts and the main thread that trains on them.
 
-MAX_ATTEMPTS = 20
-"""How often a prompt whose groups are always too old is sampled before the run ends."""
+
+@dataclass(eq=False)
+class QueuedGroup:
+    """A prompt and, once it is sampled, its group.
+
+    Attributes:
+        number: Number of the prompt batch that it belongs to.
+        place: Its index among this rank's prompts of that batch.
+        prompt: The prompt.
+        attempt: How often it was sampled before and dropped as stale.
+        version: Version of the weights when sampling started; None before that.
+        syncs: Number of weight syncs before sampling started.
+        group: The rollouts; None until they are finished.
+        has_run_versions: Whether token versions were translated from the engine's numbering to the run's.
+        oldest_token: Version of the oldest sampled token; None while it is not known.
+    """
+
+    number: int
+    place: int
+    prompt: Prompt
+    attempt: int = 0
+    version: int | None = None
+    syncs: int = 0
+    group: RolloutGroup | None = None
+    has_run_versions: bool = False
+    oldest_token: int | None = None
+
+    @property
+    def oldest(self) -> int:
+        """`oldest_token`, or the version at the start of sampling while that is not known."""
+        return (self.version or 0) if self.oldest_token is None else self.oldest_token
+
+    def settle(self) -> None:
+        """Note that the token versions are in the run's numbering."""
+        assert self.group is not None
+        versions = (version for rollout in self.group.rollouts for version in sampled_versions(rollout))
+        self.oldest_token, self.has_run_versions = min(versions, default=self.version), True
 
 
 class RolloutQueue:
@@ -410,7 +652,9 @@ class RolloutQueue:
         """Staleness of the tokens of groups that are trained now; resets the count of dropped groups."""
         with self._changed:
             dropped, self._dropped = self._dropped, 0
-            return measure_staleness(groups, self.version, dropped)
+            rollouts = (rollout for group in groups for rollout in group.rollouts)
+            ages = [self.version - sampled for rollout in rollouts for sampled in sampled_versions(rollout)]
+        return Staleness(len(ages), sum(ages), max(ages, default=0), dropped)
 
     def close(self) -> None:
         """Start no more sampling."""
@@ -468,7 +712,20 @@ class RolloutQueue:
         """The queue as plain containers: finished groups without data columns, and which prompts are unfinished."""
         with self._changed:
             self._translate_versions()
-            entries = [entry.state_dict(partial(self._run_versions, entry)) for entry in self._entries]
+            entries = []
+            for entry in self._entries:
+                saved: dict[str, Any] = {"number": entry.number, "place": entry.place, "attempt": entry.attempt}
+                if entry.group is not None:
+                    saved |= {
+                        "version": entry.version,
+                        "prompt": derive_seed(*entry.prompt.token_ids),
+                        "prompt_ids": entry.group.prompt_ids,
+                        "rollouts": [
+                            rollout_state(rollout) | {"weight_versions": self._run_versions(entry, rollout)}
+                            for rollout in entry.group.rollouts
+                        ],
+                    }
+                entries.append(saved)
             return {"version": self.version, "sizes": dict(self._sizes), "entries": entries}
 
     def load_state_dict(self, state: dict[str, Any], prompts: Callable[[int], Sequence[Prompt]], join: Join) -> int:
@@ -480,19 +737,26 @@ class RolloutQueue:
             join: Rebuilds a group.
 
         Returns:
-            How many finished groups were left out, because their prompt has changed.
+            How many finished groups were omitted, because their prompt has changed.
         """
         with self._changed:
             self.version, self._sizes = state["version"], dict(state["sizes"])
+            left_out = 0
             for saved in state["entries"]:
-                found = prompts(saved["number"])
-                if saved["place"] < len(found):
-                    self._entries.append(restored_entry(saved, found[saved["place"]], join))
-                elif saved["number"] in self._sizes:  # the batch now has fewer prompts
-                    self._sizes[saved["number"]] -= 1
+                number, place, found = saved["number"], saved["place"], prompts(saved["number"])
+                is_same = place < len(found) and saved.get("prompt") == derive_seed(*found[place].token_ids)
+                left_out += "rollouts" in saved and not is_same
+                if place < len(found):
+                    entry = QueuedGroup(number, place, found[place], saved["attempt"])
+                    if is_same:
+                        rollouts = [Rollout(**rollout) for rollout in saved["rollouts"]]
+                        entry.version, entry.group = saved["version"], join(found[place], saved["prompt_ids"], rollouts)
+                        entry.settle()
+                    self._entries.append(entry)
+                elif number in self._sizes:  # the batch now has fewer prompts
+                    self._sizes[number] -= 1
             self._changed.notify_all()
-            restored = sum(entry.group is not None for entry in self._entries)
-            return sum("rollouts" in saved for saved in state["entries"]) - restored
+            return left_out
 
     # Called while holding the lock.
 
@@ -520,8 +784,7 @@ class RolloutQueue:
 
     def _is_ready(self, count: int) -> bool:
         self._translate_versions()
-        self._refuse_unknown_versions()
-        self._drop_stale()
+        self._drop_unusable()
         taken = set(self._oldest_finished(count))
         left = [entry for entry in self._entries if entry not in taken and entry.version is not None]
         return len(taken) == count and not self._must_wait(left)
@@ -555,505 +818,43 @@ class RolloutQueue:
                     rollout.weight_versions = self._run_versions(entry, rollout)
                 entry.settle()
 
-    def _refuse_unknown_versions(self) -> None:
-        """For `wait`, during which no weights are sent: no token can have a version that is not known."""
-        for entry in self._entries:
-            if entry.group is not None and not entry.has_run_versions:
-                found = max(max(rollout.weight_versions or (0,)) for rollout in entry.group.rollouts)
-                raise RuntimeError(
-                    f"{self._engine} reports weight_versions up to {found}, but the newest weights that it was given "
-                    f"are {self._versions[-1][0]}."
-                )
-
     def _run_versions(self, entry: QueuedGroup, rollout: Rollout) -> list[int]:
         """Token versions in the run's numbering; that at the start of sampling if the engine reports none."""
         if rollout.weight_versions is None:
             assert entry.version is not None
             return version_of_all(rollout, entry.version)
-        if entry.has_run_versions:
+        if entry.has_run_versions or not self._versions:
             return rollout.weight_versions
-        return [self._run_version(version) for version in rollout.weight_versions]
 
-    def _run_version(self, engine_version: int) -> int:
-        if not self._versions or engine_version == NOT_SAMPLED:
-            return engine_version
-        place = bisect_right(self._versions, engine_version, key=lambda pair: pair[0])
-        return self._versions[max(place - 1, 0)][1]
+        def run_version(found: int) -> int:
+            place = bisect_right(self._versions, found, key=lambda pair: pair[0])
+            return self._versions[max(place - 1, 0)][1]
 
-    def _drop_stale(self) -> None:
-        """Replace groups that are too old by their prompts, to be sampled again, at the same place in the queue."""
+        return [found if found == NOT_SAMPLED else run_version(found) for found in rollout.weight_versions]
+
+    def _drop_unusable(self) -> None:
+        """Replace groups that are too old by their prompts, to be sampled again, at the same place in the queue.
+
+        For `wait`, during which no weights are sent: no token can have a version that is not known.
+        """
         for place, entry in enumerate(self._entries):
-            if entry.group is not None and self.version - entry.oldest > self._max_staleness:
-                self._dropped += 1
-                if entry.attempt + 1 >= MAX_ATTEMPTS:
-                    raise RuntimeError(
-                        f"{self._engine} sampled a prompt {MAX_ATTEMPTS} times from weights that are too old for "
-                        f"max_staleness={self._max_staleness}: the last time from version {entry.oldest}, where "
-                        f"version {entry.version} had been sent before; it does not take its weights, or reports wrong "
-                        "weight_versions."
-                    )
-                again = QueuedGroup(entry.number, entry.place, entry.prompt, entry.attempt + 1)
-                self._entries[place] = again
-                self._changed.notify_all()
-
-
-# Sources of rollouts that are sampled while others are trained: an engine that takes weights in flight, or a copy.
-
-MAX_THREADS = 128
-"""Most groups that a rank samples at a time with an `InFlightSource`."""
-
-SubmitAndWait = Callable[[], None]
-"""Submits prompts, and waits until the groups of the next batch are finished."""
-
-
-class RolloutSource(Protocol):
-    """Samples for the sampling threads.
-
-    Attributes:
-        whole_batches: Whether the prompts of a batch are sampled together.
-        max_threads: Most threads that sample.
-        can_stop: Whether `stop` ends calls in flight.
-    """
-
-    whole_batches: bool
-    max_threads: int
-    can_stop: bool
-
-    def refresh(self, count: int, submit_and_wait: SubmitAndWait) -> None:
-        """Take the policy's current weights, then call `submit_and_wait`. Collective.
-
-        An error on one rank ends the run on all.
-
-        Args:
-            count: Number of groups that `submit_and_wait` waits for.
-            submit_and_wait: Called again if the sampler was lost.
-        """
-        ...
-
-    def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
-        """Sample the entries that a thread has started."""
-        ...
-
-    def sample_now(self, batch: PromptBatch) -> list[RolloutGroup] | None:
-        """Sample a batch that was not submitted ahead; None leaves it to the threads."""
-        ...
-
-    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
-        """Compare the sampler with the policy, once per run. Collective.
-
-        Args:
-            groups: Groups from its current weights.
-            prompts: This rank's prompts. If the groups have no tokens, rank 0 samples one for the comparison.
-        """
-        ...
-
-    def finish(self) -> None:
-        """Before a checkpoint, wait for groups that it would lose."""
-        ...
-
-    def stop(self) -> None:
-        """At the end, abort calls in flight if `can_stop`."""
-        ...
-
-
-class InFlightSource:
-    """Samples with an engine that declares `updates_in_flight`, a call per group, while the main thread sends weights.
-
-    Args:
-        run: The run.
-        sampler: Has the engine.
-        arguments: Arguments of `Sampler.sample_with` after the prompts.
-        options: Its keyword arguments.
-    """
-
-    whole_batches = False
-    max_threads = MAX_THREADS
-    can_stop = True
-
-    def __init__(self, run: Run, sampler: Sampler, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        self._run, self._sampler = run, sampler
-        self._engine = ThreadEngine(sampler.engine)
-        self._arguments, self._options = arguments, options
-
-    def refresh(self, count: int, submit_and_wait: SubmitAndWait) -> None:
-        """See `RolloutSource.refresh`."""
-        self._sampler.synced(submit_and_wait)
-
-    def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
-        """See `RolloutSource.sample`."""
-        return _sample(self._run, self._sampler, self._engine, entries, self._arguments, self._options)
-
-    def sample_now(self, batch: PromptBatch) -> None:
-        """See `RolloutSource.sample_now`."""
-
-    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
-        """See `RolloutSource.check`."""
-        self._sampler.compare(self._engine, groups, self._arguments[0], prompts)
-
-    def finish(self) -> None:
-        """See `RolloutSource.finish`. Does not wait: groups in flight start again after a resume."""
-
-    def stop(self) -> None:
-        """See `RolloutSource.stop`."""
-        self._sampler.close()
-
-
-class CopySource:
-    """Samples from a copy of the policy, with an engine that declares `samples_from_copies`.
-
-    One thread samples batch by batch; the weights change in between.
-
-    Args:
-        run: The run.
-        sampler: Has the engine.
-        queue: The queue whose prompts the thread samples.
-        arguments: Arguments of `Sampler.sample_with` after the prompts.
-        options: Its keyword arguments.
-        load: Loads the initial policy; see `PolicyCopy`.
-    """
-
-    whole_batches = True
-    max_threads = 1
-    can_stop = False
-
-    def __init__(
-        self,
-        run: Run,
-        sampler: Sampler,
-        queue: RolloutQueue,
-        arguments: tuple[Any, ...],
-        options: Mapping[str, Any],
-        load: Callable[[], Any],
-    ) -> None:
-        self._run, self._sampler, self._queue = run, sampler, queue
-        self._copy = PolicyCopy(run, sampler.engine, load)
-        self._arguments, self._options = arguments, options
-
-    def refresh(self, count: int, submit_and_wait: SubmitAndWait) -> None:
-        """See `RolloutSource.refresh`. First waits for the batch, so that timing does not decide its weights."""
-        device = self._run.device
-        raise_on_all_ranks(lambda: self._queue.wait(min(count, len(self._queue))), device)
-        with self._queue.paused():
-            self._copy.fill()
-        raise_on_all_ranks(submit_and_wait, device)
-
-    def sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
-        """See `RolloutSource.sample`."""
-        with self._copy.sampling() as engine:
-            return _sample(self._run, self._sampler, engine, entries, self._arguments, self._options)
-
-    def sample_now(self, batch: PromptBatch) -> list[RolloutGroup]:
-        """See `RolloutSource.sample_now`. Samples from the policy itself, on the main thread."""
-        branching = drop_none(branching=self._options.get("branching"))
-        return self._run.generate(batch.prompts, *self._arguments, seed=("rollout", batch.rollout_number), **branching)
-
-    def check(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt]) -> None:
-        """See `RolloutSource.check`. Does nothing: a copy equals the policy."""
-
-    def finish(self) -> None:
-        """See `RolloutSource.finish`."""
-        self._queue.finish_started()
-
-    def stop(self) -> None:
-        """See `RolloutSource.stop`."""
-
-
-class ThreadEngine:
-    """An engine for sampling threads: without collective methods, and with a version for every token.
-
-    Args:
-        engine: An engine with a version.
-    """
-
-    takes_prompt_indices = True
-    updates_in_flight = True
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.takes_limits = declares(engine, "takes_limits")
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The engine's limit; None if it has none."""
-        length: int | None = getattr(self._engine, "max_model_len", None)
-        return length
-
-    def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Do nothing: the main thread binds the engine."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[list[Rollout]]:
-        """Sample; tokens without a version get the one that the engine had before the call."""
-        version = self._engine.version
-        groups: list[list[Rollout]] = self._engine.generate(*args, **kwargs)
-        for rollout in (rollout for group in groups for rollout in group):
-            if rollout.weight_versions is None and version is not None:
-                rollout.weight_versions = version_of_all(rollout, version)
-        return groups
-
-
-def _sample(
-    run: Run,
-    sampler: Sampler,
-    engine: RolloutEngine,
-    entries: Sequence[QueuedGroup],
-    arguments: tuple[Any, ...],
-    options: Mapping[str, Any],
-) -> list[RolloutGroup]:
-    """Sample entries of one batch. Their random numbers depend on batch, place and attempt, not on timing."""
-    number, attempt = entries[0].number, max(entry.attempt for entry in entries)
-    return sampler.sample_with(
-        engine,
-        [entry.prompt for entry in entries],
-        *arguments,
-        seed=("rollout", number, "again", attempt) if attempt else ("rollout", number),
-        indices=[run.global_rank + num_ranks() * entry.place for entry in entries],
-        **options,
-    )
-
-
-# Samples rollouts while earlier ones are trained, up to `max_staleness` batches ahead.
-
-END_SECONDS = 5.0
-"""Seconds to wait at the end of a run for requests in flight."""
-
-
-class RolloutsAhead:
-    """Samples prompts ahead in threads, and hands out finished groups, one for each prompt of a batch.
-
-    Args:
-        run: The run.
-        sampler: Samples, and sends the weights.
-        timer: Measures the parts of a step.
-        max_staleness: Largest staleness of a token, in batches of prompts; at least 1.
-        sampling: How rollouts are sampled.
-        num_generations: Rollouts per prompt.
-        branching: How rollouts branch; None if they do not.
-        episodes: Makes the episode loop that the threads use, or None for plain completions.
-        load_policy: Loads the initial policy; used to build a full copy when the policy's weights are shards.
-
-    Attributes:
-        data: The data module, whose `peek` returns the prompts of later batches.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        sampler: Sampler,
-        timer: StepTimer,
-        *,
-        max_staleness: int,
-        sampling: SamplingConfig,
-        num_generations: int,
-        branching: Branching | None,
-        episodes: Callable[[], EpisodeLoop | None],
-        load_policy: Callable[[], Any],
-    ) -> None:
-        self._run, self._sampler, self._timer, self._max_staleness = run, sampler, timer, max_staleness
-        self._sampling, self._num_generations = sampling, num_generations
-        self._branching, self._make_episodes = branching, episodes
-        self._load_policy = load_policy
-        self.data: Any = None
-        self._state: dict[str, Any] | None = None
-        self._next_version = 0
-        self._queue: RolloutQueue | None = None
-        self._source: RolloutSource | None = None
-        self._threads: SamplingThreads | None = None
-
-    def open(self) -> None:
-        """Prepare for a fit."""
-        self.close()  # an earlier fit may have ended with an exception
-        run, sampler = self._run, self._sampler
-        queue = RolloutQueue(self._max_staleness, type(sampler.engine).__name__)
-        options = drop_none(
-            episodes=self._make_episodes(), branching=self._branching, stop=sampler.stop_strings(self._sampling)
-        )
-        arguments = self._sampling, self._num_generations
-        if declares(sampler.engine, "updates_in_flight"):
-            self._source = InFlightSource(run, sampler, arguments, options)
-        else:
-            self._source = CopySource(run, sampler, queue, arguments, options, self._load_policy)
-        self._queue = queue
-        self._threads = SamplingThreads(queue, self._source.sample, whole_batches=self._source.whole_batches)
-
-    def take(self, batch: PromptBatch) -> list[RolloutGroup]:
-        """Wait for one finished group per prompt of this rank's batch, and remove them from the queue. Collective.
-
-        The groups may come from prompts of other batches. Each gets a `group_id` that is unique across ranks.
-        """
-        assert self._queue is not None
-        assert self._source is not None
-        queue, count = self._queue, len(batch.prompts)
-        with self._timer.part("wait_for_rollouts"):
-            self._restore(queue)
-            queue.expect(batch.rollout_number)
-            self._source.refresh(count, lambda: self._submit_and_wait(queue, batch))
-            groups = queue.take(batch.rollout_number, count)
-            self._next_version = queue.version + 1
-            fresh = [group for group in groups if _is_sampled_from(group, queue.version)]
-            self._source.check(fresh, batch.prompts)
-        rank, ranks = self._run.global_rank, num_ranks()
-        for place, group in enumerate(groups):
-            group.group_id = rank + ranks * place
-        return groups
-
-    def measure(self, groups: Sequence[RolloutGroup]) -> Staleness:
-        """Staleness of the groups that are trained now."""
-        assert self._queue is not None
-        return self._queue.measure(groups)
-
-    def _submit_and_wait(self, queue: RolloutQueue, batch: PromptBatch) -> None:
-        """Submit the prompts of this and the next `max_staleness` batches; wait for as many groups as one batch has."""
-        assert self._threads is not None
-        assert self._source is not None
-        queue.set_version(self._next_version, getattr(self._sampler.engine, "version", None))
-        number = batch.rollout_number
-        if not queue.has(number):
-            with self._timer.part("rollout"):
-                queue.submit(number, batch.prompts, self._source.sample_now(batch))
-        for later in range(number + 1, number + self._max_staleness + 1):
-            if not queue.has(later):
-                queue.submit(later, self.data.peek(later))
-        self._threads.grow(min(len(queue), self._source.max_threads))
-        queue.wait(len(batch.prompts))
-
-    def close(self, *, at_once: bool = False) -> None:
-        """End the threads. Finished groups are kept for a checkpoint or the next fit.
-
-        Args:
-            at_once: Wait at most `END_SECONDS` for running requests, even if they cannot be stopped.
-        """
-        queue, threads, self._threads = self._queue, self._threads, None
-        if queue is None or threads is None:
-            return
-        assert self._source is not None
-        queue.close()
-        self._source.stop()
-        if not threads.join(END_SECONDS if at_once or self._source.can_stop else None):
-            rank_zero_warn("rollouts are still being sampled at the end of the run; they are dropped.")
-        if self._state is None:
-            self._state = queue.state_dict() | {"options": self._options()}
-        self._queue = self._source = None
-
-    def mark_current(self, groups: Sequence[RolloutGroup]) -> None:
-        """Label groups that bypassed the queue as sampled from the current weights."""
-        assert self._queue is not None
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            rollout.weight_versions = version_of_all(rollout, self._queue.version)
-
-    # Checkpoints.
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """State of this rank's queue, for a checkpoint; None if no fit has begun and nothing was restored."""
-        if self._state is None and self._queue is not None:
-            assert self._source is not None
-            self._source.finish()
-            return self._queue.state_dict() | {"options": self._options()}
-        return self._state
-
-    def load_state_dicts(self, per_rank: Sequence[dict[str, Any] | None]) -> None:
-        """Set the state that the next `take` restores. With another number of ranks, the saved groups are left out.
-
-        Args:
-            per_rank: What `state_dict` returned on each rank that saved.
-        """
-        entries = [entry for state in per_rank if state is not None for entry in state["entries"]]
-        again = sum("rollouts" not in entry for entry in entries)
-        if len(per_rank) != num_ranks():
-            log_left_out(per_rank, f"{len(per_rank)} ranks had queued them, this run has {num_ranks()}")
-            return
-        self._state = per_rank[self._run.global_rank]
-        if again:
-            rank_zero_info(
-                f"{again} groups of rollouts were not finished when the checkpoint was saved: they start again."
-            )
-
-    def _options(self) -> dict[str, Any]:
-        """What rollouts are sampled with, as plain values."""
-        branching = None if self._branching is None else asdict(self._branching)
-        options = {**asdict(self._sampling), "num_generations": self._num_generations, "branching": branching}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-
-    def _restore(self, queue: RolloutQueue) -> None:
-        state, self._state = self._state, None
-        if state is None:
-            return
-        saved, options = state.get("options", {}), self._options()
-        if changed := [name for name in saved if saved[name] != options.get(name)]:
-            entries = [{**entry, "prompt": None} for entry in state["entries"]]  # as if they were other prompts
-            state = {**state, "entries": entries}
-        left_out = queue.load_state_dict(state, self.data.peek, self._rebuild_group)
-        if left_out:
-            reason = f"{', '.join(changed)} changed" if changed else "their prompts have changed"
-            rank_zero_info(f"{left_out} groups of rollouts sampled ahead are sampled again, because {reason}.")
-        self._next_version = queue.version + 1
-
-    def _rebuild_group(self, prompt: Prompt, token_ids: list[int], rollouts: list[Rollout]) -> RolloutGroup:
-        """Rebuild a saved group; its prompt tokens may include an environment's observation."""
-        return self._sampler.group([replace(prompt.open(), token_ids=token_ids)], [rollouts])[0]
-
-
-def log_left_out(per_rank: Sequence[dict[str, Any] | None], reason: str) -> None:
-    """Log that the groups of a checkpoint are not restored, and why."""
-    count = sum(len(state["entries"]) for state in per_rank if state is not None)
-    if count:
-        rank_zero_info(
-            f"The checkpoint has {count} groups of rollouts that were sampled ahead. They are left out, because "
-            f"{reason}. Prompts of the next batches are sampled again."
-        )
-
-
-def _is_sampled_from(group: RolloutGroup, version: int) -> bool:
-    return all(found == version for rollout in group.rollouts for found in sampled_versions(rollout))
-
-
-class CloseRolloutsAhead(pl.Callback):
-    """Ends the sampling threads after an exception, because Lightning then skips `teardown`."""
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """End the threads; Lightning then raises the original exception."""
-        collector: Any = pl_module.collector
-        collector.close(at_once=True)
-
-
-def check_max_staleness(module: pl.LightningModule, engine: Any, corrected: bool) -> None:
-    """Raise at setup if other options rule out sampling ahead.
-
-    Args:
-        module: The module, attached to its Trainer.
-        engine: Its rollout engine.
-        corrected: Whether the loss corrects for the sampler's log-probabilities.
-
-    Raises:
-        ValueError: Says why, and what to change.
-    """
-    name, precision = type(engine).__name__, module.trainer.precision_plugin
-    in_flight, from_copy = declares(engine, "updates_in_flight"), declares(engine, "samples_from_copies")
-    for unfit, reason in (
-        (
-            not corrected,
-            "its rollouts come from older weights and nothing corrects for that; set importance_sampling, for "
-            "example to 'token_truncate'",
-        ),
-        (
-            not in_flight and not from_copy,
-            f"engine is {name}, which cannot sample while the policy is updated: it declares neither "
-            "updates_in_flight (VLLMServerRolloutEngine does) nor samples_from_copies (HFRolloutEngine does). Use one "
-            "of those",
-        ),
-        (
-            in_flight and not (isinstance(engine, SyncedRolloutEngine) and declares(engine, "takes_prompt_indices")),
-            f"engine is {name}, which declares updates_in_flight but lacks update_weights or takes_prompt_indices "
-            "(needed to seed each prompt separately)",
-        ),
-        (
-            not in_flight and type(precision) not in (Precision, MixedPrecision),
-            f"precision={precision.precision} sets a default dtype for all threads; use 32-true or a mixed precision",
-        ),
-        (
-            not hasattr(getattr(module.trainer, "datamodule", None), "peek"),
-            "it needs to know the next prompts; pass a PromptDataModule as datamodule",
-        ),
-    ):
-        if unfit:
-            staleness = getattr(module, "max_staleness", None)
-            raise ValueError(f"max_staleness is {staleness}, but {reason}. Or set max_staleness to 0.")
+            if entry.group is None:
+                continue
+            if not entry.has_run_versions:
+                found = max(max(rollout.weight_versions or (0,)) for rollout in entry.group.rollouts)
+                raise RuntimeError(
+                    f"{self._engine} reports weight_versions up to {found}, but the newest weights that it was given "
+                    f"are {self._versions[-1][0]}."
+                )
+            if self.version - entry.oldest <= self._max_staleness:
+                continue
+            self._dropped += 1
+            if entry.attempt + 1 >= MAX_ATTEMPTS:
+                raise RuntimeError(
+                    f"{self._engine} sampled a prompt {MAX_ATTEMPTS} times from weights that are too old for "
+                    f"max_staleness={self._max_staleness}: the last time from version {entry.oldest}, where version "
+                    f"{entry.version} had been sent before; it does not take its weights, or reports wrong "
+                    "weight_versions."
+                )
+            self._entries[place] = QueuedGroup(entry.number, entry.place, entry.prompt, entry.attempt + 1)
+            self._changed.notify_all()

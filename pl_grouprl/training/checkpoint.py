@@ -1,11 +1,16 @@
-"""The run's part of a checkpoint, and resuming from it."""
+"""The run's part of a checkpoint, and resuming from it.
+
+`RunCheckpoint` saves and loads what Lightning does not. It raises where continuing would be wrong: another algorithm,
+adapter or frozen model, an option that the optimizer's state overrides, or rollouts left over that were sampled with
+other options. Everything else that changed is one warning with a table.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,78 +20,150 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.models.adapters import adapter_options
 from pl_grouprl.rewards import prepare_rewards
+from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checks import accumulation_schedule
-from pl_grouprl.training.optimizer import ADDED_OPTIONS, saved_options
+from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import load_verified
 from pl_grouprl.utilities.describe import (
+    PACKAGE,
     Changes,
-    changed_options,
     changes_since,
-    compare_lineage,
     describe,
-    describe_misfit,
     identity,
+    is_allowed,
     lineage,
     options_of,
     plain,
-    refused_changes,
-    remedy,
 )
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 from pl_grouprl.utilities.modes import random_state, set_random_state
+from pl_grouprl.utilities.options import as_config, suggestion
 
-# The global random number generators of a run: saved, restored, and unaffected by validation.
+CHECKPOINT_KEY = "pl_grouprl"
 
 
-class RandomNumbers:
-    """Python's, NumPy's and torch's generators on each rank, as part of a checkpoint.
+class RunCheckpoint:
+    """Saves and loads what Lightning does not, such as random number generators and rollouts with updates left.
 
     Args:
-        run: The run.
+        module: The `RLModule`.
+        num_mini_batches: Updates in each pass over the rollouts.
+
+    Attributes:
+        reference_fingerprint: Fingerprint of the reference policy, or of an adapter's frozen base; None without either.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._per_rank: list[dict[str, Any]] = []
-        self._earlier: dict[str, Any] | None = None
+    def __init__(self, module: Any, num_mini_batches: int) -> None:
+        self._module = module
+        self._unfinished = UnfinishedRollouts(module, num_mini_batches)
+        self._lineage: Sequence[str] | None = None
+        self._begins_epoch = False
+        self.reference_fingerprint: float | None = None
 
-    @property
-    def _device(self) -> torch.device:
-        return self._run.device
+    def standard_parts(self) -> dict[str, Stateful]:
+        """The parts that every algorithm saves, by name, in loading order."""
+        module = self._module
+        optimized = {} if module.policy is None else module.optimized_parts()
+        adapters = {name: adapter_options(part) for name, (part, _) in optimized.items()}
+        compare_policy = functools.partial(compare_reference, source=module.policy_source)
+        return {
+            "module": ConsistencyCheck(lambda: lineage(module), lambda then, now: self.compare_origin(then)),
+            "random_numbers": module.random_numbers,
+            "run_options": ConsistencyCheck(module.run_options),  # `load` compares them
+            "reference_fingerprint": ConsistencyCheck(lambda: self.reference_fingerprint, compare_policy),
+            "adapters": ConsistencyCheck(lambda: adapters, compare_adapters),
+            "steps": Attributes(module.optimization, "nonfinite_steps"),
+            "unrewarded": Attributes(module.rewarder, "unrewarded_batches"),
+            "tokens": Attributes(module, "num_tokens"),
+            "rollouts": self._unfinished,
+            "rollout_queue": module.collector.ahead_state,
+            "kl_controller": module.kl_penalty.controller,
+        }
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the states of all ranks; while some are set aside, those."""
-        return gather_plain(self._earlier or random_state(self._device), self._device)
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Save all parts; all ranks call it. Within a batch, save the position before it: a resumed run repeats it.
 
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Keep the states until `restore`."""
-        self._per_rank = state
+        Raises:
+            RuntimeError: If a resumed run could not repeat the batch.
+        """
+        module, trainer = self._module, self._module._trainer
+        repeated = self._unfinished.to_repeat = 0 if trainer is None else batches_to_repeat(trainer)
+        if repeated:
+            accumulated, updates = trainer.accumulate_grad_batches, module.updates_per_rollout
+            for reason, applies in {
+                "the optimizer's step has begun": module.is_stepping,
+                "rollouts have left the queue": module.max_staleness and module.last_rollouts is None,
+                "gradients are accumulating over several batches of rollouts": repeated > 1 and updates % accumulated,
+            }.items():
+                if applies:
+                    raise RuntimeError(
+                        f"no checkpoint is saved within this batch, because a resumed run could not repeat it: {reason}"
+                        "; resume from an earlier one."
+                    )
+            rewind(checkpoint, repeated)
+        checkpoint[CHECKPOINT_KEY] = save_parts(module.saved_state())
 
-    def restore(self) -> None:
-        """Restore the loaded state, on ranks that the saved run had; called last, because setup draws numbers too."""
-        states, self._per_rank, self._earlier = self._per_rank, [], None
-        if self._run.global_rank < len(states):
-            set_random_state(states[self._run.global_rank], self._device)
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Load all parts.
 
-    def set_aside(self) -> None:
-        """Remember the state before what a resumed run skips (validation) or repeats (rollouts that failed)."""
-        self._earlier = random_state(self._device)
-
-    def keep(self) -> None:
-        """Forget the state that was set aside."""
-        self._earlier = None
+        Raises:
+            ValueError: If continuing would be wrong; see the top of this file.
+        """
+        module, trainer = self._module, self._module._trainer
+        is_resumed = trainer is not None and trainer.state.fn == "fit"  # rather than an evaluation of its weights
+        datamodule = getattr(trainer, "datamodule", None) if is_resumed else None
+        self._begins_epoch = fix_loop_counters(checkpoint, getattr(datamodule, "num_train_batches", None))
+        state, changes = checkpoint.get(CHECKPOINT_KEY, {}), {}
+        if is_resumed:  # per rank, since each reads its own data files
+            per_rank: list[Changes] = gather_plain(changes_since(state, module), trainer.strategy.root_device)
+            changes = {name: change for of_rank in per_rank for name, change in of_rank.items()}
+        parts = module.saved_state()
+        load_parts(parts, state, {name for name in parts if module.starts_over.get(name) in changes})
+        compare_options(changes, module.allow_changed, has_rollouts=self._unfinished.restored)
 
     def continue_training(self) -> None:
-        """Restore the state that was set aside."""
-        if self._earlier is not None:
-            set_random_state(self._earlier, self._device)
-        self._earlier = None
+        """Continue a resumed run at its position in the data, with its random numbers."""
+        trainer = self._module.trainer
+        restore_loaders(trainer, begins_epoch=self._begins_epoch)
+        schedule = accumulation_schedule(trainer)  # which Lightning looks up only at the beginning of an epoch
+        trainer.accumulate_grad_batches = schedule[max(epoch for epoch in schedule if epoch <= trainer.current_epoch)]
+        self._begins_epoch = False
+        self._module.random_numbers.restore()
+
+    def compare_origin(self, then: Sequence[str] | None, what: str = "the checkpoint") -> None:
+        """Raise if another algorithm wrote the checkpoint; a subclass counts as its algorithm.
+
+        Args:
+            then: The `lineage` that it records, or None.
+            what: What the error calls it.
+        """
+        now = lineage(self._module)
+        if then and then[-1] != now[-1]:
+            raise ValueError(
+                f"{what} was written by {_title(then)}, and the module is {_title(now)}; a checkpoint belongs to the "
+                f"algorithm that wrote it. Load it with {then[-1]}, or pass the policy that its run exported "
+                "(ExportPolicy)."
+            )
+        self._lineage = then
+
+    def describe_misfit(self, reason: str) -> str:
+        """Error text for weights that do not fit the module: which module wrote them, then torch's reason."""
+        writer = _title(self._lineage) if self._lineage else f"a module that is not one of {PACKAGE}'s"
+        return (
+            f"the weights of the checkpoint do not fit. It was written by {writer}, and the module is "
+            f"{_title(lineage(self._module))} with other models: pass the policy, critic and adapter that it was "
+            f"trained with. {reason}"
+        )
 
 
-# Checkpoint parts: what a run saves besides weights, optimizer and position in the data.
+def _title(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ({names[-1]})"
+
+
+# Parts of a checkpoint.
 
 
 class Stateful(Protocol):
@@ -96,7 +173,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the state, or refuse it."""
+        """Restore the state, or raise if that would be wrong."""
 
 
 class Attributes:
@@ -122,7 +199,8 @@ class ConsistencyCheck:
 
     Args:
         current: Returns the fact as it is now.
-        compare: Takes the recorded and the current fact; raises or warns if they conflict. None only records it.
+        compare: Takes the recorded and the current fact; raises or warns if they conflict. If None, the fact is only
+            recorded.
     """
 
     def __init__(self, current: Callable[[], Any], compare: Callable[[Any, Any], None] | None = None) -> None:
@@ -171,7 +249,7 @@ def load_parts(parts: Mapping[str, Stateful], state: Mapping[str, Any], leave_ou
     """Load parts in their order.
 
     Args:
-        parts: Parts by name. One that an older checkpoint lacks is left as it is.
+        parts: Parts by name. One that the state lacks stays as it is.
         state: What `save_parts` returned.
         leave_out: Parts that start over.
     """
@@ -180,80 +258,202 @@ def load_parts(parts: Mapping[str, Stateful], state: Mapping[str, Any], leave_ou
             part.load_state_dict(state[name])
 
 
-# Records the options that decide what a run optimizes, for comparison when it is resumed.
+class RandomNumbers:
+    """Python's, NumPy's and torch's generators on each rank: saved, restored, and unaffected by validation.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._per_rank: list[dict[str, Any]] = []
+        self._earlier: dict[str, Any] | None = None
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the states of all ranks; while some are set aside, those."""
+        return gather_plain(self._earlier or random_state(self._run.device), self._run.device)
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Keep the states until `restore`."""
+        self._per_rank = state
+
+    def restore(self) -> None:
+        """Restore the loaded state, on ranks that the saved run had; called last, because setup draws numbers too."""
+        states, self._per_rank, self._earlier = self._per_rank, [], None
+        if self._run.global_rank < len(states):
+            set_random_state(states[self._run.global_rank], self._run.device)
+
+    def set_aside(self) -> None:
+        """Remember the state before what a resumed run skips (validation) or repeats (rollouts that failed)."""
+        self._earlier = random_state(self._run.device)
+
+    def keep(self) -> None:
+        """Forget the state that was set aside."""
+        self._earlier = None
+
+    def continue_training(self) -> None:
+        """Restore the state that was set aside."""
+        if self._earlier is not None:
+            set_random_state(self._earlier, self._run.device)
+        self._earlier = None
+
+
+class UnfinishedRollouts:
+    """The rollouts of every rank, while they have updates left.
+
+    Args:
+        module: Has `last_rollouts` and `updates_per_rollout`.
+        num_mini_batches: Mini-batches per pass over the rollouts.
+
+    Attributes:
+        restored: Whether rollouts were loaded.
+        to_repeat: How many of the last updates a resumed run repeats.
+    """
+
+    def __init__(self, module: Any, num_mini_batches: int) -> None:
+        self._module = module
+        self._num_mini_batches = num_mini_batches
+        self.restored = False
+        self.to_repeat = 0
+
+    def state_dict(self) -> list[dict[str, Any] | None]:
+        """Gather them. Collective."""
+        buffer = self._module.last_rollouts
+        done = 0 if buffer is None else max(buffer.updates_done - self.to_repeat, 0)
+        finished = buffer is None or done >= self._module.updates_per_rollout
+        state = None if finished else buffer.state_dict() | {"updates_done": done}
+        return gather_plain(state, self._module.device)
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Restore this rank's rollouts; distributes them anew over a different number of ranks.
+
+        Raises:
+            ValueError: If the saved run divided the rollouts into a different number of mini-batches.
+        """
+        self.restored = state[0] is not None
+        if not self.restored:
+            return
+        rank = self._module.global_rank
+        own = state[rank] if len(state) == num_ranks() else redistribute(state, rank, num_ranks())
+        buffer = RolloutBuffer.from_state_dict(own)
+        if buffer.num_mini_batches != self._num_mini_batches:
+            raise ValueError(
+                f"num_mini_batches is {self._num_mini_batches}, but the checkpoint has unfinished rollouts, split into "
+                f"{buffer.num_mini_batches}; keep that number, or resume where a batch of rollouts ends."
+            )
+        self._module.last_rollouts = buffer
+
+
+def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Distribute the rollouts of all saved ranks over a different number of ranks; groups keep their mini-batch.
+
+    Nothing is sampled or estimated again, so controllers that are updated once per batch of rollouts (the KL
+    coefficient, the threshold of token groups) are not updated twice.
+
+    Args:
+        per_rank: The saved state of each rank's buffer.
+        rank: This rank.
+        num_ranks: Number of ranks now.
+
+    Returns:
+        The state of this rank's buffer. If there are fewer groups than ranks, some ranks get a dummy group, with no
+        trained token.
+    """
+    places = [
+        (state["mini_batches"][index], group["group_id"], owner, index)
+        for owner, state in enumerate(per_rank)
+        for index, group in enumerate(state["groups"])
+        if state["mini_batches"][index] >= 0  # not a dummy
+    ]
+    places.sort(key=lambda place: place[:2])
+    assigned = places[rank::num_ranks]
+    numbers = [number for number, *_ in assigned]
+    tokens = {
+        name: [per_rank[owner]["tokens"][name][index] for *_, owner, index in assigned or places[:1]]
+        for name in per_rank[0]["tokens"]
+    }
+    if not assigned:
+        numbers = [-1]
+        tokens["loss_mask"] = [torch.zeros_like(tokens["loss_mask"][0])]
+    groups = [per_rank[owner]["groups"][index] for *_, owner, index in assigned or places[:1]]
+    return {**per_rank[0], "groups": groups, "mini_batches": numbers, "tokens": tokens}
+
+
+# Options: recorded when a module is constructed, compared when a run is resumed.
 
 FREE_OPTIONS = frozenset(
     {
         "policy",  # its base model, adapter and weights are compared elsewhere
-        "engine",
-        "sharing",
-        "share_across_groups",
-        "attention_backend",
-        "verify",
-        "max_nonfinite_steps",
-        "max_unrewarded_batches",
-        "allow_changed",
-        "val_num_generations",
-        "val_sampling",
-        "pass_threshold",
-        "reward_workers",
-        "reward_timeout",
-        "reward_memory_limit_mb",
-        "reward_retries",
-        "max_failed_share",
-        "tool_timeout",
-        "tool_workers",
-        "max_tokens_per_micro_batch",
-        "sequence_parallel_size",
+        *("engine", "sharing", "share_across_groups", "attention_backend", "verify", "allow_changed"),
+        *("max_nonfinite_steps", "max_unrewarded_batches"),
+        *("val_num_generations", "val_sampling", "pass_threshold"),
+        *("reward_workers", "reward_timeout", "reward_memory_limit_mb", "reward_retries", "max_failed_share"),
+        *("tool_timeout", "tool_workers", "max_tokens_per_micro_batch", "sequence_parallel_size"),
         # How a critic was initialized and how it runs: its weights come from the checkpoint.
-        *(
-            f"critic.{name}"
-            for name in (
-                "path",
-                "gguf_file",
-                "revision",
-                "trust_remote_code",
-                "dtype",
-                "attn_implementation",
-                "head_std",
-                "seed",
-            )
-        ),
-        "critic.gradient_checkpointing",
-        # These select among the same rows; the loader refuses changes that it cannot resume with.
-        "data.max_prompt_length",
-        "data.overlong_prompts",
+        *("critic.path", "critic.gguf_file", "critic.revision", "critic.trust_remote_code", "critic.dtype"),
+        *("critic.attn_implementation", "critic.head_std", "critic.seed", "critic.gradient_checkpointing"),
+        # These select among the same rows; the loader raises if it cannot resume with a change.
+        *("data.max_prompt_length", "data.overlong_prompts"),
     }
 )
 """Constructor options that may differ when a run is resumed; all others are compared."""
 
 PASSED_ON = frozenset(
     {
-        "rewards",
-        "sampling",
-        "engine",
-        "harness",
-        "seed",
-        "num_generations",
-        "branching",
-        "num_mini_batches",
-        "sharing",
-        "share_across_groups",
-        "attention_backend",
-        "verify",
-        "max_tokens_per_micro_batch",
-        "sequence_parallel_size",
-        "mask_truncated_completions",
-        "dynamic_sampling",
-        "max_staleness",
+        *("rewards", "sampling", "engine", "harness", "seed", "num_generations", "branching", "num_mini_batches"),
+        *("sharing", "share_across_groups", "attention_backend", "verify", "max_tokens_per_micro_batch"),
+        *("sequence_parallel_size", "mask_truncated_completions", "dynamic_sampling", "max_staleness"),
     }
 )
 """Constructor options that were passed on to parts of the run, so setting the attribute later would have no effect."""
 
+CONFIGS = {
+    "optimizer": OptimizerConfig,
+    "critic_optimizer": OptimizerConfig,
+    "sampling": SamplingConfig,
+    "val_sampling": SamplingConfig,
+    "branching": Branching,
+}
+"""Classes of the options that may be passed as mappings."""
+
 _OF_OPTIMIZER_STATE = re.compile(
-    r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps|state_bits|optim|optim_args(\..+)?)"
+    r"(\w+_)?optimizer(\.(learning_rate|weight_decay|betas|eps|state_bits|optim|optim_args(\..+)?))?"
 )
-"""Options stored in the optimizer's state; `compare_optimizers` refuses changes to them."""
+"""Options that the optimizer's state in a checkpoint would silently override."""
+
+_OF_ROLLOUTS = ("sampling", "num_generations", "branching", "seed", "kl_in")
+"""Options that unfinished rollouts were made with."""
+
+
+def record_options(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Make a constructor record its arguments, defaults included, before it runs; mappings become option classes.
+
+    If one constructor calls another, the inner one's value of an option is recorded last.
+    """
+    signature = inspect.signature(initialize)
+
+    @functools.wraps(initialize)
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in CONFIGS.keys() & kwargs.keys():
+            if kwargs[name] is not None:
+                kwargs[name] = as_config(CONFIGS[name], kwargs[name], name)
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            for name in kwargs.keys() - signature.parameters.keys():
+                raise TypeError(f"{type(self).__name__} takes no {name!r}{suggestion(type(self), name)}") from None
+            raise
+        bound.apply_defaults()
+        for parameter in list(signature.parameters.values())[1:]:
+            value = bound.arguments[parameter.name]
+            if parameter.kind is parameter.VAR_KEYWORD:
+                note_options(self, value)
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                note_options(self, {parameter.name: value})
+        initialize(self, *args, **kwargs)
+
+    return recording
 
 
 def note_options(module: Any, options: Mapping[str, Any]) -> None:
@@ -264,33 +464,30 @@ def note_options(module: Any, options: Mapping[str, Any]) -> None:
             del noted[former]
         if name == "engine":  # may hold secrets of servers
             noted[name] = None if value is None else identity(type(value))
-        else:
-            noted |= _describe_rewards(value) if name == "rewards" else describe(name, value)
+        elif name != "rewards":
+            noted |= describe(name, value)
+        elif value is not None:  # by their names in metrics, each with its weight
+            functions = prepare_rewards(value)
+            noted[name] = [reward.name for reward in functions]
+            for reward in functions:
+                noted |= describe(f"{name}.{reward.name}", reward.function)
+                noted[f"{name}.{reward.name}.weight"] = reward.weight
 
 
 def recorded_options(module: Any) -> dict[str, Any]:
     """Everything that decides what a run optimizes, by name, as plain values.
 
-    The constructors' arguments, `rollout_options` and, once a Trainer is attached, its gradient options and the
-    `resume_facts()` of its data module.
+    The constructors' arguments and, once a Trainer is attached, its gradient options and the `resume_facts()` of its
+    data module.
     """
-    noted = module.__dict__.get("_noted_options", {})
-    noted = {name: value for name, value in noted.items() if _is_compared(name, module.free_options)}
-    # Derived entries such as `beta > 0` add nothing to `beta`.
-    more = {name: value for name, value in module.rollout_options().items() if name.split(" ")[0] not in noted}
+    options = {"model": type(module).__name__} | module.__dict__.get("_noted_options", {})
     trainer = getattr(module, "_trainer", None)
-    of_trainer = {} if trainer is None else _trainer_options(trainer) | _data_options(trainer)
-    options = {"model": type(module).__name__} | more | noted | of_trainer
-    return {name: value for name, value in options.items() if name not in module.free_options}
-
-
-def evaluation_options(module: Any) -> dict[str, Any]:
-    """What decides the metrics of validation and test, except data and rewards, by name, as plain values."""
-    sampling = {
-        f"val_sampling.{field.name}": getattr(module.val_sampling, field.name) for field in fields(SamplingConfig)
-    }
-    own = {"val_num_generations": module.val_num_generations, "pass_threshold": module.evaluator.pass_threshold}
-    return own | {name: plain(value) for name, value in sampling.items()}
+    if trainer is not None:
+        facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", dict)
+        of_data = {f"data.{name.removeprefix('data.')}": value for name, value in facts().items()}
+        options |= _trainer_options(trainer) | of_data
+    free = module.free_options
+    return {name: value for name, value in options.items() if not is_allowed(name, free)}
 
 
 def all_options(module: pl.LightningModule) -> dict[str, Any]:
@@ -300,53 +497,100 @@ def all_options(module: pl.LightningModule) -> dict[str, Any]:
         module: Attached to its Trainer. Of one that is no `RLModule`, those that it saves by `save_hyperparameters`.
     """
     trainer = module.trainer
-    noted = module.__dict__.get("_noted_options", {})
     hparams = {key: plain for name, value in module.hparams.items() for key, plain in describe(name, value).items()}
     of_trainer = {name: getattr(trainer, name) for name in ("max_steps", "max_epochs", "precision", "world_size")}
     of_trainer["strategy"] = type(trainer.strategy).__name__
     named = {f"trainer.{name}": value for name, value in of_trainer.items()}
+    noted = module.__dict__.get("_noted_options", {})
     return hparams | options_of(module) | noted | _trainer_options(trainer) | named
-
-
-def _is_compared(name: str, free: frozenset[str]) -> bool:
-    """Whether no dotted prefix of the name is free, and the optimizer's state does not bring it along."""
-    parts = name.split(".")
-    is_free = any(".".join(parts[:end]) in free for end in range(1, len(parts) + 1))
-    return not is_free and not _OF_OPTIMIZER_STATE.fullmatch(name)
 
 
 def _trainer_options(trainer: pl.Trainer) -> dict[str, Any]:
     clips = trainer.gradient_clip_val or None
-    algorithm = None if clips is None else str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
     schedule = accumulation_schedule(trainer)
     return {
         "trainer.gradient_clip_val": clips,
-        "trainer.gradient_clip_algorithm": algorithm,
+        "trainer.gradient_clip_algorithm": clips and plain(trainer.gradient_clip_algorithm or "norm"),
         "trainer.accumulate_grad_batches": schedule[0] if len(schedule) == 1 else sorted(map(list, schedule.items())),
         "trainer.overfit_batches": getattr(trainer, "overfit_batches", 0),
     }
 
 
-def _data_options(trainer: pl.Trainer) -> dict[str, Any]:
-    """The data module's `resume_facts`, if it has any."""
-    facts = getattr(getattr(trainer, "datamodule", None), "resume_facts", dict)
-    return {f"data.{name.removeprefix('data.')}": value for name, value in facts().items()}
+def compare_options(changes: Changes, allowed: Sequence[str], *, has_rollouts: bool) -> None:
+    """Report the options that differ from the checkpoint's in one table: a warning, unless all are meant to change.
+
+    Args:
+        changes: By name, the value in the checkpoint and the value in this run.
+        allowed: Options that are meant to change, by name or dotted prefix.
+        has_rollouts: Whether the checkpoint has unfinished rollouts.
+
+    Raises:
+        ValueError: If the optimizer's state would override an option, or one contradicts the unfinished rollouts.
+    """
+    for name, (then, now) in changes.items():
+        if _OF_OPTIMIZER_STATE.fullmatch(name):
+            raise ValueError(
+                f"{name} is {now!r} (was {then!r}), but the optimizer's state in the checkpoint would override it; "
+                "restore it, or start a new run from the exported policy."
+            )
+        if has_rollouts and is_allowed(name, _OF_ROLLOUTS):
+            raise ValueError(
+                f"{name} is {now!r}, but the checkpoint has unfinished rollouts made with {then!r}; keep that value, "
+                "or resume where a batch of rollouts ends."
+            )
+    if not changes:
+        return
+    rows = [("option", "checkpoint", "this run")] + [(name, *map(repr, pair)) for name, pair in changes.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    table = "\n  ".join(["The run continues with other options than those of the checkpoint:", *lines])
+    if all(is_allowed(name, allowed) for name in changes):
+        rank_zero_info(table)
+    else:
+        rank_zero_warn(table)
 
 
-def _describe_rewards(rewards: Any) -> dict[str, Any]:
-    """Describe reward functions by their names in metrics, each with its weight."""
-    try:
-        weighted = prepare_rewards(rewards)
-    except (TypeError, ValueError):
-        return {}  # the constructor refuses them
-    described: dict[str, Any] = {"rewards": [reward.name for reward in weighted]}
-    for reward in weighted:
-        described |= describe(f"rewards.{reward.name}", reward.function)
-        described[f"rewards.{reward.name}.weight"] = reward.weight
-    return described
+def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
+    """Raise if adapters' options differ from the checkpoint's, even if the weights have the same shapes.
+
+    Args:
+        then: Options in the checkpoint, by part (`policy`, `critic`), from `adapter_options`.
+        now: The same for this run. Only parts in both are compared.
+    """
+    for part in then.keys() & now.keys():
+        before, after = then[part], now[part]
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                raise ValueError(
+                    f"the {part} has a different adapter from the one in the checkpoint: {name} is {after.get(name)!r} "
+                    f"(was {before.get(name)!r}); restore its options, or start a new run."
+                )
 
 
-# Resuming mid-epoch, or between the updates of a batch of rollouts.
+def compare_reference(
+    then: float | None,
+    now: float | None,
+    source: Any,
+    option: str = "policy",
+    role: str = "reference, or the base of its adapter,",
+) -> None:
+    """Raise if a frozen model differs from the checkpoint's.
+
+    Args:
+        then: Fingerprint in the checkpoint.
+        now: Fingerprint in this run.
+        source: Where the model comes from, for the error.
+        option: The option that sets it.
+        role: Role of the model in the run, for the error.
+    """
+    if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
+        raise ValueError(
+            f"{option}={source!r} is a different model (sum of absolute weights {now}) than the checkpoint was trained "
+            f"with ({then}), so the {role} would differ; restore it or start a new run."
+        )
+
+
+# Lightning's loop: resuming mid-epoch, or between the updates of a batch of rollouts.
 
 
 def fix_loop_counters(checkpoint: dict[str, Any], num_batches: int | None = None) -> bool:
@@ -409,212 +653,6 @@ def rewind(checkpoint: dict[str, Any], batches: int) -> None:
         state["position"] -= batches
 
 
-def restore_rollouts(per_rank: Sequence[Any], rank: int, num_mini_batches: int) -> RolloutBuffer | None:
-    """Rebuild this rank's rollouts from a checkpoint.
-
-    Args:
-        per_rank: The saved state of each rank's buffer, or None if its updates were finished.
-        rank: This rank.
-        num_mini_batches: Mini-batches per pass over the rollouts in this run.
-
-    Returns:
-        The rollouts, or None if their updates were finished.
-
-    Raises:
-        ValueError: If the saved run divided the rollouts into a different number of mini-batches.
-    """
-    if per_rank[0] is None:
-        return None
-    state = per_rank[rank] if len(per_rank) == num_ranks() else redistribute(per_rank, rank, num_ranks())
-    buffer = RolloutBuffer.from_state_dict(state)
-    if buffer.num_mini_batches != num_mini_batches:
-        raise ValueError(
-            f"num_mini_batches is {num_mini_batches}, but the checkpoint has unfinished rollouts, split into "
-            f"{buffer.num_mini_batches}; keep that number, or resume where a batch of rollouts ends."
-        )
-    return buffer
-
-
-def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Distribute the rollouts of all saved ranks over a different number of ranks; groups keep their mini-batch.
-
-    Nothing is sampled or estimated again, so controllers that are updated once per batch of rollouts (the KL
-    coefficient, the threshold of token groups) are not updated twice.
-
-    Args:
-        per_rank: The saved state of each rank's buffer.
-        rank: This rank.
-        num_ranks: Number of ranks now.
-
-    Returns:
-        The state of this rank's buffer. If there are fewer groups than ranks, some ranks get a dummy group, with no
-        trained token.
-    """
-    places = [
-        (state["mini_batches"][index], group["group_id"], owner, index)
-        for owner, state in enumerate(per_rank)
-        for index, group in enumerate(state["groups"])
-        if state["mini_batches"][index] >= 0  # not a dummy
-    ]
-    places.sort(key=lambda place: place[:2])
-    assigned = places[rank::num_ranks]
-    numbers = [number for number, *_ in assigned]
-    tokens = {
-        name: [per_rank[owner]["tokens"][name][index] for *_, owner, index in assigned or places[:1]]
-        for name in per_rank[0]["tokens"]
-    }
-    if not assigned:
-        numbers = [-1]
-        tokens["loss_mask"] = [torch.zeros_like(tokens["loss_mask"][0])]
-    groups = [per_rank[owner]["groups"][index] for *_, owner, index in assigned or places[:1]]
-    return {**per_rank[0], "groups": groups, "mini_batches": numbers, "tokens": tokens}
-
-
-def compare_adapters(then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> None:
-    """Refuse adapters whose options differ from the checkpoint's, even if the weights have the same shapes.
-
-    Args:
-        then: Options in the checkpoint, by part (`policy`, `critic`), from `adapter_options`.
-        now: The same for this run. Only parts in both are compared.
-
-    Raises:
-        ValueError: If an option differs.
-    """
-    for part in (part for part in then if part in now):
-        before, after = then[part], now[part]
-        differing = [
-            f"{name} is {after.get(name)!r} (was {before.get(name)!r})"
-            for name in sorted(before.keys() | after.keys())
-            if before.get(name) != after.get(name)
-        ]
-        if differing:
-            raise ValueError(
-                f"the {part} has a different adapter from the one in the checkpoint: {', '.join(differing)}; restore "
-                "its options, or start a new run."
-            )
-
-
-def compare_options(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse options that differ from those with which the checkpoint's unfinished rollouts were made.
-
-    Raises:
-        ValueError: If one differs.
-    """
-    for name, (before, after) in changed_options(then, now).items():
-        raise ValueError(
-            f"{name} is {after!r}, but the checkpoint has unfinished rollouts made with {before!r}; keep that "
-            "value, or resume where a batch of rollouts ends."
-        )
-
-
-def check_changed_options(changes: Changes, allowed: Sequence[str]) -> None:
-    """Refuse options that differ from the checkpoint's, and report those that may.
-
-    Args:
-        changes: By name, the value in the checkpoint and the value in this run.
-        allowed: Options that may differ, by name or dotted prefix.
-
-    Raises:
-        ValueError: If any other option differs.
-    """
-    refused = refused_changes(changes, allowed)
-    if refused:
-        raise ValueError(
-            f"the checkpoint is of a run with other options: {'; '.join(refused)}. Restore them; "
-            f"{remedy(changes, allowed)}; or start a new run from the exported policy."
-        )
-    for name, (before, after) in changes.items():
-        rank_zero_info(f"allow_changed: {name} is {after!r} from here on; the checkpoint was made with {before!r}.")
-
-
-def compare_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse changed optimizer options, because the optimizer state in the checkpoint would override them.
-
-    Args:
-        then: In the checkpoint, by name, such as `policy.learning_rate`.
-        now: The same of this run.
-
-    Raises:
-        ValueError: If one differs.
-    """
-    added = {name: ADDED_OPTIONS[option] for name in now if (option := name.rpartition(".")[2]) in ADDED_OPTIONS}
-    differences = refused_changes(changed_options(added | then, now), ())
-    if differences:
-        raise ValueError(
-            f"the optimizer's options differ from those in the checkpoint, whose state would override them: "
-            f"{'; '.join(differences)}. Restore them, or start a new run from the exported policy."
-        )
-
-
-def warn_of_other_evaluation(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Warn if a checkpoint is evaluated with other options than the run that saved it."""
-    differing = refused_changes(changed_options(then, now), ())
-    if differing:
-        rank_zero_warn(
-            f"Evaluation options differ from those of the checkpoint's run, which a checkpoint does not restore: "
-            f"{'; '.join(differing)}. Metrics of the two are not comparable; pass the run's options for those that are."
-        )
-
-
-def compare_reference(
-    then: float | None,
-    now: float | None,
-    source: Any,
-    option: str = "policy",
-    role: str = "reference, or the base of its adapter,",
-) -> None:
-    """Refuse a different frozen model.
-
-    Args:
-        then: Fingerprint in the checkpoint.
-        now: Fingerprint in this run.
-        source: Where the model comes from, for the error.
-        option: The option that sets it.
-        role: Role of the model in the run, for the error.
-
-    Raises:
-        ValueError: If they differ.
-    """
-    if then is not None and now is not None and abs(then - now) > 1e-6 * abs(then):
-        raise ValueError(
-            f"{option}={source!r} is a different model (sum of absolute weights {now}) than the checkpoint was trained "
-            f"with ({then}), so the {role} would differ; restore it or start a new run."
-        )
-
-
-class UnfinishedRollouts:
-    """Checkpoint part: the rollouts of every rank, while they have updates left.
-
-    Args:
-        module: Has `last_rollouts` and `updates_per_rollout`.
-        num_mini_batches: Mini-batches per pass over the rollouts.
-
-    Attributes:
-        restored: Whether rollouts were loaded.
-        to_repeat: How many of the last updates a resumed run repeats.
-    """
-
-    def __init__(self, module: Any, num_mini_batches: int) -> None:
-        self._module = module
-        self._num_mini_batches = num_mini_batches
-        self.restored = False
-        self.to_repeat = 0
-
-    def state_dict(self) -> list[dict[str, Any] | None]:
-        """Gather them. Collective."""
-        buffer = self._module.last_rollouts
-        done = 0 if buffer is None else max(buffer.updates_done - self.to_repeat, 0)
-        finished = buffer is None or done >= self._module.updates_per_rollout
-        state = None if finished else buffer.state_dict() | {"updates_done": done}
-        return gather_plain(state, self._module.device)
-
-    def load_state_dict(self, state: list[dict[str, Any] | None]) -> None:
-        """Restore this rank's rollouts."""
-        rollouts = restore_rollouts(state, self._module.global_rank, self._num_mini_batches)
-        self._module.last_rollouts = rollouts or self._module.last_rollouts
-        self.restored = rollouts is not None
-
-
 def restore_loaders(trainer: Any, *, begins_epoch: bool) -> None:
     """Restore the position in the data where Lightning loses it; call before the first batch is read.
 
@@ -633,7 +671,7 @@ def restore_loaders(trainer: Any, *, begins_epoch: bool) -> None:
         loop.epoch_loop.restarting = False
 
 
-# Loads a module's checkpoint without a Trainer.
+# Without a Trainer.
 
 
 def module_from_checkpoint(
@@ -641,18 +679,10 @@ def module_from_checkpoint(
 ) -> Any:
     """Build a module and load a checkpoint's weights into it; see `RLModule.load_from_checkpoint`."""
     if not weights_only:
-        raise ValueError("weights_only is False, which would let the checkpoint run code; leave it out.")
+        raise ValueError("weights_only is False, which would let the checkpoint run code; omit it.")
     checkpoint = load_verified(path)
     saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})  # if a subclass calls `save_hyperparameters`
-    arguments = {name: value for name, value in saved.items() if not name.startswith("_")} | arguments
-    missing = [name for name in _required(cls) if name not in arguments]
-    if missing:
-        raise TypeError(
-            f"{cls.__name__}.load_from_checkpoint lacks {' and '.join(missing)}: a checkpoint has weights but no "
-            f"constructor arguments. Call {cls.__name__}.load_from_checkpoint(path, "
-            f"{', '.join(f'{name}=...' for name in missing)}, ...) with the arguments of the run that saved it."
-        )
-    module = cls(**arguments)
+    module = cls(**{name: value for name, value in saved.items() if not name.startswith("_")} | arguments)
     load_checkpoint(module, checkpoint, strict=strict)
     return module.to(map_location)
 
@@ -662,140 +692,3 @@ def load_checkpoint(module: Any, checkpoint: dict[str, Any], *, strict: bool | N
     module.configure_model()
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading if strict is None else strict)
-
-
-def _required(cls: type) -> list[str]:
-    """The constructor's arguments that have no default."""
-    parameters = inspect.signature(cls).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-# The run's part of a Lightning checkpoint: what it saves, and what a resumed run must match.
-
-CHECKPOINT_KEY = "pl_grouprl"
-
-
-class RunCheckpoint:
-    """Saves and loads what Lightning does not, such as random number generators and rollouts with updates left.
-
-    Args:
-        module: The `RLModule`.
-        num_mini_batches: Updates in each pass over the rollouts.
-
-    Attributes:
-        reference_fingerprint: Fingerprint of the reference policy, or of an adapter's frozen base; None without either.
-    """
-
-    def __init__(self, module: Any, num_mini_batches: int) -> None:
-        self._module = module
-        self._unfinished = UnfinishedRollouts(module, num_mini_batches)
-        self._lineage: Sequence[str] | None = None
-        self._begins_epoch = False
-        self.reference_fingerprint: float | None = None
-
-    @property
-    def _is_resumed(self) -> bool:
-        """Whether a fit continues from the checkpoint, rather than an evaluation of its weights."""
-        trainer = self._module._trainer
-        return trainer is not None and trainer.state.fn == "fit"
-
-    def standard_parts(self) -> dict[str, Stateful]:
-        """The parts that every algorithm saves, by name, in loading order."""
-        module = self._module
-        optimized = {} if module.policy is None else module.optimized_parts()
-        adapters = {name: adapter_options(part) for name, (part, _) in optimized.items()}
-        rollouts_differ = self._compare_rollout_options
-        return {
-            "module": ConsistencyCheck(lambda: lineage(module), lambda then, now: self.compare_origin(then)),
-            "random_numbers": module.random_numbers,
-            "run_options": ConsistencyCheck(module.run_options),  # compared last, by `check_changed_options`
-            "reference_fingerprint": ConsistencyCheck(lambda: self.reference_fingerprint, self._compare_reference),
-            "adapters": ConsistencyCheck(lambda: adapters, compare_adapters),
-            "optimizer": ConsistencyCheck(
-                lambda: saved_options(optimized), compare_optimizers if self._is_resumed else None
-            ),
-            "steps": Attributes(module.optimization, "nonfinite_steps"),
-            "unrewarded": Attributes(module.rewarder, "unrewarded_batches"),
-            "tokens": Attributes(module, "num_tokens"),
-            "rollouts": self._unfinished,
-            "rollout_queue": module.collector.ahead_state,
-            "options": ConsistencyCheck(module.rollout_options, rollouts_differ),
-            "evaluation": ConsistencyCheck(
-                lambda: evaluation_options(module), None if self._is_resumed else warn_of_other_evaluation
-            ),
-            "kl_controller": module.kl_penalty.controller,
-        }
-
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Save all parts; all ranks call it. Within a batch, save the position before it: a resumed run repeats it.
-
-        Raises:
-            RuntimeError: If a resumed run could not repeat the batch.
-        """
-        trainer = self._module._trainer
-        repeated = self._unfinished.to_repeat = 0 if trainer is None else batches_to_repeat(trainer)
-        if repeated:
-            self._check_repeatable(repeated)
-            rewind(checkpoint, repeated)
-        checkpoint[CHECKPOINT_KEY] = save_parts(self._module.saved_state())
-
-    def _check_repeatable(self, batches: int) -> None:
-        module = self._module
-        accumulated, updates = module.trainer.accumulate_grad_batches, module.updates_per_rollout
-        for reason, applies in {
-            "the optimizer's step has begun": module.is_stepping,
-            "rollouts have left the queue": module.max_staleness and module.last_rollouts is None,
-            "gradients are accumulating over several batches of rollouts": batches > 1 and updates % accumulated,
-        }.items():
-            if applies:
-                raise RuntimeError(
-                    f"no checkpoint is saved within this batch, because a resumed run could not repeat it: {reason}; "
-                    "resume from an earlier one."
-                )
-
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Load all parts.
-
-        Raises:
-            ValueError: If another algorithm wrote it, a part rejects its state, or an option changed that must not.
-        """
-        module = self._module
-        datamodule = getattr(module._trainer, "datamodule", None) if self._is_resumed else None
-        self._begins_epoch = fix_loop_counters(checkpoint, getattr(datamodule, "num_train_batches", None))
-        state, changes = checkpoint.get(CHECKPOINT_KEY, {}), {}
-        if self._is_resumed:  # per rank, since each reads its own data files
-            per_rank: list[Changes] = gather_plain(changes_since(state, module), module.trainer.strategy.root_device)
-            changes = {name: change for of_rank in per_rank for name, change in of_rank.items()}
-        parts = module.saved_state()
-        load_parts(parts, state, {name for name in parts if module.starts_over.get(name) in changes})
-        check_changed_options(changes, module.allow_changed)
-
-    def continue_training(self) -> None:
-        """Continue a resumed run at its position in the data, with its random numbers."""
-        trainer = self._module.trainer
-        restore_loaders(trainer, begins_epoch=self._begins_epoch)
-        schedule = accumulation_schedule(trainer)  # which Lightning looks up at the beginning of an epoch alone
-        trainer.accumulate_grad_batches = schedule[max(epoch for epoch in schedule if epoch <= trainer.current_epoch)]
-        self._begins_epoch = False
-        self._module.random_numbers.restore()
-
-    def compare_origin(self, then: Sequence[str] | None, what: str = "the checkpoint") -> None:
-        """Refuse a checkpoint of another algorithm.
-
-        Args:
-            then: The `lineage` that it records, or None.
-            what: What the error calls it.
-        """
-        compare_lineage(self._module, then, what)
-        self._lineage = then
-
-    def describe_misfit(self, reason: str) -> str:
-        """Error text for weights that do not fit the module: which module wrote them, then torch's reason."""
-        return describe_misfit(self._module, self._lineage, reason)
-
-    def _compare_reference(self, then: float | None, now: float | None) -> None:
-        compare_reference(then, now, self._module.policy_source)
-
-    def _compare_rollout_options(self, then: dict[str, Any], now: dict[str, Any]) -> None:
-        if self._is_resumed and self._unfinished.restored:
-            compare_options(then, now)

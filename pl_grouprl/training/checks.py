@@ -1,10 +1,12 @@
-"""Checks of a run at setup: options, prompts, overrides, and shared prefixes."""
+"""Checks of a run at setup, prefix sharing in its models, and checks of what overrides return and raise.
+
+Most checks run before models are loaded, the others right after. What Lightning, PyTorch or transformers raise by
+themselves is not checked here.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +14,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch._dynamo import OptimizedModule
-from torch.utils.data import DataLoader, default_collate
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.backends.choice import get_backend
@@ -26,314 +27,91 @@ from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.packing import Sharing
 from pl_grouprl.rollout.engine import declares, length_limits, vocabulary
 from pl_grouprl.training.ahead import check_max_staleness
-from pl_grouprl.training.objective import LossSums
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import Prompt, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import refuse_unloadable
-from pl_grouprl.utilities.describe import check_allowed
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.modes import naming_memory
-from pl_grouprl.utilities.options import check_options
-
-# Finds overridden methods, and checks what they return and raise.
-#
-# Errors name the class and method, what was found and what was expected.
-
-
-def is_custom(method: Callable[..., Any]) -> bool:
-    """Whether a method, or what replaces it on an instance, is not this package's."""
-    return not method.__module__.startswith("pl_grouprl.")
-
-
-def refuse_stop_iteration(trainer: Any) -> None:
-    """Make a StopIteration that a hook raises an error. A second call changes nothing.
-
-    Lightning would take it for the end of the data. It profiles every hook of modules, callbacks, strategies and data
-    modules, but not the end of the data.
-    """
-    profiler = trainer.profiler
-    if "profile" in vars(profiler):
-        return
-    profile = profiler.profile
-
-    def refusing_profile(action: str) -> ExitStack:
-        def refuse(kind: Any, error: BaseException | None, traceback: Any) -> None:
-            if isinstance(error, StopIteration):
-                raise RuntimeError(
-                    f"{action} raised StopIteration, as next() does without a default at the end of an iterator."
-                ) from error
-
-        # With contextlib's contextmanager, the original StopIteration would be raised again.
-        with ExitStack() as stack:
-            stack.push(refuse)
-            stack.enter_context(profile(action))
-            return stack.pop_all()
-
-    profiler.profile = refusing_profile
-
-
-def checked_tensor(value: Any, where: str, *shapes: tuple[Sequence[int], str], boolean: bool = False) -> Tensor:
-    """Check a tensor that an override returned; returns it detached and on the CPU.
-
-    Args:
-        value: What the override returned.
-        where: Class, method and field, for the error.
-        *shapes: The shapes it may have, each with a description of its axes for the error.
-        boolean: Whether it must be a bool tensor rather than real numbers.
-
-    Raises:
-        TypeError: If it is not a tensor, or has the wrong dtype.
-        ValueError: If its shape differs, or a value is NaN or infinite.
-    """
-    expected = "expected a tensor of shape " + ", or ".join(f"{list(shape)}, {meaning}" for shape, meaning in shapes)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{where} returned a {type(value).__name__}; {expected}.")
-    if list(value.shape) not in [list(shape) for shape, _ in shapes]:
-        raise ValueError(f"{where} returned shape {list(value.shape)}; {expected}.")
-    if boolean != (value.dtype == torch.bool) or value.is_complex():
-        kind = "of bool" if boolean else "of floating-point numbers"
-        raise TypeError(f"{where} returned {value.dtype}; {expected}, {kind}.")
-    value = value.detach().cpu()
-    return value if boolean else _finite(value if value.is_floating_point() else value.float(), where)
-
-
-def _finite(value: Tensor, where: str) -> Tensor:
-    broken = int((~value.isfinite()).sum())
-    if broken:
-        raise ValueError(f"{where} returned {broken} of {value.numel()} values that are NaN or infinite.")
-    return value
-
-
-def check_loss_sums(loss_sums: Any, owner: str) -> LossSums:
-    """Check what `compute_loss` returned.
-
-    Raises:
-        TypeError: If it is not `LossSums` made of pairs of tensors.
-        ValueError: If a loss or a count is not a scalar.
-    """
-    where = f"{owner}.compute_loss"
-    if not isinstance(loss_sums, LossSums):
-        raise TypeError(f"{where} returned a {type(loss_sums).__name__}; expected LossSums(losses, metrics).")
-    for kind, pairs in (("losses", loss_sums.losses), ("metrics", loss_sums.metrics)):
-        for name, pair in pairs.items():
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise TypeError(f"{where}: {kind}[{name!r}] is a {type(pair).__name__}; expected a sum and its count.")
-            for part, what in zip(pair, ("sum", "count"), strict=True):
-                _check_scalar(part, f"{where}: the {what} of {kind}[{name!r}]")
-    for name, value in loss_sums.extremes.items():
-        _check_scalar(value, f"{where}: extremes[{name!r}]")
-    return loss_sums
-
-
-def check_denominators(denominators: Any, owner: str) -> dict[str, Tensor]:
-    """Check what `loss_denominators` returned.
-
-    Raises:
-        TypeError: If it is not a mapping of tensors.
-        ValueError: If one is not a scalar.
-    """
-    where = f"{owner}.loss_denominators"
-    if not isinstance(denominators, Mapping):
-        raise TypeError(f"{where} returned a {type(denominators).__name__}; expected a scalar tensor by part.")
-    for name, count in denominators.items():
-        _check_scalar(count, f"{where}: {name!r}")
-    return dict(denominators)
-
-
-def _check_scalar(value: Any, where: str) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{where} is a {type(value).__name__}; expected a scalar tensor.")
-    if value.dim():
-        raise ValueError(f"{where} has shape {list(value.shape)}; expected a scalar tensor, shape [].")
-
-
-_RENAMED = {
-    "prepare": "compute_targets",
-    "estimate_advantages": "compute_targets",
-    "prepare_scores": "score_rollouts_before_update",
-    "policy_terms": "compute_loss",
-    "recorded_routers": "compute_loss",
-    "collect_groups": "collect_rollouts",
-    "reward_groups": "collect_rollouts",
-    "map_rollouts": "score_rollouts",
-    "start_rewards": "collect_rollouts",
-    "sample_with": "generate",
-    "divide": "compute_loss",
-    "total_denominators": "loss_denominators",
-}
-
-
-def refuse_renamed(cls: type) -> None:
-    """Refuse a subclass that overrides a method which is no longer called, or misspells the name of one that is.
-
-    A name is taken as misspelt if it is new, public and close to a method that the class does not override.
-
-    Raises:
-        TypeError: Names the method to override instead.
-    """
-    for old, new in _RENAMED.items():
-        if old in vars(cls):
-            raise TypeError(f"{cls.__name__}.{old} would never be called; override {new}, see RLModule.")
-    hooks = _hooks(cls.__mro__[1:])
-    for name, value in vars(cls).items():
-        if (
-            not inspect.isfunction(value)
-            or name.startswith("_")
-            or any(hasattr(base, name) for base in cls.__mro__[1:])
-        ):
-            continue
-        for hook in difflib.get_close_matches(name, hooks - vars(cls).keys(), n=1, cutoff=0.85):
-            raise TypeError(
-                f"{cls.__name__}.{name} would never be called; did you mean to override {hook}? If it is a method of "
-                "your own, name it differently."
-            )
-
-
-def _hooks(bases: Sequence[type]) -> set[str]:
-    """Public methods of this package's classes with more than one word in their names."""
-    return {
-        name
-        for base in bases
-        if base.__module__.startswith("pl_grouprl.")
-        for name, value in vars(base).items()
-        if "_" in name.strip("_") and not name.startswith("_") and inspect.isfunction(value)
-    }
-
-
-# Refuses Trainer options that a fit cannot honour, or that would end it before it begins.
 
 _REWARD = re.compile(r"((val|test)/)?(reward|rewards/.+/mean|.+/(mean|best|maj|pass)@\d+)")
 """Names of metrics of which more is better."""
 
+_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
-def check_device(device: torch.device) -> None:
-    """Refuse Apple's GPUs, which a Trainer chooses by itself on a Mac.
+
+# Before models are loaded.
+
+
+def check_before_loading(module: Any, stage: str) -> None:
+    """Raise for options of module and Trainer, and for prompts, that cannot work in a stage.
+
+    Args:
+        module: The `RLModule`, attached to its Trainer.
+        stage: `fit`, `validate`, `test` or `predict`.
 
     Raises:
-        ValueError: Says what to choose.
+        ValueError: Names the option or the prompt, and what it must be.
+        TypeError: If hyperparameters could not be loaded from a checkpoint.
     """
-    if device.type == "mps":
+    trainer, prompts = module.trainer, prompts_of_stage(module.trainer, stage)
+    if trainer.strategy.root_device.type == "mps":
+        raise ValueError("trainer.accelerator is 'mps', which lacks float64, needed for sampling; set it to 'cpu'.")
+    module.support.check(module)
+    check_quantized(module)
+    for split, prompts_of_split in prompts.items():
+        module.rewarder.check_columns(prompts_of_split, split)
+    _check_prompts(module, stage, limits_of_source(module.policy_source))
+    if stage == "fit":
+        _check_fit(module)
+    train_prompts = prompts.get("train", ()) if stage == "fit" else None
+    longest = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
+    module.micro_batcher.check(trainer.world_size, train_prompts, longest)
+
+
+def _check_fit(module: Any) -> None:
+    trainer, objective, engine = module.trainer, module.objective, type(module.engine).__name__
+    data = getattr(trainer, "datamodule", None)
+    if not module.automatic_optimization:
         raise ValueError(
-            "trainer.accelerator is 'mps', which has no float64: sampling and the statistics of rewards need it. Set "
-            "it to 'cpu'. (SharedPrefixCallback in a LightningModule of your own takes mps.)"
+            f"{type(module).__name__}.automatic_optimization is False, under which the optimizer would never step; "
+            "leave it at True and override optimizer_step or configure_optimizers."
         )
-
-
-def check_trainer(trainer: Any, stage: str) -> None:
-    """Refuse finders of batch sizes and learning rates, and Trainer options that a fit cannot honor.
-
-    Raises:
-        ValueError: Names the option, its value and what it must be, or the finder.
-    """
-    for callback in getattr(trainer, "callbacks", ()):
-        for finder, reason in _FINDERS.items():
-            if isinstance(callback, finder):
-                raise ValueError(f"callbacks has a {type(callback).__name__}, {reason}.")
-    if stage != "fit":
-        return
+    for saved in (module, data):  # by save_hyperparameters
+        refuse_unloadable({"hyper_parameters": dict(getattr(saved, "hparams", {}))})
     if num_ranks() not in (1, trainer.world_size):
         raise ValueError(
-            f"a process group of {num_ranks()} ranks exists, but the Trainer has {trainer.world_size}; gradients "
-            "would not be averaged over it. Pass devices and strategy for all ranks, or destroy the group."
+            f"a process group of {num_ranks()} ranks exists, but the Trainer has {trainer.world_size}, so gradients "
+            "would not be averaged over it; pass devices and strategy for all ranks, or destroy the group."
         )
     for callback in trainer.callbacks:
         name, monitor = type(callback).__name__, str(getattr(callback, "monitor", ""))
         if getattr(callback, "mode", None) == "min" and _REWARD.fullmatch(monitor):
             raise ValueError(f"{name}(monitor={monitor!r}) has mode='min', under which the lowest is best; pass 'max'.")
-    every_epoch, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
-    clip, limit = trainer.gradient_clip_val, trainer.limit_train_batches
-    accumulated = trainer.accumulate_grad_batches
-    check_options(
-        {
-            "trainer.accumulate_grad_batches": (accumulated, _is_count(accumulated), "a whole number, at least 1"),
-            "trainer.val_check_interval": (
-                interval,
-                not isinstance(interval, int | float) or interval > 0,
-                "larger than 0; for no validation leave the data module's val out, or set limit_val_batches to 0",
-            ),
-            "trainer.check_val_every_n_epoch": (
-                every_epoch,
-                every_epoch is None or _is_count(every_epoch),
-                "a whole number, at least 1, or None",
-            ),
-            "trainer.gradient_clip_val": (clip, clip is None or clip >= 0, "0 (off) or larger, or None"),
-            "trainer.limit_train_batches": (limit, limit > 0, "larger than 0: otherwise the run would end immediately"),
-            "trainer.overfit_batches": (
-                trainer.overfit_batches,
-                not _is_no_batch(trainer),
-                "0 (off), a number of batches, or a share that is at least one batch of validation",
-            ),
-            "trainer.max_steps": (trainer.max_steps, trainer.max_steps != 0, "at least 1, or -1 for no limit"),
-            "trainer.max_epochs": (trainer.max_epochs, trainer.max_epochs != 0, "at least 1, or -1 for no limit"),
-        }
-    )
-
-
-_FINDERS = {
-    BatchSizeFinder: "but batch_size decides what is optimized, not how much memory it takes; leave it out, and set "
-    "max_tokens_per_micro_batch (on a GPU its default is what fits)",
-    LearningRateFinder: "which compares losses, but the loss of a policy gradient does not say how good the policy is; "
-    "leave it out, and compare the rewards of short runs",
-}
-
-
-def accumulation_schedule(trainer: Any) -> dict[int, int]:
-    """Batches per optimizer step, by the epoch in which that number begins."""
-    schedulers = [callback for callback in trainer.callbacks if isinstance(callback, GradientAccumulationScheduler)]
-    return schedulers[0].scheduling if schedulers else {0: trainer.accumulate_grad_batches}
-
-
-def _is_no_batch(trainer: Any) -> bool:
-    """Whether `overfit_batches` is a share that comes to less than one validation batch."""
-    data = getattr(trainer, "datamodule", None)
-    prompts = getattr(data, "prompts", {}).get("val", ())
-    batches = math.ceil(len(prompts) / getattr(data, "val_batch_size", 1))
-    share = trainer.overfit_batches
-    return isinstance(share, float) and 0 < share < 1 and batches > 0 and share * batches < 1
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def refuse_manual_optimization(module: Any) -> None:
-    """Refuse manual optimization, under which no optimizer would ever step and `max_steps` would never be reached.
-
-    Raises:
-        ValueError: Names the module's class.
-    """
-    if not module.automatic_optimization:
+    if module.dynamic_sampling and not hasattr(data, "draw_extra"):
         raise ValueError(
-            f"{type(module).__name__}.automatic_optimization is False, but RLModule steps the optimizer by Lightning's "
-            "automatic optimization; leave it at True and override optimizer_step or configure_optimizers instead."
+            "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
+        )
+    if objective.corrects_sampling and module.sampling.is_truncated and declares(module.engine, "truncates_logprobs"):
+        raise ValueError(
+            f"importance_sampling is {objective.importance_sampling['kind']!r}, but with top_k, top_p or min_p "
+            f"{engine} reports log-probabilities of the truncated distribution, not of the policy's; use 'none', drop "
+            "these filters from sampling, or sample with HFRolloutEngine."
+        )
+    if module.max_staleness:
+        check_max_staleness(module, module.engine, objective.corrects_sampling)
+    _check_updates(trainer, module.num_iterations, module.num_mini_batches)
+    module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.max_rollouts)
+    budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size
+    if (budget is not None or ranks > 1) and objective.policy_loss.compares_tokens:
+        rank_zero_warn(
+            f"policy_loss {objective.policy_loss.name!r} selects tokens by comparing those of one micro-batch, so "
+            f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change its selection."
         )
 
 
-def refuse_compiled(modules: Mapping[str, Any]) -> None:
-    """Refuse compiled modules.
-
-    Args:
-        modules: Modules by name, for the error.
-
-    Raises:
-        ValueError: Says what to compile instead.
-    """
-    for name, part in modules.items():
-        compiled = isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
-        if compiled or getattr(part, "_compiler_ctx", None) is not None:
-            raise ValueError(
-                f"{name} is compiled, which is not supported yet; leave out torch.compile({name}) and "
-                f"{name}.compile(). The policy's decoder layers can be compiled: compile_layers of its source."
-            )
-
-
-def check_updates(trainer: Any, num_iterations: int, num_mini_batches: int) -> None:
-    """Refuse more mini-batches than prompts, accumulation over several passes, and epochs that end between updates.
-
-    Raises:
-        ValueError: Names the options.
-    """
+def _check_updates(trainer: Any, num_iterations: int, num_mini_batches: int) -> None:
+    """Raise for more mini-batches than prompts, for steps over several passes, and for epochs that end amid updates."""
     data = trainer.fit_loop._data_source.instance
     batch_size = getattr(data, "batch_size", None)
     if batch_size is not None and num_mini_batches > batch_size:
@@ -360,14 +138,45 @@ def check_updates(trainer: Any, num_iterations: int, num_mini_batches: int) -> N
         )
 
 
-# Checks all prompts against the model's limits before anything is sampled.
+def accumulation_schedule(trainer: Any) -> dict[int, int]:
+    """Batches per optimizer step, by the epoch in which that number begins."""
+    schedulers = [callback for callback in trainer.callbacks if isinstance(callback, GradientAccumulationScheduler)]
+    return schedulers[0].scheduling if schedulers else {0: trainer.accumulate_grad_batches}
 
-_REMEDY = (
-    "rollouts need a pl_grouprl.data.PromptBatch: prompts, and which update of their rollouts it is. Put the prompts "
-    "into a PromptDataModule and pass it as datamodule; a custom loader must yield PromptBatch objects, each "
-    "module.updates_per_rollout times in a row."
-)
-_SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+
+def check_quantized(module: Any) -> None:
+    """Raise for moments and weights in blocks, and for other optimizers, under a strategy that shards weights.
+
+    bitsandbytes stores 8-bit moments and 4-bit weights in blocks of whole tensors. An optimizer that looks at whole
+    matrices would compute something else from flat shards.
+
+    Raises:
+        ValueError: Names the option and the strategy.
+    """
+    if module.support.keeps_plain_weights:
+        return
+    strategy, remedy = type(module.trainer.strategy).__name__, "omit it, or use a single device or ddp"
+    for name, value in vars(module).items():
+        if isinstance(value, OptimizerConfig) and value.state_bits < 32:
+            raise ValueError(f"state_bits is 8 under {strategy}, which shards weights and moments; {remedy}.")
+        if isinstance(value, OptimizerConfig) and value.optim != OptimizerConfig.optim:
+            if not module.support.keeps_shapes:
+                raise ValueError(
+                    f"optim is {value.optim} under {strategy}, which flattens weights; use ModelParallelStrategy "
+                    "(strategy/fsdp2.yaml), ddp, or AdamW."
+                )
+        elif name.endswith("_source") and getattr(value, "quantization", None) is not None:
+            name = name.removesuffix("_source")
+            raise ValueError(f"{name} has a quantization under {strategy}, which shards weights; {remedy}.")
+
+
+# Prompts against the limits of model and engine.
+
+
+def prompts_of_stage(trainer: Any, stage: str) -> dict[str, Sequence[Prompt]]:
+    """The prompts of a stage, by split, if the data module has them."""
+    prompts = getattr(getattr(trainer, "datamodule", None), "prompts", {})
+    return {split: prompts[split] for split in _SPLITS_OF_STAGE.get(stage, ()) if split in prompts}
 
 
 def limits_of_source(source: PolicySource) -> dict[str, int]:
@@ -381,6 +190,24 @@ def limits_of_source(source: PolicySource) -> dict[str, int]:
     return {} if limit is None else {"max_position_embeddings": int(limit)}
 
 
+def check_prompts_of_model(module: Any) -> None:
+    """Raise for prompts that the loaded policy cannot take; nothing is checked without a running Trainer.
+
+    Raises:
+        ValueError: Names the prompt and the limit.
+    """
+    trainer = module._trainer
+    if trainer is not None and trainer.state.fn is not None:
+        _check_prompts(module, trainer.state.fn.value, length_limits(module.policy), vocabulary(module.policy))
+
+
+def _check_prompts(module: Any, stage: str, limits: Mapping[str, int], vocab_size: int | None = None) -> None:
+    for split, prompts in prompts_of_stage(module.trainer, stage).items():
+        sampling = module.sampling if split == "train" else module.val_sampling
+        option = "sampling" if sampling is module.sampling else "val_sampling"
+        check_prompts(prompts, split, sampling, option, module.engine, dict(limits), vocab_size)
+
+
 def check_prompts(
     prompts: Sequence[Prompt],
     split: str,
@@ -390,7 +217,7 @@ def check_prompts(
     limits: dict[str, int],
     vocab_size: int | None = None,
 ) -> None:
-    """Refuse prompts that leave no room for a completion, or contain tokens outside the vocabulary.
+    """Raise for prompts that leave no room for a completion, or contain tokens outside the vocabulary.
 
     Unprocessed images and videos count as one token each; the sampler checks those prompts again.
 
@@ -407,28 +234,21 @@ def check_prompts(
         ValueError: Names the first such prompt's row and length, the limit, the number of such prompts and the remedy.
     """
     new_tokens = sampling.max_new_tokens if declares(engine, "reserves_max_new_tokens") else 1
-    for name, limit in (limits | _engine_limit(engine)).items():
-        reason = f"with {new_tokens} new ones exceeds the model's {name}={limit}"
-        _refuse_longer(prompts, split, limit - new_tokens, reason, f"lower {option}.max_new_tokens")
-    if vocab_size is not None:
-        _refuse_unknown_tokens(prompts, split, vocab_size)
-
-
-def _refuse_longer(prompts: Sequence[Prompt], split: str, room: int, reason: str, remedy: str) -> None:
-    longer = [prompt for prompt in prompts if prompt.num_tokens > room]
-    if not longer:
-        return
-    longest = max(prompt.num_tokens for prompt in longer)
-    if room > 0:
-        remedy = f"set max_prompt_length={room} of PromptDataModule (overlong_prompts: drop or truncate), or {remedy}"
-    raise ValueError(
-        f"{longer[0].where or split}: the prompt has {longer[0].num_tokens} tokens, which {reason}, as {len(longer)} "
-        f"of {len(prompts)} prompts of `{split}` do (the longest has {longest}); {remedy}."
-    )
-
-
-def _refuse_unknown_tokens(prompts: Sequence[Prompt], split: str, vocab_size: int) -> None:
-    for prompt in prompts:
+    if (served := getattr(engine, "max_model_len", None)) is not None:
+        limits = limits | {"max_model_len": served}
+    for name, limit in limits.items():
+        room = limit - new_tokens
+        longer = [prompt for prompt in prompts if prompt.num_tokens > room]
+        if longer:
+            longest, remedy = max(prompt.num_tokens for prompt in longer), f"lower {option}.max_new_tokens"
+            if room > 0:
+                remedy = f"set max_prompt_length={room} of PromptDataModule, or {remedy}"
+            raise ValueError(
+                f"{longer[0].where or split}: the prompt has {longer[0].num_tokens} tokens, which with {new_tokens} "
+                f"new ones exceeds the model's {name}={limit}, as {len(longer)} of {len(prompts)} prompts of "
+                f"`{split}` do (the longest has {longest}); {remedy}."
+            )
+    for prompt in prompts if vocab_size is not None else ():
         if max(prompt.token_ids) >= vocab_size:
             raise ValueError(
                 f"{prompt.where or split}: the prompt has token id {max(prompt.token_ids)}, but the model has "
@@ -436,60 +256,98 @@ def _refuse_unknown_tokens(prompts: Sequence[Prompt], split: str, vocab_size: in
             )
 
 
-def _engine_limit(engine: Any) -> dict[str, int]:
-    """The longest sequence that the engine is configured to serve."""
-    limit = getattr(engine, "max_model_len", None)
-    return {} if limit is None else {"max_model_len": limit}
+# Once models are loaded.
 
 
-def prompts_of_stage(trainer: Any, stage: str) -> dict[str, Sequence[Prompt]]:
-    """The prompts of a stage, by split, if the data module has them."""
-    prompts = getattr(getattr(trainer, "datamodule", None), "prompts", {})
-    return {split: prompts[split] for split in _SPLITS_OF_STAGE.get(stage, ()) if split in prompts}
+def check_groups_fit(module: Any) -> None:
+    """Raise if a model with dense masks, for which no group is split, could get a group above the token budget.
 
-
-def check_loader(trainer: Any, stage: str) -> None:
-    """Refuse a stage without data, and loaders that cannot yield a `PromptBatch`.
+    Args:
+        module: An `RLModule` whose models share prefixes, attached to its Trainer.
 
     Raises:
-        ValueError: If the Trainer has got no data.
-        TypeError: If it has got rows, or a DataLoader that collates rows into tensors.
+        ValueError: Names the models, the budget, the size of a group and the remedy.
     """
-    stage = str(getattr(stage, "value", stage))
-    source = getattr(trainer, f"{stage}_loop")._data_source
-    if not source.is_defined():
+    budget, names = module.max_tokens_per_micro_batch, module.prefix_sharing.dense
+    if budget is None or not names or (lengths := _longest_lengths(module)) is None:
+        return
+    prompt, completion = lengths
+    largest = prompt + module.max_rollouts * completion
+    if largest > budget:
         raise ValueError(
-            f"trainer.{stage} has no data: neither module nor data module defines {source.name}; pass "
-            "datamodule=PromptDataModule(...)."
+            f"max_tokens_per_micro_batch is {budget}, but a group may have {largest} tokens (a prompt of {prompt} and "
+            f"{module.max_rollouts} rollouts of {completion}), and {' and '.join(names)} cannot be run on a part of a "
+            "group: the layers compute with the attention mask themselves. Raise it, lower num_generations or "
+            "sampling.max_new_tokens, or pass sharing='repeated'."
         )
-    if not source.is_module() and _yields_rows(source.instance):
-        raise TypeError(f"trainer.{stage} was given {_kind_of(source.instance)}; {_REMEDY}")
 
 
-def _yields_rows(data: Any) -> bool:
-    """Whether it is text, rows, or a DataLoader that turns rows into tensors; a list may hold several loaders."""
-    if isinstance(data, DataLoader):
-        return data.collate_fn is default_collate
-    if isinstance(data, list | tuple):
-        return any(_yields_rows(item) for item in data[:1])
-    return isinstance(data, Mapping | str)
+def check_lengths_of_teacher(module: Any) -> None:
+    """Raise for training prompts whose rollouts may become longer than the teacher reads.
 
-
-def _kind_of(data: Any) -> str:
-    return "a DataLoader of rows" if isinstance(data, DataLoader) else f"a {type(data).__name__} of rows"
-
-
-def check_batch(batch: Any) -> None:
-    """Refuse batches that are not prompts for rollouts.
+    Args:
+        module: An `RLModule` with a loaded `policy` and `teacher`, attached to its Trainer.
 
     Raises:
-        TypeError: If the batch is not a `PromptBatch`.
+        ValueError: Names the limit, the longest sequence and the remedy.
     """
-    if not isinstance(batch, PromptBatch):
-        raise TypeError(f"the loader yields {type(batch).__name__}; {_REMEDY}")
+    if (lengths := _longest_lengths(module)) is None:
+        return
+    prompt, completion = lengths
+    longest = min([prompt + completion, *length_limits(module.policy).values()])
+    for name, limit in length_limits(module.teacher).items():
+        if longest > limit:
+            raise ValueError(
+                f"teacher has {name}={limit}, but sequences may have {longest} tokens (a prompt of {prompt} and a "
+                f"completion of {completion}); lower PromptDataModule's max_prompt_length or "
+                "sampling.max_new_tokens, or use another teacher."
+            )
 
 
-# Shares prefixes in a run's models for the whole fit, after verifying that results do not change.
+def _longest_lengths(module: Any) -> tuple[int, int] | None:
+    """Tokens of the longest training prompt, and of the longest completion; None without training prompts."""
+    prompts = prompts_of_stage(module.trainer, module.trainer.state.fn.value).get("train", ())
+    if not prompts:
+        return None
+    budget = module.max_tokens_per_micro_batch
+    longest = module.episodes.longest_completion(module.sampling.max_new_tokens, budget)
+    return max(prompt.num_tokens for prompt in prompts), longest
+
+
+def refuse_compiled(modules: Mapping[str, Any]) -> None:
+    """Raise for compiled modules.
+
+    Args:
+        modules: Modules by name, for the error.
+
+    Raises:
+        ValueError: Says what to compile instead.
+    """
+    for name, part in modules.items():
+        compiled = isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
+        if compiled or getattr(part, "_compiler_ctx", None) is not None:
+            raise ValueError(
+                f"{name} is compiled, which is not supported; omit torch.compile({name}) and {name}.compile(). The "
+                "policy's decoder layers can be compiled: compile_layers of its source."
+            )
+
+
+def refuse_dropout(owner: str, model: Any) -> None:
+    """Raise for dropout: old and reference scores are without, so ratios would differ from 1 by chance alone.
+
+    Raises:
+        ValueError: If the model is in training mode and has dropout.
+    """
+    for name, module in model.named_modules() if model.training else ():
+        for option, rate in vars(module).items():
+            if type(rate) not in (int, float) or not 0 < rate <= 1:
+                continue
+            if "drop" in option or (option == "p" and "Drop" in type(module).__name__):
+                raise ValueError(
+                    f"{owner} has dropout ({name}.{option}={rate}), and what it computes with it cannot be compared "
+                    "with old values and log-probabilities, computed without; set it to 0 in the model's config "
+                    "(disable_dropout=True of PretrainedPolicy does that) or in the module."
+                )
 
 
 class PrefixSharing:
@@ -554,186 +412,71 @@ class PrefixSharing:
         self.dense.clear()
 
 
-def refuse_dropout(owner: str, model: Any) -> None:
-    """Refuse dropout: old and reference scores are without, so ratios would differ from 1 by chance alone.
-
-    Raises:
-        ValueError: If the model is in training mode and has dropout.
-    """
-    for name, module in model.named_modules() if model.training else ():
-        numbers = {option: rate for option, rate in vars(module).items() if type(rate) in (int, float)}
-        rates = {option: rate for option, rate in numbers.items() if 0 < rate <= 1}
-        for option, rate in rates.items():
-            if "drop" in option or (option == "p" and "Drop" in type(module).__name__):
-                raise ValueError(
-                    f"{owner} has dropout ({name}.{option}={rate}), and what it computes with it cannot be compared "
-                    "with old values and log-probabilities, computed without; set it to 0 in the model's config "
-                    "(disable_dropout=True of PretrainedPolicy does that) or in the module."
-                )
+# Overridden methods: what they return and raise.
 
 
-# Checks at setup: most before models are loaded, those that need a model right after.
+def check_batch(batch: Any) -> None:
+    """Raise for batches that are not prompts for rollouts, such as those of a DataLoader of rows."""
+    if not isinstance(batch, PromptBatch):
+        raise TypeError(
+            f"the loader yields {type(batch).__name__}, not PromptBatch; pass datamodule=PromptDataModule(...), or a "
+            "loader of your own that yields each PromptBatch module.updates_per_rollout times in a row."
+        )
 
 
-def check_before_loading(module: Any, stage: str) -> None:
-    """Refuse options of module and Trainer, and prompts, that cannot work in a stage.
+def is_custom(method: Callable[..., Any]) -> bool:
+    """Whether a method, or what replaces it on an instance, is not this package's."""
+    return not method.__module__.startswith("pl_grouprl.")
+
+
+def checked_tensor(value: Any, where: str, *shapes: Sequence[int], boolean: bool = False) -> Tensor:
+    """Check a tensor that an override returned; returns it detached and on the CPU.
 
     Args:
-        module: The `RLModule`, attached to its Trainer.
-        stage: `fit`, `validate`, `test` or `predict`.
+        value: What the override returned.
+        where: Class, method and field, for the error.
+        *shapes: The shapes it may have.
+        boolean: Whether it must be a bool tensor rather than real numbers.
 
     Raises:
-        ValueError: Names the option or the prompt, and what it must be.
-        TypeError: If the data cannot hold prompts, or hyperparameters could not be loaded from a checkpoint.
+        TypeError: If it is not a tensor, or has the wrong dtype.
+        ValueError: If its shape differs, or a value is NaN or infinite.
     """
-    trainer, is_fit = module.trainer, stage == "fit"
-    check_loader(trainer, stage)
-    if is_fit:
-        refuse_manual_optimization(module)
-        check_allowed(module.allow_changed, module.run_options(), module.free_options)
-        for saved in (module, getattr(trainer, "datamodule", None)):  # by save_hyperparameters
-            refuse_unloadable({"hyper_parameters": dict(getattr(saved, "hparams", {}))})
-    check_device(trainer.strategy.root_device)
-    check_trainer(trainer, stage)
-    module.support.check(module)
-    check_quantized(module)
-    prompts = prompts_of_stage(trainer, stage)
-    for split, prompts_of_split in prompts.items():
-        module.rewarder.check_columns(prompts_of_split, split)
-    _check_prompts(module, stage, limits_of_source(module.policy_source))
-    if is_fit:
-        _check_fit(module)
-    train_prompts = prompts.get("train", ()) if is_fit else None
-    longest = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
-    module.micro_batcher.check(trainer.world_size, train_prompts, longest)
+    kind = "bool" if boolean else "real"
+    if not isinstance(value, Tensor) or boolean != (value.dtype == torch.bool) or value.is_complex():
+        found = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(f"{where} returned {found}; expected a {kind} tensor.")
+    if list(value.shape) not in [list(shape) for shape in shapes]:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{where} returned shape {list(value.shape)}; expected {expected}.")
+    value = value.detach().cpu()
+    if not value.isfinite().all():
+        raise ValueError(f"{where} returned NaN or infinity.")
+    return value if boolean or value.is_floating_point() else value.float()
 
 
-def check_quantized(module: Any) -> None:
-    """Refuse what a strategy that shards weights cannot do: moments and weights in blocks, another optimizer.
+def refuse_stop_iteration(trainer: Any) -> None:
+    """Make a StopIteration that a hook raises an error. A second call changes nothing.
 
-    bitsandbytes stores 8-bit moments and 4-bit weights in blocks of whole tensors. An optimizer that looks at whole
-    matrices would compute something else from flat shards.
-
-    Raises:
-        ValueError: Names the option and the strategy.
+    Lightning would take it for the end of the data. It profiles every hook of modules, callbacks, strategies and data
+    modules, but not the end of the data.
     """
-    if module.support.keeps_plain_weights:
+    profiler = trainer.profiler
+    if "profile" in vars(profiler):
         return
-    strategy = type(module.trainer.strategy).__name__
-    configs = [value for value in vars(module).values() if isinstance(value, OptimizerConfig)]
-    if any(config.state_bits < 32 for config in configs):
-        raise ValueError(
-            f"state_bits=8 of an optimizer does not work under {strategy}, which shards weights and moments; leave it "
-            "out, or use a single device or ddp."
-        )
-    other = [config.optim for config in configs if config.optim != OptimizerConfig.optim]
-    if other and not module.support.keeps_shapes:
-        raise ValueError(
-            f"optim is {other[0]} under {strategy}, which flattens weights; use ModelParallelStrategy "
-            "(strategy/fsdp2.yaml), ddp, or AdamW."
-        )
-    for name, value in vars(module).items():
-        if name.endswith("_source") and getattr(value, "quantization", None) is not None:
-            raise ValueError(
-                f"{name.removesuffix('_source')} has a quantization, which does not work "
-                f"under {strategy}, which shards weights; leave it out, or use a single device or ddp."
-            )
+    profile = profiler.profile
 
+    def refusing_profile(action: str) -> ExitStack:
+        def refuse(kind: Any, error: BaseException | None, traceback: Any) -> None:
+            if isinstance(error, StopIteration):
+                raise RuntimeError(
+                    f"{action} raised StopIteration, as next() does without a default at the end of an iterator."
+                ) from error
 
-def check_prompts_of_model(module: Any) -> None:
-    """Refuse prompts that the loaded policy cannot take; nothing is checked without a running Trainer.
+        # With contextlib's contextmanager, the original StopIteration would be raised again.
+        with ExitStack() as stack:
+            stack.push(refuse)
+            stack.enter_context(profile(action))
+            return stack.pop_all()
 
-    Raises:
-        ValueError: Names the prompt and the limit.
-    """
-    trainer = module._trainer
-    if trainer is not None and trainer.state.fn is not None:
-        _check_prompts(module, trainer.state.fn.value, length_limits(module.policy), vocabulary(module.policy))
-
-
-def _check_prompts(module: Any, stage: str, limits: Mapping[str, int], vocab_size: int | None = None) -> None:
-    for split, prompts in prompts_of_stage(module.trainer, stage).items():
-        sampling = module.sampling if split == "train" else module.val_sampling
-        option = "sampling" if sampling is module.sampling else "val_sampling"
-        check_prompts(prompts, split, sampling, option, module.engine, dict(limits), vocab_size)
-
-
-def _check_whole_logprobs(module: Any) -> None:
-    if declares(module.engine, "truncates_logprobs"):
-        raise ValueError(
-            f"importance_sampling is {module.objective.importance_sampling['kind']!r}, but with top_k, top_p or min_p "
-            f"{type(module.engine).__name__} reports log-probabilities of the truncated distribution, and the policy's "
-            "are of the whole one; leave importance_sampling 'none', drop these filters from sampling, or sample with "
-            "HFRolloutEngine."
-        )
-
-
-def _check_fit(module: Any) -> None:
-    trainer = module.trainer
-    data = getattr(trainer, "datamodule", None)
-    if module.dynamic_sampling and not hasattr(data, "draw_extra"):
-        raise ValueError(
-            "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
-        )
-    if module.objective.corrects_sampling and module.sampling.is_truncated:
-        _check_whole_logprobs(module)
-    if module.max_staleness:
-        check_max_staleness(module, module.engine, module.objective.corrects_sampling)
-    check_updates(trainer, module.num_iterations, module.num_mini_batches)
-    module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.max_rollouts)
-    budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size
-    loss = module.objective.policy_loss
-    if (budget is not None or ranks > 1) and loss.compares_tokens:
-        rank_zero_warn(
-            f"policy_loss {loss.name!r} selects tokens by comparing those of one micro-batch, so "
-            f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change its selection."
-        )
-
-
-def check_groups_fit(module: Any) -> None:
-    """Refuse a token budget below the largest possible group if a model gets dense masks, for which no group is split.
-
-    Args:
-        module: An `RLModule` whose models share prefixes, attached to its Trainer.
-
-    Raises:
-        ValueError: Names the models, the budget, the size of a group and the remedy.
-    """
-    budget, names = module.max_tokens_per_micro_batch, module.prefix_sharing.dense
-    prompts = prompts_of_stage(module.trainer, module.trainer.state.fn.value).get("train", ())
-    if budget is None or not names or not prompts:
-        return
-    prompt = max(prompt.num_tokens for prompt in prompts)
-    completion = module.episodes.longest_completion(module.sampling.max_new_tokens, budget)
-    largest = prompt + module.max_rollouts * completion
-    if largest > budget:
-        raise ValueError(
-            f"max_tokens_per_micro_batch is {budget}, but a group may have {largest} tokens (a prompt of {prompt} and "
-            f"{module.max_rollouts} rollouts of {completion}), and {' and '.join(names)} cannot be run on a part of a "
-            "group: the layers compute with the attention mask themselves. Raise it, lower num_generations or "
-            "sampling.max_new_tokens, or pass sharing='repeated'."
-        )
-
-
-def check_lengths_of_teacher(module: Any) -> None:
-    """Refuse training prompts whose rollouts may become longer than the teacher reads.
-
-    Args:
-        module: An `RLModule` with a loaded `policy` and `teacher`, attached to its Trainer.
-
-    Raises:
-        ValueError: Names the limit, the longest sequence and the remedy.
-    """
-    prompts = prompts_of_stage(module.trainer, module.trainer.state.fn.value).get("train", ())
-    if not prompts:
-        return
-    completion = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
-    prompt = max(prompt.num_tokens for prompt in prompts)
-    longest = min([prompt + completion, *length_limits(module.policy).values()])
-    for name, limit in length_limits(module.teacher).items():
-        if longest > limit:
-            raise ValueError(
-                f"teacher has {name}={limit}, but sequences may have {longest} tokens (a prompt of {prompt} and a "
-                f"completion of {completion}); lower PromptDataModule's max_prompt_length or "
-                "sampling.max_new_tokens, or use another teacher."
-            )
+    profiler.profile = refusing_profile

@@ -48,30 +48,28 @@ class DeviceChoices:
         """Log how the run computes; warn if that is float32 on a GPU, or rounds updates of weights away."""
         module = self._module
         trainer, device = module.trainer, module.device
-        lines = [f"computes in {_name(self._dtype)} (precision {trainer.precision})"]
+        lines = [f"computes in {str(self._dtype).removeprefix('torch.')} (precision {trainer.precision})"]
         if hasattr(module.engine, "compute_dtype"):
-            lines.append(f"samples in {_name(module.engine.compute_dtype or module.policy.dtype)}")
+            sampled = str(module.engine.compute_dtype or module.policy.dtype)
+            lines.append(f"samples in {sampled.removeprefix('torch.')}")
         if any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups):
             lines.append("fused AdamW")
         if getattr(module.policy, "is_gradient_checkpointing", False):
             is_default = getattr(module.policy_source, "gradient_checkpointing", True) is None
             lines.append(f"recomputes activations{' (the default on a GPU)' if is_default else ''}")
-        rank_zero_info(f"{_describe(device)}: {', '.join(lines)}.")
+        where = f"On {device.type}"
+        if device.type == "cuda":
+            where = f"On {torch.cuda.get_device_name(device)}, {free_memory(device) / GIB:.1f} GiB free"
+        rank_zero_info(f"{where}: {', '.join(lines)}.")
         if device.type == "cuda" and self._dtype == torch.float32:
             rank_zero_warn(
                 "training computes in float32 on a GPU, which takes several times as long as bfloat16; pass "
                 "precision=default_precision() of pl_grouprl, or 'bf16-mixed', to the Trainer."
             )
-
-        self._warn_of_lost_updates()
-
-    def _warn_of_lost_updates(self) -> None:
-        """Warn of half-precision weights that stay where they are after a step of the learning rate's size.
-
-        What the optimizer holds is what counts: DeepSpeed's has float32 copies of such weights.
-        """
+        # Half-precision weights that stay where they are after a step of the learning rate's size. What the optimizer
+        # holds is what counts: DeepSpeed's has float32 copies of such weights.
         lost, total, learning_rates = 0, 0, set()
-        for optimizer in self._module.trainer.optimizers:
+        for optimizer in trainer.optimizers:
             for group in [] if getattr(optimizer, "bf16_stochastic_round", False) else optimizer.param_groups:
                 learning_rate = group.get("initial_lr", group["lr"])  # the peak of the schedule
                 for weight in (local_shard(weight).detach() for weight in group["params"] if weight.dtype.itemsize < 4):
@@ -143,13 +141,3 @@ class DeviceChoices:
         """The dtype of forward and backward."""
         module = self._module
         return module.support.autocast_dtype(module.device.type) or module.policy.dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _describe(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"On {device.type}"
-    return f"On {torch.cuda.get_device_name(device)}, {free_memory(device) / GIB:.1f} GiB free"

@@ -13,12 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
 from pl_grouprl.rewards.base import PreparedReward, completion_text, hook_of, reward_metrics
 from pl_grouprl.training.metrics import Record, episode_metrics, summarize
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.options import check_finite
 from pl_grouprl.utilities.text import metric_name
-
-# Extracts answers from completions, for the majority vote of maj@k.
 
 Answers = list[str | None]
 """The answer of each episode of a group; None for no answer, which is a vote like any other."""
@@ -45,7 +43,9 @@ class AnswerExtractor:
 
     def answers(self, group: RolloutGroup) -> Answers:
         """The answer of each episode; None, with a warning the first time, where the method raises."""
-        return [self._answer(_text(episode.last), group.columns) for episode in group.episodes]
+        rows = [episode.last for episode in group.episodes]
+        texts = [row.text or "" if row.messages is None else completion_text(row.messages) for row in rows]
+        return [self._answer(text, group.columns) for text in texts]
 
     def _answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
         if self._hook is None:
@@ -63,18 +63,11 @@ class AnswerExtractor:
         return None if answer is None else str(answer)
 
 
-def _text(rollout: Rollout) -> str:
-    return (rollout.text or "") if rollout.messages is None else completion_text(rollout.messages)
-
-
-# Metrics of validation and test: mean@k, best@k, maj@k and pass@k of each data source.
-
-
 def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: float = 1.0) -> dict[str, float]:
     """Evaluate the rollouts of a whole validation or test run.
 
     Args:
-        records: Records of all groups of all ranks, with `answers`. Rollouts without a reward are left out.
+        records: Records of all groups of all ranks, with `answers`. Rollouts without a reward do not count.
         prefix: `val` or `test`.
         pass_threshold: A rollout passes if its reward is at least this, up to rounding.
 
@@ -85,7 +78,12 @@ def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: f
         together; `pass@1`, `pass@2`, `pass@4` and so on up to k, each over the prompts with that many rewarded
         rollouts; for episodes, `{prefix}/` and the names of `episode_metrics`.
     """
-    scored = [trimmed for record in records if (trimmed := _with_reward(record))["rewards"]]
+    scored = []
+    for record in records:
+        kept = [i for i, reward in enumerate(record["rewards"]) if math.isfinite(reward)]
+        if kept:
+            rewards, answers = [record["rewards"][i] for i in kept], [record["answers"][i] for i in kept]
+            scored.append({"data_source": record["data_source"], "rewards": rewards, "answers": answers})
     metrics = {f"{prefix}/reward": mean_at_k([record["rewards"] for record in scored]) if scored else math.nan}
     of_rewards = reward_metrics([row for record in records for row in record["reward_rows"]], statistics=("mean",))
     metrics |= {f"{prefix}/{name}": value for name, value in of_rewards.items() if not math.isnan(value)}
@@ -94,6 +92,21 @@ def evaluation_metrics(records: Sequence[Record], prefix: str, pass_threshold: f
         source_metrics = _source_metrics(of_source, pass_threshold)
         metrics |= {f"{prefix}/{metric_name(source)}/{name}": value for name, value in source_metrics.items()}
     return metrics | episode_metrics(records, f"{prefix}/")
+
+
+def _source_metrics(records: Sequence[Record], threshold: float) -> dict[str, float]:
+    rewards = [record["rewards"] for record in records]
+    most = max(map(len, rewards))
+    metrics = {f"mean@{most}": mean_at_k(rewards)}
+    if most > 1:
+        metrics[f"best@{most}"] = best_at_k(rewards)
+        metrics[f"maj@{most}"] = majority_at_k(rewards, [record["answers"] for record in records])
+    passes = [
+        [reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6) for reward in row] for row in rewards
+    ]
+    for k in (2**power for power in range(most.bit_length())):
+        metrics[f"pass@{k}"] = pass_at_k([row for row in passes if len(row) >= k], k)
+    return metrics
 
 
 class Evaluator:
@@ -131,30 +144,3 @@ class Evaluator:
         records = [record for of_rank in gather_plain(self._records, device) for record in of_rank]
         self._records = []
         return evaluation_metrics(records, prefix, self.pass_threshold)
-
-
-def _source_metrics(records: Sequence[Record], pass_threshold: float) -> dict[str, float]:
-    rewards = [record["rewards"] for record in records]
-    most = max(map(len, rewards))
-    metrics = {f"mean@{most}": mean_at_k(rewards)}
-    if most > 1:
-        metrics[f"best@{most}"] = best_at_k(rewards)
-        metrics[f"maj@{most}"] = majority_at_k(rewards, [record["answers"] for record in records])
-    passes = [[_passes(reward, pass_threshold) for reward in row] for row in rewards]
-    for k in (2**power for power in range(most.bit_length())):
-        metrics[f"pass@{k}"] = pass_at_k([row for row in passes if len(row) >= k], k)
-    return metrics
-
-
-def _passes(reward: float, threshold: float) -> bool:
-    return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6)
-
-
-def _with_reward(record: Record) -> Record:
-    """Keep only rollouts with a reward."""
-    kept = [i for i, reward in enumerate(record["rewards"]) if math.isfinite(reward)]
-    return {
-        "data_source": record["data_source"],
-        "rewards": [record["rewards"][i] for i in kept],
-        "answers": [record["answers"][i] for i in kept],
-    }

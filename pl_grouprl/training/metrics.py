@@ -16,7 +16,7 @@ from pl_grouprl.training.buffer import RolloutBuffer, numbers_differ
 from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
 from pl_grouprl.utilities.progress import PROGRESS
 
-# Rollout metrics under TRL's names, computed from plain records that ranks can exchange.
+# Metrics, under TRL's names where it has them, from plain records that ranks can exchange.
 
 Record = dict[str, Any]
 """A group without its tokens: numbers, strings, and lists and dictionaries of them."""
@@ -27,21 +27,23 @@ def summarize(groups: Sequence[RolloutGroup]) -> list[Record]:
 
     Lists have one entry per episode, but `tokens` has one per rollout. In `rewards`, a missing reward is NaN.
     """
-    return [_summarize(group, group.episodes) for group in groups]
-
-
-def _summarize(group: RolloutGroup, episodes: Sequence[EpisodeRows]) -> Record:
-    return {
-        "data_source": group.data_source,
-        "prompt_length": len(group.prompt_ids),
-        "lengths": [episode.num_sampled_tokens for episode in episodes],
-        "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
-        "truncated": [episode.last.finish_reason == "length" for episode in episodes],
-        "rewards": [number_or_nan(episode.reward) for episode in episodes],
-        "reward_rows": [reward_row(episode.last) for episode in episodes],
-        "sampled": count_sampled(group.rollouts),
-        "episodes": [summarize_episode(episode) for episode in episodes],
-    }
+    records = []
+    for group in groups:
+        episodes = group.episodes
+        records.append(
+            {
+                "data_source": group.data_source,
+                "prompt_length": len(group.prompt_ids),
+                "lengths": [episode.num_sampled_tokens for episode in episodes],
+                "tokens": [len(rollout.token_ids) for rollout in group.rollouts],
+                "truncated": [episode.last.finish_reason == "length" for episode in episodes],
+                "rewards": [number_or_nan(episode.reward) for episode in episodes],
+                "reward_rows": [reward_row(episode.last) for episode in episodes],
+                "sampled": count_sampled(group.rollouts),
+                "episodes": [summarize_episode(episode) for episode in episodes],
+            }
+        )
+    return records
 
 
 def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
@@ -50,7 +52,7 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
     Returns:
         `reward` (mean), `reward_std` (mean over groups of the standard deviation inside the group, Bessel-corrected),
         `frac_reward_zero_std`, and `completions/...` lengths in tokens that the model wrote. Rollouts without a reward
-        are left out of the rewards, and the rows of an episode are one rollout. Also `reward_metrics`,
+        do not count in the rewards, and the rows of an episode are one rollout. Also `reward_metrics`,
         `episode_metrics` and `branch_metrics`.
     """
     spreads = [std(_finite(record["rewards"])) for record in records]
@@ -83,8 +85,6 @@ def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-# Metrics of episodes: tool calls, turns, and tokens that the model did not write.
-
 EpisodeRecord = dict[str, float]
 """Numbers of one episode: `turns`, `context_tokens`, `history_tokens`, `calls`, `seconds`, and failed calls by kind."""
 
@@ -99,8 +99,14 @@ def summarize_episode(episode: EpisodeRows) -> EpisodeRecord | None:
     return last.tool_counts | {
         "turns": float(last.num_turns),
         "context_tokens": float(episode.num_tokens - episode.num_sampled_tokens),
-        "history_tokens": float(sum(sum(_turn_ends(row)) for row in episode.rows)),
+        "history_tokens": float(sum(map(_history_tokens, episode.rows))),
     }
+
+
+def _history_tokens(rollout: Rollout) -> int:
+    """Sum over turns of the tokens from the group's prompt to the end of the turn."""
+    mask = rollout.loss_mask or [1] * len(rollout.token_ids)
+    return sum(place for place, pair in enumerate(pairwise([*mask, 0]), start=1) if pair == (1, 0))
 
 
 def episode_metrics(records: Sequence[dict[str, Any]], prefix: str = "") -> dict[str, float]:
@@ -118,46 +124,25 @@ def episode_metrics(records: Sequence[dict[str, Any]], prefix: str = "") -> dict
         of each rollout were a separate sequence, which repeats its history, over the tokens of the groups, which repeat
         neither prompts nor histories.
     """
-    episodes: list[EpisodeRecord] = [
-        episode for record in records for episode in record["episodes"] if episode is not None
-    ]
-    if not episodes:
+    found = [(record, episode) for record in records for episode in record["episodes"] if episode is not None]
+    if not found:
         return {}
 
     def total(name: str) -> float:
-        return sum(episode.get(name, 0.0) for episode in episodes)
+        return sum(episode.get(name, 0.0) for _, episode in found)
 
     calls, failures = total("calls"), {kind: total(kind) for kind in FAILURES}
+    repeated = sum(episode["turns"] * record["prompt_length"] + episode["history_tokens"] for record, episode in found)
     metrics = {
-        "tools/call_frequency": calls / len(episodes),
+        "tools/call_frequency": calls / len(found),
         "tools/failure_frequency": sum(failures.values()) / max(calls, 1),
         **{f"tools/failures/{kind}": count for kind, count in failures.items()},
-        "episode/turns": total("turns") / len(episodes),
-        "episode/tool_seconds": total("seconds") / len(episodes),
-        "episode/context_tokens": total("context_tokens") / len(episodes),
-        "episode/token_ratio": _token_ratio(records),
+        "episode/turns": total("turns") / len(found),
+        "episode/tool_seconds": total("seconds") / len(found),
+        "episode/context_tokens": total("context_tokens") / len(found),
+        "episode/token_ratio": repeated / sum(record["prompt_length"] + sum(record["tokens"]) for record in records),
     }
     return {f"{prefix}{name}": value for name, value in metrics.items()}
-
-
-def _turn_ends(rollout: Rollout) -> list[int]:
-    """For each turn, the number of tokens from the group's prompt to the end of the turn."""
-    mask = rollout.loss_mask or [1] * len(rollout.token_ids)
-    return [place for place, pair in enumerate(pairwise([*mask, 0]), start=1) if pair == (1, 0)]
-
-
-def _token_ratio(records: Sequence[dict[str, Any]]) -> float:
-    """Tokens with the history repeated for every turn, over tokens with nothing repeated."""
-    repeated = sum(
-        episode["turns"] * record["prompt_length"] + episode["history_tokens"]
-        for record in records
-        for episode in record["episodes"]
-        if episode is not None
-    )
-    return repeated / sum(record["prompt_length"] + sum(record["tokens"]) for record in records)
-
-
-# Metrics of branching rollouts: the size of the trees, and how much their leaves share.
 
 
 def count_sampled(rollouts: Sequence[Rollout]) -> int | None:
@@ -190,7 +175,7 @@ def branch_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-# Breaks a training step's time down into parts that add up to the whole.
+# The time of a step.
 
 
 class StepTimer:
@@ -202,7 +187,7 @@ class StepTimer:
     with `mark` thus excludes later callbacks.
 
     Args:
-        now: Monotonic clock in seconds; None is `time.perf_counter`.
+        now: Monotonic clock in seconds; defaults to `time.perf_counter`.
     """
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:

@@ -1,4 +1,11 @@
-"""Packs the rollouts of an update into micro-batches within a token budget, the same on every rank."""
+"""Packs the rollouts of an update into micro-batches within a token budget.
+
+Every rank runs the same kinds of micro-batches in the same order. One is a row of whole groups, or a slice of one large
+group that continues its prompt or a branch. Sharded strategies gather weights and reduce gradients in each, so ranks
+with fewer micro-batches run dummies.
+
+Legend: B rollouts, E episodes, N response tokens of all rollouts, concatenated.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -33,108 +40,14 @@ from pl_grouprl.packing.plan import pack_sizes
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.training.buffer import RolloutBuffer, from_state, to_state
 from pl_grouprl.training.run import Run
-from pl_grouprl.types import EpisodeRows, Prompt, Rollout, RolloutGroup
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.modes import naming_memory
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import tick
 
-# The passes of a group larger than a micro-batch, padded with dummies so that every rank runs the same kinds.
-
-Selection = tuple[list[RolloutGroup], dict[str, Tensor], tuple[int, ...]]
-"""What `RolloutBuffer.select` returns."""
-
-
-class Pass(NamedTuple):
-    """A prompt or branch to run, with the slices that continue it.
-
-    Attributes:
-        depth: 0 for a prompt, otherwise as in `packing.Branch`.
-        prompt: A group with the prompt, without rollouts; None for a branch.
-        token_ids: Tokens of the branch; one token for a dummy. Not used for a prompt.
-        slices: Rollouts that continue it, slice by slice.
-    """
-
-    depth: int
-    prompt: RolloutGroup | None
-    token_ids: list[int]
-    slices: list[Selection]
-
-
-def passes_of(
-    group: RolloutGroup,
-    split: SplitGroup | None,
-    shape: SplitShape,
-    select: Callable[[Sequence[int]], Selection],
-    dummy: Selection,
-) -> list[Pass]:
-    """The passes of a group: its prompt, then its branches, depth-first.
-
-    Args:
-        group: The group.
-        split: How it is split; None returns only dummies.
-        shape: Which passes to return. Dummies fill up: before the slices, and after the branches.
-        select: Selects rollouts of the group by their indices.
-        dummy: A selection of one rollout of one token.
-    """
-    prompt = replace(group if split else dummy[0][0], rollouts=[])
-    own: list[tuple[int, SplitGroup | Branch]] = []
-    if split is not None:
-        own = [*((branch.depth, branch) for branch in reversed(split.branches)), (0, split)]
-    passes = []
-    for depth, count in shape:
-        # The shape has room for the whole tree, so its passes are those that are as deep as the next of the tree.
-        part = own.pop()[1] if own and own[-1][0] == depth else None
-        slices = () if part is None else part.slices
-        tokens: list[int] = group.prompt_ids[-1:]
-        if isinstance(part, Branch):
-            tokens = group.rollouts[part.rollout].token_ids[part.start : part.stop]
-        selected = [dummy] * (count - len(slices)) + [select(indices) for indices in slices]
-        passes.append(Pass(depth, None if depth else prompt, tokens, selected))
-    return passes
-
-
-def passes_to_state(passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """Plain containers and tensors, to be sent to another rank."""
-    return [
-        {
-            "depth": one.depth,
-            "prompt": None if one.prompt is None else to_state(one.prompt),
-            "token_ids": one.token_ids,
-            "slices": [selection_to_state(selection) for selection in one.slices],
-        }
-        for one in passes
-    ]
-
-
-def passes_from_state(state: Sequence[dict[str, Any]]) -> list[Pass]:
-    """The passes that `passes_to_state` was given."""
-    return [
-        Pass(
-            one["depth"],
-            None if one["prompt"] is None else from_state(one["prompt"]),
-            one["token_ids"],
-            [selection_from_state(selection) for selection in one["slices"]],
-        )
-        for one in state
-    ]
-
-
-def selection_to_state(selection: Selection) -> Any:
-    """Plain containers and tensors, to be sent to another rank."""
-    groups, tokens, numbers = selection
-    return [to_state(group) for group in groups], tokens, numbers
-
-
-def selection_from_state(state: Any) -> Selection:
-    """The selection that `selection_to_state` was given."""
-    groups, tokens, numbers = state
-    return [from_state(group) for group in groups], tokens, numbers
-
-
-# One forward and backward of an update: rollouts laid out for the decoder, with their per-token quantities.
-#
-# Legend: B rollouts, E episodes, N response tokens of all rollouts, concatenated.
+Selection = tuple[list[RolloutGroup], dict[str, Tensor], Sequence[int]]
+"""What `RolloutBuffer.select` returns: groups, per-token quantities, and the rollouts' indices in the buffer."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +56,7 @@ class RowOptions:
 
     Attributes:
         sharing: `shared` or `repeated`.
-        max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
+        max_tokens: Maximum tokens of a micro-batch on one rank; no limit if None.
         device: Device of the tensors.
         sequence_group: The ranks that split the tokens of each row; None if every rank runs its own rows.
         sequence_ranks: Number of those ranks.
@@ -161,11 +74,6 @@ class RowOptions:
     share_across_groups: bool = False
     min_saved_tokens: int | None = MIN_SAVED_TOKENS
     whole_episodes: bool = field(default=False, compare=False)
-
-    @property
-    def tokens_per_row(self) -> int | None:
-        """Most tokens of a row, on all ranks that split it; None is no limit."""
-        return None if self.max_tokens is None else self.max_tokens * self.sequence_ranks
 
 
 @dataclass(frozen=True)
@@ -233,200 +141,20 @@ def lay_out(groups: Sequence[RolloutGroup], options: RowOptions, prefix: PrefixP
     return replace(batch, sequence_group=options.sequence_group)
 
 
-def dummy_group(like: RolloutGroup) -> RolloutGroup:
-    """A dummy group of a token or two for ranks with no work left; keeps the prompt's images, if any."""
-    prompt = like.prompt_ids if like.media else like.prompt_ids[:1]
-    return replace(like, prompt_ids=prompt, rollouts=[Rollout(like.prompt_ids[-1:], logprobs=[0.0])])
-
-
-def dummy_tokens(like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Per-token quantities of the dummy group: nothing is trained or rewarded.
-
-    Args:
-        like: Quantities whose names and dtypes are copied.
-    """
-    return {name: torch.zeros(1, *values.shape[1:], dtype=values.dtype) for name, values in like.items()}
-
-
-# Plans the micro-batches of an optimizer step: the same kinds in the same order on every rank.
-#
-# A micro-batch is a row of whole groups, or a slice of one large group that continues its prompt or a branch. Sharded
-# strategies gather weights and reduce gradients in each, so ranks with fewer micro-batches run dummies.
-
-Part = tuple[int, tuple[int, ...]]
-"""Index of a group, and the indices of its selected rollouts."""
-
-
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """The micro-batches of one step on this rank.
-
-    Attributes:
-        rows: The contents of each row.
-        splits: Groups larger than the budget.
-    """
-
-    rows: tuple[tuple[Part, ...], ...]
-    splits: tuple[SplitGroup, ...] = ()
-
-    @property
-    def shape(self) -> Shape:
-        """What all ranks must agree on: the number of rows, and the passes of each split group."""
-        return Shape(len(self.rows), tuple(split.shape for split in self.splits))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Number of passes of each kind in a plan.
-
-    Attributes:
-        rows: Number of rows.
-        splits: `SplitGroup.shape` of each split group.
-    """
-
-    rows: int
-    splits: tuple[SplitShape, ...] = ()
-
-    @property
-    def number(self) -> int:
-        """Number of micro-batches: rows and slices, and each prompt and branch that runs by itself."""
-        return self.rows + sum(map(_num_passes, self.splits))
-
-    def to_plain(self) -> list[Any]:
-        """As lists, to be sent to other ranks."""
-        return [self.rows, [[list(one) for one in split] for split in self.splits]]
-
-    @classmethod
-    def from_plain(cls, plain: list[Any]) -> Shape:
-        """The shape that `to_plain` was called on."""
-        rows, splits = plain
-        return cls(rows, tuple(tuple((depth, count) for depth, count in split) for split in splits))
-
-
-def _num_passes(split: SplitShape) -> int:
-    return sum(1 + count for _, count in split)
-
-
-def plan_micro_batches(groups: Sequence[RolloutGroup], indices: Sequence[int], options: RowOptions) -> MicroBatchPlan:
-    """Cut some groups into micro-batches.
-
-    Args:
-        groups: All groups of this rank.
-        indices: Which of them to plan.
-        options: How they are laid out. The token budget counts prompts in rows; in slices it does not count the path
-            that they continue. With `whole_episodes`, a group whose episodes have several rows is split into slices
-            only, without branches.
-
-    Raises:
-        ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds the budget.
-    """
-    max_tokens, least = options.tokens_per_row, options.min_saved_tokens
-    if not indices:
-        return MicroBatchPlan(())
-    everything = tuple((i, tuple(range(len(groups[i].rollouts)))) for i in indices)
-    if max_tokens is None:
-        return MicroBatchPlan((everything,))
-    if options.sharing == "repeated":
-        return MicroBatchPlan(_repeated_rows(groups, indices, max_tokens, options.whole_episodes))
-    plan = plan_rows([_prompt_and_trie(groups[i], least) for i in indices], max_tokens)
-    splits = [replace(split, group=indices[split.group]) for split in plan.splits]
-    if options.whole_episodes:
-        splits = [_with_whole_episodes(split, groups[split.group], max_tokens, least) for split in splits]
-    # Largest first on every rank, so that few dummies fill the differences.
-    return MicroBatchPlan(
-        tuple(tuple(everything[group] for group in row) for row in plan.rows),
-        tuple(sorted(splits, key=lambda split: -_num_passes(split.shape))),
-    )
-
-
-def _repeated_rows(
-    groups: Sequence[RolloutGroup], indices: Sequence[int], max_tokens: int, whole_episodes: bool
-) -> tuple[tuple[Part, ...], ...]:
-    """Padded batches."""
-    sizes = [(len(groups[i].prompt_ids), [len(r.token_ids) for r in groups[i].rollouts]) for i in indices]
-    together = None
-    if whole_episodes:
-        for group in (groups[i] for i in indices):
-            _check_episodes(group, [_padded_size(group, episode) for episode in group.episodes], max_tokens)
-        together = [groups[i].rows_per_episode for i in indices]
-    rows = plan_repeated_rows(sizes, max_tokens, together)
-    return tuple(tuple((indices[group], rollouts) for group, rollouts in row) for row in rows)
-
-
-def _padded_size(group: RolloutGroup, episode: EpisodeRows) -> int:
-    return len(episode.rows) * (len(group.prompt_ids) + max(len(row.token_ids) for row in episode.rows))
-
-
-def _with_whole_episodes(
-    split: SplitGroup, group: RolloutGroup, max_tokens: int, min_saved_tokens: int | None
-) -> SplitGroup:
-    """If episodes of the group have several rows, split it into slices of whole episodes instead."""
-    episodes = group.episodes
-    if len(episodes) == len(group.rollouts):
-        return split
-    least = None if group.media else min_saved_tokens
-    sizes = [build_trie([row.token_ids for row in episode.rows], least).num_tokens for episode in episodes]
-    _check_episodes(group, sizes, max_tokens)
-    ends = list(accumulate((len(episode.rows) for episode in episodes), initial=0))
-    bins = pack_sizes(sizes, max_tokens)
-    return SplitGroup(
-        split.group, tuple(tuple(r for i in found for r in range(ends[i], ends[i + 1])) for found in bins)
-    )
-
-
-def _check_episodes(group: RolloutGroup, sizes: Sequence[int], max_tokens: int) -> None:
-    for episode, size in zip(group.episodes, sizes, strict=True):
-        if size > max_tokens and len(episode.rows) > 1:
-            raise ValueError(
-                f"max_tokens_per_micro_batch allows {max_tokens} tokens, but the {len(episode.rows)} rows of episode "
-                f"{episode.last.episode!r} of group {group.group_id} have {size}, and the loss needs them in one "
-                "micro-batch, because its loss_agg_mode, policy_loss or importance_sampling works on whole rollouts. "
-                "Raise max_tokens_per_micro_batch, or use loss_agg_mode='token-mean' with a per-token policy_loss and "
-                "importance_sampling."
-            )
-
-
-def _prompt_and_trie(group: RolloutGroup, min_saved_tokens: int | None) -> tuple[int, Trie]:
-    """Number of tokens of the prompt, and the trie of the rollouts."""
-    # After images or videos a branch cannot run by itself, so only the prompt is shared.
-    least = None if group.media else min_saved_tokens
-    return len(group.prompt_ids), build_trie([rollout.token_ids for rollout in group.rollouts], least)
-
-
-def largest(shapes: Sequence[Shape]) -> Shape:
-    """The smallest shape that has room for each of the shapes."""
-    columns = zip_longest(*(shape.splits for shape in shapes), fillvalue=())
-    return Shape(max(shape.rows for shape in shapes), tuple(map(_largest_split, columns)))
-
-
-def _largest_split(shapes: Sequence[SplitShape]) -> SplitShape:
-    """Walk all trees at once: a tree whose next pass is less deep than another's has no such pass here."""
-    merged: list[tuple[int, int]] = []
-    places = [0] * len(shapes)
-    while True:
-        heads = [shape[place] if place < len(shape) else (-1, 0) for shape, place in zip(shapes, places, strict=True)]
-        depth, count = max(heads)
-        if depth < 0:
-            return tuple(merged)
-        merged.append((depth, count))
-        places = [place + (head[0] == depth) for place, head in zip(places, heads, strict=True)]
-
-
-# Packs the rollouts of an update, or of a scoring pass, into micro-batches within a token budget.
-
-
 class MicroBatcher:
     """Plans micro-batches, with the same number and kinds on every rank.
 
     Args:
         run: The run.
         sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
-        max_tokens: Most tokens of a micro-batch on one rank; None is no limit.
+        max_tokens: Maximum tokens of a micro-batch on one rank; no limit if None.
         sequence_parallel_size: Ranks that share the tokens of each row in updates.
         share_across_groups: Encode the common beginning of prompts once.
         min_saved_tokens: As in `packing.pack`; None if the attention backend runs prompts with rollouts alone.
-        whole_episodes: Returns whether updates need all rows of an episode in one micro-batch.
         choose_max_tokens: Returns the limit where `max_tokens` sets none; called at the first pass of a run.
+
+    Attributes:
+        cache: The last packed row.
 
     Raises:
         ValueError: If a number is less than 1, options exclude each other, or padded rows would have to be divided.
@@ -441,7 +169,6 @@ class MicroBatcher:
         *,
         share_across_groups: bool = False,
         min_saved_tokens: int | None = MIN_SAVED_TOKENS,
-        whole_episodes: Callable[[], bool] = lambda: True,
         choose_max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         counts = {
@@ -449,24 +176,22 @@ class MicroBatcher:
             "max_tokens_per_micro_batch": 1 if max_tokens is None else max_tokens,
         }
         check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
-        self._run = run
-        self.sharing: Sharing = sharing
-        self.max_tokens = max_tokens
-        self.sequence_parallel_size = sequence_parallel_size
         if share_across_groups and (sharing == "repeated" or min_saved_tokens is None):
             raise ValueError(
                 "share_across_groups=True needs sharing='shared' and an attention backend that runs forests of any "
                 "depth; use attention_backend='auto', 'cascade' or 'flex'."
             )
+        self.sharing: Sharing = sharing
+        self.max_tokens, self.sequence_parallel_size = max_tokens, sequence_parallel_size
         self.share_across_groups = share_across_groups
-        self._min_saved_tokens, self._whole_episodes = min_saved_tokens, whole_episodes
+        self.cache = PackedRowCache()
+        self._run, self._min_saved_tokens = run, min_saved_tokens
         self._choose_max_tokens = choose_max_tokens
         self._chosen: list[int | None] = []  # one entry once it was chosen
-        self.cache = PackedRowCache()
         self._sequence_group: Any = None
 
     def check(self, world_size: int, prompts: Sequence[Prompt] | None, max_new_tokens: int) -> None:
-        """Refuse options that cannot work, before anything is loaded.
+        """Check options against ranks and prompts, before anything is loaded.
 
         Args:
             world_size: Number of ranks.
@@ -482,39 +207,39 @@ class MicroBatcher:
                 f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows "
                 "are not divided among ranks. Use sharing='shared'."
             )
-        has_media = any(isinstance(prompt, MediaPrompt) or prompt.media for prompt in prompts or ())
-        if self.share_across_groups and has_media:
+        if prompts is None:
+            return
+        if self.share_across_groups and any(isinstance(prompt, MediaPrompt) or prompt.media for prompt in prompts):
             raise ValueError(
                 "share_across_groups is True, but prompts of the training data have images or videos, whose tokens do "
                 "not tell them apart; set it to False."
             )
-        if prompts is not None and self.max_tokens is not None:
-            self._check_budget(self.max_tokens, prompts, max_new_tokens)
-
-    def _check_budget(self, max_tokens: int, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-        limit = max_tokens * self.sequence_parallel_size
+        if self.max_tokens is None:
+            return
+        limit = self.max_tokens * self.sequence_parallel_size
         longest = {
             "a prompt of the training data has": max((len(prompt.token_ids) for prompt in prompts), default=0),
             "a rollout may have (sampling.max_new_tokens)": max_new_tokens,
         }
+        together = sum(longest.values())
         if self.sharing == "repeated":
-            longest = {"a prompt with its rollout may have": sum(longest.values())}
+            longest = {"a prompt with its rollout may have": together}
         for what, tokens in longest.items():
             if tokens > limit:
                 raise ValueError(
-                    f"max_tokens_per_micro_batch is {max_tokens} with sequence_parallel_size="
+                    f"max_tokens_per_micro_batch is {self.max_tokens} with sequence_parallel_size="
                     f"{self.sequence_parallel_size}, {limit} tokens together, but {what} {tokens}; raise one of them, "
                     "or lower sampling.max_new_tokens or max_prompt_length of PromptDataModule."
                 )
-        if sum(longest.values()) > limit:
+        if together > limit:
             rank_zero_warn(
-                f"max_tokens_per_micro_batch is {max_tokens} tokens (not rollouts), and a prompt with one rollout may "
-                f"have {sum(longest.values())}: rollouts are trained in slices, which is slow. Raise it as far as "
-                "memory allows; the result is the same."
+                f"max_tokens_per_micro_batch is {self.max_tokens} tokens (not rollouts), and a prompt with one rollout "
+                f"may have {together}: rollouts are trained in slices, which is slow. Raise it as far as memory "
+                "allows; the result is the same."
             )
 
     def form_sequence_groups(self, models: Iterable[Any]) -> None:
-        """Form the groups of ranks that split rows; refuse models whose attention cannot be divided."""
+        """Form the groups of ranks that split rows; raises for models whose attention cannot be divided."""
         self._chosen.clear()
         if self.sequence_parallel_size > 1:
             for model in models:
@@ -522,16 +247,26 @@ class MicroBatcher:
             mesh = sequence_mesh(self.sequence_parallel_size, self._run.device.type)
             self._sequence_group = mesh.get_group("sequence")
 
-    def for_update(self, buffer: RolloutBuffer, members: Sequence[int]) -> MicroBatchSchedule:
+    def for_update(
+        self, buffer: RolloutBuffer, members: Sequence[int], *, whole_episodes: bool = True
+    ) -> MicroBatchSchedule:
         """Micro-batches of some groups of a buffer.
 
         Args:
             buffer: The rollouts.
             members: Indices of the groups.
+            whole_episodes: Whether the loss needs all rows of an episode in one micro-batch.
         """
-        budget = self._budget(buffer)
-        options = self._options(budget, self._sequence_group, self.sequence_parallel_size)
-        options = replace(options, whole_episodes=self._whole_episodes())
+        options = RowOptions(
+            self.sharing,
+            self._budget(buffer),
+            self._run.device,
+            self._sequence_group,
+            self.sequence_parallel_size,
+            self.share_across_groups,
+            self._min_saved_tokens,
+            whole_episodes,
+        )
         return MicroBatchSchedule(buffer, members, options, self.cache)
 
     def for_scoring(self, buffer: RolloutBuffer) -> MicroBatchSchedule:
@@ -540,8 +275,14 @@ class MicroBatcher:
         Scoring keeps no activations, so each rank scores alone, with the token budget of its whole sequence group.
         """
         budget = self._budget(buffer)
-        budget = None if budget is None else budget * self.sequence_parallel_size
-        return MicroBatchSchedule(buffer, range(len(buffer.groups)), self._options(budget, None, 1), self.cache)
+        options = RowOptions(
+            self.sharing,
+            None if budget is None else budget * self.sequence_parallel_size,
+            self._run.device,
+            share_across_groups=self.share_across_groups,
+            min_saved_tokens=self._min_saved_tokens,
+        )
+        return MicroBatchSchedule(buffer, range(len(buffer.groups)), options, self.cache)
 
     def _budget(self, buffer: RolloutBuffer) -> int | None:
         """`max_tokens`, or the chosen limit, raised to a whole prompt with its longest rollout."""
@@ -557,17 +298,6 @@ class MicroBatcher:
         )
         return max(self._chosen[0], *longest)
 
-    def _options(self, budget: int | None, sequence_group: Any, sequence_ranks: int) -> RowOptions:
-        return RowOptions(
-            self.sharing,
-            budget,
-            self._run.device,
-            sequence_group,
-            sequence_ranks,
-            self.share_across_groups,
-            self._min_saved_tokens,
-        )
-
     def naming_memory(self, what: str = "") -> contextlib.AbstractContextManager[None]:
         """Make an out-of-memory error name the option that bounds a micro-batch.
 
@@ -581,11 +311,6 @@ class MicroBatcher:
         )
 
 
-# Yields the micro-batches of an update; the caller runs forward and backward before asking for the next.
-
-T = TypeVar("T")
-
-
 class PackedRowCache:
     """Caches the last packed row, so scoring and updating the same rollouts share it and its attention plan."""
 
@@ -595,21 +320,22 @@ class PackedRowCache:
 
     def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
         """Return the cached row if it has the same tokens and options; otherwise pack and cache a new one."""
-        key = (options, [_contents(group) for group in groups])
-        if self._scoring is None or self._key != key:
+        contents = [  # what a row of text depends on; copied, because the lists may be changed in place later
+            (
+                tuple(group.prompt_ids),
+                group.group_id,
+                [(tuple(r.token_ids), r.loss_mask and tuple(r.loss_mask)) for r in group.rollouts],
+            )
+            for group in groups
+        ]
+        if self._scoring is None or self._key != (options, contents):
             self.clear()  # free the old row first
-            self._key, self._scoring = key, lay_out()
+            self._key, self._scoring = (options, contents), lay_out()
         return self._scoring
 
     def clear(self) -> None:
         """Drop the cached row."""
         self._key = self._scoring = None
-
-
-def _contents(group: RolloutGroup) -> tuple[Any, ...]:
-    """What a row of text depends on. Copied, because the lists may be changed in place later."""
-    rollouts = [(tuple(r.token_ids), r.loss_mask and tuple(r.loss_mask)) for r in group.rollouts]
-    return tuple(group.prompt_ids), group.group_id, rollouts
 
 
 class MicroBatchSchedule:
@@ -620,6 +346,9 @@ class MicroBatchSchedule:
         indices: Which of its groups to use.
         options: How they are laid out.
         cache: Keeps the last packed row.
+
+    Attributes:
+        number: Number of micro-batches, including the prompts and branches of split groups.
 
     Raises:
         ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds the token budget. Other
@@ -636,68 +365,52 @@ class MicroBatchSchedule:
         self._buffer, self._options = buffer, options
         self._cache = PackedRowCache() if cache is None else cache
         self._plan = raise_on_all_ranks(partial(plan_micro_batches, buffer.groups, indices, options), options.device)
-        per_rank = gather_plain(self._plan.shape.to_plain(), options.device)
+        own = len(self._plan.rows), tuple(split.shape for split in self._plan.splits)
         # Always run at least one row: it reaches every parameter.
-        self._shape = largest([Shape(1), *map(Shape.from_plain, per_rank)])
-
-    @property
-    def number(self) -> int:
-        """Number of micro-batches, including the prompts and branches of split groups."""
-        return self._options.sequence_ranks * self._shape.number
+        self._shape = largest([Shape(1), *(Shape(*shape) for shape in gather_plain(own, options.device))])
+        self.number = options.sequence_ranks * self._shape.number
 
     def __iter__(self) -> Iterator[MicroBatch | PrefixPass]:
-        """Yield the passes of split groups, bottom-up, then the rows.
+        """Yield the passes of split groups, then the rows.
 
         A prompt or branch comes after the branches and slices that continue it, since its backward needs their
         gradients. Its forward runs with the first of those slices.
         """
+        groups, dummy = self._buffer.groups, _dummy(self._buffer)
         for split, shape in zip_longest(self._plan.splits, self._shape.splits):  # dummies are last
-            for passes in self._for_sequence_group(self._passes(split, shape), passes_to_state, passes_from_state):
-                yield from self._bottom_up(passes)
+            number = 0 if split is None else split.group
+
+            def select(rollouts: Sequence[int], number: int = number) -> Selection:
+                return self._buffer.select([(number, rollouts)])
+
+            for passes in self._of_sequence_group(passes_of(groups[number], split, shape, select, dummy)):
+                yield from self._bottom_up([Pass(*one) for one in passes])
         for parts in [()] * (self._shape.rows - len(self._plan.rows)) + [*self._plan.rows]:  # real rows are last
-            row = self._buffer.select(parts) if parts else self._dummy()
-            for selection in self._for_sequence_group(row, selection_to_state, selection_from_state):
+            for selection in self._of_sequence_group(self._buffer.select(parts) if parts else dummy):
                 yield self._micro_batch(selection)
 
     def _bottom_up(self, passes: Sequence[Pass]) -> Iterator[MicroBatch | PrefixPass]:
         """Yield the slices that continue a prompt or branch, then its own pass, once all branches below it are done."""
         path: list[tuple[PrefixPass, list[Selection]]] = []
-        for one in passes:
-            yield from self._up_to(one.depth, path)
-            path.append((self._prefix_pass(one, path), one.slices))
-        yield from self._up_to(0, path)
+        for one in (*passes, None):
+            while len(path) > (0 if one is None else one.depth):
+                prefix, slices = path.pop()
+                for selection in slices:
+                    yield self._micro_batch(selection, prefix)
+                yield prefix
+            if one is not None:
+                if one.prompt is None:
+                    prefix = path[-1][0].branch(one.token_ids)
+                else:
+                    prefix = PrefixPass(one.prompt, self._options.device, self._options.sequence_group)
+                path.append((prefix, one.slices))
 
-    def _prefix_pass(self, one: Pass, path: Sequence[tuple[PrefixPass, Any]]) -> PrefixPass:
-        if one.prompt is None:
-            return path[-1][0].branch(one.token_ids)
-        return PrefixPass(one.prompt, self._options.device, self._options.sequence_group)
-
-    def _up_to(self, depth: int, path: list[tuple[PrefixPass, list[Selection]]]) -> Iterator[MicroBatch | PrefixPass]:
-        """Take the passes from a depth on off the path, the deepest first."""
-        while len(path) > depth:
-            prefix, slices = path.pop()
-            for selection in slices:
-                yield self._micro_batch(selection, prefix)
-            yield prefix
-
-    def _passes(self, split: SplitGroup | None, shape: SplitShape) -> list[Pass]:
-        """The passes of a split group; all dummies if this rank has fewer split groups than others."""
-        number = 0 if split is None else split.group
-        select = partial(self._select_of, number)
-        return passes_of(self._buffer.groups[number], split, shape, select, self._dummy())
-
-    def _select_of(self, group: int, rollouts: Sequence[int]) -> Selection:
-        return self._buffer.select([(group, rollouts)])
-
-    def _dummy(self) -> Selection:
-        return [dummy_group(self._buffer.groups[0])], dummy_tokens(self._buffer.values), ()
-
-    def _for_sequence_group(self, own: T, to_plain: Callable[[T], Any], from_plain: Callable[[Any], T]) -> list[T]:
+    def _of_sequence_group(self, own: Any) -> list[Any]:
         """What this rank helps to run: that of each rank of its sequence group in turn, or only its own without one."""
         group = self._options.sequence_group
         if group is None:
             return [own]
-        return [from_plain(state) for state in gather_plain(to_plain(own), self._options.device, group)]
+        return [_from_plain(state) for state in gather_plain(_to_plain(own), self._options.device, group)]
 
     def _micro_batch(self, selection: Selection, prefix: PrefixPass | None = None) -> MicroBatch:
         """Lay out a micro-batch. Rows of text are cached, unless a sequence group runs them together."""
@@ -708,4 +421,208 @@ class MicroBatchSchedule:
         is_cached = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
         is_cached = is_cached and not torch.is_inference_mode_enabled()  # inference tensors cannot be trained on
         scoring = self._cache.get(groups, options, pack_row) if is_cached else pack_row()
-        return MicroBatch(scoring, move_together(tokens, options.device), groups, numbers, options)
+        return MicroBatch(scoring, move_together(tokens, options.device), groups, tuple(numbers), options)
+
+
+def _to_plain(value: Any) -> Any:
+    """Lists with groups as dictionaries, to be sent to another rank."""
+    if isinstance(value, RolloutGroup):
+        return {"group": to_state(value)}
+    return [*map(_to_plain, value)] if isinstance(value, list | tuple) else value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict) and isinstance(value.get("group"), dict):
+        return from_state(value["group"])
+    return [*map(_from_plain, value)] if isinstance(value, list) else value
+
+
+def _dummy(buffer: RolloutBuffer) -> Selection:
+    """A group of a token or two that trains nothing, for ranks with no work left; keeps the prompt's images, if any."""
+    like = buffer.groups[0]
+    prompt = like.prompt_ids if like.media else like.prompt_ids[:1]
+    group = replace(like, prompt_ids=prompt, rollouts=[Rollout(like.prompt_ids[-1:], logprobs=[0.0])])
+    return [group], dummy_tokens(buffer.values), ()
+
+
+def dummy_tokens(like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Per-token quantities of the dummy group: nothing is trained or rewarded.
+
+    Args:
+        like: Quantities whose names and dtypes are copied.
+    """
+    return {name: torch.zeros(1, *values.shape[1:], dtype=values.dtype) for name, values in like.items()}
+
+
+# The plan of a step: which rollouts each micro-batch holds, and what kinds of micro-batches all ranks run.
+
+
+class MicroBatchPlan(NamedTuple):
+    """The micro-batches of one step on this rank.
+
+    Attributes:
+        rows: The contents of each row: indices of groups, each with the indices of its selected rollouts.
+        splits: Groups larger than the budget.
+    """
+
+    rows: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
+    splits: tuple[SplitGroup, ...] = ()
+
+
+class Shape(NamedTuple):
+    """Number of passes of each kind in a plan, which all ranks must agree on.
+
+    Attributes:
+        rows: Number of rows.
+        splits: `SplitGroup.shape` of each split group.
+    """
+
+    rows: int
+    splits: tuple[SplitShape, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """Number of micro-batches: rows and slices, and each prompt and branch that runs by itself."""
+        return self.rows + sum(map(_num_passes, self.splits))
+
+
+def _num_passes(split: SplitShape) -> int:
+    return sum(1 + count for _, count in split)
+
+
+def largest(shapes: Sequence[Shape]) -> Shape:
+    """The smallest shape that has room for each of the shapes."""
+
+    def merge(splits: Sequence[SplitShape]) -> SplitShape:
+        # Walks all trees at once: one whose next pass is less deep than another's has no such pass here.
+        merged: list[tuple[int, int]] = []
+        places = [0] * len(splits)
+        while True:
+            heads = [split[at] if at < len(split) else (-1, 0) for split, at in zip(splits, places, strict=True)]
+            depth, count = max(heads)
+            if depth < 0:
+                return tuple(merged)
+            merged.append((depth, count))
+            places = [place + (head[0] == depth) for place, head in zip(places, heads, strict=True)]
+
+    columns = zip_longest(*(shape.splits for shape in shapes), fillvalue=())
+    return Shape(max(shape.rows for shape in shapes), tuple(map(merge, columns)))
+
+
+def plan_micro_batches(groups: Sequence[RolloutGroup], indices: Sequence[int], options: RowOptions) -> MicroBatchPlan:
+    """Cut some groups into micro-batches.
+
+    Args:
+        groups: All groups of this rank.
+        indices: Which of them to plan.
+        options: How they are laid out. The token budget counts prompts in rows; in slices it does not count the path
+            that they continue. With `whole_episodes`, a group whose episodes have several rows is split into slices
+            only, without branches.
+
+    Raises:
+        ValueError: If a single rollout or prompt, or an episode that must stay whole, exceeds the budget.
+    """
+    if not indices:
+        return MicroBatchPlan(())
+    everything = tuple((i, tuple(range(len(groups[i].rollouts)))) for i in indices)
+    if options.max_tokens is None:
+        return MicroBatchPlan((everything,))
+    max_tokens = options.max_tokens * options.sequence_ranks  # of a row, on all ranks that split it
+    planned = [groups[i] for i in indices]
+    if options.sharing == "repeated":
+        sizes = [(len(group.prompt_ids), [len(r.token_ids) for r in group.rollouts]) for group in planned]
+        together = [group.rows_per_episode for group in planned] if options.whole_episodes else None
+        for group in planned if options.whole_episodes else ():
+            padded = [
+                len(episode.rows) * (len(group.prompt_ids) + max(len(row.token_ids) for row in episode.rows))
+                for episode in group.episodes
+            ]
+            _check_episodes(group, padded, max_tokens)
+        rows = plan_repeated_rows(sizes, max_tokens, together)
+        return MicroBatchPlan(tuple(tuple((indices[group], rollouts) for group, rollouts in row) for row in rows))
+
+    def trie(group: RolloutGroup, rollouts: Sequence[Rollout]) -> Trie:
+        # After images or videos a branch cannot run by itself, so only the prompt is shared.
+        least = None if group.media else options.min_saved_tokens
+        return build_trie([rollout.token_ids for rollout in rollouts], least)
+
+    plan = plan_rows([(len(group.prompt_ids), trie(group, group.rollouts)) for group in planned], max_tokens)
+    splits = []
+    for split in plan.splits:
+        split = replace(split, group=indices[split.group])
+        group = groups[split.group]
+        if options.whole_episodes and len(group.episodes) < len(group.rollouts):
+            sizes_E = [trie(group, episode.rows).num_tokens for episode in group.episodes]
+            _check_episodes(group, sizes_E, max_tokens)
+            ends = list(accumulate((len(episode.rows) for episode in group.episodes), initial=0))
+            slices = [
+                tuple(row for i in found for row in range(ends[i], ends[i + 1]))
+                for found in pack_sizes(sizes_E, max_tokens)
+            ]
+            split = SplitGroup(split.group, tuple(slices))
+        splits.append(split)
+    # Largest first on every rank, so that few dummies fill the differences.
+    return MicroBatchPlan(
+        tuple(tuple(everything[group] for group in row) for row in plan.rows),
+        tuple(sorted(splits, key=lambda split: -_num_passes(split.shape))),
+    )
+
+
+def _check_episodes(group: RolloutGroup, sizes: Sequence[int], max_tokens: int) -> None:
+    for episode, size in zip(group.episodes, sizes, strict=True):
+        if size > max_tokens and len(episode.rows) > 1:
+            raise ValueError(
+                f"max_tokens_per_micro_batch allows {max_tokens} tokens, but the {len(episode.rows)} rows of episode "
+                f"{episode.last.episode!r} of group {group.group_id} have {size}, and the loss needs them in one "
+                "micro-batch; raise it, or use loss_agg_mode='token-mean' with a per-token policy_loss and "
+                "importance_sampling."
+            )
+
+
+class Pass(NamedTuple):
+    """A prompt or branch to run, with the slices that continue it.
+
+    Attributes:
+        depth: 0 for a prompt, otherwise as in `packing.Branch`.
+        prompt: A group with the prompt, without rollouts; None for a branch.
+        token_ids: Tokens of the branch; one token for a dummy. Not used for a prompt.
+        slices: Rollouts that continue it, slice by slice.
+    """
+
+    depth: int
+    prompt: RolloutGroup | None
+    token_ids: list[int]
+    slices: list[Selection]
+
+
+def passes_of(
+    group: RolloutGroup,
+    split: SplitGroup | None,
+    shape: SplitShape,
+    select: Callable[[Sequence[int]], Selection],
+    dummy: Selection,
+) -> list[Pass]:
+    """The passes of a group: its prompt, then its branches, depth-first.
+
+    Args:
+        group: The group.
+        split: How it is split; if None, all passes are dummies.
+        shape: Which passes to return. Dummies fill up: before the slices, and after the branches.
+        select: Selects rollouts of the group by their indices.
+        dummy: A selection of one rollout of one token.
+    """
+    prompt = replace(group if split else dummy[0][0], rollouts=[])
+    own: list[tuple[int, SplitGroup | Branch]] = []
+    if split is not None:
+        own = [*((branch.depth, branch) for branch in reversed(split.branches)), (0, split)]
+    passes = []
+    for depth, count in shape:
+        # The shape has room for the whole tree, so its passes are those that are as deep as the next of the tree.
+        part = own.pop()[1] if own and own[-1][0] == depth else None
+        slices = () if part is None else part.slices
+        tokens: list[int] = group.prompt_ids[-1:]
+        if isinstance(part, Branch):
+            tokens = group.rollouts[part.rollout].token_ids[part.start : part.stop]
+        selected = [dummy] * (count - len(slices)) + [select(indices) for indices in slices]
+        passes.append(Pass(depth, None if depth else prompt, tokens, selected))
+    return passes

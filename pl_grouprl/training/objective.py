@@ -1,4 +1,12 @@
-"""The policy's loss and its KL penalty, as sums that add up over micro-batches and ranks."""
+"""The policy's loss and its KL penalty, as sums that add up over micro-batches and ranks.
+
+    loss of a token = importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
+
+`loss_agg_mode` aggregates the tokens, and the routers' loss is added. The policy loss is chosen by name from
+`pl_grouprl.functional.policy_loss`. Sums stay on their device until the end of the step: no micro-batch synchronizes.
+
+Legend: B rollouts, N response tokens of all rollouts, concatenated.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +20,6 @@ from torch import Tensor
 
 from pl_grouprl.functional.importance import (
     DEFAULT_HIGH,
-    ImportanceWeights,
     check_importance_options,
     importance_weights,
 )
@@ -26,10 +33,6 @@ from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.micro_batches import MicroBatch
 from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.options import check_options
-
-# Losses and metrics of an optimizer step as undivided sums, which add up over micro-batches and ranks.
-#
-# Sums stay on their device until the end of the step, so no micro-batch synchronizes.
 
 
 class LossSums(NamedTuple):
@@ -76,9 +79,9 @@ class LossAccumulator:
         for name, (_, count) in self._losses.items():
             count += counts[name].to(count.device)
 
-    def denominators(self) -> dict[str, Tensor]:
-        """This rank's share of each part's denominator."""
-        return {name: count for name, (_, count) in self._losses.items()}
+    def denominators(self) -> dict[str, float]:
+        """This rank's share of each part's denominator; synchronizes."""
+        return {name: float(count) for name, (_, count) in self._losses.items()}
 
     def reduced(
         self, add_up: Callable[[list[Tensor]], list[float]], largest: Callable[[Tensor], Tensor]
@@ -104,11 +107,6 @@ class LossAccumulator:
         return metrics
 
 
-# The KL penalty against the reference policy, in the loss or in the rewards, with a fixed or adaptive coefficient.
-#
-# Legend: B rollouts, N response tokens of all rollouts, concatenated.
-
-
 class KLPenalty:
     """Penalizes the KL divergence from the reference policy.
 
@@ -117,7 +115,7 @@ class KLPenalty:
         kind: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
         place: `loss` or `reward`.
         target: Target KL per rollout, in nats, for an adaptive coefficient; None keeps it fixed.
-        horizon: Time scale of the adaptive coefficient, in rollouts; None is 10,000.
+        horizon: Time scale of the adaptive coefficient, in rollouts; defaults to 10,000.
 
     Attributes:
         controller: Provides the current coefficient, `coef`.
@@ -143,7 +141,7 @@ class KLPenalty:
             }
         )
         if place == "reward" and beta == 0:
-            raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or leave kl_in out.")
+            raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or omit kl_in.")
         if target is not None and beta == 0:
             raise ValueError(
                 f"kl_target is {target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an initial beta."
@@ -162,14 +160,9 @@ class KLPenalty:
         return self.controller.coef
 
     @property
-    def adapts(self) -> bool:
-        """Whether the coefficient adapts."""
-        return isinstance(self.controller, AdaptiveKLController)
-
-    @property
     def needs_old_logprobs(self) -> bool:
         """Whether the penalty is computed before the updates, from old log-probabilities."""
-        return self.is_used and (self.place == "reward" or self.adapts)
+        return self.is_used and (self.place == "reward" or isinstance(self.controller, AdaptiveKLController))
 
     @property
     def in_loss(self) -> bool:
@@ -182,7 +175,7 @@ class KLPenalty:
         return self.is_used and self.place == "reward"
 
     def check_horizon(self, batch_size: int | None, num_generations: int) -> None:
-        """Refuse a horizon so short that one batch of rollouts could make the coefficient negative."""
+        """Raise if one batch of rollouts could make the coefficient negative, because the horizon is too short."""
         if isinstance(self.controller, AdaptiveKLController) and batch_size is not None:
             least = MAX_ERROR * batch_size * num_generations
             if self.controller.horizon <= least:
@@ -219,16 +212,6 @@ class KLPenalty:
                 self.controller.update(total / episodes, int(episodes))
         buffer.metrics.setdefault("kl_coef", self.coef)
         return penalty_N
-
-
-# The policy's loss, as sums.
-#
-#     loss of a token = importance weight * policy loss + KL coefficient * KL - entropy coefficient * entropy
-#
-# `loss_agg_mode` aggregates the tokens, and the routers' loss is added. The policy loss is chosen by name from
-# `pl_grouprl.functional.policy_loss`; the default, `ppo`, is in `clipped.py` there.
-#
-# Legend: N response tokens of all rollouts, concatenated.
 
 
 class PolicyObjective:
@@ -293,22 +276,6 @@ class PolicyObjective:
         """Whether importance sampling is on."""
         return bool(self.importance_sampling["kind"] != "none")
 
-    def check_sampled(self, tokens: Mapping[str, Any], engine: str) -> None:
-        """Refuse a correction for the sampler's log-probabilities if there are none.
-
-        Args:
-            tokens: Per-token quantities by name.
-            engine: Class of the engine, for the error.
-
-        Raises:
-            ValueError: If `rollout_logprobs` is missing but needed.
-        """
-        if self.corrects_sampling and "rollout_logprobs" not in tokens:
-            raise ValueError(
-                f"importance_sampling is {self.importance_sampling['kind']!r}, but {engine} reports no "
-                "log-probabilities; leave it 'none' or use an engine that does."
-            )
-
     @property
     def score_options(self) -> dict[str, Any]:
         """Keyword arguments of `models.score` for what the loss needs besides log-probabilities."""
@@ -332,6 +299,10 @@ class PolicyObjective:
             scores: Scores of the policy, with gradient, shape [N].
             policy: The model; only needed for the routers' loss.
             routers: Router logits of the same forward.
+
+        Raises:
+            ValueError: If the sampler's log-probabilities are to be corrected but missing, or the routers' loss cannot
+                be computed because a group is in slices.
         """
         mask_N, rollouts = batch.mask_N, batch.rollouts
         logprobs_N, advantages_N = scores.logprobs_N, batch.tokens["advantages"]
@@ -341,12 +312,19 @@ class PolicyObjective:
         loss = self.policy_loss(logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts)
         loss_N = loss.per_token_N
         metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
-        extremes: dict[str, Tensor] = {}
+        extremes: Mapping[str, Tensor] = {}
         if "rollout_logprobs" in batch.tokens:
-            weights = self._importance_weights(batch, old_logprobs_N)
+            weights = importance_weights(
+                old_logprobs_N, batch.tokens["rollout_logprobs"], mask_N=mask_N, **self.importance_sampling, **rollouts
+            )
             loss_N = loss_N * weights.weights_N  # 1 unless importance_sampling is set; the ratios are logged anyway
             metrics |= weights.metrics
-            extremes |= weights.extremes
+            extremes = weights.extremes
+        elif self.corrects_sampling:
+            raise ValueError(
+                f"importance_sampling is {self.importance_sampling['kind']!r}, but the engine reports no "
+                "log-probabilities; use another engine, or 'none'."
+            )
         assert scores.entropy_N is not None
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
         if self.kl.in_loss:
@@ -355,25 +333,18 @@ class PolicyObjective:
             metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
         if self.entropy_coef > 0:
             loss_N = loss_N - self.entropy_coef * scores.entropy_N
-        # Only a sum: `Optimization.divide` divides it by the denominator of the whole optimizer step.
+        # A sum alone: `Optimization.divide` divides it by the denominator of the whole optimizer step.
         numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=self._norm, **rollouts)
         denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)
         if self.router_aux_loss_coef > 0:
-            balance = self._router_loss(batch, policy, routers) * denominator
+            if batch.scoring.prefix is not None:
+                raise ValueError(
+                    f"router_aux_loss_coef is {self.router_aux_loss_coef}, and a group is larger than "
+                    "max_tokens_per_micro_batch: the routers' loss is not known for a group in slices. Raise the "
+                    "budget above the largest group."
+                )
+            # A mean over this call's tokens, weighted like the other losses.
+            balance = router_balancing_loss(policy, batch.scoring, routers or []) * denominator
             numerator = numerator + self.router_aux_loss_coef * balance
             metrics["policy/router_aux_loss"] = (balance.detach(), denominator)
-        return LossSums({"policy": (numerator, denominator)}, metrics, extremes)
-
-    def _importance_weights(self, batch: MicroBatch, old_logprobs_N: Tensor) -> ImportanceWeights:
-        rollout_logprobs_N, options = batch.tokens["rollout_logprobs"], self.importance_sampling
-        return importance_weights(old_logprobs_N, rollout_logprobs_N, mask_N=batch.mask_N, **options, **batch.rollouts)
-
-    def _router_loss(self, batch: MicroBatch, policy: Any, routers: RouterLogits | None) -> Tensor:
-        """Mean over this call's tokens; the caller multiplies by the denominator, to weight it like other losses."""
-        if batch.scoring.prefix is not None:
-            raise ValueError(
-                f"router_aux_loss_coef is {self.router_aux_loss_coef}, and a group is larger than "
-                "max_tokens_per_micro_batch: the routers' loss is not known for a group in slices. Raise the budget "
-                "above the largest group."
-            )
-        return router_balancing_loss(policy, batch.scoring, routers or [])
+        return LossSums({"policy": (numerator, denominator)}, metrics, dict(extremes))

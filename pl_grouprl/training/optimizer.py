@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.utilities import optional
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -29,11 +29,7 @@ _EMBEDDINGS = "_embeddings"
 _OTHERS = "_others"
 """Suffix of the parameter group of stacked matrices and of those with one row or column, if the rest have Muon."""
 
-ADDED_OPTIONS = {"state_bits": 32, "optim": _ADAMW, "optim_args": None}
-"""Saved options that older checkpoints lack, with their values then."""
 
-
-@checked_arguments
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Options of an optimizer and its learning rate schedule; steps are optimizer steps.
@@ -46,7 +42,7 @@ class OptimizerConfig:
         warmup_steps: Steps over which the learning rate rises from 0.
         schedule: After the warm-up: `constant`, or `linear` or `cosine` decay to `final_fraction`.
         final_fraction: Fraction of the peak learning rate at the last step.
-        max_grad_norm: Clips this part's gradient norm separately; None leaves it to `trainer.gradient_clip_val`, which
+        max_grad_norm: Clips this part's gradient norm separately; defaults to `trainer.gradient_clip_val`, which
             clips all such parts together.
         state_bits: Bits per value of the two moments. With 8, they are quantized in blocks of 256 (bitsandbytes,
             arXiv:2110.02861) and need 2 bytes per weight instead of 8; those of embeddings and of tensors with fewer
@@ -58,7 +54,8 @@ class OptimizerConfig:
 
     Raises:
         ModuleNotFoundError: If `state_bits` is 8 and bitsandbytes is not installed.
-        ValueError: If an option is out of range, `optim` is no optimizer, or it does not take an option.
+        ValueError: If an option is out of range, or `optim` does not take it.
+        ImportError: If there is no module of `optim`.
     """
 
     learning_rate: float = 1e-6
@@ -89,57 +86,34 @@ class OptimizerConfig:
         if self.final_fraction and self.schedule == "constant":
             raise ValueError(
                 f"OptimizerConfig.final_fraction is {self.final_fraction} with schedule 'constant', which never falls; "
-                "choose schedule 'linear' or 'cosine', or leave final_fraction out."
+                "choose schedule 'linear' or 'cosine', or omit final_fraction."
             )
         if self.state_bits == 8:
             optional.require(optional.BITSANDBYTES_AVAILABLE, "OptimizerConfig(state_bits=8)", "bitsandbytes")
-        self._check_optimizer()
-
-    def _check_optimizer(self) -> None:
         known = inspect.signature(self.optimizer_class).parameters
-        is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         own = {"params", "lr", "weight_decay"} | ({"betas", "eps"} if self.optim == _ADAMW else set())
-        taken = known.keys() - own
-        for name in self.optim_args or ():
-            if name not in taken and (not is_open or name in own):
-                raise ValueError(
-                    f"OptimizerConfig.optim_args has {name!r}, which is no further option of {self.optim}; "
-                    f"these are: {', '.join(sorted(taken))}."
-                )
-        if self.weight_decay and "weight_decay" not in known and not is_open:
+        for name in self.optim_args or ():  # torch would keep an unknown one in the groups, unused
+            if name in own or (name not in known and not takes_all):
+                taken = ", ".join(sorted(known.keys() - own))
+                raise ValueError(f"OptimizerConfig.optim_args has {name!r}; {self.optim} takes {taken}.")
+        if self.weight_decay and "weight_decay" not in known and not takes_all:
             raise ValueError(f"OptimizerConfig.weight_decay is {self.weight_decay}, which {self.optim} does not have.")
         if self.state_bits == 8 and (self.optim != _ADAMW or self.optim_args):
-            raise ValueError(
-                "OptimizerConfig.state_bits is 8, which is bitsandbytes' AdamW; leave out optim and optim_args."
-            )
-        of_adamw = {"betas": (0.9, 0.999), "eps": 1e-8}
-        if self.optim != _ADAMW and not self.has_muon:
-            for name, default in of_adamw.items():
-                if getattr(self, name) != default:
-                    raise ValueError(
-                        f"OptimizerConfig.{name} is {getattr(self, name)}, of {_ADAMW}; leave it at {default}, "
-                        f"and put what {self.optim} takes into optim_args."
-                    )
+            raise ValueError("OptimizerConfig.state_bits is 8, of bitsandbytes' AdamW; omit optim and optim_args.")
+        for name, default in {"betas": (0.9, 0.999), "eps": 1e-8}.items():
+            if self.optim != _ADAMW and not self.has_muon and getattr(self, name) != default:
+                raise ValueError(
+                    f"OptimizerConfig.{name} is {getattr(self, name)}, of {_ADAMW}; leave it at {default}, and put what"
+                    f" {self.optim} takes into optim_args."
+                )
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class at `optim`.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """The class at `optim`."""
         module, _, name = self.optim.rpartition(".")
-        try:
-            found = getattr(importlib.import_module(module), name)
-            if issubclass(found, torch.optim.Optimizer):
-                return found
-            reason = "it is no torch.optim.Optimizer"
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            reason = str(error)
-        raise ValueError(
-            f"OptimizerConfig.optim is {self.optim!r}; it must be the path of an optimizer's class, such as "
-            f"torch.optim.Muon ({reason})."
-        )
+        found: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
+        return found
 
     @property
     def has_muon(self) -> bool:
@@ -200,7 +174,7 @@ def build_optimizer(
     optimizers = [_adamw(adamw, fused)] if adamw else []
     optimizers += [config.optimizer_class(own, **config.optim_args or {}) for config, own in others]
     if len(optimizers) > 1 and any(group["state_bits"] == 8 for group in adamw):
-        raise ValueError("state_bits is 8 in one part and optim another class in another; leave out one of them.")
+        raise ValueError("state_bits is 8 in one part and optim another class in another; omit one of them.")
     optimizer = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [factors[g["name"]] for g in optimizer.param_groups])
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -263,13 +237,15 @@ def _adamw(groups: list[dict[str, Any]], fused: bool | None) -> torch.optim.Opti
 def _groups(module: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Parameter]]:
     """Trained parameters by the suffix of their group. Only a part without trained parameters has an empty group."""
     embeddings = {p for layer in module.modules() if isinstance(layer, nn.Embedding) for p in layer.parameters()}
-    if config.has_muon:
-        embeddings |= _output_heads(module)
+    if config.has_muon:  # nor are output heads for it
+        models: list[Any] = [layer for layer in module.modules() if hasattr(layer, "get_output_embeddings")]
+        heads = [head for model in models if (head := model.get_output_embeddings()) is not None]
+        embeddings |= {parameter for head in heads for parameter in head.parameters()}
     groups: dict[str, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        shape = _shape(parameter)
+        shape: Sequence[int] = getattr(parameter, "whole_shape", parameter.shape)  # FSDP1's shards are flat
         suffix = _NO_DECAY if config.weight_decay and len(shape) < 2 else ""
         if (config.state_bits < 32 or config.has_muon) and parameter in embeddings:
             suffix = _EMBEDDINGS
@@ -277,27 +253,3 @@ def _groups(module: nn.Module, config: OptimizerConfig) -> dict[str, list[nn.Par
             suffix = _NO_DECAY if len(shape) < 2 else _OTHERS
         groups.setdefault(suffix, []).append(parameter)
     return {suffix: groups[suffix] for suffix in ("", _EMBEDDINGS, _OTHERS, _NO_DECAY) if suffix in groups} or {"": []}
-
-
-def _output_heads(module: nn.Module) -> set[nn.Parameter]:
-    """The weights that map hidden states to logits, of transformers models in a module."""
-    models: list[Any] = [layer for layer in module.modules() if hasattr(layer, "get_output_embeddings")]
-    heads = [head for model in models if (head := model.get_output_embeddings()) is not None]
-    return {parameter for head in heads for parameter in head.parameters()}
-
-
-def _shape(parameter: nn.Parameter) -> Sequence[int]:
-    shape: Sequence[int] = getattr(parameter, "whole_shape", parameter.shape)  # FSDP1's shards are flat
-    return shape
-
-
-def saved_options(parts: Mapping[str, tuple[nn.Module, OptimizerConfig]]) -> dict[str, Any]:
-    """Options that are saved with the optimizer's state, by `part.option`."""
-    saved = ("learning_rate", "weight_decay", "betas", "eps", *ADDED_OPTIONS)
-    return {f"{part}.{name}": _plain(getattr(config, name)) for part, (_, config) in parts.items() for name in saved}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(own) for name, own in value.items()}
-    return list(value) if isinstance(value, tuple) else value

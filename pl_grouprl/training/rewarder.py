@@ -1,4 +1,8 @@
-"""Rewards the rollouts of a run, and gathers them as tensors, the input of advantage estimators."""
+"""Rewards the rollouts of a run, and gathers the rewards as tensors, the input of advantage estimators.
+
+Legend: E episodes (each one rollout or several, see `EpisodeRows`), F reward functions, N response tokens of all
+rollouts, concatenated, T length of the longest episode.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,142 @@ from pl_grouprl.rewards import (
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.metrics import number_or_nan
 from pl_grouprl.training.run import Run
-from pl_grouprl.types import EpisodeRows, Prompt, Rollout, RolloutGroup
+from pl_grouprl.types import EpisodeRows, Prompt, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks, reduce_over_ranks
 from pl_grouprl.utilities.options import check_options
 
-# Rewards per token.
-#
-# Legend: E episodes, N response tokens of all rollouts, concatenated.
+
+class Rewarder:
+    """Calls the reward functions, and ends a run that gets no rewards.
+
+    Args:
+        rewards: One reward function or several; see `pl_grouprl.rewards`.
+        run: Provides the tokenizer.
+        workers: Processes per rank that run reward functions in parallel; 0 runs them in this one.
+        timeout: Seconds that a call may take; no limit if None.
+        memory_limit_mb: MiB of address space of each worker; no limit if None.
+        retries: How often a call that raised is repeated.
+        max_failed_share: Share of a rank's rollouts on which a function may fail before that is an error.
+        max_unrewarded_batches: Abort after this many consecutive batches without any reward.
+        environments: Whether reward functions may take the environments of rollouts; otherwise they never see them.
+
+    Attributes:
+        unrewarded_batches: Consecutive batches without any reward so far.
+
+    Raises:
+        ValueError: If an option is out of range, a function that takes environments would run in a worker, or one
+            that needs a time limit would run outside a worker or without a limit.
+    """
+
+    def __init__(
+        self,
+        rewards: list[Weighted | RewardFunction] | RewardFunction,
+        run: Run,
+        *,
+        workers: int = 0,
+        timeout: float | None = None,
+        memory_limit_mb: int | None = None,
+        retries: int = 1,
+        max_failed_share: float = 0.5,
+        max_unrewarded_batches: int = 10,
+        environments: bool = False,
+    ) -> None:
+        check_options(
+            {
+                "reward_workers": (workers, workers >= 0, "0 (none) or larger"),
+                "reward_retries": (retries, retries >= 0, "0 or larger"),
+                "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
+                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
+                "reward_memory_limit_mb": (
+                    memory_limit_mb,
+                    memory_limit_mb is None or (memory_limit_mb >= 1 and workers > 0),
+                    "at least 1, with reward_workers of 1 or more, or None for no limit",
+                ),
+                "max_unrewarded_batches": (max_unrewarded_batches, max_unrewarded_batches >= 1, "at least 1"),
+            }
+        )
+        self.functions = prepare_rewards(rewards)
+        self._given = list(rewards) if isinstance(rewards, Sequence) else [rewards]
+        if timeout is not None and workers == 0:
+            check_stoppable(self.functions, timeout)
+        check_time_limits(self.functions, workers, timeout)
+        if environments and workers:
+            check_environments(self.functions)
+        self._run = run
+        self._num_workers, self._timeout, self._memory_limit_mb = workers, timeout, memory_limit_mb
+        self._retries, self._max_failed_share = retries, max_failed_share
+        self._max_unrewarded_batches = max_unrewarded_batches
+        self._environments = environments
+        self.unrewarded_batches = 0
+        self._workers: RewardWorkers | None = None
+
+    def open(self) -> None:
+        """Start the workers."""
+        if self._num_workers:
+            self._workers = RewardWorkers(self.functions, self._num_workers, self._timeout, self._memory_limit_mb)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def check_columns(self, prompts: Sequence[Prompt], split: str) -> None:
+        """Raise for prompts that lack a column that a reward function reads."""
+        check_columns(prompts, self.functions, split, environments=self._environments)
+
+    def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
+        """Start rewarding rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
+        self.functions = [  # a callback may anneal `Weighted.weight`
+            replace(function, weight=given.weight)
+            if isinstance(given, Weighted) and given.weight != function.weight
+            else function
+            for function, given in zip(self.functions, self._given, strict=True)
+        ]
+        if not self._environments:
+            for rollout in (rollout for group in groups for rollout in group.rollouts):
+                rollout.environment = None
+        return start_rewards(
+            groups,
+            self.functions,
+            tokenizer=self._run.tokenizer,
+            retries=self._retries,
+            max_failed_share=self._max_failed_share,
+            workers=self._workers,
+            timeout=self._timeout,
+        )
+
+    def count_unrewarded(self, metrics: Mapping[str, float]) -> None:
+        """Warn if no rollout on any rank has a reward.
+
+        Args:
+            metrics: Metrics of the batch; `reward` is NaN if there is no reward.
+
+        Raises:
+            RuntimeError: After `max_unrewarded_batches` such batches in a row.
+        """
+        if not math.isnan(metrics["reward"]):
+            self.unrewarded_batches = 0
+            return
+        self.unrewarded_batches += 1
+        rank_zero_warn(
+            "no rollout of a batch has a reward, so nothing is learned from it; check that a reward function applies "
+            "and returns finite numbers (rewards/{name}/none and rewards/{name}/invalid count those that are not)."
+        )
+        if self.unrewarded_batches >= self._max_unrewarded_batches:
+            counts = [
+                f"{name} returned None for {metrics.get(f'rewards/{name}/none', 0):g} and no finite number for "
+                f"{metrics.get(f'rewards/{name}/invalid', 0):g}"
+                for name in (reward.name for reward in self.functions)
+            ]
+            raise RuntimeError(
+                f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
+                f"{self._max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
+                f"{'; '.join(counts)}. Fix the reward functions, or check the columns that they read."
+            )
+
+
+# Rewards as tensors.
 
 
 def rewards_per_token(buffer: RolloutBuffer) -> Tensor:
@@ -68,12 +201,6 @@ def rewards_per_token(buffer: RolloutBuffer) -> Tensor:
                 0, of_episode[receiver.clamp(min=0)], torch.tensor(list(steps.values()), dtype=torch.float64)
             )
     return rewards_N.float()
-
-
-# Rewards of groups as tensors, the input of advantage estimators.
-#
-# Legend: E episodes (each one rollout or several, see `EpisodeRows`), F reward functions, N response tokens of all
-# rollouts, concatenated, T length of the longest episode.
 
 
 @dataclass(frozen=True)
@@ -148,13 +275,21 @@ def gather_rewards(
     counts = [(len(rank["lengths"]), sum(rank["lengths"])) for rank in per_rank]
     first_E, first_N = (sum(of_rank[axis] for of_rank in counts[: run.global_rank]) for axis in (0, 1))
     count_E, count_N = counts[run.global_rank]
+    step_rewards_N = None
+    if any(joined["has_steps"]):
+        step_rewards_N = torch.full((sum(joined["lengths"]),), torch.nan)
+        first = 0
+        for steps, length in zip(joined["steps"], joined["lengths"], strict=True):
+            places = [first + place for place in steps]
+            step_rewards_N[places] = torch.tensor(list(steps.values()), dtype=torch.float32)
+            first += length
     return GroupRewards(
         outcomes=torch.tensor(joined["rewards"], dtype=torch.float32).view(shape),
         group_ids_E=torch.arange(len(sizes)).repeat_interleave(sizes),
         lengths_E=torch.tensor(joined["lengths"], dtype=torch.long),
         sampled_E=torch.tensor(joined["sampled"], dtype=torch.long),
         greedy=None if greedy is None else torch.tensor(joined["greedy"], dtype=torch.float32).view(shape),
-        step_rewards_N=_on_tokens(joined["steps"], joined["lengths"]) if any(joined["has_steps"]) else None,
+        step_rewards_N=step_rewards_N,
         own_E=slice(first_E, first_E + count_E),
         own_N=slice(first_N, first_N + count_N),
         rows_E=torch.tensor([len(episode.rows) for episode in episodes], dtype=torch.long),
@@ -170,16 +305,6 @@ def _reward_table(episodes: Sequence[EpisodeRows], functions: Sequence[str]) -> 
         for last in (episode.last for episode in episodes)
         for name in functions
     ]
-
-
-def _on_tokens(steps: Sequence[dict[int, float]], lengths: Sequence[int]) -> Tensor:
-    rewards_N = torch.full((sum(lengths),), torch.nan)
-    first = 0
-    for step_rewards, length in zip(steps, lengths, strict=True):
-        places = [first + place for place in step_rewards]
-        rewards_N[places] = torch.tensor(list(step_rewards.values()), dtype=torch.float32)
-        first += length
-    return rewards_N
 
 
 def has_token_rewards(groups: Sequence[RolloutGroup]) -> bool:
@@ -227,20 +352,25 @@ def token_advantages(
     """
     lengths_E = buffer.episode_lengths
     mask_ET = to_rows(buffer.joined("loss_mask"), lengths_E)
-    ids_E, branches = _group_ids(groups), _branches(groups, device)
-    reduce = partial(reduce_over_ranks, device=device)
-    episodes = [episode for group in groups for episode in group.episodes]
+    branches = _branches(groups, device)
     if estimator.takes_token_rewards:
         rewards = to_rows(buffer.joined("token_rewards"), lengths_E)
+    elif any(gather_plain(has_token_rewards(groups), device)):
+        raise ValueError(
+            f"a reward function returned a reward per token, which advantage_estimator={estimator.name!r} does not "
+            "take; use 'reinforce_plus_plus', or return one number per completion."
+        )
     else:  # not the sums of the buffer's token_rewards, which are 0 for episodes without a trained token
-        if any(gather_plain(has_token_rewards(groups), device)):
-            raise ValueError(
-                unusable_token_rewards(f"{estimator.name} compares whole rollouts", "use reinforce_plus_plus")
-            )
-        rewards = torch.tensor([number_or_nan(episode.reward) for episode in episodes]).float()
-    score_norms = None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_E)
-    data: dict[str, Any] = {"branches": branches, "score_norms": score_norms, "reduce": reduce}
-    advantages_ET = estimator(rewards, ids_E, mask=mask_ET, **data)
+        outcomes = [number_or_nan(episode.reward) for group in groups for episode in group.episodes]
+        rewards = torch.tensor(outcomes).float()
+    advantages_ET = estimator(
+        rewards,
+        _group_ids(groups),
+        mask=mask_ET,
+        branches=branches,
+        score_norms=None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_E),
+        reduce=partial(reduce_over_ranks, device=device),
+    )
     return from_rows(advantages_ET, lengths_E)
 
 
@@ -263,170 +393,22 @@ def _branches(groups: Sequence[RolloutGroup], device: torch.device) -> BranchPat
 
 
 def _check_branches(groups: Sequence[RolloutGroup]) -> None:
+    """Raise if tokens differ where `branch_path` says that they are shared, which would credit the wrong tokens."""
     for group in groups:
-        _check_shared_segments(group.rollouts)
-    for episode in (episode for group in groups for episode in group.episodes):
-        if len(episode.rows) > 1 and any(row.branch_path for row in episode.rows):
-            raise ValueError(
-                f"Episode {episode.last.episode!r} has {len(episode.rows)} rows and a branch_path, but branch_points "
-                "are indices into a single row; leave Rollout.branch_path and branch_points of such rows empty."
-            )
-
-
-def _check_shared_segments(rollouts: Sequence[Rollout]) -> None:
-    """Refuse rollouts whose `branch_path` says that they share a segment, but whose tokens differ there."""
-    segments: dict[tuple[int, ...], list[int]] = {}
-    for rollout in rollouts:
-        start = 0
-        for place, end in enumerate((*rollout.branch_points, len(rollout.token_ids))):
-            path, tokens = rollout.branch_path[: place + 1], rollout.token_ids[start:end]
-            if path and segments.setdefault(path, tokens) != tokens:
+        segments: dict[tuple[int, ...], list[int]] = {}
+        for rollout in group.rollouts:
+            start = 0
+            for place, end in enumerate((*rollout.branch_points, len(rollout.token_ids))):
+                path, tokens = rollout.branch_path[: place + 1], rollout.token_ids[start:end]
+                if path and segments.setdefault(path, tokens) != tokens:
+                    raise ValueError(
+                        f"Two rollouts of a group share the first numbers of branch_path, {path}, but not the tokens "
+                        f"from {start} to {end}; give rollouts that differ there different numbers."
+                    )
+                start = end
+        for episode in group.episodes:
+            if len(episode.rows) > 1 and any(row.branch_path for row in episode.rows):
                 raise ValueError(
-                    f"Two rollouts of a group share the first numbers of branch_path, {path}, but not the tokens from "
-                    f"{start} to {end}; give rollouts that differ there different numbers."
+                    f"Episode {episode.last.episode!r} has {len(episode.rows)} rows and a branch_path, but "
+                    "branch_points are indices into a single row; leave Rollout.branch_path of such rows empty."
                 )
-            start = end
-
-
-def unusable_token_rewards(reason: str, remedy: str) -> str:
-    """Error text for rewards per token where they are not supported."""
-    return (
-        f"a reward function returned a reward per token, but {reason}; {remedy}, or return one number per completion."
-    )
-
-
-# Rewards the rollouts of a run, optionally in worker processes.
-
-
-class Rewarder:
-    """Calls the reward functions, and ends a run that gets no rewards.
-
-    Args:
-        rewards: One reward function or several; see `pl_grouprl.rewards`.
-        run: Provides the tokenizer.
-        workers: Processes per rank that run reward functions in parallel; 0 runs them in this one.
-        timeout: Seconds that a call may take; None is no limit.
-        memory_limit_mb: MiB of address space of each worker; None is no limit.
-        retries: How often a call that raised is repeated.
-        max_failed_share: Share of a rank's rollouts on which a function may fail before that is an error.
-        max_unrewarded_batches: Abort after this many consecutive batches without any reward.
-        environments: Whether reward functions may take the environments of rollouts; otherwise they never see them.
-
-    Attributes:
-        unrewarded_batches: Consecutive batches without any reward so far.
-
-    Raises:
-        ValueError: If an option is out of range, a function that takes environments would run in a worker, or one
-            that needs a time limit would run outside a worker or without a limit.
-    """
-
-    def __init__(
-        self,
-        rewards: list[Weighted | RewardFunction] | RewardFunction,
-        run: Run,
-        *,
-        workers: int = 0,
-        timeout: float | None = None,
-        memory_limit_mb: int | None = None,
-        retries: int = 1,
-        max_failed_share: float = 0.5,
-        max_unrewarded_batches: int = 10,
-        environments: bool = False,
-    ) -> None:
-        check_options(
-            {
-                "reward_workers": (workers, workers >= 0, "0 (none) or larger"),
-                "reward_retries": (retries, retries >= 0, "0 or larger"),
-                "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
-                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
-                "reward_memory_limit_mb": (
-                    memory_limit_mb,
-                    memory_limit_mb is None or (memory_limit_mb >= 1 and workers > 0),
-                    "at least 1, with reward_workers of 1 or more, or None for no limit",
-                ),
-                "max_unrewarded_batches": (max_unrewarded_batches, max_unrewarded_batches >= 1, "at least 1"),
-            }
-        )
-        self.functions = prepare_rewards(rewards)
-        self._given = list(rewards) if isinstance(rewards, Sequence) else [rewards]
-        if timeout is not None and workers == 0:
-            check_stoppable(self.functions, timeout)
-        check_time_limits(self.functions, workers, timeout)
-        if environments and workers:
-            check_environments(self.functions)
-        self._run = run
-        self._num_workers, self._timeout, self._memory_limit_mb = workers, timeout, memory_limit_mb
-        self._retries, self._max_failed_share = retries, max_failed_share
-        self._max_unrewarded_batches = max_unrewarded_batches
-        self._environments = environments
-        self.unrewarded_batches = 0
-        self._workers: RewardWorkers | None = None
-
-    def open(self) -> None:
-        """Start the workers."""
-        if self._num_workers:
-            self._workers = RewardWorkers(self.functions, self._num_workers, self._timeout, self._memory_limit_mb)
-
-    def close(self) -> None:
-        """Stop the workers."""
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
-
-    def check_columns(self, prompts: Sequence[Prompt], split: str) -> None:
-        """Refuse prompts that lack a column that a reward function reads."""
-        check_columns(prompts, self.functions, split, environments=self._environments)
-
-    def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
-        """Start rewarding rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
-        self._read_weights()
-        if not self._environments:
-            for rollout in (rollout for group in groups for rollout in group.rollouts):
-                rollout.environment = None
-        return start_rewards(
-            groups,
-            self.functions,
-            tokenizer=self._run.tokenizer,
-            retries=self._retries,
-            max_failed_share=self._max_failed_share,
-            workers=self._workers,
-            timeout=self._timeout,
-        )
-
-    def _read_weights(self) -> None:
-        """Adopt weights that have changed since the last batch: a callback may anneal `Weighted.weight`."""
-        self.functions = [
-            replace(function, weight=given.weight)
-            if isinstance(given, Weighted) and given.weight != function.weight
-            else function
-            for function, given in zip(self.functions, self._given, strict=True)
-        ]
-
-    def count_unrewarded(self, metrics: Mapping[str, float]) -> None:
-        """Warn if no rollout on any rank has a reward.
-
-        Args:
-            metrics: Metrics of the batch; `reward` is NaN if there is no reward.
-
-        Raises:
-            RuntimeError: After `max_unrewarded_batches` such batches in a row.
-        """
-        if not math.isnan(metrics["reward"]):
-            self.unrewarded_batches = 0
-            return
-        self.unrewarded_batches += 1
-        rank_zero_warn(
-            "no rollout of a batch has a reward, so nothing is learned from it; check that a reward function applies "
-            "and returns finite numbers (rewards/{name}/none and rewards/{name}/invalid count those that are not)."
-        )
-        if self.unrewarded_batches >= self._max_unrewarded_batches:
-            counts = [
-                f"{name} returned None for {metrics.get(f'rewards/{name}/none', 0):g} and no finite number for "
-                f"{metrics.get(f'rewards/{name}/invalid', 0):g}"
-                for name in (reward.name for reward in self.functions)
-            ]
-            raise RuntimeError(
-                f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
-                f"{self._max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
-                f"{'; '.join(counts)}. Fix the reward functions, or check the columns that they read."
-            )

@@ -1,4 +1,9 @@
-"""Samples rollouts of prompts with an engine that has the policy's current weights."""
+"""Samples rollouts of prompts with an engine that has the policy's current weights.
+
+`Sampler` makes one engine call per batch of plain completions. For episodes and branching rollouts it runs a loop of
+rounds, each of which `EngineRounds` turns into an engine call. `Episodes` holds the tools, environments and chat
+template of a run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -40,92 +44,295 @@ from pl_grouprl.rollout.engine import (
 )
 from pl_grouprl.rollout.weight_sync import WeightSync
 from pl_grouprl.training.run import Run
-from pl_grouprl.types import Media, Prompt, Rollout, RolloutGroup, SamplingConfig, is_per_token
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig, is_per_token
 from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.modes import evaluating
-from pl_grouprl.utilities.options import ArgumentError, check_options, describe_value
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.tolerances import tolerance_of
 
-# Verify, once per run, that a separate sampler computes the policy's log-probabilities.
+T = TypeVar("T")
+
+RewrittenHistory = Literal["refuse", "new_row"]
+Rewards = list[Weighted | RewardFunction] | RewardFunction
+
+NO_LIMITS = EpisodeLimits()
 
 
-class SamplerParityCheck:
-    """Compares a sampler's log-probabilities with the policy's, once per run, on rank 0's longest first rollouts.
+def _untimed(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
-    With top-k or min-p, log-probabilities of single tokens are not comparable, so it waits for rollouts without.
+
+class Sampler:
+    """Samples on all ranks; synchronizes the weights first if the engine has a copy of them.
+
+    Args:
+        run: Provides the policy and its tokenizer.
+        engine: The rollout engine; defaults to `HFRolloutEngine()`.
+        seed: The run's seed, combined with the seed of each call.
+        timed: Makes a context that times its body under a name.
+        episodes: Returns the episode loop, or None for plain completions.
+        harness: Plays the episodes in place of that loop.
+        limits: Limits on an episode of the harness.
 
     Attributes:
-        is_done: Whether they were compared.
+        turn_end_ids: Tokens that end completions besides those of the engine and of `sampling`.
+
+    Raises:
+        TypeError: If the engine is not an engine.
     """
 
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def forget(self) -> None:
-        """Compare again: another run may have another sampler."""
-        self.is_done = False
-
-    def run(
+    def __init__(
         self,
-        module: Run,
-        engine: SyncedRolloutEngine,
-        groups: Sequence[RolloutGroup],
-        sampling: SamplingConfig,
+        run: Run,
+        engine: RolloutEngine | None = None,
+        seed: int = 0,
+        timed: Callable[[str], AbstractContextManager[None]] = _untimed,
+        episodes: Callable[[], EpisodeLoop | None] = lambda: None,
+        harness: Verifiers | None = None,
+        limits: EpisodeLimits = NO_LIMITS,
     ) -> None:
-        """Compare, unless already done. Collective.
+        kind = SyncedRolloutEngine if hasattr(engine, "update_weights") else RolloutEngine
+        if engine is not None and not isinstance(engine, kind):
+            raise TypeError(
+                f"engine is a {type(engine).__name__}, which lacks a method of {kind.__name__}; pass an engine of "
+                "pl_grouprl.rollout, or one of your own."
+            )
+        self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
+        self.turn_end_ids: Sequence[int] = ()
+        self._run, self._harness, self._limits, self._episodes = run, harness, limits, episodes
+        self._seed = seed
+        self._weight_sync = WeightSync(timed)
+        self._is_compared = False
+        self._stop: StopStrings | None = None
+
+    def reset(self) -> None:
+        """Forget what the engine has: another run may have used or closed it. Tell it the precision of this run."""
+        self._weight_sync.forget()
+        self._is_compared = False
+        if hasattr(self.engine, "autocast_dtype"):
+            support = self._run.support
+            kind = support.trainer.strategy.root_device.type
+            # On a CPU, bfloat16 is slower than float32 on packed weights.
+            self.engine.autocast_dtype = support.autocast_dtype(kind) if kind == "cuda" else None
+
+    def close(self) -> None:
+        """Release an engine that has a copy of the weights."""
+        if isinstance(self.engine, SyncedRolloutEngine):
+            self.engine.close()
+
+    def take_metrics(self) -> dict[str, float]:
+        """`sync/...` since the last call; none for engines without a copy of the weights."""
+        return self._weight_sync.take_metrics() if isinstance(self.engine, SyncedRolloutEngine) else {}
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+        branching: Branching | None = None,
+    ) -> list[RolloutGroup]:
+        """Sample rollouts of each prompt in evaluation mode; see `RLModule.generate`."""
+        engine, policy = self.engine, self._run.policy
+
+        def sample() -> list[RolloutGroup]:
+            engine.bind(policy, self._run.tokenizer)
+            how: dict[str, Any] = {"seed": seed, "episodes": self._episodes(), "branching": branching}
+            with evaluating(policy):
+                return self.sample_with(engine, prompts, sampling, num_generations, **how)
+
+        if isinstance(engine, SyncedRolloutEngine):
+            groups = self.synced(sample)
+            self.compare(groups, sampling)
+            return groups
+        with self._run.support.whole_weights(policy):
+            return sample() if prompts else []
+
+    def synced(self, run: Callable[[], T]) -> T:
+        """Run something on all ranks once an engine has the policy's weights; again if it loses them. Collective."""
+        assert isinstance(self.engine, SyncedRolloutEngine)
+        return self._weight_sync.sample(self._run, self.engine, run)
+
+    def sample_with(
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_generations: int,
+        *,
+        seed: Sequence[int | str],
+        episodes: EpisodeLoop | None = None,
+        branching: Branching | None = None,
+        indices: Sequence[int] | None = None,
+        stop: StopStrings | None = None,
+    ) -> list[RolloutGroup]:
+        """Sample with an engine that is bound to some policy. Reads nothing that training changes.
 
         Args:
-            module: The run, with the policy.
-            engine: The engine that sampled.
-            groups: The groups that this rank just sampled from the current weights.
-            sampling: The sampling options.
+            engine: The engine.
+            prompts: The prompts.
+            sampling: How to sample.
+            num_generations: Rollouts of each prompt.
+            seed: Names the random numbers.
+            episodes: Samples episodes; plain completions if None.
+            branching: How rollouts branch; not at all if None.
+            indices: Index of each prompt in the batch of all ranks; None if they are all that this rank has of it.
+            stop: Finds stop strings at branch points, in threads; made here, in the main thread, if None.
+        """
+        run, rank = self._run, self._run.global_rank
+        prompts = [prompt.open() for prompt in prompts]
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.turn_end_ids))
+        by_prompt = (num_ranks() > 1 or indices is not None) and declares(engine, "takes_prompt_indices")
+        if indices is None:
+            indices = range(rank, rank + num_ranks() * len(prompts), num_ranks())
+        if self._harness is not None:  # may shorten what the prompts share
+            prompts, rollouts = self._harness.play(
+                engine,
+                run.policy,
+                run.tokenizer,
+                prompts,
+                sampling,
+                num_generations,
+                seed=derive_seed(*seed, self._seed),
+                prompt_indices=list(indices),
+                limits=self._limits,
+            )
+        elif episodes is not None or branching is not None:
+            one_prompt = episodes is None or not episodes.runner.has_environments
+            rounds = EngineRounds(
+                run, engine, sampling, num_generations, seed,
+                base_seed=self._seed, one_prompt=one_prompt, may_advance_alone=branching is None,
+            )  # fmt: skip
+            limit = sampling.max_new_tokens
+            with rounds.keeping_caches():
+                if episodes is not None:  # observations may shorten what a group's prompts share
+                    prompts, rollouts = episodes.run(rounds, prompts, list(indices), limit, num_generations, branching)
+                else:
+                    assert branching is not None
+                    loop = BranchLoop(branching, limit, stop or self.stop_strings(sampling))
+                    rollouts = loop.run(rounds, prompts, list(indices), num_generations)
+        else:
+            media = [dict(prompt.media) for prompt in prompts]
+            options: dict[str, Any] = {"media": media} if any(media) else {}  # text-only engines need not accept it
+            if by_prompt:
+                options["prompt_indices"] = list(indices)
+            rollouts = checked_rollouts(
+                engine,
+                [list(prompt.token_ids) for prompt in prompts],
+                sampling,
+                num_generations=num_generations,
+                vocab_size=vocabulary(run.policy),
+                # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
+                seed=derive_seed(*seed, self._seed, 0 if by_prompt else rank),
+                **options,
+            )
+        return self.group(prompts, rollouts, indices)
+
+    def stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
+        """Stop strings for branch points, which threads may share; None if there are none. For the main thread."""
+        if not sampling.stop:
+            return None
+        if self._stop is None or self._stop.stop != sampling.stop:
+            self._stop = StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop, threading.Lock())
+        return self._stop
+
+    def group(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]], indices: Sequence[int]
+    ) -> list[RolloutGroup]:
+        """Join rollouts with their prompts, which are open."""
+        for rollout in (rollout for of_prompt in rollouts for rollout in of_prompt):
+            if rollout.episode is not None and not isinstance(rollout.episode, str):
+                rollout.episode = operator.index(rollout.episode)  # also of a NumPy integer
+        return [
+            RolloutGroup(
+                list(prompt.token_ids),
+                of_prompt,
+                index,
+                private_copy(prompt.columns),
+                private_copy(prompt.prompt),
+                prompt.data_source,
+                private_copy(prompt.media),
+            )
+            for index, prompt, of_prompt in zip(indices, prompts, rollouts, strict=True)
+        ]
+
+    def compare(
+        self,
+        groups: Sequence[RolloutGroup],
+        sampling: SamplingConfig,
+        *,
+        engine: RolloutEngine | None = None,
+        prompts: Sequence[Prompt] = (),
+    ) -> None:
+        """Verify, once per run, that a separate sampler computes the policy's log-probabilities. Collective.
+
+        Compares rank 0's longest first rollouts. With top-k or min-p, log-probabilities of single tokens are not
+        comparable, so this waits for rollouts without.
+
+        Args:
+            groups: This rank's groups from the current weights.
+            sampling: How they were sampled.
+            engine: Samples a completion of rank 0's first prompt if its groups have no tokens, as after a resume, when
+                all groups may be from older weights. If None, the next call compares.
+            prompts: This rank's.
 
         Raises:
             WeightsMismatchError: On rank 0, if the log-probabilities differ from the policy's.
             RuntimeError: On the other ranks, if rank 0 raises.
         """
-        if self.is_done or not can_compare(sampling):
-            return
-        if not gather_plain(any(map(has_tokens, groups)), module.device)[0]:  # all are empty: next time
-            return
-        with module.support.whole_weights(module.policy):
-            raise_on_all_ranks(
-                lambda: None if module.global_rank else _compare(module, engine, groups, sampling), module.device
+        run = self._run
+
+        def has_tokens() -> bool:
+            found = any(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
+            return bool(gather_plain(found, run.device)[0])
+
+        def sample_one() -> list[RolloutGroup]:
+            assert engine is not None
+            opened = [prompt.open() for prompt in prompts[:1] if run.global_rank == 0]
+            options: dict[str, Any] = {"media": [dict(opened[0].media)]} if opened and opened[0].media else {}
+            options |= {"seed": derive_seed("compare", self._seed), "vocab_size": vocabulary(run.policy)}
+            tokens = [list(prompt.token_ids) for prompt in opened]
+            rollouts = checked_rollouts(engine, tokens, sampling, num_generations=1, **options) if opened else []
+            return self.group(opened, rollouts, range(len(opened)))
+
+        def compare() -> None:
+            def score(group: RolloutGroup) -> list[Tensor]:
+                temperature = sampling.temperature or 1.0
+                with torch.inference_mode(False), torch.no_grad(), run.support.forward_context():
+                    return rollout_logprobs(run.policy, [group], sharing="repeated", temperature=temperature)
+
+            difference = None if run.global_rank else sampler_difference(score, groups, sampling)
+            if difference is None:
+                return
+            name, allowed = type(self.engine).__name__, tolerance_of(run.policy.dtype).sampler_logprob
+            if not difference <= allowed:
+                raise WeightsMismatchError(
+                    f"{name} has the weights of {type(run.policy).__name__}, but its log-probabilities differ from the "
+                    f"policy's by {difference:.3g} nats on average (rounding explains at most {allowed}): it runs a "
+                    "different model, or too narrow a dtype. Sample with HFRolloutEngine, or set the engine's dtype."
+                )
+            rank_zero_info(
+                f"{name} and the policy agree: log-probabilities differ by {difference:.1e} nats on average."
             )
-        self.is_done = True
 
-
-def has_tokens(group: RolloutGroup) -> bool:
-    """Whether a rollout has a sampled token, by which samplers are compared."""
-    return any(rollout.num_sampled_tokens for rollout in group.rollouts)
-
-
-def _compare(
-    module: Run, engine: SyncedRolloutEngine, groups: Sequence[RolloutGroup], sampling: SamplingConfig
-) -> None:
-    def score(group: RolloutGroup) -> list[Tensor]:
-        with torch.inference_mode(False), torch.no_grad(), module.support.forward_context():
-            return rollout_logprobs(module.policy, [group], sharing="repeated", temperature=sampling.temperature or 1.0)
-
-    difference = sampler_difference(score, groups, sampling)
-    if difference is None:
-        return
-    name, allowed = type(engine).__name__, tolerance_of(module.policy.dtype).sampler_logprob
-    if not difference <= allowed:
-        raise WeightsMismatchError(
-            f"{name} has the weights of {type(module.policy).__name__}, but its log-probabilities differ from the "
-            f"policy's by {difference:.3g} nats on average (rounding explains at most {allowed}): it runs a "
-            "different model, or too narrow a dtype. Sample with HFRolloutEngine, or set the engine's dtype."
-        )
-    rank_zero_info(f"{name} and the policy agree: log-probabilities differ by {difference:.1e} nats on average.")
-
-
-# Samples rollouts in rounds with an engine: the turns of episodes, the segments of branching rollouts.
+        if self._is_compared or not can_compare(sampling):
+            return
+        comparable = has_tokens()
+        if not comparable and engine is not None:
+            groups = self.synced(sample_one)
+            comparable = has_tokens()
+        if comparable:
+            with run.support.whole_weights(run.policy):
+                raise_on_all_ranks(compare, run.device)
+            self._is_compared = True
 
 
 class EngineRounds:
-    """Adapts a rollout engine to `RoundSampler`. Random numbers are identified by round and stream.
+    """Samples in rounds: the turns of episodes, the segments of branching rollouts. Implements `RoundSampler`.
+
+    Random numbers are identified by round and stream.
 
     Args:
         run: Provides the policy and the rank.
@@ -172,25 +379,23 @@ class EngineRounds:
 
     def sample(self, number: int, rollouts: Sequence[PartialRollout], limits: Sequence[int]) -> list[Rollout]:
         """Continue each rollout by at most its limit; in the first round, they come prompt by prompt."""
-        count = self._num_generations
+        all_limits = limits
         if number == 0 and self._one_prompt:
-            firsts = rollouts[::count]
-            groups = self._generate(number, firsts, [first.prompt_index for first in firsts], limits[::count], count)
+            count = self._num_generations
+            rollouts, limits = rollouts[::count], limits[::count]
+            indices = [first.prompt_index for first in rollouts]
         else:
-            count = 1
-            groups = self._generate(number, rollouts, [rollout.stream for rollout in rollouts], limits, count)
-        for group in groups:
-            _check_completions(group)
-        sampled = [rollout for group in groups for rollout in group]
-        return [_truncate(rollout, limit) for rollout, limit in zip(sampled, limits, strict=True)]
-
-    def _generate(
-        self, number: int, rollouts: Sequence[PartialRollout], indices: list[int], limits: Sequence[int], count: int
-    ) -> list[list[Rollout]]:
+            count, indices = 1, [rollout.stream for rollout in rollouts]
         if not rollouts and not self._is_collective:
             return []
         prompts = [rollout.next_prompt() for rollout in rollouts]
-        media = [_pad_media(rollout.media, len(prompt)) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+        media = [  # of a prompt, per token; the history that follows is text
+            {
+                name: pad(value, (0, len(prompt) - len(value))) if is_per_token(name) else value
+                for name, value in rollout.media.items()
+            }
+            for rollout, prompt in zip(rollouts, prompts, strict=True)
+        ]
         options: dict[str, Any] = {"media": media} if any(media) else {}
         if declares(self._engine, "takes_limits"):
             options["max_new_tokens"] = list(limits)
@@ -198,7 +403,7 @@ class EngineRounds:
         if takes_indices:
             options["prompt_indices"] = indices
         stream = self._seed if number == 0 else (*self._seed, "turn", number)
-        return checked_rollouts(
+        groups = checked_rollouts(
             self._engine,
             prompts,
             replace(self._sampling, max_new_tokens=max(limits, default=1)),
@@ -208,6 +413,24 @@ class EngineRounds:
             seed=derive_seed(*stream, self._base_seed, 0 if takes_indices else self._run.global_rank),
             **options,
         )
+        sampled = [rollout for group in groups for rollout in group]
+        for rollout in sampled:
+            if rollout.episode is not None or not all(rollout.loss_mask or ()):
+                raise ValueError(
+                    f"{type(self._engine).__name__} returned rollouts with Rollout.episode or zeros in "
+                    "Rollout.loss_mask, which cannot be continued; omit branching and tools, or use another engine."
+                )
+        return [
+            rollout  # an engine without a limit per prompt may have sampled more
+            if len(rollout.token_ids) <= limit
+            else Rollout(
+                rollout.token_ids[:limit],
+                None if rollout.logprobs is None else rollout.logprobs[:limit],
+                finish_reason="length",
+                weight_versions=None if rollout.weight_versions is None else rollout.weight_versions[:limit],
+            )
+            for rollout, limit in zip(sampled, all_limits, strict=True)
+        ]
 
     def raise_together(self, run: Callable[[], None]) -> None:
         """Run a step; if the engine is collective, an error on one rank is raised on all."""
@@ -221,39 +444,6 @@ class EngineRounds:
         return any(gather_plain(is_open, self._run.device)) if self._is_collective else is_open
 
 
-def _check_completions(rollouts: Sequence[Rollout]) -> None:
-    """Refuse what cannot be continued: other things than completions that the model wrote."""
-    has_rows = any(rollout.episode is not None for rollout in rollouts)
-    if has_rows or any(not all(rollout.loss_mask or ()) for rollout in rollouts):
-        what = "Rollout.episode" if has_rows else "zeros in Rollout.loss_mask"
-        raise ValueError(
-            f"the rollout engine returned rollouts with {what}, but with branching or tools it has to sample "
-            "completions of the model, which are continued; leave both options out, or use another engine."
-        )
-
-
-def _truncate(rollout: Rollout, limit: int) -> Rollout:
-    """Truncate a rollout; needed for engines without a limit per prompt."""
-    if len(rollout.token_ids) <= limit:
-        return rollout
-    logprobs = None if rollout.logprobs is None else rollout.logprobs[:limit]
-    versions = None if rollout.weight_versions is None else rollout.weight_versions[:limit]
-    return Rollout(rollout.token_ids[:limit], logprobs, finish_reason="length", weight_versions=versions)
-
-
-def _pad_media(media: Media, num_tokens: int) -> Media:
-    """Pad a prompt's per-token media to a longer history; all added tokens are text."""
-    return {
-        name: pad(value, (0, num_tokens - len(value))) if is_per_token(name) else value for name, value in media.items()
-    }
-
-
-# Tools, environments and harness of a run: options, setup and teardown.
-
-RewrittenHistory = Literal["refuse", "new_row"]
-Rewards = list[Weighted | RewardFunction] | RewardFunction
-
-
 class Episodes:
     """Multi-turn episodes of a run; without tools, it only renders conversations.
 
@@ -261,10 +451,10 @@ class Episodes:
         run: Provides the tokenizer.
         tools: Functions that the model may call.
         environment_factory: Makes environments; one, or several by name.
-        harness: Plays the episodes in place of this package's loop, without tools and environments.
         limits: Limits on an episode's length.
+        harness: Plays the episodes in place of this package's loop, without tools and environments.
         chat_template: Used in place of the tokenizer's; see `ChatFormat`.
-        tool_timeout: Time limit of a call in seconds; None is no limit.
+        tool_timeout: Time limit of a call in seconds; no limit if None.
         tool_workers: Processes per rank that run tools; 0 runs them in threads.
         rewritten_history: What to do with a chat template that changes earlier messages once others follow: `refuse`
             it, or begin a `new_row` of the episode.
@@ -297,28 +487,28 @@ class Episodes:
         )
         self._run, self._limits, self._chat_template = run, limits, chat_template
         self._may_rewrite = rewritten_history == "new_row"
-        self.runner: ToolRunner | None = None
         self.harness = harness
-        if harness is not None:
-            _refuse_with_harness(
-                tools=tools or None,
-                environment_factory=environment_factory,
-                max_tool_calling_iterations=limits.max_tool_calling_iterations,
-                tool_timeout=tool_timeout,
-                tool_workers=tool_workers or None,
-                rewritten_history=rewritten_history if self._may_rewrite else None,
-                chat_template=chat_template,
-            )
-        elif tools or environment_factory is not None:
+        self.runner: ToolRunner | None = None
+        if harness is None and (tools or environment_factory is not None):
             self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
         else:
-            _refuse_without_tools(
-                **vars(limits),
-                tool_timeout=tool_timeout,
-                tool_workers=tool_workers or None,
-                rewritten_history=rewritten_history if self._may_rewrite else None,
-                chat_template=chat_template if uses_renderers(chat_template) else None,
-            )
+            for_tools: dict[str, Any] = {
+                "tool_timeout": tool_timeout,
+                "tool_workers": tool_workers or None,
+                "rewritten_history": rewritten_history if self._may_rewrite else None,
+                "max_tool_calling_iterations": limits.max_tool_calling_iterations,
+            }
+            if harness is not None:
+                reason = "harness, whose library has options of its own for it (Verifiers.config, Verifiers.renderer)"
+                for_tools |= {"tools": tools or None, "environment_factory": environment_factory}
+                for_tools["chat_template"] = chat_template
+            else:
+                reason = "neither tools nor environment_factory, without which it has no effect"
+                for_tools |= vars(limits)
+                for_tools["chat_template"] = chat_template if uses_renderers(chat_template) else None
+            for name, value in for_tools.items():
+                if value is not None:
+                    raise ValueError(f"{name} is {value!r} with {reason}; omit it.")
         self._template_kwargs: Mapping[str, Any] = {}
         self._split_special_tokens = True
         self.turn_end_ids: list[int] = []
@@ -332,14 +522,16 @@ class Episodes:
         Raises:
             ValueError: If there is no reward at all.
         """
+        own: list[Any] = []
         if self.harness is not None:
-            return [*([] if rewards is None else as_weighted(rewards)), self.harness.reward()]
-        names = [] if self.runner is None else self.runner.reward_names
-        if not names:
-            if rewards is None:
-                raise ValueError("rewards is None; pass a reward function, or an environment that has get_reward.")
-            return rewards
-        return [*([] if rewards is None else as_weighted(rewards)), *map(EnvironmentReward, names)]
+            own = [self.harness.reward()]
+        elif self.runner is not None:
+            own = [*map(EnvironmentReward, self.runner.reward_names)]
+        if own:
+            return [*([] if rewards is None else as_weighted(rewards)), *own]
+        if rewards is None:
+            raise ValueError("rewards is None; pass a reward function, or an environment that has get_reward.")
+        return rewards
 
     @property
     def exposes_environments(self) -> bool:
@@ -352,37 +544,26 @@ class Episodes:
         Raises:
             ValueError: Says what to change.
         """
-        at_turns, runner = branching.points == "turn", self.runner
+        runner, points = self.runner, branching.points
+        reason = None
         if self.harness is not None:
-            raise ValueError(
-                "branching is set together with harness, whose episodes cannot be copied at a branch point; leave out "
-                "branching."
-            )
-        if at_turns and runner is None:
-            raise ValueError(
-                "Branching.points is 'turn', but without tools a rollout has one turn; pass tools, or use 'every_n' or "
-                "'entropy'."
-            )
-        if runner is not None and not at_turns:
-            raise ValueError(
-                f"Branching.points is {branching.points!r}, but with tools or environments rollouts can branch only "
-                "between turns; use 'turn'."
-            )
-        if runner is not None and runner.has_environments:
-            raise ValueError(
-                "branching is set together with environment_factory, but an environment cannot be copied at a branch "
-                "point; use stateless tools, or leave out branching."
-            )
-        if self._may_rewrite:
-            raise ValueError(
-                "branching is set together with rewritten_history='new_row', but branch points are indices into a "
-                "single row; use a chat template that does not rewrite the history, or leave out branching."
-            )
+            reason = "with harness, whose episodes cannot be copied at a branch point; omit branching"
+        elif points == "turn" and runner is None:
+            reason = "without tools, where a rollout has one turn; use 'every_n' or 'entropy'"
+        elif points != "turn" and runner is not None:
+            reason = "with tools or environments, where rollouts branch only between turns; use 'turn'"
+        elif runner is not None and runner.has_environments:
+            reason = "with environment_factory, but an environment cannot be copied at a branch point; use tools"
+        elif self._may_rewrite:
+            reason = "with rewritten_history='new_row', but branch points are indices into a single row; omit one"
+        if reason is not None:
+            raise ValueError(f"branching is set, with points={points!r}, {reason}.")
 
     @property
     def chat_options(self) -> ChatOptions:
         """How the data module renders conversations."""
         runner = self.runner
+
         if runner is None:
             return ChatOptions(self._template_options)
         return ChatOptions(
@@ -396,7 +577,7 @@ class Episodes:
         """The most tokens that may follow a prompt.
 
         Args:
-            max_new_tokens: Most tokens that the model writes.
+            max_new_tokens: Maximum tokens that the model writes.
             budget: `max_tokens_per_micro_batch`.
 
         Raises:
@@ -412,7 +593,7 @@ class Episodes:
         return self._limits.max_episode_tokens or max_new_tokens
 
     def set_up(self, template_kwargs: Mapping[str, Any], split_special_tokens: bool = True) -> None:
-        """Refuse a chat template that cannot work, find the end of its turns, and start the workers.
+        """Check the chat template, find the end of its turns, and start the workers.
 
         Args:
             template_kwargs: What the data passes to the chat template.
@@ -437,26 +618,22 @@ class Episodes:
                 f"The chat template ends the model's turns with {tokenizer.decode(self.turn_end_ids)!r}; "
                 f"completions end there, as at the EOS token {tokenizer.eos_token!r}."
             )
-        if self.runner is None:
-            return
-        if self.runner.has_tools:
-            self._chat_format().check_tools(may_rewrite=self._may_rewrite)
-        self.runner.open()
+        if self.runner is not None:
+            if self.runner.has_tools:
+                chat.check_tools(may_rewrite=self._may_rewrite)
+            self.runner.open()
 
     def close(self) -> None:
         """Stop the workers and the harness, and drop the environments."""
         while self._formats:
             self._formats.pop().close()
-        if self.runner is not None:
-            self.runner.close()
-        if self.harness is not None:
-            self.harness.close()
+        for part in (self.runner, self.harness):
+            if part is not None:
+                part.close()
 
     def loop(self) -> EpisodeLoop | None:
         """The loop that samples episodes; None without tools."""
-        if self.runner is None:
-            return None
-        if self._loop is None:
+        if self._loop is None and self.runner is not None:
             self._loop = EpisodeLoop(self._chat_format(), self.runner, self._limits, may_rewrite=self._may_rewrite)
         return self._loop
 
@@ -485,319 +662,3 @@ class Episodes:
         chat = make_chat_format(tokenizer, self._chat_template, self._template_kwargs, self._split_special_tokens)
         self._formats.append(chat)
         return chat
-
-
-def _refuse_with_harness(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is set together with harness, whose library has options of its own for it (Verifiers.config "
-                "and Verifiers.renderer); leave it out."
-            )
-
-
-def _refuse_without_tools(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is {value}, which has no effect without tools; pass tools or environment_factory, or leave "
-                "it out."
-            )
-
-
-# Samples rollouts of prompts with an engine that has the policy's current weights.
-
-T = TypeVar("T")
-
-NO_LIMITS = EpisodeLimits()
-
-
-def _untimed(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-class Sampler:
-    """Samples on all ranks; synchronizes the weights first if the engine has a copy of them.
-
-    Args:
-        run: Provides the policy and its tokenizer.
-        engine: The rollout engine; None is `HFRolloutEngine()`.
-        seed: The run's seed, combined with the seed of each call.
-        timed: Makes a context that times its body under a name.
-        episodes: Returns the episode loop, or None for plain completions.
-        harness: Plays the episodes in place of that loop.
-        limits: Limits on an episode of the harness.
-
-    Attributes:
-        turn_end_ids: Tokens that end completions besides those of the engine and of `sampling`.
-
-    Raises:
-        ArgumentError: If the engine is not an engine.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        engine: RolloutEngine | None = None,
-        seed: int = 0,
-        timed: Callable[[str], AbstractContextManager[None]] = _untimed,
-        episodes: Callable[[], EpisodeLoop | None] = lambda: None,
-        harness: Verifiers | None = None,
-        limits: EpisodeLimits = NO_LIMITS,
-    ) -> None:
-        if engine is not None and not isinstance(engine, RolloutEngine):
-            raise ArgumentError(
-                f"engine is {describe_value(engine)}; pass an engine of pl_grouprl.rollout, an object with bind() and "
-                "generate(), or None for HFRolloutEngine()."
-            )
-        if hasattr(engine, "update_weights") and not isinstance(engine, SyncedRolloutEngine):
-            missing = [name for name in ("adapter", "version", "update_weights", "close") if not hasattr(engine, name)]
-            raise ArgumentError(
-                f"engine is {describe_value(engine)}, which has update_weights but lacks {', '.join(missing)}; an "
-                "engine with a copy of the weights has all of pl_grouprl.distributed.checksum.SyncedSampler."
-            )
-        self._run, self._harness, self._limits = run, harness, limits
-        self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
-        self._seed = seed
-        self._weight_sync = WeightSync(timed)
-        self._check = SamplerParityCheck()
-        self._episodes = episodes
-        self._stop: StopStrings | None = None
-        self.turn_end_ids: Sequence[int] = ()
-
-    def reset(self) -> None:
-        """Forget what the engine has: another run may have used or closed it. Tell it the precision of this run."""
-        self._weight_sync.forget()
-        self._check.forget()
-        if hasattr(self.engine, "autocast_dtype"):
-            support = self._run.support
-            kind = support.trainer.strategy.root_device.type
-            # On a CPU, bfloat16 is slower than float32 on packed weights.
-            self.engine.autocast_dtype = support.autocast_dtype(kind) if kind == "cuda" else None
-
-    def close(self) -> None:
-        """Release an engine that has a copy of the weights."""
-        if isinstance(self.engine, SyncedRolloutEngine):
-            self.engine.close()
-
-    def take_metrics(self) -> dict[str, float]:
-        """`sync/...` since the last call; none for engines without a copy of the weights."""
-        return self._weight_sync.take_metrics() if isinstance(self.engine, SyncedRolloutEngine) else {}
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        num_generations: int,
-        *,
-        seed: Sequence[int | str],
-        branching: Branching | None = None,
-    ) -> list[RolloutGroup]:
-        """Sample rollouts of each prompt in evaluation mode; see `RLModule.generate`."""
-        run = partial(self._generate, prompts, sampling, num_generations, seed, branching)
-        if isinstance(self.engine, SyncedRolloutEngine):
-            groups = self._weight_sync.sample(self._run, self.engine, run)
-            self._check.run(self._run, self.engine, groups, sampling)
-            return groups
-        with self._run.support.whole_weights(self._run.policy):
-            return run() if prompts else []
-
-    def synced(self, run: Callable[[], T]) -> T:
-        """Run something on all ranks once an engine has the policy's weights; again if it loses them. Collective."""
-        assert isinstance(self.engine, SyncedRolloutEngine)
-        return self._weight_sync.sample(self._run, self.engine, run)
-
-    def compare(
-        self,
-        engine: RolloutEngine,
-        groups: Sequence[RolloutGroup],
-        sampling: SamplingConfig,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        """Compare the engine with the policy, if that was not done. Collective.
-
-        Args:
-            engine: The engine, for calls that are not collective.
-            groups: This rank's groups from the current weights.
-            sampling: How they were sampled.
-            prompts: This rank's. If rank 0 has no tokens to compare, it samples a completion of its first prompt:
-                after a resume, for example, all groups may be from older weights.
-        """
-        assert isinstance(self.engine, SyncedRolloutEngine)
-        if self._check.is_done or not can_compare(sampling):
-            return
-        if not gather_plain(any(map(has_tokens, groups)), self._run.device)[0]:
-            own = [] if self._run.global_rank else prompts[:1]
-            groups = self.synced(lambda: [self._sample_once(engine, sampling, prompt) for prompt in own])
-        self._check.run(self._run, self.engine, groups, sampling)
-
-    def _sample_once(self, engine: RolloutEngine, sampling: SamplingConfig, prompt: Prompt) -> RolloutGroup:
-        opened = prompt.open()
-        options: dict[str, Any] = {"media": [dict(opened.media)]} if opened.media else {}
-        options |= {"seed": derive_seed("compare", self._seed), "vocab_size": vocabulary(self._run.policy)}
-        rollouts = checked_rollouts(engine, [list(opened.token_ids)], sampling, num_generations=1, **options)
-        return self.group([opened], rollouts)[0]
-
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        num_generations: int,
-        seed: Sequence[int | str],
-        branching: Branching | None,
-    ) -> list[RolloutGroup]:
-        self.engine.bind(self._run.policy, self._run.tokenizer)
-        options = self.engine, prompts, sampling, num_generations
-        with evaluating(self._run.policy):
-            return self.sample_with(*options, seed=seed, episodes=self._episodes(), branching=branching)
-
-    def sample_with(
-        self,
-        engine: RolloutEngine,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        num_generations: int,
-        *,
-        seed: Sequence[int | str],
-        episodes: EpisodeLoop | None = None,
-        branching: Branching | None = None,
-        indices: Sequence[int] | None = None,
-        stop: StopStrings | None = None,
-    ) -> list[RolloutGroup]:
-        """Sample with an engine that is bound to some policy. Reads nothing that training changes.
-
-        Args:
-            engine: The engine.
-            prompts: The prompts.
-            sampling: How to sample.
-            num_generations: Rollouts of each prompt.
-            seed: Names the random numbers.
-            episodes: Samples episodes; None for plain completions.
-            branching: How rollouts branch; None for not at all.
-            indices: Index of each prompt in the batch of all ranks; None if they are all that this rank has of it.
-            stop: Finds stop strings at branch points, in threads; None makes it, in the main thread.
-        """
-        prompts = [prompt.open() for prompt in prompts]
-        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.turn_end_ids))
-        by_prompt = (num_ranks() > 1 or indices is not None) and declares(engine, "takes_prompt_indices")
-        indices = self._indices(prompts) if indices is None else list(indices)
-        if self._harness is not None:
-            return self._play(self._harness, engine, prompts, indices, sampling, num_generations, seed)
-        if episodes is not None or branching is not None:
-            stop = stop or self.stop_strings(sampling)
-            loops = episodes, branching, stop
-            return self._sample_in_rounds(loops, engine, prompts, indices, sampling, num_generations, seed)
-        media = [dict(prompt.media) for prompt in prompts]
-        options: dict[str, Any] = {"media": media} if any(media) else {}  # text-only engines need not accept it
-        if by_prompt:
-            options["prompt_indices"] = indices
-        rollouts = checked_rollouts(
-            engine,
-            [list(prompt.token_ids) for prompt in prompts],
-            sampling,
-            num_generations=num_generations,
-            vocab_size=vocabulary(self._run.policy),
-            # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
-            seed=derive_seed(*seed, self._seed, 0 if by_prompt else self._run.global_rank),
-            **options,
-        )
-        return self.group(prompts, rollouts, indices)
-
-    def _play(
-        self,
-        harness: Verifiers,
-        engine: RolloutEngine,
-        prompts: list[Prompt],
-        indices: list[int],
-        sampling: SamplingConfig,
-        num_generations: int,
-        seed: Sequence[int | str],
-    ) -> list[RolloutGroup]:
-        """Let the harness play the episodes; what the prompts share may become shorter."""
-        prompts, rollouts = harness.play(
-            engine,
-            self._run.policy,
-            self._run.tokenizer,
-            prompts,
-            sampling,
-            num_generations,
-            seed=derive_seed(*seed, self._seed),
-            prompt_indices=indices,
-            limits=self._limits,
-        )
-        return self.group(prompts, rollouts, indices)
-
-    def _sample_in_rounds(
-        self,
-        loops: tuple[EpisodeLoop | None, Branching | None, StopStrings | None],
-        engine: RolloutEngine,
-        prompts: list[Prompt],
-        indices: list[int],
-        sampling: SamplingConfig,
-        num_generations: int,
-        seed: Sequence[int | str],
-    ) -> list[RolloutGroup]:
-        """Sample episodes, or branching rollouts."""
-        episodes, branching, stop = loops
-        rounds = EngineRounds(
-            self._run,
-            engine,
-            sampling,
-            num_generations,
-            seed,
-            base_seed=self._seed,
-            one_prompt=episodes is None or not episodes.runner.has_environments,
-            may_advance_alone=branching is None,
-        )
-        max_new_tokens = sampling.max_new_tokens
-        with rounds.keeping_caches():
-            if episodes is not None:  # observations may shorten what a group's prompts share
-                prompts, rollouts = episodes.run(rounds, prompts, indices, max_new_tokens, num_generations, branching)
-            else:
-                assert branching is not None
-                loop = BranchLoop(branching, max_new_tokens, stop)
-                rollouts = loop.run(rounds, prompts, indices, num_generations)
-        return self.group(prompts, rollouts, indices)
-
-    def stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
-        """Stop strings for branch points, which threads may share; None if there are none. For the main thread."""
-        if not sampling.stop:
-            return None
-        if self._stop is None or self._stop.stop != sampling.stop:
-            self._stop = StopStrings(copy.deepcopy(self._run.tokenizer), sampling.stop, threading.Lock())
-        return self._stop
-
-    def group(
-        self, prompts: Sequence[Prompt], rollouts: Sequence[list[Rollout]], indices: Sequence[int] | None = None
-    ) -> list[RolloutGroup]:
-        """Join rollouts with their prompts, which are open."""
-        indices = self._indices(prompts) if indices is None else indices
-        for rollout in (rollout for of_prompt in rollouts for rollout in of_prompt):
-            rollout.episode = _episode_name(rollout.episode)
-        return [
-            RolloutGroup(
-                list(prompt.token_ids),
-                of_prompt,
-                index,
-                private_copy(prompt.columns),
-                private_copy(prompt.prompt),
-                prompt.data_source,
-                private_copy(prompt.media),
-            )
-            for index, prompt, of_prompt in zip(indices, prompts, rollouts, strict=True)
-        ]
-
-    def _indices(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Indices of this rank's prompts in the batch of all ranks."""
-        rank = self._run.global_rank
-        return list(range(rank, rank + num_ranks() * len(prompts), num_ranks()))
-
-
-def _episode_name(name: Any) -> int | str | None:
-    """`Rollout.episode` as a plain value."""
-    if name is None or isinstance(name, str):
-        return name
-    try:
-        return operator.index(name)
-    except TypeError:
-        raise ValueError(f"Rollout.episode is {name!r}; pass an integer or a string, or None.") from None

@@ -1,10 +1,15 @@
-"""Scores rollouts before an update, and runs its micro-batches forward and backward."""
+"""Scores rollouts before an update, and runs its micro-batches forward and backward.
+
+`Scorer` runs without gradient, `Updater` with; `Optimization` divides losses by the denominators of the whole step and
+prepares the gradients for the optimizer.
+
+Legend: B rollouts, N response tokens of all rollouts, concatenated.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +20,7 @@ from pl_grouprl.distributed.strategies import StrategySupport
 from pl_grouprl.models.score import PrefixPass
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.training.buffer import RolloutBuffer
-from pl_grouprl.training.checks import check_denominators, check_loss_sums
-from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher, MicroBatchSchedule, dummy_tokens
+from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher, dummy_tokens
 from pl_grouprl.training.objective import LossAccumulator, LossSums
 from pl_grouprl.training.run import Accumulation, Run
 from pl_grouprl.utilities.distributed import num_ranks, reduce_over_ranks, sum_over_ranks
@@ -24,30 +28,30 @@ from pl_grouprl.utilities.modes import evaluating, nonfinite_parameters
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.text import first_names
 
-# Scores rollouts without gradient: old and reference log-probabilities, values.
-#
-# Legend: B rollouts, N response tokens of all rollouts, concatenated.
-
 ScoringFunction = Callable[[ScoringBatch], Sequence[Tensor | None]]
 """Takes the rollouts of one decoder call; returns tensors of shape [N, ...] or [B, ...], or None."""
+
+ComputeLoss = Callable[[MicroBatch], LossSums]
+Denominators = Callable[[dict[str, Tensor], dict[str, Any]], Mapping[str, Tensor]]
+Parts = Mapping[str, Sequence[nn.Parameter]]
+"""Trained parameters by the name of their part, such as `policy` and `critic`."""
 
 
 class Scorer:
     """Calls functions on all rollouts of a buffer, in micro-batches like those of an update.
 
     Args:
-        run: The run.
+        run: The run; its strategy wraps the forward.
         micro_batcher: Packs the micro-batches.
     """
 
     def __init__(self, run: Run, micro_batcher: MicroBatcher) -> None:
-        self._run = run
-        self._micro_batcher = micro_batcher
+        self._run, self._micro_batcher = run, micro_batcher
 
     def map(
         self, model: nn.Module, buffer: RolloutBuffer, function: ScoringFunction, *, per_rollout: Sequence[int] = ()
     ) -> list[Any]:
-        """Call a function on all rollouts. Collective.
+        """Call a function on all rollouts, without gradient. Collective.
 
         Args:
             model: The model that the function runs; in evaluation mode during the call.
@@ -58,32 +62,25 @@ class Scorer:
         Returns:
             Each tensor for all rollouts, in buffer order, on the CPU; None if the function returned None.
         """
-        with self._micro_batcher.naming_memory("scoring, "), evaluating(model), self._run.support.forward_context():
-            parts = self._run.call_wrapped(partial(self._map, buffer, function))
-        numbers = [number for part_numbers, _ in parts for number in part_numbers]
-        columns = enumerate(zip(*(values for _, values in parts), strict=True))
-        return [
-            None if column[0] is None else buffer.in_order(column, numbers, per_token=place not in per_rollout)
-            for place, column in columns
-        ]
+        numbers: list[int] = []
+        results: list[list[Tensor | None]] = []
 
-    def _map(
-        self, buffer: RolloutBuffer, function: ScoringFunction
-    ) -> list[tuple[tuple[int, ...], list[Tensor | None]]]:
-        """The results and rollout numbers of each micro-batch; dummies run and are dropped."""
-        results = []
-        for micro_batch in self._micro_batcher.for_scoring(buffer):
-            if isinstance(micro_batch, MicroBatch):
+        def run() -> None:
+            for micro_batch in self._micro_batcher.for_scoring(buffer):
+                if isinstance(micro_batch, PrefixPass):
+                    continue  # it ran with the first slice that continues it
                 values = [None if value is None else value.cpu() for value in function(micro_batch.scoring)]
-                if micro_batch.rollout_numbers:
-                    results.append((micro_batch.rollout_numbers, values))
-        return results
+                if micro_batch.rollout_numbers:  # not a dummy
+                    numbers.extend(micro_batch.rollout_numbers)
+                    results.append(values)
 
-
-# Runs the micro-batches of one update forward and backward, with the denominators of the whole step.
-
-ComputeLoss = Callable[[MicroBatch], LossSums]
-Denominators = Callable[[dict[str, Tensor], dict[str, Any]], Mapping[str, Tensor]]
+        support = self._run.support
+        with self._micro_batcher.naming_memory("scoring, "), evaluating(model), support.forward_context():
+            support.call(self._run, "call", run)  # type: ignore[arg-type]
+        return [
+            None if parts[0] is None else buffer.in_order(parts, numbers, per_token=place not in per_rollout)
+            for place, parts in enumerate(zip(*results, strict=True))
+        ]
 
 
 class Updater:
@@ -93,31 +90,22 @@ class Updater:
         run: The run.
         micro_batcher: Packs the micro-batches.
         optimization: Divides their losses.
-        compute_loss: Loss sums of a micro-batch.
-        loss_denominators: Their denominators, from per-token quantities alone; see `RLModule`.
-        owner: Class that has these methods, for errors.
-        split_idle: Splits a buffer into rollouts to encode, and those whose loss is 0; returns None, on all ranks
-            alike, if `compute_loss` may need all of them.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        micro_batcher: MicroBatcher,
-        optimization: Optimization,
-        compute_loss: ComputeLoss,
-        loss_denominators: Denominators,
-        owner: str,
-        split_idle: Callable[[RolloutBuffer], tuple[RolloutBuffer, RolloutBuffer] | None] = lambda buffer: None,
-    ) -> None:
-        self._run = run
-        self._micro_batcher = micro_batcher
-        self._optimization = optimization
-        self._compute_loss, self._loss_denominators, self._owner = compute_loss, loss_denominators, owner
-        self._split_idle = split_idle
+    def __init__(self, run: Run, micro_batcher: MicroBatcher, optimization: Optimization) -> None:
+        self._run, self._micro_batcher, self._optimization = run, micro_batcher, optimization
 
     def update(
-        self, buffer: RolloutBuffer, members: Sequence[int], accumulation: Accumulation
+        self,
+        buffer: RolloutBuffer,
+        members: Sequence[int],
+        accumulation: Accumulation,
+        compute_loss: ComputeLoss,
+        loss_denominators: Denominators,
+        *,
+        skips_idle: bool = False,
+        skips_zero_advantages: bool = False,
+        whole_episodes: bool = True,
     ) -> tuple[Tensor, dict[str, float]]:
         """Run all micro-batches forward and, except for the last one, backward. All ranks call it together.
 
@@ -125,146 +113,92 @@ class Updater:
             buffer: The rollouts with their per-token quantities.
             members: Indices of the groups that are trained.
             accumulation: How this update adds up to an optimizer step.
+            compute_loss: Loss sums of a micro-batch.
+            loss_denominators: Their denominators, from per-token quantities alone; see `RLModule`.
+            skips_idle: Whether rollouts without a trained token need not be encoded, since their loss is 0.
+            skips_zero_advantages: With `skips_idle`, whether a token whose advantage is 0 is not trained.
+            whole_episodes: Whether the loss needs all rows of an episode in one micro-batch.
 
         Returns:
             The loss of the last micro-batch, to be differentiated by the caller, and the metrics of the update.
+
+        Raises:
+            RuntimeError: If the loss sums have other denominators than `loss_denominators`.
         """
+        device, support, optimization = self._run.device, self._run.support, self._optimization
+
+        def denominators(part: RolloutBuffer) -> dict[str, Tensor]:
+            if part.rollouts:
+                tokens, lengths_E = {name: part.joined(name) for name in part.values}, part.episode_lengths
+            else:
+                tokens, lengths_E = dummy_tokens(part.values), torch.tensor([1])
+            index_N = torch.arange(len(lengths_E)).repeat_interleave(lengths_E)
+            return dict(loss_denominators(tokens, {"rollout_index_N": index_N, "num_rollouts": len(lengths_E)}))
+
         mini_batch = buffer.only(members)
-        trained_and_idle = self._split_idle(mini_batch)
-        trained = buffer if trained_and_idle is None else trained_and_idle[0]
-        schedule = self._micro_batcher.for_update(trained, [i for i in members if trained.groups[i].rollouts])
-        has_all = (
-            schedule.number == 1 and trained_and_idle is None
-        )  # the micro-batch itself then gives the denominators
-        expected = None if has_all else self._denominators(mini_batch)
-        if expected is not None:
-            self._optimization.add_denominators(expected, self._run.device)
+        trained, idle = buffer, None
+        if skips_idle:
+            trained, idle = mini_batch.trained_and_idle(by_advantages=skips_zero_advantages)
+        members = [index for index in members if trained.groups[index].rollouts]
+        schedule = self._micro_batcher.for_update(trained, members, whole_episodes=whole_episodes)
+        expected = None
+        if schedule.number > 1 or skips_idle:  # otherwise the only micro-batch gives the denominators
+            expected = denominators(mini_batch)
+            optimization.add_denominators(expected, device)
         sums = LossAccumulator()
         with self._micro_batcher.naming_memory():
-            loss = self._run_schedule(schedule, sums, accumulation, has_all=has_all)
-        if trained_and_idle is not None:
-            sums.add_denominators(self._denominators(trained_and_idle[1]))
-        if expected is not None:
-            self._check_denominators(sums, expected)
-        device = self._run.device
+            for number, micro_batch in enumerate(schedule, start=1):
+                last = number == schedule.number
+                with support.accumulating(self._run, last=last and accumulation.is_last):  # type: ignore[arg-type]
+                    if isinstance(micro_batch, PrefixPass):
+                        # The gradients that its slices left are already divided by the denominators.
+                        scaler = accumulation.scaler
+                        loss = micro_batch.loss(loss_scale=1.0 if scaler is None else float(scaler.get_scale()))
+                    else:
+                        loss = self._loss(micro_batch, compute_loss, sums, is_whole=expected is None)
+                    if not last:  # Lightning runs the last backward, and divides the loss by accumulate_grad_batches
+                        if isinstance(micro_batch, MicroBatch):
+                            loss = loss / accumulation.mini_batches
+                        with torch.autocast(device.type, enabled=False):
+                            support.backward(loss)
+                        del loss, micro_batch  # free the activations before the next forward
+        if idle is not None:
+            sums.add_denominators(denominators(idle))
+        # With sequence parallelism, the sums include rows of peers.
+        if expected is not None and self._micro_batcher.sequence_parallel_size == 1:
+            for name, count in sums.denominators().items():
+                wanted = float(expected.get(name, math.nan))
+                if not math.isclose(count, wanted, rel_tol=1e-4, abs_tol=1e-6):
+                    raise RuntimeError(
+                        f"compute_loss divides {name!r} by {count:g}, but loss_denominators returned {wanted:g}; "
+                        "override both consistently."
+                    )
         metrics = sums.reduced(
             lambda values: sum_over_ranks(values, device), lambda values: reduce_over_ranks(values, device, "max")
         )
         return loss, metrics
 
-    def _run_schedule(
-        self, schedule: MicroBatchSchedule, sums: LossAccumulator, accumulation: Accumulation, *, has_all: bool
+    def _loss(
+        self, micro_batch: MicroBatch, compute_loss: ComputeLoss, sums: LossAccumulator, *, is_whole: bool
     ) -> Tensor:
-        support = self._run.support
-        for number, micro_batch in enumerate(schedule, start=1):
-            last = number == schedule.number
-            with support.accumulating(self._run, last=last and accumulation.is_last):  # type: ignore[arg-type]
-                if isinstance(micro_batch, PrefixPass):
-                    # The gradients that its slices left are already divided by the denominators.
-                    loss = micro_batch.loss(loss_scale=accumulation.loss_scale)
-                else:
-                    loss = self._loss(micro_batch, sums, has_all=has_all)
-                if last:
-                    return loss  # Lightning divides it by accumulate_grad_batches
-                if isinstance(micro_batch, MicroBatch):
-                    loss = loss / accumulation.mini_batches
-                with torch.autocast(self._run.device.type, enabled=False):
-                    support.backward(loss)
-                del loss, micro_batch  # free the activations before the next forward
-        raise AssertionError("unreachable: a schedule has at least one micro-batch")
+        """The divided loss of a micro-batch; keeps no other reference to its graph.
 
-    def _loss(self, micro_batch: MicroBatch, sums: LossAccumulator, *, has_all: bool) -> Tensor:
-        loss_sums = check_loss_sums(self._compute_loss(micro_batch), self._owner)
-        scoring, num_tokens = micro_batch.scoring, (0, 0)
+        Args:
+            micro_batch: The micro-batch.
+            compute_loss: Computes its loss sums.
+            sums: They are added here.
+            is_whole: Whether it is the whole mini-batch, so that it has the denominators.
+        """
+        loss_sums, scoring, device = compute_loss(micro_batch), micro_batch.scoring, self._run.device
+        num_tokens = (0, 0)
         if micro_batch.rollout_numbers:  # not a dummy
             num_tokens = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
         loss_sums.metrics["prefix/token_ratio"] = torch.tensor(num_tokens[0]), torch.tensor(num_tokens[1])
-        device = self._run.device
-        if has_all:
-            denominators = {name: count for name, (_, count) in loss_sums.losses.items()}
-            self._optimization.add_denominators(denominators, device)
+        if is_whole:
+            counts = {name: count for name, (_, count) in loss_sums.losses.items()}
+            self._optimization.add_denominators(counts, device)
         sums.add(loss_sums, micro_batch.weight)
         return self._optimization.divide(loss_sums.losses, device, micro_batch.weight)
-
-    def _denominators(self, buffer: RolloutBuffer) -> dict[str, Tensor]:
-        """The denominators of a buffer's rollouts, or of the dummy if there are none."""
-        if buffer.rollouts:
-            tokens, lengths_E = {name: buffer.joined(name) for name in buffer.values}, buffer.episode_lengths
-        else:
-            tokens, lengths_E = dummy_tokens(buffer.values), torch.tensor([1])
-        index_N = torch.arange(len(lengths_E)).repeat_interleave(lengths_E)
-        rollouts = {"rollout_index_N": index_N, "num_rollouts": len(lengths_E)}
-        return check_denominators(self._loss_denominators(tokens, rollouts), self._owner)
-
-    def _check_denominators(self, sums: LossAccumulator, expected: Mapping[str, Tensor]) -> None:
-        """Refuse a `compute_loss` whose denominators differ from those of `loss_denominators`."""
-        if self._micro_batcher.sequence_parallel_size > 1:  # the sums include rows of peers
-            return
-        for name, count in sums.denominators().items():
-            if name not in expected or not math.isclose(
-                float(count), float(expected[name]), rel_tol=1e-4, abs_tol=1e-6
-            ):
-                raise RuntimeError(
-                    f"compute_loss of {self._owner} divides {name!r} by {float(count):g}, but "
-                    f"loss_denominators returned {expected.get(name)}; override both consistently."
-                )
-
-
-# Stops a run at the first optimizer step that leaves NaN or infinity in the weights.
-
-
-def check_weights(module: Any) -> None:
-    """Check every trained weight after an optimizer step. Collective; all ranks fail together.
-
-    Norms are cheap but may overflow, so individual weights are inspected only if a norm is not finite.
-
-    Args:
-        module: An `RLModule`.
-
-    Raises:
-        RuntimeError: Names the parameters and the options that may be the cause.
-    """
-    weights = module.support.weights([parameter for parameter in module.parameters() if parameter.requires_grad])
-    norms = torch._foreach_norm([weight for weight in weights if weight.numel()] or [torch.zeros(1)])
-    largest = torch.stack([norm.to(module.device, torch.float32) for norm in norms]).max()
-    (suspicious,) = sum_over_ranks([~largest.isfinite()], module.device)
-    if not suspicious:
-        return
-    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
-    broken = nonfinite_parameters(trained, module.device)
-    if broken:
-        raise RuntimeError(
-            f"NaN or infinity in {len(broken)} parameters after optimizer step {module.global_step + 1}: "
-            f"{first_names(broken)}. {_cause(module, broken)}"
-        )
-
-
-def _cause(module: Any, broken: list[str]) -> str:
-    if module.optimization.nonfinite_steps:
-        return "The step was skipped, so they were there before it: check the model or checkpoint the run started from."
-    parts = module.optimized_parts()
-    configs = {part: config for part, (_, config) in parts.items()}
-    affected = {part: config for part, config in configs.items() if any(name.startswith(f"{part}.") for name in broken)}
-    options = [
-        f"learning_rate={config.learning_rate}, weight_decay={config.weight_decay}, eps={config.eps}, "
-        f"max_grad_norm={config.max_grad_norm} of {part}"
-        for part, config in (affected or configs).items()
-    ]
-    trainer = module.trainer
-    first = "lower the learning rate first"
-    if trainer.precision == "16-true":
-        first = "use trainer.precision='bf16-mixed' or 'bf16-true', since an eps below 6e-8 is 0 in float16"
-    return (
-        f"The gradient was finite, so clipping or the step itself caused them: {first} "
-        f"({'; '.join(options)}; trainer.gradient_clip_val={trainer.gradient_clip_val}, "
-        f"trainer.precision={trainer.precision!r}). Resume from a checkpoint of an earlier step."
-    )
-
-
-# Optimizer steps: exact denominators, gradient norms, clipping per part, and no step with NaN.
-
-Parts = Mapping[str, Sequence[nn.Parameter]]
-"""Trained parameters by the name of their part, such as `policy` and `critic`."""
 
 
 class Optimization:
@@ -318,11 +252,10 @@ class Optimization:
         Raises:
             ValueError: If a part has no denominator.
         """
-        unknown = [name for name in losses if name not in self._denominators]
-        if unknown:
+        if unknown := losses.keys() - self._denominators.keys():
             raise ValueError(
-                f"compute_loss returned a loss for {', '.join(map(repr, unknown))}, but loss_denominators returned no "
-                "denominator for it; override both for the same parts."
+                f"compute_loss returned a loss for {', '.join(map(repr, sorted(unknown)))}, but loss_denominators "
+                "returned no denominator for it; override both for the same parts."
             )
         factor = num_ranks() * weight
         parts = [total * (factor / (self._denominators[name][0] or 1.0)) for name, (total, _) in losses.items()]
@@ -358,26 +291,19 @@ class Optimization:
         self._denominators.clear()
         norms = {name: support.norm(parameters) for name, parameters in parts.items()}
         norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms.values()]))
-        self._skip_if_broken(norm, parts, support, device, step)
-        return {"grad_norm": norm} | ({f"grad_norm/{name}": n for name, n in norms.items()} if len(norms) > 1 else {})
-
-    def _skip_if_broken(
-        self, norm: Tensor, parts: Parts, support: StrategySupport, device: torch.device, step: int
-    ) -> None:
         (broken_ranks,) = sum_over_ranks([~norm.isfinite()], device)
-        if not broken_ranks:
-            self.nonfinite_steps = 0
-            return
-        self.nonfinite_steps += 1
-        for parameters in parts.values():
-            support.skip_in_next_step(parameters)
-        rank_zero_warn(f"gradient norm is {float(norm)} at step {step}; the step is skipped.")
+        self.nonfinite_steps = self.nonfinite_steps + 1 if broken_ranks else 0
+        if broken_ranks:
+            for parameters in parts.values():
+                support.skip_in_next_step(parameters)
+            rank_zero_warn(f"gradient norm is {float(norm)} at step {step}; the step is skipped.")
         if self.nonfinite_steps >= self.max_nonfinite_steps:
             raise RuntimeError(
                 f"{self.nonfinite_steps} steps in a row had a loss or gradient that is not finite "
                 f"(max_nonfinite_steps={self.max_nonfinite_steps}); lower the learning rate or clip the gradient "
                 "(trainer.gradient_clip_val), and look at the rewards."
             )
+        return {"grad_norm": norm} | ({f"grad_norm/{name}": n for name, n in norms.items()} if len(norms) > 1 else {})
 
 
 def clip_gradients(
@@ -398,30 +324,55 @@ def clip_gradients(
         clip_val: `gradient_clip_val` of the Trainer.
         algorithm: `gradient_clip_algorithm`: `value` clamps entries, anything else clips the norm.
     """
-    for name, limit in limits.items():
-        if limit is not None:
-            _clip_norm(parts[name], limit, support)
+    clipped: list[tuple[Sequence[nn.Parameter], float]] = [
+        (parts[name], limit) for name, limit in limits.items() if limit is not None
+    ]
     rest = [parameter for name, limit in limits.items() if limit is None for parameter in parts[name]]
-    if rest and clip_val:
-        if algorithm == "value":
-            support.clamp(rest, float(clip_val))
-        else:
-            _clip_norm(rest, float(clip_val), support)
+    if rest and clip_val and algorithm == "value":
+        support.clamp(rest, float(clip_val))
+    elif rest and clip_val:
+        clipped.append((rest, float(clip_val)))
+    for parameters, limit in clipped:
+        support.scale(parameters, (limit / (support.norm(parameters) + 1e-6)).clamp(max=1.0))
 
 
-def refuse_clipping_nothing(clip_val: float | None, limits: Iterable[float | None]) -> None:
-    """Refuse a `gradient_clip_val` if every part is clipped separately.
+def check_weights(module: Any) -> None:
+    """Check every trained weight for NaN and infinity after an optimizer step. Collective; all ranks fail together.
+
+    Norms are cheap but may overflow, so individual weights are inspected only if a norm is not finite.
+
+    Args:
+        module: An `RLModule`.
 
     Raises:
-        ValueError: With both options.
+        RuntimeError: Names the parameters and the options that may be the cause.
     """
-    if clip_val and None not in limits:
-        raise ValueError(
-            f"trainer.gradient_clip_val is {clip_val}, but every part has its own max_grad_norm, so it would clip "
-            "nothing; leave one of them out."
-        )
-
-
-def _clip_norm(parameters: Sequence[nn.Parameter], limit: float, support: StrategySupport) -> None:
-    norm = support.norm(parameters)
-    support.scale(parameters, (limit / (norm + 1e-6)).clamp(max=1.0))
+    weights = module.support.weights([parameter for parameter in module.parameters() if parameter.requires_grad])
+    norms = torch._foreach_norm([weight for weight in weights if weight.numel()] or [torch.zeros(1)])
+    largest = torch.stack([norm.to(module.device, torch.float32) for norm in norms]).max()
+    (suspicious,) = sum_over_ranks([~largest.isfinite()], module.device)
+    if not suspicious:
+        return
+    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+    broken = nonfinite_parameters(trained, module.device)
+    if not broken:
+        return
+    trainer = module.trainer
+    configs = {part: config for part, (_, config) in module.optimized_parts().items()}
+    affected = {part: config for part, config in configs.items() if any(name.startswith(f"{part}.") for name in broken)}
+    options = [
+        f"learning_rate={config.learning_rate}, weight_decay={config.weight_decay}, eps={config.eps}, "
+        f"max_grad_norm={config.max_grad_norm} of {part}"
+        for part, config in (affected or configs).items()
+    ]
+    if module.optimization.nonfinite_steps:
+        cause = "The step was skipped: check the model or checkpoint the run started from."
+    elif trainer.precision == "16-true":
+        cause = "Use trainer.precision='bf16-mixed' or 'bf16-true', since an eps below 6e-8 is 0 in float16"
+    else:
+        cause = "The gradient was finite, so clipping or the step itself caused them: lower the learning rate"
+    raise RuntimeError(
+        f"NaN or infinity in {len(broken)} parameters after optimizer step {module.global_step + 1}: "
+        f"{first_names(broken)}. {cause} ({'; '.join(options)}; trainer.gradient_clip_val={trainer.gradient_clip_val}, "
+        f"trainer.precision={trainer.precision!r})."
+    )

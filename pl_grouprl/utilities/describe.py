@@ -1,29 +1,36 @@
-"""Describes a run's options as plain values, and compares them with another run's."""
+"""Describes a run's options as plain values, compares them with another run's, and copies data for a user's code."""
 
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import hashlib
 import inspect
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from types import CodeType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-# Copies data for code that may modify its arguments.
-
 T = TypeVar("T")
 
+PACKAGE = __name__.partition(".")[0]
+
 _ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
+
+_LONGEST = 200
+"""Characters; longer values are replaced by their digest."""
+
+_MOST_PARTS = 100
+"""Parts of one option; more are replaced by their digest."""
+
+_DEEPEST = 8
+"""Objects nested deeper than this are described by their class."""
 
 
 def field_values(instance: Any) -> dict[str, Any]:
@@ -32,19 +39,38 @@ def field_values(instance: Any) -> dict[str, Any]:
 
 
 def private_copy(value: T) -> T:
-    """Copy nested containers, but share the leaves.
+    """Copy nested containers, but share the leaves, for code that may modify its arguments.
 
     Lists, tuples, dictionaries, sets, byte arrays, NumPy arrays and dataclasses (prompts, rollouts, groups) are copied,
     including subclasses. Everything else, such as tensors and images, is shared, since copying it may cost more than
     the call itself.
     """
-    if type(value) in _ATOMS:
-        return value
+    return value if type(value) in _ATOMS else _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
     if isinstance(value, (list, tuple)):
-        return _copy_sequence(value)
+        if kind is list and _ATOMS.issuperset(map(type, value)):  # token ids, mostly
+            return value.copy()
+        items = [private_copy(item) for item in value]
+        if kind is list:
+            return items
+        if isinstance(value, list):
+            copied = copy.copy(value)
+            copied[:] = items
+            return copied
+        if hasattr(value, "_make"):
+            return value._make(items)
+        return tuple(items) if kind is tuple else value  # constructors of other tuple types are unknown
     if isinstance(value, (dict, MutableMapping)):  # an abstract class alone would take a microsecond
-        return _copy_mapping(value)
-    if isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy":
+        if kind is dict and _ATOMS.issuperset(map(type, value.values())):
+            return value.copy()
+        mapping: Any = {} if kind is dict else copy.copy(value)
+        for key, held in value.items():
+            mapping[key] = private_copy(held)
+        return mapping
+    if isinstance(value, (set, bytearray)) or kind.__module__ == "numpy":
         return copy.copy(value)
     if is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
         copied = copy.copy(value)
@@ -53,50 +79,7 @@ def private_copy(value: T) -> T:
     return value
 
 
-def _copy_sequence(value: Any) -> Any:
-    kind = type(value)
-    if kind is list and _ATOMS.issuperset(map(type, value)):  # token ids, mostly
-        return value.copy()
-    items = [private_copy(item) for item in value]
-    if kind is list:
-        return items
-    if isinstance(value, list):
-        copied = copy.copy(value)
-        copied[:] = items
-        return copied
-    if hasattr(value, "_make"):
-        return value._make(items)
-    return tuple(items) if kind is tuple else value  # constructors of other tuple types are unknown
-
-
-def _copy_mapping(value: Any) -> Any:
-    if type(value) is dict:
-        if _ATOMS.issuperset(map(type, value.values())):
-            return value.copy()
-        return {key: private_copy(held) for key, held in value.items()}
-    copied = copy.copy(value)
-    for key, held in value.items():
-        copied[key] = private_copy(held)
-    return copied
-
-
-# Describes any object, its class and arguments, as plain values that two processes can compare.
-
-_LONGEST = 200
-"""Characters; longer values are replaced by their digest."""
-
-_MOST_ITEMS = 100
-"""Items; longer lists and mappings are replaced by their digest."""
-
-_DEEPEST = 3
-"""Objects nested deeper than this are replaced by their digest."""
-
-
-class _Object(NamedTuple):
-    """A value's kind, and descriptions of its parts by name."""
-
-    itself: Any
-    parts: Mapping[Any, Any]
+# Descriptions: any object, its class and arguments, as plain values that two processes can compare.
 
 
 def describe(name: str, value: Any) -> dict[str, Any]:
@@ -111,7 +94,14 @@ def describe(name: str, value: Any) -> dict[str, Any]:
     Returns:
         Strings, numbers, None, and lists of them, by name.
     """
-    return _flatten(name, _tree(value, ()), 0)
+    try:
+        described = dict(_walk(name, value, ()))
+    except Exception:  # a user's attributes may raise anything
+        return {name: identity(type(value))}
+    if len(described) <= _MOST_PARTS:
+        return described
+    digest = hashlib.sha256(json.dumps(described, default=repr).encode()).hexdigest()
+    return {name: described[name], f"{name}.sha256": digest[:16]}
 
 
 def identity(value: Any) -> str:
@@ -121,11 +111,14 @@ def identity(value: Any) -> str:
 
 def is_plain(value: Any) -> bool:
     """Whether a value can be compared directly: a number, a string, None, or lists and sets of them."""
-    return not isinstance(_tree(value, ()), _Object)
+    value = plain(value)
+    return all(map(is_plain, value)) if isinstance(value, list) else type(value) in _ATOMS
 
 
 def plain(value: Any) -> Any:
     """Convert NumPy's numbers, enums, bytes, tuples and sets to numbers, strings and lists."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):
@@ -159,99 +152,60 @@ def array_facts(value: Any) -> list[Any] | None:
     return [str(value.dtype), list(value.shape), hashlib.sha256(data.tobytes()).hexdigest()]
 
 
-def _flatten(name: str, tree: Any, depth: int) -> dict[str, Any]:
-    if not isinstance(tree, _Object):
-        return {name: _short(tree)}
-    if tree.parts and depth == _DEEPEST:
-        return {name: tree.itself, f"{name}.sha256": _digest(tree.parts)}
-    described = {name: tree.itself}
-    for part, subtree in tree.parts.items():
-        described |= _flatten(f"{name}.{part}", subtree, depth + 1)
-    return described
-
-
-def _tree(value: Any, above: tuple[int, ...]) -> Any:
-    """A plain value, or an `_Object`; `above` are the ids of the objects that this one is part of."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to print much longer ones in decimal
-        return hex(value)
-    if value is None or isinstance(value, bool | int | float | str | bytes | Enum):
-        return plain(value)
-    if id(value) in above:
-        return _Object(identity(type(value)), {})
-    try:
-        return _tree_of_object(value, (*above, id(value)))
-    except Exception:  # a user's attributes may raise anything
-        return _Object(identity(type(value)), {})
-
-
-def _tree_of_object(value: Any, above: tuple[int, ...]) -> Any:
-    if isinstance(value, list | tuple | set | frozenset):
-        return _tree_of_items(value, above)
-    if isinstance(value, Mapping):
-        return _tree_of_parts(sorted(map(str, value)), value, above)
-    if isinstance(value, functools.partial):
-        parts = {"function": value.func, "args": list(value.args), **value.keywords}
-        return _tree_of_parts("functools.partial", parts, above)
-    if inspect.isclass(value) or inspect.isroutine(value):
-        return _tree_of_parts(identity(value), _function_parts(value), above)
-    if (array := array_facts(value)) is not None:
-        return _tree(array, above)
-    if isinstance(value, re.Pattern) and len(value.pattern) >= _LONGEST:  # its repr is cut
-        return _tree([value.pattern, value.flags], above)
-    run_options = getattr(type(value), "run_options", None)
-    parts = run_options(value) if callable(run_options) else _arguments(value)
-    if not parts and " at 0x" not in repr(value):  # a dtype, a path, a range
-        return repr(value)
-    return _tree_of_parts(identity(type(value)), parts, above)
-
-
-def _tree_of_items(value: Any, above: tuple[int, ...]) -> Any:
-    trees = [_tree(item, above) for item in value]
-    if isinstance(value, set | frozenset):
-        trees.sort(key=repr)
-    if not any(isinstance(tree, _Object) for tree in trees):
-        return trees
-    return _limited(len(trees), dict(enumerate(trees)))
-
-
-def _tree_of_parts(itself: Any, parts: Mapping[Any, Any], above: tuple[int, ...]) -> _Object:
-    return _limited(itself, {str(ordered(name)): _tree(part, above) for name, part in parts.items()})
-
-
-def _limited(itself: Any, parts: Mapping[Any, Any]) -> _Object:
-    if len(parts) <= _MOST_ITEMS:
-        return _Object(_short(itself), parts)
-    return _Object(_short(itself), {"sha256": _digest(parts)})
-
-
-def _function_parts(function: Any) -> dict[str, Any]:
-    """What distinguishes functions with the same name: a method's object, defaults, closure, and a lambda's code."""
-    owner = getattr(function, "__self__", None)
-    parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return parts
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    parts |= {"defaults": defaults} if defaults else {}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        parts[name] = cell.cell_contents
-    if "<" in function.__qualname__:  # a lambda, or made by another function
-        parts["code"] = hashlib.sha256(_code(code).encode()).hexdigest()
-    return parts
-
-
-def _code(code: CodeType) -> str:
-    constants = [_code(item) if isinstance(item, CodeType) else repr(ordered(item)) for item in code.co_consts]
-    return repr((code.co_code.hex(), code.co_names, constants))
-
-
 def ordered(constant: Any) -> Any:
     """A constant with the items of its sets in an order that is the same in every process."""
     if isinstance(constant, frozenset):
         return sorted(map(ordered, constant), key=repr)
     return tuple(map(ordered, constant)) if isinstance(constant, tuple) else constant
+
+
+def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield a value's description and those of its parts; `above` are the ids of the objects that it is part of."""
+    if id(value) in above or len(above) == _DEEPEST:
+        yield name, identity(type(value))
+        return
+    parts: Mapping[Any, Any] = {}
+    itself = value
+    if not isinstance(value, list | tuple | set | frozenset) or not is_plain(value):
+        itself, parts = _parts(value)
+    itself = plain(itself)
+    text = repr(itself)
+    if len(text) > _LONGEST:
+        itself = f"{text[:40]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    yield name, itself
+    for part, held in parts.items():
+        yield from _walk(f"{name}.{ordered(part)}", held, (*above, id(value)))
+
+
+def _parts(value: Any) -> tuple[Any, Mapping[Any, Any]]:
+    """What a value is, and what it is made of, by name."""
+    if type(plain(value)) in _ATOMS:
+        return value, {}
+    if isinstance(value, list | tuple | set | frozenset):
+        return len(value), dict(enumerate(value if isinstance(value, list | tuple) else sorted(value, key=repr)))
+    if isinstance(value, Mapping):
+        return sorted(map(str, value)), value
+    if isinstance(value, functools.partial):
+        return "functools.partial", {"function": value.func, "args": list(value.args), **value.keywords}
+    if inspect.isclass(value) or inspect.isroutine(value):
+        owner = getattr(value, "__self__", None)
+        parts = {} if owner is None or inspect.isclass(owner) or inspect.ismodule(owner) else {"of": owner}
+        function: Any = value
+        if hasattr(function, "__code__"):  # functions of one name that another function made differ in their closures
+            defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+            parts |= {"defaults": defaults} if defaults else {}
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            parts |= {name: cell.cell_contents for name, cell in cells}
+        return identity(value), parts
+    if (facts := array_facts(value)) is not None:
+        return type(value).__name__, dict(enumerate(facts))
+    if isinstance(value, re.Pattern):
+        return value.pattern, {"flags": value.flags}
+    run_options = getattr(type(value), "run_options", None)
+    parts = run_options(value) if callable(run_options) else _arguments(value)
+    if not parts and " at 0x" not in repr(value):  # a dtype, a path, a range
+        return repr(value), {}
+    return identity(type(value)), parts
 
 
 def _arguments(value: Any) -> dict[str, Any]:
@@ -273,22 +227,16 @@ def _arguments(value: Any) -> dict[str, Any]:
     return found
 
 
-def _digest(parts: Mapping[Any, Any]) -> str:
-    text = json.dumps({str(name): part for name, part in parts.items()}, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _short(value: Any) -> Any:
-    text = repr(value)
-    if len(text) <= _LONGEST:
-        return value
-    return f"{text[:40]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
-
-
-# Records a run's options as plain values by name, and compares them with another run's.
+# Comparisons: a run's options with those that a checkpoint or its manifest records.
 
 Changes = dict[str, tuple[Any, Any]]
 """Value then and now, by option name."""
+
+
+def options_of(module: Any) -> dict[str, Any]:
+    """The options that distinguish configurations; of a module without `run_options`, its class alone."""
+    run_options = getattr(module, "run_options", None)
+    return {"model": type(module).__name__} | ({} if run_options is None else run_options())
 
 
 def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
@@ -298,58 +246,13 @@ def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
-    """Options of a module that differ from those in a checkpoint or its manifest.
-
-    Args:
-        saved: The checkpoint or manifest. Its `run_options` are compared; older versions wrote `options`, with only
-            those that rollouts depend on.
-        module: Any LightningModule; one without `run_options` and `rollout_options` has none.
-    """
-    if "run_options" in saved:
-        return changed_options(saved["run_options"], options_of(module))
-    return changed_options(saved.get("options", {}), {"model": type(module).__name__} | _rollout_options(module))
-
-
-def options_of(module: Any) -> dict[str, Any]:
-    """The options that distinguish configurations."""
-    run_options = getattr(module, "run_options", None)
-    return {"model": type(module).__name__} | (_rollout_options(module) if run_options is None else run_options())
-
-
-def _rollout_options(module: Any) -> dict[str, Any]:
-    options: dict[str, Any] = getattr(module, "rollout_options", dict)()
-    return options
+    """Options of a module that differ from the `run_options` of a checkpoint or its manifest."""
+    return changed_options(saved.get("run_options", {}), options_of(module))
 
 
 def is_allowed(name: str, allowed: Iterable[str]) -> bool:
     """Whether an option or a prefix of its name is listed: `sampling` allows every option of `sampling` to change."""
     return any(re.match(rf"{re.escape(prefix)}(?![\w])", name) for prefix in allowed)
-
-
-def check_allowed(allowed: Sequence[str], known: Iterable[str], free: Iterable[str]) -> None:
-    """Refuse a name in `allow_changed` that no option has.
-
-    Args:
-        allowed: Names of options, or dotted prefixes of names.
-        known: The options that must not change otherwise.
-        free: The options that may always change.
-
-    Raises:
-        ValueError: Suggests the nearest name.
-    """
-    known = list(known)
-    prefixes = sorted({".".join(name.split(".")[:end]) for name in known for end in range(1, name.count(".") + 2)})
-    for prefix in allowed:
-        if any(is_allowed(name, [prefix]) for name in known):
-            continue
-        if prefix in free:
-            raise ValueError(f"allow_changed has {prefix!r}, which may always change; leave it out.")
-        nearest = difflib.get_close_matches(prefix, prefixes, n=1, cutoff=0.0)
-        raise ValueError(
-            f"allow_changed has {prefix!r}, and no option of this run begins with it"
-            f"{f'; did you mean {nearest[0]!r}?' if nearest else ''}. Use the names in error messages, or their first "
-            "parts up to a dot, such as 'sampling' or 'sampling.temperature'."
-        )
 
 
 def refused_changes(changes: Changes, allowed: Sequence[str]) -> list[str]:
@@ -365,40 +268,6 @@ def remedy(changes: Changes, allowed: Sequence[str]) -> str:
     return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
 
 
-def recorded(initialize: Callable[..., None], note: Callable[[Any, Mapping[str, Any]], None]) -> Callable[..., None]:
-    """Make a constructor pass its arguments, defaults included, to a function before it runs.
-
-    Args:
-        initialize: The constructor.
-        note: Takes the object and some of its arguments by name. If one constructor calls another, the inner one's
-            value of an option comes last.
-    """
-    signature = inspect.signature(initialize)
-
-    @functools.wraps(initialize)
-    def initialize_recorded(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-        except TypeError:
-            initialize(self, *args, **kwargs)  # raises the proper error
-            raise
-        bound.apply_defaults()
-        for parameter in list(signature.parameters.values())[1:]:
-            value = bound.arguments[parameter.name]
-            if parameter.kind is parameter.VAR_KEYWORD:
-                note(self, value)
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                note(self, {parameter.name: value})
-        initialize(self, *args, **kwargs)
-
-    return initialize_recorded
-
-
-# Records which module class wrote a checkpoint, and refuses checkpoints of other algorithms.
-
-PACKAGE = __name__.partition(".")[0]
-
-
 def lineage(module: Any) -> list[str]:
     """Names of a module's class and its bases, up to and including the algorithm of this package.
 
@@ -409,36 +278,3 @@ def lineage(module: Any) -> list[str]:
         if cls.__module__.partition(".")[0] == PACKAGE:
             return [derived.__name__ for derived in classes[: place + 1]]
     return [type(module).__name__]
-
-
-def compare_lineage(module: Any, then: Sequence[str] | None, what: str) -> None:
-    """Refuse a checkpoint of another algorithm; a subclass counts as its algorithm.
-
-    Args:
-        module: The module to load the checkpoint into.
-        then: The checkpoint's recorded `lineage`, or None.
-        what: The checkpoint's name in the error.
-
-    Raises:
-        ValueError: Names both classes.
-    """
-    if then and then[-1] != lineage(module)[-1]:
-        raise ValueError(
-            f"{what} was written by {_title(then)}, and the module is {_title(lineage(module))}; a checkpoint belongs "
-            f"to the algorithm that wrote it. Load it with {then[-1]}, or start from the policy that its run exported "
-            "(ExportPolicy): pass that folder as the policy."
-        )
-
-
-def describe_misfit(module: Any, then: Sequence[str] | None, reason: str) -> str:
-    """Error text for a checkpoint whose weights do not fit a module: what wrote it, and torch's reason."""
-    writer = _title(then) if then else f"a module that is not one of {PACKAGE}'s, or an older version"
-    return (
-        f"the weights of the checkpoint do not fit. It was written by {writer}, and the module is "
-        f"{_title(lineage(module))} with other models: pass the policy, critic and adapter that it was trained with. "
-        f"{reason}"
-    )
-
-
-def _title(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} ({names[-1]})"

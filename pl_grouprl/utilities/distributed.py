@@ -40,34 +40,31 @@ def gather_plain(value: Any, device: torch.device | str = "cpu", group: Any = No
         value: Numbers, strings, tensors, and lists and dictionaries of them. Loaded with `weights_only=True`, so
             nothing that a rank sends is executed.
         device: Device for communication; the rank's GPU under NCCL.
-        group: The process group; None is all ranks.
+        group: The process group; all ranks if None.
     """
     if num_ranks() == 1:
         return [value]
     stream = io.BytesIO()
     torch.save(value, stream)
-    return [
-        torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
-        for received in _gather_bytes(stream.getvalue(), device, group)
-    ]
+    own, most = stream.getvalue(), _FIRST_BYTES
 
+    def gather(part: bytes, length: int) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(part.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+        received = [torch.empty_like(sent) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(received, sent, group=group)
+        return [each.cpu().numpy().tobytes() for each in received]
 
-def _gather_bytes(own: bytes, device: torch.device | str, group: Any) -> list[bytes]:
-    """Gather bytes from every rank: their number along with the first ones, and the others only if there are any."""
-    first = _gather_padded(len(own).to_bytes(8, "little") + own[:_FIRST_BYTES], 8 + _FIRST_BYTES, device, group)
+    # The number of bytes along with the first ones, and the others only if there are any.
+    first = gather(len(own).to_bytes(8, "little") + own[:most], 8 + most)
     lengths = [int.from_bytes(received[:8], "little") for received in first]
-    received = [received[8:] for received in first]
-    if max(lengths) > _FIRST_BYTES:
-        others = _gather_padded(own[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES, device, group)
-        received = [start + rest for start, rest in zip(received, others, strict=True)]
-    return [whole[:length] for whole, length in zip(received, lengths, strict=True)]
-
-
-def _gather_padded(own: bytes, length: int, device: torch.device | str, group: Any) -> list[bytes]:
-    sent = torch.frombuffer(bytearray(own.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    received = [torch.empty_like(sent) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(received, sent, group=group)
-    return [each.cpu().numpy().tobytes() for each in received]
+    whole = [received[8:] for received in first]
+    if max(lengths) > most:
+        others = gather(own[most:], max(lengths) - most)
+        whole = [start + rest for start, rest in zip(whole, others, strict=True)]
+    return [
+        torch.load(io.BytesIO(received[:length]), map_location="cpu", weights_only=True)
+        for received, length in zip(whole, lengths, strict=True)
+    ]
 
 
 def reduce_over_ranks(

@@ -1,4 +1,4 @@
-"""Two ranks of which the last one's reward file has another text when the run is resumed; what each rank ends with.
+"""Two ranks of which the last one's reward file has another text when the run is resumed; what rank 0 is told.
 
 python tests/algorithms/other_reward_ranks.py FOLDER
 """
@@ -6,6 +6,7 @@ python tests/algorithms/other_reward_ranks.py FOLDER
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
@@ -16,17 +17,17 @@ from pl_grouprl.rewards import FunctionFromFile
 
 
 def train(rank: int, folder: Path, text: str, checkpoint: Path | None = None) -> None:
-    """One rank with a copy of the file of its own, as on another machine; writes the error that it ends with."""
+    """One rank with a copy of the file of its own, as on another machine; writes its warnings."""
     file = folder / f"rank-{rank}" / "reward.py"
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"def score(completions, **columns):\n    return [{text} for text in completions]\n")
     callbacks = [] if checkpoint else [checkpointing(folder)]
     trainer = make_trainer(folder, "ddp", callbacks, max_steps=4, enable_checkpointing=not checkpoint)
-    try:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         module = make_module("grpo", FunctionFromFile(str(file), "score"))
         trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
-    except ValueError as error:
-        (folder / f"error-{rank}.txt").write_text(str(error))
+    (folder / f"warnings-{rank}.txt").write_text("\n".join(str(warning.message) for warning in told))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""A run that is resumed under another objective is refused with the option's name, or allowed by it and logged."""
+"""A run that is resumed with other options names them in one table, or is refused where continuing would be wrong."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+import warnings
 from enum import Enum
 from pathlib import Path
 
@@ -84,66 +85,64 @@ def reward_file(tmp_path, folder, text):
 
 ADVANTAGE = {"advantage_estimator": "grpo_passk", "scale_rewards": "group"}
 CHANGES = {
-    "another function": ({"rewards": share_of_letters}, {"rewards": share_of_digits}, r"rewards is \['share_of_digits"),
-    "one more function": ({}, {"rewards": [share_of_letters, share_of_digits]}, r"rewards is \['share_of_letters', "),
+    "another function": ({"rewards": share_of_letters}, {"rewards": share_of_digits}, "rewards", "['share_of_digits']"),
+    "one more function": ({}, {"rewards": [share_of_letters, share_of_digits]}, "rewards", "'share_of_digits']"),
     "the function under its name": (
         {"rewards": Weighted(share_of_letters, name="score")},
         {"rewards": Weighted(share_of_digits, name="score")},
-        r"rewards.score is '.*share_of_digits' \(was '.*share_of_letters'\)",
+        "rewards.score",
+        "share_of_digits'",
     ),
     "weight": (
         {"rewards": Weighted(share_of_letters)},
         {"rewards": Weighted(share_of_letters, 2.0)},
-        r"rewards.share_of_letters.weight is 2.0 \(was 1.0\)",
+        "rewards.share_of_letters.weight",
+        "2.0",
     ),
-    "argument under another name": (
-        {"rewards": Near(3)},
-        {"rewards": Near(4)},
-        r"rewards.Near.wanted is 4 \(was 3\)",
-    ),
-    "argument": ({"rewards": Near(3)}, {"rewards": Near(3, 2.0)}, r"rewards.Near.scale is 2.0 \(was 1.0\)"),
-    "beta": ({"beta": 0.1}, {"beta": 0.2}, r"beta is 0.2 \(was 0.1\)"),
-    "kl_target": (KL, KL | {"kl_target": 0.02}, r"kl_target is 0.02 \(was 0.01\)"),
-    "kl_type": ({"beta": 0.1}, {"beta": 0.1, "kl_type": "k2"}, r"kl_type is 'k2' \(was 'k3'\)"),
-    "loss_type": ({}, {"loss_type": "cispo"}, r"loss_type is 'cispo' \(was 'dapo'\)"),
-    "epsilon_high": ({}, {"epsilon_high": 0.28}, r"epsilon_high is 0.28 \(was None\)"),
+    "argument under another name": ({"rewards": Near(3)}, {"rewards": Near(4)}, "rewards.Near.wanted", "4"),
+    "argument": ({"rewards": Near(3)}, {"rewards": Near(3, 2.0)}, "rewards.Near.scale", "2.0"),
+    "beta": ({"beta": 0.1}, {"beta": 0.2}, "beta", "0.2"),
+    "kl_target": (KL, KL | {"kl_target": 0.02}, "kl_target", "0.02"),
+    "kl_type": ({"beta": 0.1}, {"beta": 0.1, "kl_type": "k2"}, "kl_type", "'k2'"),
+    "loss_type": ({}, {"loss_type": "cispo"}, "loss_type", "'cispo'"),
+    "epsilon_high": ({}, {"epsilon_high": 0.28}, "epsilon_high", "0.28"),
     "policy_loss_options": (
         {"policy_loss": "clip_cov"},
         {"policy_loss": "clip_cov", "policy_loss_options": {"clip_cov_lb": 2.0}},
-        "policy_loss_options is",
+        "policy_loss_options",
+        "['clip_cov_lb']",
     ),
-    "advantage_estimator": ({}, ADVANTAGE, r"advantage_estimator is 'grpo_passk' \(was 'grpo'\)"),
-    "entropy_coef": ({}, {"entropy_coef": 0.1}, r"entropy_coef is 0.1 \(was 0.0\)"),
-    "top_p": (
-        {},
-        {"sampling": SamplingConfig(max_new_tokens=5, top_p=0.9)},
-        r"sampling.top_p is 0.9 \(was 1.0\)",
-    ),
+    "advantage_estimator": ({}, ADVANTAGE, "advantage_estimator", "'grpo_passk'"),
+    "entropy_coef": ({}, {"entropy_coef": 0.1}, "entropy_coef", "0.1"),
+    "top_p": ({}, {"sampling": SamplingConfig(max_new_tokens=5, top_p=0.9)}, "sampling.top_p", "0.9"),
     "clipping": (
         {"trainer": {"gradient_clip_val": 1.0}},
         {"trainer": {"gradient_clip_val": 0.5}},
-        r"trainer.gradient_clip_val is 0.5 \(was 1.0\)",
+        "trainer.gradient_clip_val",
+        "0.5",
     ),
     "clipping of a part": (
         {},
         {"optimizer": OptimizerConfig(1e-2, max_grad_norm=1.0)},
-        r"optimizer.max_grad_norm is 1.0 \(was None\)",
+        "optimizer.max_grad_norm",
+        "1.0",
     ),
-    "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches is 2"),
-    "gamma": ({"cls": PPO}, {"cls": PPO, "gamma": 0.9}, r"gamma is 0.9 \(was 1.0\)"),
-    "vf_coef": ({"cls": PPO}, {"cls": PPO, "vf_coef": 0.5}, r"vf_coef is 0.5 \(was 1.0\)"),
+    "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches", "2"),
+    "gamma": ({"cls": PPO}, {"cls": PPO, "gamma": 0.9}, "gamma", "0.9"),
     "critic": (
         {"cls": PPO, "critic": SharedTrunkCritic()},
         {"cls": PPO, "critic": SharedTrunkCritic(detach=True)},
-        r"critic.detach is True \(was False\)",
+        "critic.detach",
+        "True",
     ),
     "target_compression": (
         {"cls": GroupPPO},
         {"cls": GroupPPO, "target_compression": 0.5},
-        r"target_compression is 0.5 \(was 0.75\)",
+        "target_compression",
+        "0.5",
     ),
-    "algorithm": ({"cls": GRPO}, {"cls": NewOption}, r"model is 'NewOption' \(was 'GRPO'\)"),
-    "option of a subclass": ({"cls": NewOption}, {"cls": NewOption, "level": 2}, r"level is 2 \(was 1\)"),
+    "algorithm": ({"cls": GRPO}, {"cls": NewOption}, "model", "'NewOption'"),
+    "option of a subclass": ({"cls": NewOption}, {"cls": NewOption, "level": 2}, "level", "2"),
 }
 
 
@@ -154,16 +153,18 @@ QUICK = [
 
 
 @pytest.mark.parametrize("change", sweep(CHANGES, QUICK))
-def test_a_resumed_run_with_another_objective_is_refused(saved, fit, change):
-    then, now, message = CHANGES[change]
-    with pytest.raises(ValueError, match=f"run with other options: .*{message}.* pass allow_changed="):
-        fit(checkpoint=saved(**then), **now)
+def test_a_resumed_run_warns_of_another_objective(saved, fit, change):
+    then, now, name, value = CHANGES[change]
+    checkpoint = saved(**then)
+    with pytest.warns(UserWarning, match=rf"other options [\s\S]*\n  {re.escape(name)} .*{re.escape(value)}"):
+        _, module = fit(checkpoint=checkpoint, **now)
+    assert module.global_step == (1 if change == "accumulation" else 2)
 
 
 def test_a_reward_file_is_known_by_its_text_not_its_path(saved, fit, tmp_path):
     checkpoint = saved(rewards=reward_file(tmp_path, "here", "len(text)"))
     fit(checkpoint=checkpoint, rewards=reward_file(tmp_path, "there", "len(text)"))
-    with pytest.raises(ValueError, match=r"rewards.score.sha256 is '[0-9a-f]{64}' \(was"):
+    with pytest.warns(UserWarning, match=r"rewards.score.sha256 +'[0-9a-f]{64}'"):
         fit(checkpoint=checkpoint, rewards=reward_file(tmp_path, "here", "-len(text)"))
 
 
@@ -174,16 +175,18 @@ def test_the_text_is_that_which_was_run(saved, fit, tmp_path, make_module):
     assert then.run_options() == before
 
 
-def test_other_rows_are_refused_unless_allowed(saved, fit):
+def test_other_rows_are_warned_of_unless_allowed(saved, fit):
     def rows(seed=0, **options):
         task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=12, val_size=4, seed=seed)
         return PromptDataModule(task, batch_size=4, **options)
 
     checkpoint = saved(data=rows())
     fit(checkpoint=checkpoint, data=rows())
-    with pytest.raises(ValueError, match=r"data.train is '\w+' \(was '\w+'\)"):
+    with pytest.warns(UserWarning, match=r"data.train +'\w+' +'\w+'"):
         fit(checkpoint=checkpoint, data=rows(seed=1))
-    fit(checkpoint=checkpoint, data=rows(seed=1), allow_changed=["data"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The run continues")
+        fit(checkpoint=checkpoint, data=rows(seed=1), allow_changed=["data"])
     fit(checkpoint=checkpoint, data=rows(max_prompt_length=500))
 
 
@@ -215,19 +218,19 @@ def test_an_allowed_change_is_logged_once_with_both_values(saved, fit, caplog):
     checkpoint = saved(beta=0.1)
     _, module = fit(checkpoint=checkpoint, beta=0.2, entropy_coef=0.1, allow_changed=["beta", "entropy_coef"])
     assert module.beta == 0.2
-    told = [r.message for r in caplog.records if "from here on" in r.message]
-    assert sorted(told) == [
-        "allow_changed: beta is 0.2 from here on; the checkpoint was made with 0.1.",
-        "allow_changed: entropy_coef is 0.1 from here on; the checkpoint was made with 0.0.",
-    ]
+    (told,) = (record.message for record in caplog.records if "other options" in record.message)
+    rows = [line.split() for line in told.splitlines()[1:]]
+    assert rows == [["option", "checkpoint", "this", "run"], ["beta", "0.1", "0.2"], ["entropy_coef", "0.0", "0.1"]]
 
 
 def test_a_prefix_allows_all_its_options(saved, fit):
     sampling = SamplingConfig(max_new_tokens=4, temperature=0.7)
     checkpoint = saved()
-    with pytest.raises(ValueError, match=r"sampling.max_new_tokens is 4 .*allow_changed=\['sampling.temperature', "):
+    with pytest.warns(UserWarning, match="sampling.max_new_tokens"):
         fit(checkpoint=checkpoint, sampling=sampling, allow_changed=["sampling.temperature"])
-    fit(checkpoint=checkpoint, sampling=sampling, allow_changed=["sampling"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The run continues")
+        fit(checkpoint=checkpoint, sampling=sampling, allow_changed=["sampling"])
 
 
 def test_an_allowed_start_of_what_adapts_takes_effect(saved, fit):
@@ -240,29 +243,8 @@ def test_an_allowed_start_of_what_adapts_takes_effect(saved, fit):
 
 
 def test_the_learning_rate_stays_the_checkpoints(saved, fit):
-    message = r"whose state would override them: policy.learning_rate is 0.001 \(was 0.01\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"optimizer.learning_rate is 0.001 \(was 0.01\)"):
         fit(checkpoint=saved(), optimizer=OptimizerConfig(1e-3), allow_changed=["optimizer"])
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("betta", r"allow_changed has 'betta', and no option of this run begins with it; did you mean 'beta'\?"),
-        ("sampling.temprature", r"did you mean 'sampling.temperature'\?"),
-        ("bet", r"did you mean 'beta'\?"),
-        ("rewards.share_of_leters", r"did you mean 'rewards.share_of_letters'\?"),
-        ("reward_workers", "allow_changed has 'reward_workers', which may always change; leave it out"),
-    ],
-)
-def test_a_name_that_nothing_has_is_refused_at_setup(fit, name, message):
-    with pytest.raises(ValueError, match=message):
-        fit(allow_changed=[name])
-
-
-def test_a_string_is_refused(make_module):
-    with pytest.raises(TypeError, match=r"allow_changed is 'beta'; it must be a list"):
-        make_module(allow_changed="beta")
 
 
 def test_a_checkpoint_holds_plain_values(saved):
@@ -311,16 +293,6 @@ def test_values_of_every_kind_become_plain(tmp_path):
     assert "sha256" in described["table.two"]
 
 
-def test_an_older_checkpoint_still_loads(saved, fit):
-    path = saved()
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["pl_grouprl"]["run_options"]
-    torch.save(checkpoint, path)
-    fit(checkpoint=path, beta=0.0, entropy_coef=0.1)
-    with pytest.raises(ValueError, match=r"policy_loss is 'ppo\(epsilon=0.3.* pass allow_changed="):
-        fit(checkpoint=path, epsilon=0.3)
-
-
 def test_a_folder_with_checkpoints_of_another_objective_is_refused(fit, tmp_path):
     def callbacks():
         return {"callbacks": [SafeCheckpoint(dirpath=tmp_path / "run", every_n_train_steps=1)]}
@@ -339,11 +311,9 @@ def test_a_validation_compares_nothing(saved, make_module, make_data, make_train
     make_trainer().validate(module, make_data(val=True), ckpt_path=checkpoint, weights_only=True)
 
 
-def test_all_ranks_refuse_what_differs_on_one(tmp_path):
-    script = Path(__file__).with_name("other_reward_ranks.py")
-    run_script(script, tmp_path)
-    for rank in range(2):
-        assert "rewards.score.sha256 is '" in (tmp_path / f"error-{rank}.txt").read_text()
+def test_what_differs_on_another_rank_is_told(tmp_path):
+    run_script(Path(__file__).with_name("other_reward_ranks.py"), tmp_path)
+    assert "rewards.score.sha256" in (tmp_path / "warnings-0.txt").read_text()
 
 
 def weighted(weight):
@@ -377,23 +347,10 @@ class Proxy:
 def test_functions_of_one_name_are_told_apart():
     assert describe("r", weighted(1.0)) != describe("r", weighted(-1.0))
     assert describe("r", weighted(1.0)) == describe("r", weighted(1.0))
-    one, other = (lambda completions: [0.0], lambda completions: [1.0])
-    assert describe("r", one)["r.code"] != describe("r", other)["r.code"]
 
 
-def with_set(values):
-    """A function with a set literal whose items are in the order in which they came; it differs between processes."""
-    code = (lambda text: text in {0, 8}).__code__
-    constants = tuple(frozenset(values) if isinstance(item, frozenset) else item for item in code.co_consts)
-    function = lambda text: None  # noqa: E731
-    function.__code__ = code.replace(co_consts=(*constants, ("a", frozenset(values))))
-    return function
-
-
-def test_the_order_of_a_set_is_no_property_of_a_function():
+def test_the_order_of_a_set_is_no_property_of_an_option():
     assert repr(frozenset([0, 8])) != repr(frozenset([8, 0]))
-    one, same, other = (describe("r", with_set(values)) for values in ([0, 8], [8, 0], [0, 9]))
-    assert one == same != other
     for hold in (set, lambda values: {frozenset(values), frozenset({1})}):
         assert describe("r", hold([0, 8])) == describe("r", hold([8, 0]))
 
@@ -432,7 +389,7 @@ def test_large_arguments_are_digests(record_property):
     assert len(json.dumps(described)) < 1000
     table["7"]["answer"] = 8
     changed = describe("r", functools.partial(share_of_letters, table=table, numbers=list(range(100_000))))
-    assert changed["r.table.sha256"] != described["r.table.sha256"]
+    assert changed["r.sha256"] != described["r.sha256"]
     record_property("figure", f"a table of 20,000 entries: {len(json.dumps(described))} bytes in the checkpoint")
 
 
@@ -443,20 +400,3 @@ def test_what_cannot_be_read_is_described_by_its_class():
     for value in (Proxy(), cyclic, huge, {"self": Proxy()}):
         assert json.dumps(describe("r", value))
     assert describe("r", Proxy()) == {"r": f"{__name__}.Proxy"}
-
-
-def test_a_learning_rate_is_refused_with_a_remedy_that_works(saved, fit):
-    path = saved()
-    with pytest.raises(ValueError, match=r"whose state would override them: policy.learning_rate") as refusal:
-        fit(checkpoint=path, optimizer=OptimizerConfig(learning_rate=0.5))
-    assert "allow_changed" not in str(refusal.value)
-    with pytest.raises(ValueError, match="no option of this run begins with it"):
-        fit(checkpoint=path, allow_changed=["optimizer.learning_rate"])
-
-
-def test_overrides_that_would_never_be_called_are_refused():
-    with pytest.raises(TypeError, match=r"Mine\.estimate_advantages would never be called; override compute_targets"):
-
-        class Mine(GRPO):
-            def estimate_advantages(self, buffer, scores):
-                pass

@@ -23,8 +23,9 @@ def test_the_parts_of_a_copy_belong_to_the_copy(make_module, make_data, make_tra
     module = make_module(cls)
     copied = copy.deepcopy(module)
     assert copied.rewarder._run is copied.sampler._run is copied.scorer._run is copied.collector._run is copied
-    assert copied.updater._compute_loss.args[0] is copied
-    assert copied.collector._sampler is copied.sampler
+    assert copied.sampler._episodes.__self__ is copied.episodes
+    assert copied.micro_batcher._choose_max_tokens.__self__ is copied.device_choices
+    assert copied.device_choices._module is copied
     make_trainer(max_steps=1).fit(copied, make_data())
     assert copied.last_rollouts is not None
     assert module.policy is None

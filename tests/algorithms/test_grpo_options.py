@@ -21,7 +21,7 @@ from pl_grouprl.types import SamplingConfig
         ({"loss_type": "dpo"}, "loss_type is 'dpo'; it must be one of grpo, dr_grpo"),
         ({"policy_loss": "dpo"}, "policy_loss is 'dpo'"),
         ({"loss_agg_mode": "mean"}, "loss_agg_mode is 'mean'; it must be one of token-mean"),
-        ({"scale_rewards": "all"}, "scale_rewards is 'all'"),
+        ({"scale_rewards": "all"}, "scale"),
         ({"scale_rewards": "group", "advantage_estimator": "rloo"}, "does not use scale"),
         ({"advantage_estimator": "gae"}, "advantage_estimator is 'gae'"),
         ({"kl_type": "k9"}, "kl_type is 'k9'"),
@@ -55,7 +55,7 @@ def test_presets_and_single_options(make_module):
     [
         ({"learning_rate": -1.0}, "OptimizerConfig.learning_rate is -1.0"),
         ({"warmup_steps": -1}, "OptimizerConfig.warmup_steps is -1"),
-        ({"schedule": "sqrt"}, "OptimizerConfig.schedule is 'sqrt'; it must be 'constant', 'linear' or 'cosine'"),
+        ({"schedule": "sqrt"}, "OptimizerConfig.schedule is 'sqrt'"),
         ({"final_fraction": 2.0}, "OptimizerConfig.final_fraction is 2.0"),
         ({"final_fraction": 0.1}, "final_fraction is 0.1 with schedule 'constant', which never falls"),
     ],

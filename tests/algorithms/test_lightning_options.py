@@ -9,14 +9,8 @@ import pytest
 import torch
 from helpers.sweeps import sweep
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    OnExceptionCheckpoint,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.tuner import Tuner
 
 from pl_grouprl.algorithms import GRPO, PPO
 from pl_grouprl.callbacks import SafeCheckpoint
@@ -97,19 +91,6 @@ def test_a_run_with_a_schedule_of_accumulation_resumes_exactly(make_module, make
         resumed_steps, resumed = fit(tmp_path / f"step={step}.ckpt")
         assert resumed_steps == steps
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-
-
-@pytest.mark.parametrize("finder", [BatchSizeFinder, LearningRateFinder])
-def test_finders_are_refused(make_module, make_trainer, make_data, finder):
-    with pytest.raises(ValueError, match=f"callbacks has a {finder.__name__}, .*; leave it out"):
-        make_trainer(callbacks=[finder()], enable_checkpointing=False).fit(make_module(), make_data())
-
-
-def test_the_tuner_is_refused(make_module, make_trainer, make_data):
-    with pytest.raises(ValueError, match="callbacks has a LearningRateFinder, which compares losses"):
-        Tuner(make_trainer()).lr_find(make_module(), datamodule=make_data())
-    with pytest.raises(ValueError, match="callbacks has a BatchSizeFinder, but batch_size decides"):
-        Tuner(make_trainer()).scale_batch_size(make_module(), datamodule=make_data(val=True), method="validate")
 
 
 def test_an_asynchronous_plugin_is_refused_by_the_callback_that_verifies(make_module, make_trainer, make_data):

@@ -165,19 +165,12 @@ def test_an_output_head_is_left_to_adamw(tiny_policy):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"optim": "torch.optim.Adamw"}, r"optim is 'torch.optim.Adamw'; it must be the path .*no attribute 'Adamw'"),
-        ({"optim": "SGD"}, "optim is 'SGD'; it must be the path of an optimizer's class"),
-        ({"optim": "torch.nn.Linear"}, "it is no torch.optim.Optimizer"),
-        ({"optim": "no_such_package.Lion"}, "No module named 'no_such_package'"),
-        (
-            {"optim": "torch.optim.SGD", "optim_args": {"momentun": 1}},
-            "'momentun', .* these are: dampening, .* momentum",
-        ),
-        ({"optim": "torch.optim.SGD", "optim_args": {"lr": 1}}, "optim_args has 'lr', which is no further option"),
-        ({"optim_args": {"betas": (0.9, 0.9)}}, "optim_args has 'betas', which is no further option"),
-        ({"optim": "torch.optim.SGD", "betas": (0.9, 0.9)}, "betas is .*, of torch.optim.AdamW; leave it at"),
-        ({"optim": "torch.optim.Rprop", "weight_decay": 0.1}, "weight_decay is 0.1, which torch.optim.Rprop does not"),
-        ({"optim": "torch.optim.Muon", "state_bits": 8}, "state_bits is 8, which is bitsandbytes' AdamW"),
+        ({"optim": "torch.optim.SGD", "optim_args": {"momentun": 1}}, "optim_args has 'momentun'"),
+        ({"optim": "torch.optim.SGD", "optim_args": {"lr": 1}}, "optim_args has 'lr'"),
+        ({"optim_args": {"betas": (0.9, 0.9)}}, "optim_args has 'betas'"),
+        ({"optim": "torch.optim.SGD", "betas": (0.9, 0.9)}, "betas is"),
+        ({"optim": "torch.optim.Rprop", "weight_decay": 0.1}, "weight_decay is"),
+        ({"optim": "torch.optim.Muon", "state_bits": 8}, "state_bits is 8"),
     ],
 )
 def test_optimizers_that_are_refused(options, error):
@@ -213,7 +206,7 @@ def test_a_resumed_run_is_exact(config, make_module, make_data, make_trainer, tm
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
     for number, own in states.items():
         assert all(torch.equal(value, again[number][name]) for name, value in own.items())
-    with pytest.raises(ValueError, match=r"policy\.optim is 'torch\.optim\.AdamW' \(was 'torch.optim"):
+    with pytest.raises(ValueError, match=r"optimizer\.optim is 'torch\.optim\.AdamW' \(was 'torch.optim"):
         make_trainer(max_steps=4).fit(
             make_module(PPO, num_mini_batches=2, optimizer=OptimizerConfig(1e-2), allow_changed=["optimizer"]),
             make_data(train_size=8),

@@ -1,14 +1,12 @@
-"""What overridden methods return: class and method, what was found and what was expected are in the error."""
+"""What overridden methods return and raise: the error names class and method."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
-from pl_grouprl.algorithms import GRPO, PPO, Estimate, LossSums
+from pl_grouprl.algorithms import GRPO, PPO, Estimate
 
 
 def grpo(**methods):
@@ -19,10 +17,6 @@ def advantages(value):
     return grpo(compute_advantages=lambda self, groups: value(sum(len(group.rollouts) for group in groups)))
 
 
-def loss(change):
-    return grpo(compute_loss=lambda self, batch: change(GRPO.compute_loss(self, batch)))
-
-
 def estimate(change):
     def own(self, rows, buffer, scores):
         return change(PPO.estimate(self, rows, buffer, scores))
@@ -31,65 +25,32 @@ def estimate(change):
 
 
 RESULTS = {
-    "a list": (
-        advantages(lambda n: [0.0] * n),
-        "Mine.compute_advantages returned a list; expected a tensor of shape [16]",
-    ),
-    "per token": (
-        advantages(lambda n: torch.zeros(40)),
-        "returned shape [40]; expected a tensor of shape [16], one number",
-    ),
-    "two axes": (advantages(lambda n: torch.zeros(n, 1)), "Mine.compute_advantages returned shape [16, 1]; expected"),
-    "nan": (advantages(lambda n: torch.full((n,), torch.nan)), "Mine.compute_advantages returned 16 of 16 values that"),
-    "bool": (advantages(lambda n: torch.ones(n).bool()), "Mine.compute_advantages returned torch.bool; expected"),
-    "none": (advantages(lambda n: None), "Mine.compute_advantages returned a NoneType; expected"),
-    "a tensor for terms": (
-        loss(lambda own: own.losses["policy"][0]),
-        "Mine.compute_loss returned a Tensor; expected LossSums",
-    ),
-    "no pair": (
-        loss(lambda own: LossSums({"policy": own.losses["policy"][0]}, {})),
-        "Mine.compute_loss: losses['policy'] is a Tensor; expected a sum and its count",
-    ),
-    "no scalar": (
-        loss(lambda own: LossSums({"policy": (own.losses["policy"][0] * torch.ones(3), torch.ones(()))}, {})),
-        "Mine.compute_loss: the sum of losses['policy'] has shape [3]; expected a scalar tensor, shape []",
-    ),
-    "a number as count": (
-        loss(lambda own: LossSums({"policy": (own.losses["policy"][0], 3.0)}, {})),
-        "Mine.compute_loss: the count of losses['policy'] is a float; expected a scalar tensor",
-    ),
-    "no estimate": (estimate(lambda own: own.advantages), "Mine.estimate returned a Tensor; expected an Estimate"),
+    "a list": (advantages(lambda n: [0.0] * n), "compute_advantages"),
+    "per token": (advantages(lambda n: torch.zeros(40)), "compute_advantages"),
+    "two axes": (advantages(lambda n: torch.zeros(n, 1)), "compute_advantages"),
+    "nan": (advantages(lambda n: torch.full((n,), torch.nan)), "compute_advantages"),
+    "bool": (advantages(lambda n: torch.ones(n).bool()), "compute_advantages"),
+    "none": (advantages(lambda n: None), "compute_advantages"),
     "flat advantages": (
         estimate(lambda own: own._replace(advantages=own.advantages.flatten())),
-        "Mine.estimate: advantages returned shape [80]; expected a tensor of shape [16, 5], [rollouts,",
+        "estimate: advantages",
     ),
     "returns with nan": (
         estimate(lambda own: Estimate(own.advantages, own.returns * torch.nan, own.value_mask)),
-        "Mine.estimate: returns returned 80 of 80 values that are NaN or infinite",
+        "estimate: returns",
     ),
     "a mask of numbers": (
         estimate(lambda own: own._replace(value_mask=own.value_mask.float())),
-        "Mine.estimate: value_mask returned torch.float32; expected a tensor of shape [16, 5]",
+        "estimate: value_mask",
     ),
 }
 
 
 @pytest.mark.parametrize("case", RESULTS)
 def test_wrong_results_are_named(case, make_module, make_data, make_trainer):
-    cls, message = RESULTS[case]
+    cls, name = RESULTS[case]
     module = make_module(cls, sampling={"max_new_tokens": 5})
-    with pytest.raises((TypeError, ValueError)) as error:
-        make_trainer(max_steps=1).fit(module, datamodule=make_data())
-    assert message in str(error.value)
-
-
-def test_wrong_denominators_are_named(make_module, make_data, make_trainer):
-    cls = grpo(loss_denominators=lambda self, tokens, rollouts: {"policy": tokens["loss_mask"]})
-    module = make_module(cls, max_tokens_per_micro_batch=32)
-    with pytest.raises(
-        ValueError, match=r"Mine.loss_denominators: 'policy' has shape \[\d+\]; expected a scalar tensor"
-    ):
+    with pytest.raises((TypeError, ValueError), match=rf"Mine\.{name}"):
         make_trainer(max_steps=1).fit(module, datamodule=make_data())
 
 
@@ -100,27 +61,6 @@ def test_whole_numbers_with_gradient_are_taken(make_module, make_data, make_trai
     trainer = make_trainer(max_steps=1)
     trainer.fit(make_module(grpo(compute_advantages=compute_advantages)), datamodule=make_data())
     assert trainer.global_step == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches is 0; it must be a whole number, at least 1"),
-        (
-            {"val_check_interval": 0, "check_val_every_n_epoch": None},
-            "trainer.val_check_interval is 0; it must be larger",
-        ),
-        ({"check_val_every_n_epoch": 0}, "trainer.check_val_every_n_epoch is 0; it must be a whole number"),
-        ({"gradient_clip_val": -1.0}, "trainer.gradient_clip_val is -1.0; it must be 0"),
-        ({"limit_train_batches": 0}, "trainer.limit_train_batches is 0; it must be larger than 0"),
-        ({"max_steps": 0}, "trainer.max_steps is 0; it must be at least 1"),
-        ({"max_epochs": 0}, "trainer.max_epochs is 0; it must be at least 1"),
-    ],
-)
-def test_options_of_the_trainer(options, message, make_module, make_data, make_trainer):
-    trainer = make_trainer(**{"max_steps": 1, **options})
-    with pytest.raises(ValueError, match=re.escape(message)):
-        trainer.fit(make_module(), datamodule=make_data(val=True))
 
 
 def end(*args, **kwargs):

@@ -298,7 +298,7 @@ def test_an_engine_whose_logprobs_are_truncated_is_not_compared_nor_corrected_fo
 
 
 def test_an_engine_without_logprobs(fit):
-    with pytest.raises(ValueError, match="importance_sampling is 'token_mask', but Engine reports no log-prob"):
+    with pytest.raises(ValueError, match="importance_sampling is 'token_mask', but the engine"):
         fit(importance_sampling="token_mask", engine=Engine(reports=False))
     _, metrics = fit(engine=Engine(reports=False))
     assert not any(name.startswith("sampling/") for name in metrics.steps[0])

@@ -222,7 +222,7 @@ def test_validation_samples_beside_the_threads(fit, make_module, make_data, make
 @pytest.mark.parametrize(
     ("lacks", "message"),
     [
-        ("takes_prompt_indices", "declares updates_in_flight but lacks update_weights or takes_prompt_indices"),
+        ("takes_prompt_indices", "engine is Partial, which lacks"),
         ("updates_in_flight", "engine is Partial, which cannot sample while the policy is updated"),
     ],
 )

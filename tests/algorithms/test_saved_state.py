@@ -43,16 +43,7 @@ def test_the_state_is_what_is_listed(make_module, make_data, make_trainer, tmp_p
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     saved = torch.load(tmp_path / "state.ckpt", weights_only=True)["pl_grouprl"]
     assert saved.keys() == module.saved_state().keys()
-    always = {
-        "random_numbers",
-        "reference_fingerprint",
-        "adapters",
-        "optimizer",
-        "steps",
-        "tokens",
-        "rollouts",
-        "options",
-    }
+    always = {"random_numbers", "reference_fingerprint", "adapters", "run_options", "steps", "tokens", "rollouts"}
     assert always < saved.keys()
     assert ("threshold_controller" in saved) == (cls is GroupPPO)
 
@@ -146,15 +137,6 @@ def test_a_run_that_stopped_at_the_end_of_an_epoch_continues_with_the_next(
     assert [number for number, _ in resumed.seen] == [number for number, _ in undisturbed.seen][3:]
     assert trainer.global_step == 6
     assert trainer.current_epoch == 2
-
-
-def test_changed_options_of_the_optimizers_state_are_refused(make_module, make_data, make_trainer, tmp_path):
-    trainer = make_trainer(max_steps=1)
-    trainer.fit(make_module(), make_data())
-    trainer.save_checkpoint(tmp_path / "state.ckpt")
-    module = make_module(optimizer=OptimizerConfig(learning_rate=3e-3))
-    with pytest.raises(ValueError, match=r"policy.learning_rate is 0.003 \(was 0.01\). Restore them"):
-        make_trainer(max_steps=2).fit(module, make_data(), ckpt_path=tmp_path / "state.ckpt", weights_only=True)
 
 
 def ranks_of(numbers_per_rank):

@@ -40,7 +40,7 @@ class Counter(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.options = options
 
-    def rollout_options(self):
+    def run_options(self):
         return self.options
 
     def training_step(self, batch, batch_idx):

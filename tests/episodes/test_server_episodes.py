@@ -17,7 +17,7 @@ from helpers.tiny_models import tiny_model
 from pl_grouprl.chat import ToolParser, register_tool_parser
 from pl_grouprl.rollout import VLLMServerRolloutEngine
 from pl_grouprl.rollout.vllm import client as server_module
-from pl_grouprl.training.sampler import SamplerParityCheck
+from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 TEMPLATE = (
@@ -58,7 +58,7 @@ def _chance_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers invent their log-probabilities."""
-    monkeypatch.setattr(SamplerParityCheck, "run", lambda *arguments: None)
+    monkeypatch.setattr(Sampler, "compare", lambda *arguments, **options: None)
     monkeypatch.setattr(server_module, "_LONGEST_WAIT", 0.1)
     monkeypatch.delenv("PL_GROUPRL_TOKEN", raising=False)
 

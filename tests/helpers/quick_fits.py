@@ -50,18 +50,18 @@ def _equal_for(model: Any, decoder: Any) -> Any:
 def _remembering_decoders(generate: Any) -> Any:
     """The decoding of models equal to one that has passed is not checked again."""
 
-    def _generate(sampler: Sampler, *args: Any) -> Any:
+    def remembering(sampler: Sampler, *args: Any, **kwargs: Any) -> Any:
         model = sampler._run.policy
         if model in decoding_check._PASSED or not is_whole(model):
-            return generate(sampler, *args)
+            return generate(sampler, *args, **kwargs)
         key = (type(sampler.engine), _equal_for(model, model))
         if key in _DECODED:
             decoding_check._PASSED[model] = set(_DECODED[key])
-        groups = generate(sampler, *args)
+        groups = generate(sampler, *args, **kwargs)
         _DECODED[key] = _DECODED.get(key, set()) | decoding_check._PASSED.get(model, set())
         return groups
 
-    return _generate
+    return remembering
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def quick_fits() -> Iterator[None]:
         stack.enter_context(patch.object(prefix_sharing, "shared_prefix", RememberingPrefix))
         # To count what is frozen takes 50 ms with all that tests import.
         stack.enter_context(patch.object(garbage, "anything_frozen", return_value=True))
-        stack.enter_context(patch.object(Sampler, "_generate", _remembering_decoders(Sampler._generate)))
+        stack.enter_context(patch.object(Sampler, "generate", _remembering_decoders(Sampler.generate)))
         # To unwrap a model that is saved, accelerate imports deepspeed, and with it mlflow and pandas.
         stack.enter_context(patch.object(unwrapping, "is_deepspeed_available", lambda: "deepspeed" in sys.modules))
         if not torch.cuda.is_available():  # it records a traceback for each kind of device that it would seed later

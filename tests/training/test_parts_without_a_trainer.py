@@ -44,9 +44,7 @@ def run():
     config = Qwen3Config(
         vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, eos_token_id=1, pad_token_id=0, **sizes
     )
-    run = PlainRun(Qwen3ForCausalLM(config), tokenizer)
-    run.sample = Sampler(run).generate
-    return run
+    return PlainRun(Qwen3ForCausalLM(config), tokenizer)
 
 
 @pytest.fixture
@@ -102,9 +100,8 @@ def test_collector(run, prompts):
     collector = Collector(run, Sampler(run), rewarder, timer, sampling=SAMPLING, num_generations=4, num_mini_batches=2)
     collected = collector.collect(PromptBatch(prompts, 7))
     assert collected.pending is not None
-    buffer = collector.make_buffer(collected, 7)
-    assert not buffer.joined("loss_mask").any()  # no rewards yet
-    collector.finish(collected, buffer)
+    assert not collected.buffer.joined("loss_mask").any()  # no rewards yet
+    buffer = collector.finish(collected)
     assert buffer.joined("loss_mask").all()
     assert sorted(buffer.mini_batches) == [0, 1]
     rewards = [rollout.reward for group in buffer.groups for rollout in group.rollouts]
@@ -136,11 +133,12 @@ def gradients(run, buffer, max_tokens, batches=1):
     def compute_loss(batch):
         return own.loss(batch, score(run.policy, batch.scoring, **own.score_options))
 
-    updater = Updater(run, micro_batcher, optimization, compute_loss, own.denominators, "test")
+    updater = Updater(run, micro_batcher, optimization)
     run.policy.zero_grad()
     with shared_prefix(run.policy):
         for _ in range(batches):
-            loss, metrics = updater.update(buffer, range(len(buffer.groups)), Accumulation(mini_batches=batches))
+            members, accumulation = range(len(buffer.groups)), Accumulation(mini_batches=batches)
+            loss, metrics = updater.update(buffer, members, accumulation, compute_loss, own.denominators)
             (loss / batches).backward()  # as Lightning does
     parts = {"policy": list(run.policy.parameters())}
     norms = optimization.before_step(parts, run.support, accumulated=batches, device=CPU, step=0)
@@ -159,16 +157,16 @@ def test_updater_and_optimization(run, buffer):
 
 def test_updater_refuses_other_denominators(run, buffer):
     own = objective()
-    updater = Updater(
-        run,
-        MicroBatcher(run, max_tokens=6),
-        Optimization(),
-        lambda batch: own.loss(batch, score(run.policy, batch.scoring, **own.score_options)),
-        lambda tokens, rollouts: {"policy": torch.tensor(1.0)},
-        "Mine",
-    )
-    with shared_prefix(run.policy), pytest.raises(RuntimeError, match="compute_loss of Mine divides 'policy' by 6"):
-        updater.update(buffer, [0, 1], Accumulation())
+    updater = Updater(run, MicroBatcher(run, max_tokens=6), Optimization())
+
+    def compute_loss(batch):
+        return own.loss(batch, score(run.policy, batch.scoring, **own.score_options))
+
+    def denominators(tokens, rollouts):
+        return {"policy": torch.tensor(1.0)}
+
+    with shared_prefix(run.policy), pytest.raises(RuntimeError, match="compute_loss divides 'policy' by 6"):
+        updater.update(buffer, [0, 1], Accumulation(), compute_loss, denominators)
 
 
 def test_optimization_skips_a_step_with_nan(run):
