@@ -23,18 +23,15 @@ import httpx2
 from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
 from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.rollout.vllm.access import check_token
-from pl_grouprl.rollout.vllm.requests import Completion
+from pl_grouprl.rollout.vllm.requests import NOT_FINITE, Completion
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
 from pl_grouprl.utilities.text import mask_secret
 
 T = TypeVar("T")
 
-_FRESH = "default"
+FRESH = "default"
 """vLLM's label before any weights were sent."""
-
-_NOT_FINITE = -9999.0
-"""Log-probability that vLLM reports in place of one that is not finite."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 """Seconds between two attempts to reach a server."""
@@ -82,7 +79,7 @@ class Labels:
             WeightsMismatchError: If the weights are another trainer's, or older than `min_version`.
         """
         found = f"the sampling server at {url} has weights {label!r}, not {self.of(min_version)!r}."
-        if label in (_FRESH, self.lost):
+        if label in (FRESH, self.lost):
             raise SamplerLostError(f"{found} It was restarted, or has lost an update.")
         run, _, version = str(label).rpartition(":")
         if run != self.run:
@@ -411,7 +408,7 @@ def _read_part(choice: Mapping[str, Any], vocab_size: int) -> _Part:
         raise ValueError("its log-probabilities are not those of its tokens")
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise ValueError(f"it has token ids from {min(token_ids)} to {max(token_ids)}, beyond vocab_size={vocab_size}")
-    logprobs = [math.nan if found["logprob"] <= _NOT_FINITE else found["logprob"] for found in content]
+    logprobs = [math.nan if found["logprob"] <= NOT_FINITE else found["logprob"] for found in content]
     return _Part(token_ids, logprobs, choice["finish_reason"], choice.get("weight_versions"))
 
 

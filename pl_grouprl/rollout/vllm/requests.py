@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _TEMPERATURES = (0.01, 2.0)
 """Minimum and maximum temperature of vLLM, which silently raises lower ones."""
 
+NOT_FINITE = -9999.0
+"""Log-probability that vLLM's server reports in place of one that is not finite."""
+
 _NEVER = -100.0
 """Logit bias of tokens that are never sampled: vLLM's minimum, a probability of e^-100."""
 
