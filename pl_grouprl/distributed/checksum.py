@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-# The interface and errors of samplers that have a copy of the weights.
+# Samplers that have a copy of the weights.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SyncedSampler(Protocol):
     """A sampler with a copy of the policy's weights, synced after updates.
 
     `bind` and `update_weights` are collective. Ranks exchange errors afterwards, so an engine whose ranks wait for each
-    other inside a method must release all of them before raising. `bind` reads the policy's config; its weights may be
+    other inside a method must release all of them before raising. `bind` reads the policy's config; the weights may be
     shards.
 
     Attributes:
@@ -89,9 +89,8 @@ class WeightsMismatchError(RuntimeError):
 #
 #     sum over rows r and columns c of b(w[r, c]) * m(c)   modulo 2^64,  m(c) = (2 c + 1) * 0x9E3779B97F4A7C15,
 #
-# so the checksums of parts add up to that of the whole, whatever the order of rows, and any flipped bit changes it (m
-# is
-# odd). All arithmetic is on integers, so it is the same on every device.
+# so the checksums of parts add up to that of the whole, whatever the order of rows, and any flipped bit changes it,
+# because m is odd. All arithmetic is on integers, so it is the same on every device.
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio in 64 bits, as a signed number
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -110,7 +109,12 @@ def checksum(weight: Tensor, first_column: int = 0) -> int:
     Returns:
         A signed 64-bit integer. Rows of zeros add nothing, so padding does not count; -0.0 counts as 0.0.
     """
-    weight_RC = _rows(weight.detach())
+    if weight.ndim < 2:
+        weight_RC = weight.detach().reshape(-1, 1)
+    elif weight.ndim == 3:
+        weight_RC = weight.detach().reshape(-1, weight.shape[-1])
+    else:
+        weight_RC = weight.detach().reshape(weight.shape[0], -1)
     rows = max(1, _CHUNK // max(1, weight_RC.shape[-1]))
     total_C = weight_RC.new_zeros(weight_RC.shape[-1], dtype=torch.int64)
     for part_RC in weight_RC.split(rows):
@@ -127,18 +131,7 @@ def add(*checksums: int) -> int:
     return total - 2**64 if total >= 2**63 else total
 
 
-def _rows(weight: Tensor) -> Tensor:
-    if weight.ndim < 2:
-        return weight.reshape(-1, 1)
-    if weight.ndim == 3:
-        return weight.reshape(-1, weight.shape[-1])
-    return weight.reshape(weight.shape[0], -1)
-
-
-# Verify that a sampler loaded exactly the weights that it was sent.
-
-_NAMED = 5
-"""Number of differences that an error lists."""
+# The comparison of what was sent with what was loaded.
 
 
 class LoadedWeight(NamedTuple):
@@ -167,29 +160,20 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
     Raises:
         WeightsMismatchError: If a parameter was not sent, differs from what was sent, or is missing. Names a few.
     """
-    faults: list[str] = []
-    arrived: set[str] = set()
-    for name, loaded in _by_name(workers).items():
-        fault = _fault(expected, loaded)
-        if fault is not None:
-            faults.append(f"{name} {fault}")
-        arrived.update(part for weight in loaded for part in weight.parts)
+    by_name: dict[str, list[LoadedWeight]] = {}
+    for worker in workers:
+        for fields in worker:
+            weight = LoadedWeight(*fields)
+            by_name.setdefault(weight.name, []).append(weight)
+    faults = [f"{name} {fault}" for name, loaded in by_name.items() if (fault := _fault(expected, loaded)) is not None]
+    arrived = {part for loaded in by_name.values() for weight in loaded for part in weight.parts}
     faults += [f"{name} was sent, but no parameter contains it" for name in expected if name not in arrived]
     if faults:
-        shown = "; ".join(faults[:_NAMED]) + ("; ..." if len(faults) > _NAMED else "")
+        shown = "; ".join(faults[:5]) + ("; ..." if len(faults) > 5 else "")
         raise WeightsMismatchError(
             f"The sampler did not load the policy's weights, {len(faults)} differ: {shown}. Its rollouts must not be "
             "trained on. Start the sampler with the policy's config and dtype, without quantization."
         )
-
-
-def _by_name(workers: Iterable[Iterable[Sequence]]) -> dict[str, list[LoadedWeight]]:
-    found: dict[str, list[LoadedWeight]] = {}
-    for worker in workers:
-        for fields in worker:
-            weight = LoadedWeight(*fields)
-            found.setdefault(weight.name, []).append(weight)
-    return found
 
 
 def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
@@ -210,7 +194,7 @@ def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str |
     return None if equal else f"differs from what was sent as {' + '.join(parts)}"
 
 
-# Prepares a stream of weights for sending: cast to the sampler's dtype, checksummed, in buckets.
+# A stream of weights, prepared for sending: cast to the sampler's dtype, checksummed, in buckets.
 
 Bucket = list[tuple[str, Tensor]]
 """Weights sent together, by name."""

@@ -1,4 +1,8 @@
-"""What modules need from a Trainer's strategy: DDP, FSDP1, FSDP2, DeepSpeed."""
+"""What modules need from a Trainer's strategy: DDP, FSDP1, FSDP2, DeepSpeed.
+
+`support_of` picks one of four classes with one interface, which stand below side by side. The first is for strategies
+under which every rank has all weights; the others shard them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,37 @@ from pl_grouprl.utilities.distributed import local_shard
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# Finds a model's weights, whatever wraps or shards it.
+
+def support_of(trainer: Trainer | None) -> StrategySupport:
+    """Pick the support for the Trainer's strategy.
+
+    Raises:
+        ValueError: If the strategy is not supported.
+    """
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+    )
+
+    strategy = None if trainer is None else trainer.strategy
+    if isinstance(strategy, DeepSpeedStrategy):  # also a DDPStrategy
+        return DeepSpeedSupport(trainer)
+    if strategy is None or isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        return StrategySupport(trainer)
+    if isinstance(strategy, ModelParallelStrategy):
+        return FSDP2Support(trainer)
+    if isinstance(strategy, FSDPStrategy):
+        return FSDP1Support(trainer)
+    raise ValueError(
+        f"trainer.strategy is {type(strategy).__name__}, which is not supported here; use a single device, ddp, "
+        "FSDPStrategy, ModelParallelStrategy or DeepSpeedStrategy (configs/strategy has a file for each)."
+    )
+
+
+# A model's weights, whatever wraps or shards it.
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
 """Name parts added by FSDP1, torch.compile and PyTorch's activation checkpointing."""
@@ -76,10 +110,9 @@ def local_weights(model: nn.Module) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def gathered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Gather weights outside inference mode, in which Lightning validates; the body runs in the caller's mode.
+    """Enter contexts that gather weights, outside inference mode, in which Lightning validates.
 
-    Args:
-        *contexts: Contexts that gather on enter and shard on exit.
+    The body runs in the caller's mode.
     """
     with contextlib.ExitStack() as entered:
         with torch.inference_mode(False), torch.no_grad():
@@ -92,11 +125,30 @@ def gathered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None
                 entered.close()
 
 
-# What modules need from a strategy. The base class is for a single device and DDP: every rank has all weights.
+def roots(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that are called as a whole: transformers models, and others with direct parameters.
+
+    Args:
+        module: A LightningModule, a critic, or a transformers model.
+    """
+    if _is_transformers_model(module) or any(True for _ in module.parameters(recurse=False)):
+        return [module]
+    return [root for child in module.children() for root in roots(child)]
+
+
+def _is_transformers_model(module: nn.Module) -> bool:
+    return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
+
+
+def _decoder_layers(root: nn.Module) -> Sequence[nn.Module]:
+    return list(decoder_layers(root)) if _is_transformers_model(root) else []
+
+
+# A single device and DDP, and the interface.
 
 
 class StrategySupport:
-    """Access to weights and gradients under a strategy; subclasses are for those that shard.
+    """Access to weights and gradients under a strategy. This class is for a single device and DDP.
 
     Args:
         trainer: The run's Trainer; None for a module that is used without one.
@@ -129,14 +181,14 @@ class StrategySupport:
         return self._trainer is trainer
 
     def check(self, module: LightningModule) -> None:
-        """Refuse, at setup, options that this strategy cannot honour.
+        """Reject, at setup, options that this strategy does not support.
 
         Raises:
             ValueError: Names the option, its value and the remedy.
         """
 
     def shard(self, module: LightningModule) -> None:
-        """Shard the models of a module if the strategy leaves that to `configure_model`. No-op here."""
+        """Shard the models of a module if the strategy leaves that to `configure_model`."""
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
@@ -173,8 +225,8 @@ class StrategySupport:
     def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
         """Context for forward and backward of one micro-batch; strategies reduce gradients only in the last one.
 
-        Nothing to do here: DDP reduces only in the backward pass after `training_step`. Others must not undo their
-        settings on exit, because Lightning runs the last backward pass after it.
+        DDP needs nothing: it reduces only in the backward pass after `training_step`. Lightning runs the last backward
+        pass after this context exits, so settings must persist.
         """
         yield
 
@@ -244,14 +296,23 @@ class StrategySupport:
         return {name: state[place.name] for name, place in named_places(model).items()} if first else None
 
 
-# What sharding strategies share: norms over all ranks' shards, and the modules to shard.
-
-
 class ShardedSupport(StrategySupport):
-    """Base class for strategies whose optimizer steps each rank's shards separately."""
+    """Base class of FSDP1 and FSDP2, whose optimizer steps each rank's shards separately."""
 
     shards = True
     keeps_plain_weights = False
+
+    def check(self, module: LightningModule) -> None:
+        """Reject critics that need whole weights, and compiled layers."""
+        strategy = type(self.trainer.strategy).__name__
+        critic = getattr(module, "critic_source", None)
+        if getattr(critic, "needs_whole_weights", False):
+            raise ValueError(
+                f"critic is a {type(critic).__name__}, which shares the storage of whole weights with the policy, and "
+                f"{strategy} shards them; use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
+            )
+        if getattr(getattr(module, "policy_source", None), "compile_layers", False):
+            raise ValueError(f"policy has compile_layers=True, which {strategy} does not support; omit it, or use ddp.")
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients over all ranks' shards, a scalar. Collective."""
@@ -264,45 +325,6 @@ class ShardedSupport(StrategySupport):
     def zero_loss_over(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Zero: no reducer waits for gradients of unused parameters."""
         return torch.zeros((), device=self.trainer.strategy.root_device)
-
-
-def roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that are called as a whole: transformers models, and others with direct parameters.
-
-    Args:
-        module: A LightningModule, a critic, or a transformers model.
-    """
-    if is_transformers_model(module) or any(True for _ in module.parameters(recurse=False)):
-        return [module]
-    return [root for child in module.children() for root in roots(child)]
-
-
-def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a module has a config and embeddings, as transformers' models do."""
-    return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
-
-
-def decoder_layers_of(root: nn.Module) -> Sequence[nn.Module]:
-    """Decoder layers of a transformers model; empty for other modules."""
-    return list(decoder_layers(root)) if is_transformers_model(root) else []
-
-
-def refuse_whole_weights(module: LightningModule, strategy: str) -> None:
-    """Refuse critics and compiled layers that a sharding strategy does not support.
-
-    Raises:
-        ValueError: Names the option and what to use instead.
-    """
-    critic = getattr(module, "critic_source", None)
-    if getattr(critic, "needs_whole_weights", False):
-        raise ValueError(
-            f"critic is a {type(critic).__name__}, which shares the storage of whole weights with the policy; "
-            f"{strategy} shards them. Use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
-        )
-    if getattr(getattr(module, "policy_source", None), "compile_layers", False):
-        raise ValueError(
-            f"policy has compile_layers=True, which is not supported under {strategy}; leave it out, or use ddp."
-        )
 
 
 # FSDP1 (Lightning's FSDPStrategy): wraps the whole LightningModule, with each decoder layer as a unit.
@@ -320,32 +342,29 @@ class FSDP1Support(ShardedSupport):
     keeps_shapes = False
 
     def check(self, module: LightningModule) -> None:
-        """Refuse what FSDP1 cannot do.
-
-        Raises:
-            ValueError: Names the option, its value and the remedy.
-        """
-        options = self._options
-        if not options.get("use_orig_params", True):
-            raise ValueError("FSDPStrategy has use_orig_params=False, which rules out parameter groups; leave it out.")
+        """Reject what FSDP1 cannot do; see `StrategySupport.check`."""
         budget = getattr(module, "max_tokens_per_micro_batch", None)
+        warm_up = getattr(module, "critic_warmup_steps", 0)
+        has_adapter = getattr(getattr(module, "policy_source", None), "adapter", None) is not None
+        kwargs: dict[str, Any] = self.trainer.strategy.kwargs  # type: ignore[attr-defined]
+        instead = "use ModelParallelStrategy (strategy/fsdp2.yaml)"
+        if not kwargs.get("use_orig_params", True):
+            raise ValueError("FSDPStrategy has use_orig_params=False, which rules out parameter groups; omit it.")
         if budget is not None:
             raise ValueError(
                 f"max_tokens_per_micro_batch is {budget} under FSDPStrategy, which runs a step's backward in one pass; "
-                "leave it out, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
+                f"omit it, or {instead}."
             )
-        warm_up = getattr(module, "critic_warmup_steps", 0)
         if warm_up:
             raise ValueError(
                 f"critic_warmup_steps is {warm_up} under FSDPStrategy, which cannot save an optimizer that has not "
-                "stepped all parameters; set it to 0, or use ModelParallelStrategy (strategy/fsdp2.yaml)."
+                f"stepped all parameters; set it to 0, or {instead}."
             )
-        if getattr(getattr(module, "policy_source", None), "adapter", None) is not None:
+        if has_adapter:
             raise ValueError(
-                "policy has an adapter, whose frozen base FSDPStrategy cannot leave out of checkpoints; use "
-                "ModelParallelStrategy (strategy/fsdp2.yaml), or ddp."
+                f"policy has an adapter, whose frozen base FSDPStrategy cannot leave out of checkpoints; {instead}."
             )
-        refuse_whole_weights(module, "FSDPStrategy")
+        super().check(module)
 
     def shard(self, module: LightningModule) -> None:
         """Tell the strategy which modules to wrap.
@@ -354,20 +373,39 @@ class FSDP1Support(ShardedSupport):
             ValueError: If the strategy is configured to wrap anything but decoder layers.
         """
         strategy: Any = self.trainer.strategy
-        strategy._setup_model = partial(_wrapped_once, module, partial(type(strategy)._setup_model, strategy))
+
+        def wrap_once(model: nn.Module) -> nn.Module:
+            """Wrap in the module's first run only; its weights are flat shards in a later one."""
+            if "_fsdp1_wrapper" not in vars(module):
+                vars(module)["_fsdp1_wrapper"] = type(strategy)._setup_model(strategy, model)  # not as a child
+            wrapper: nn.Module = vars(module)["_fsdp1_wrapper"]
+            return wrapper
+
+        strategy._setup_model = wrap_once
         if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
             return
         for parameter in module.parameters():
             # Flat shards lose the shape, which weight decay and cost estimates need.
             parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]
-        layers = [layer for root in roots(module) for layer in decoder_layers_of(root)]
-        self._refuse_other_units(module, layers)
-        self._options["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)
-        unsharded = _frozen_outside(module, layers)
+        models = roots(module)
+        layers = [layer for root in models for layer in _decoder_layers(root)]
+        if (policy := strategy.kwargs.get("auto_wrap_policy")) is not None:
+            for name, inner in module.named_modules():
+                size = sum(parameter.numel() for parameter in inner.parameters())
+                wraps = policy(module=inner, recurse=False, nonwrapped_numel=size)
+                if wraps and inner not in layers and inner is not module:
+                    raise ValueError(
+                        f"FSDPStrategy's auto_wrap_policy wraps {name} ({type(inner).__name__}), which ranks may call "
+                        "different numbers of times; omit it (null): decoder layers are always wrapped."
+                    )
+        strategy.kwargs["auto_wrap_policy"] = partial(lambda_auto_wrap_policy, lambda_fn=lambda inner: inner in layers)
+        in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        frozen = [root for root in models if not any(p.requires_grad for p in root.parameters())]
+        unsharded = [p for root in frozen for p in root.parameters() if id(p) not in in_layers]
         if unsharded:
             for parameter in unsharded:
-                parameter.data = parameter.data.to(self.trainer.strategy.root_device)
-            self._options["ignored_states"] = unsharded
+                parameter.data = parameter.data.to(strategy.root_device)
+            strategy.kwargs["ignored_states"] = unsharded
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
@@ -407,39 +445,6 @@ class FSDP1Support(ShardedSupport):
                 for weight in weights:
                     yield weight.name, weight.get().clone()  # the unit's storage will be freed, so no view
 
-    def _refuse_other_units(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Refuse an `auto_wrap_policy` that wraps anything but decoder layers."""
-        policy = self._options.get("auto_wrap_policy")
-        if policy is None:
-            return
-        for name, inner in module.named_modules():
-            size = sum(parameter.numel() for parameter in inner.parameters())
-            wraps = policy(module=inner, recurse=False, nonwrapped_numel=size)
-            if wraps and inner not in layers and inner is not module:
-                raise ValueError(
-                    f"FSDPStrategy's auto_wrap_policy wraps {name} ({type(inner).__name__}), which ranks may call "
-                    "different numbers of times; leave it out (null): decoder layers are always wrapped."
-                )
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return self.trainer.strategy.kwargs  # type: ignore[attr-defined]
-
-
-def _wrapped_once(module: LightningModule, wrap: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
-    """A module's wrapper, made in its first run. Another could not be: its weights are flat shards then."""
-    if "_fsdp1_wrapper" not in vars(module):
-        vars(module)["_fsdp1_wrapper"] = wrap(model)  # not as a child, which it has as one
-    wrapper: nn.Module = vars(module)["_fsdp1_wrapper"]
-    return wrapper
-
-
-def _frozen_outside(module: LightningModule, layers: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Parameters of frozen models that are not in decoder layers."""
-    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    frozen = [root for root in roots(module) if not any(p.requires_grad for p in root.parameters())]
-    return [p for root in frozen for p in root.parameters() if id(p) not in in_layers]
-
 
 def _summon(unit: nn.Module) -> contextlib.AbstractContextManager[None]:
     summoned: contextlib.AbstractContextManager[None] = FullyShardedDataParallel.summon_full_params(
@@ -463,16 +468,15 @@ class FSDP2Support(ShardedSupport):
     """
 
     def check(self, module: LightningModule) -> None:
-        """Refuse tensor parallelism, which is Lightning's default, and parts that need whole weights."""
-        mesh = self.trainer.strategy.device_mesh  # type: ignore[attr-defined]
-        if mesh["tensor_parallel"].size() > 1:
-            ranks = self.trainer.world_size
+        """Reject tensor parallelism, which is Lightning's default, and parts that need whole weights."""
+        size = self.trainer.strategy.device_mesh["tensor_parallel"].size()  # type: ignore[attr-defined]
+        if size > 1:
             raise ValueError(
-                f"ModelParallelStrategy has tensor_parallel_size={mesh['tensor_parallel'].size()} (its default 'auto' "
-                "is the number of devices of a node), but only data parallelism shards here; set "
-                f"data_parallel_size={ranks} and tensor_parallel_size=1."
+                f"ModelParallelStrategy has tensor_parallel_size={size} (its default 'auto' is the number of devices "
+                "of a node), but only data parallelism shards here; set "
+                f"data_parallel_size={self.trainer.world_size} and tensor_parallel_size=1."
             )
-        refuse_whole_weights(module, "ModelParallelStrategy")
+        super().check(module)
 
     def shard(self, module: LightningModule) -> None:
         """Shard all models that are not sharded yet."""
@@ -480,16 +484,16 @@ class FSDP2Support(ShardedSupport):
         for root in roots(module):
             if isinstance(root, FSDPModule):
                 continue
-            for layer in decoder_layers_of(root):
+            for layer in _decoder_layers(root):
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             fully_shard(root, mesh=mesh, reshard_after_forward=False)
-            if is_transformers_model(root) and (backbone := find_backbone(root)) is not root:  # type: ignore[arg-type]
+            if _is_transformers_model(root) and (backbone := find_backbone(root)) is not root:  # type: ignore[arg-type]
                 _call_through(root, backbone)
 
     @contextlib.contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
         """Gather all weights of some models once, instead of in every call."""
-        sharded = [root for model in models for root in roots(model) if isinstance(root, FSDPModule)]
+        sharded = _sharded_roots(*models)
         for root in sharded:
             root.set_reshard_after_forward(False)
             root.set_reshard_after_backward(False)
@@ -509,14 +513,13 @@ class FSDP2Support(ShardedSupport):
         try:
             return getattr(module, method)(*args, **kwargs)
         finally:
-            _each_unit([root for root in roots(module) if isinstance(root, FSDPModule)], FSDPModule.reshard)
+            _each_unit(_sharded_roots(module), FSDPModule.reshard)
 
     @contextlib.contextmanager
     def accumulating(self, module: LightningModule, *, last: bool) -> Iterator[None]:
         """Reduce gradients only in the backward of the last micro-batch."""
-        for root in roots(module):
-            if isinstance(root, FSDPModule):
-                root.set_requires_gradient_sync(last)
+        for root in _sharded_roots(module):
+            root.set_requires_gradient_sync(last)
         yield
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -536,6 +539,10 @@ def _whole(weight: Weight) -> Tensor:
     tensor = weight.get()
     # A gathered unit will free its storage, so copy.
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _sharded_roots(*models: nn.Module) -> list[Any]:
+    return [root for model in models for root in roots(model) if isinstance(root, FSDPModule)]
 
 
 def _each_unit(sharded: Sequence[nn.Module], function: Callable[[Any], Any]) -> None:
@@ -573,15 +580,14 @@ def _call_through(root: Any, backbone: nn.Module) -> None:
 # DeepSpeed's ZeRO: shards gradients and optimizer state (stages 1 and 2), and weights too (stage 3).
 #
 # Before the optimizer's step, gradients are not in `parameter.grad`: each rank has its shards, flattened by parameter
-# group.
-# DeepSpeed has no public way to read or scale them, so this file uses private attributes of DeepSpeed 0.19.
+# group. DeepSpeed has no public way to read or scale them, so this class uses private attributes of DeepSpeed 0.19.
 
 _DECIDED_BY_MODULE = {
     "gradient_clipping": "set trainer.gradient_clip_val",
     "optimizer": "set the optimizer of the module",
     "scheduler": "set the schedule of the module's optimizer",
 }
-"""Keys of DeepSpeed's configuration that are refused, with the remedy."""
+"""Keys of DeepSpeed's configuration that are rejected, with the remedy."""
 
 
 class DeepSpeedSupport(StrategySupport):
@@ -596,6 +602,8 @@ class DeepSpeedSupport(StrategySupport):
 
     def __init__(self, trainer: Trainer | None) -> None:
         super().__init__(trainer)
+        config: Any = self.trainer.strategy.config  # type: ignore[attr-defined]
+        self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self.shards = self.stage == 3
 
     @property
@@ -603,39 +611,30 @@ class DeepSpeedSupport(StrategySupport):
         """DeepSpeed's engine around the module."""
         return self.trainer.strategy.model
 
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage."""
-        config: Any = self.trainer.strategy.config  # type: ignore[attr-defined]
-        return int(config.get("zero_optimization", {}).get("stage", 0))
-
     def check(self, module: LightningModule) -> None:
-        """Refuse unsupported options, and disable what DeepSpeed or Lightning would do instead of the module.
+        """Reject unsupported options, and disable what DeepSpeed or Lightning would do instead of the module.
 
         Raises:
             ValueError: If the Trainer accumulates gradients, ZeRO is off, the precision is float16, or DeepSpeed's
                 configuration sets what the module decides.
         """
         strategy: Any = self.trainer.strategy
-        accumulated = self.trainer.accumulate_grad_batches
+        accumulated, precision = self.trainer.accumulate_grad_batches, self.trainer.precision
         if accumulated > 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches is {accumulated} under DeepSpeed, which cannot divide the step's "
-                "losses by their common denominator; leave it out. Set num_mini_batches lower for larger steps, and "
-                "max_tokens_per_micro_batch for less memory."
+                "losses by their common denominator; lower num_mini_batches for larger steps instead."
             )
         if self.stage not in (1, 2, 3):
             raise ValueError(f"DeepSpeed's ZeRO stage is {self.stage}; set stage to 1, 2 or 3, or use strategy ddp.")
-        if self.trainer.precision.startswith("16"):
+        if precision.startswith("16"):
             raise ValueError(
-                f"trainer.precision is {self.trainer.precision!r} under DeepSpeed, whose loss scaling differs from "
-                "Lightning's; use 'bf16-mixed', which needs none."
+                f"trainer.precision is {precision!r} under DeepSpeed, whose loss scaling differs from Lightning's; use "
+                "'bf16-mixed', which needs none."
             )
         for name, instead in _DECIDED_BY_MODULE.items():
             if strategy.config.get(name):
-                raise ValueError(
-                    f"config of DeepSpeed has {name}={strategy.config[name]!r}; leave it out and {instead}."
-                )
+                raise ValueError(f"config of DeepSpeed has {name}={strategy.config[name]!r}; omit it and {instead}.")
         # The module clips by part, and logs the norm.
         strategy.config["gradient_clipping"] = 0.0
         strategy.init_deepspeed = partial(_init_engine, strategy)
@@ -651,8 +650,7 @@ class DeepSpeedSupport(StrategySupport):
     def shard(self, module: LightningModule) -> None:
         """Make DeepSpeed leave frozen weights out of its checkpoints if the module does."""
         kept = module.state_dict()
-        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-        if not any(name in kept for name in frozen):
+        if not any(name in kept for name, parameter in module.named_parameters() if not parameter.requires_grad):
             self.trainer.strategy.exclude_frozen_parameters = True  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
@@ -693,8 +691,13 @@ class DeepSpeedSupport(StrategySupport):
         optimizer = self.engine.optimizer
         self.engine.set_gradient_accumulation_boundary(last)
         optimizer.clear_backward_seen_flag()  # as every forward of the engine does
-        if optimizer.micro_step_id == (0 if self.stage == 3 else -1):  # the step's first micro-batch
-            self._forget_gradients()
+        if optimizer.micro_step_id == (0 if self.stage == 3 else -1):
+            # The step's first micro-batch; what a parameter without a gradient in it has accumulated would remain.
+            if self.stage == 3:
+                optimizer.grad_partitions_flat_buffer.zero_()
+            elif optimizer.cpu_offload:
+                for accumulated in optimizer.accumulated_grads_in_cpu.values():
+                    accumulated.zero_()
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -707,8 +710,18 @@ class DeepSpeedSupport(StrategySupport):
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """This rank's shards of the gradients that the next step uses; may be changed in place."""
-        groups = [index for index in self._groups(parameters) if index not in self._steps.dropped]
-        return [shard for index in groups for shard in self._gradients(index)]
+        optimizer, steps = self.engine.optimizer, self._group_steps
+        shards: list[Tensor] = []
+        for index in self._groups(parameters):
+            if steps.skips(index):
+                continue
+            if self.stage == 3 and optimizer.offload_optimizer:
+                shards.append(optimizer.fp32_partitioned_groups_flat[index].grad)
+            elif self.stage < 3 and optimizer.cpu_offload:
+                shards.append(optimizer.single_partition_of_fp32_groups[index].grad)
+            else:
+                shards += optimizer.averaged_gradients[index]
+        return shards
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients over all ranks' shards, a scalar. Collective."""
@@ -722,7 +735,8 @@ class DeepSpeedSupport(StrategySupport):
 
     def skip_in_next_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Exclude parameters from the next optimizer step, including its moments."""
-        self._steps.drop(self._groups(parameters))
+        steps, now = self._group_steps, self.engine.micro_steps
+        steps.skipped_at.update(dict.fromkeys(self._groups(parameters), now))
 
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Each weight of a model; under ZeRO-3, gathers each module's direct weights together."""
@@ -756,7 +770,7 @@ class DeepSpeedSupport(StrategySupport):
         return offload
 
     @property
-    def _steps(self) -> _GroupSteps:
+    def _group_steps(self) -> _GroupSteps:
         """The replacement for the optimizer's step of one group, installed on first use."""
         optimizer = self.engine.optimizer
         if not isinstance(optimizer._optimizer_step, _GroupSteps):
@@ -764,11 +778,7 @@ class DeepSpeedSupport(StrategySupport):
         return optimizer._optimizer_step
 
     def _groups(self, parameters: Sequence[nn.Parameter]) -> list[int]:
-        """Indices of the optimizer's groups (under ZeRO-3, sub-groups) that consist of the given parameters.
-
-        Raises:
-            ValueError: If the parameters do not form whole groups.
-        """
+        """Indices of the optimizer's groups (under ZeRO-3, sub-groups) that consist of the given parameters."""
         optimizer = self.engine.optimizer
         groups = optimizer.fp16_groups if self.stage == 3 else optimizer.bit16_groups
         wanted = {id(parameter) for parameter in parameters if parameter.requires_grad}
@@ -781,33 +791,32 @@ class DeepSpeedSupport(StrategySupport):
             )
         return indices
 
-    def _gradients(self, index: int) -> list[Tensor]:
-        """This rank's shards of a group's gradients."""
-        optimizer = self.engine.optimizer
-        if self.stage == 3 and optimizer.offload_optimizer:
-            return [optimizer.fp32_partitioned_groups_flat[index].grad]
-        if self.stage < 3 and optimizer.cpu_offload:
-            return [optimizer.single_partition_of_fp32_groups[index].grad]
-        return list(optimizer.averaged_gradients[index])
 
-    def _forget_gradients(self) -> None:
-        """Zero accumulated gradients; those of a parameter without a gradient in the first micro-batch would remain."""
-        optimizer = self.engine.optimizer
-        if self.stage == 3:
-            optimizer.grad_partitions_flat_buffer.zero_()
-        elif optimizer.cpu_offload:
-            for accumulated in optimizer.accumulated_grads_in_cpu.values():
-                accumulated.zero_()
+class _GroupSteps:
+    """Replaces the method of ZeRO's optimizer that steps one group, to skip some groups.
+
+    Zero gradients are not enough: momentum would still move the weights.
+    """
+
+    def __init__(self, engine: Any, step: Any) -> None:
+        self._engine, self._step = engine, step
+        self.skipped_at: dict[int, int] = {}
+        """The engine's `micro_steps` of the step that skips a group, by group."""
+
+    def skips(self, index: int) -> bool:
+        """Whether the next step skips a group."""
+        return self.skipped_at.get(index) == self._engine.micro_steps
+
+    def __call__(self, index: int) -> None:
+        if not self.skips(index):
+            self._step(index)
 
 
 def _init_engine(strategy: Any) -> None:
-    """`init_deepspeed` of a strategy, without the warning that modules which clip by themselves do not clip.
-
-    The hooks of the engine of the module's earlier run, if any, are removed.
-    """
+    """`init_deepspeed` of a strategy, without the warning about clipping; replaces the engine of an earlier run."""
     module = strategy.lightning_module
     if "_deepspeed_engine" in vars(module):
-        vars(module)["_deepspeed_engine"].destroy()
+        vars(module)["_deepspeed_engine"].destroy()  # and its hooks
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Since DeepSpeed handles gradient clipping internally")
         type(strategy).init_deepspeed(strategy)
@@ -819,7 +828,7 @@ def _init_engine(strategy: Any) -> None:
 def _load_weights(strategy: Any, checkpoint: Any, strict: bool = True) -> None:
     """`load_model_state_dict` of a strategy; in evaluation under ZeRO-3, from a folder's shards of the optimizer.
 
-    They alone have the weights there, and DeepSpeed loads them only into an optimizer.
+    Only those have the weights there, and DeepSpeed loads them only into an optimizer.
     """
     trainer = strategy.lightning_module.trainer
     if trainer.state.fn == TrainerFn.FITTING or not strategy.zero_stage_3 or strategy.load_full_weights:
@@ -829,32 +838,6 @@ def _load_weights(strategy: Any, checkpoint: Any, strict: bool = True) -> None:
 
     whole = get_fp32_state_dict_from_zero_checkpoint(trainer.ckpt_path) if strategy.is_global_zero else {}
     strategy._restore_zero_state({"state_dict": whole}, strict)
-
-
-class _GroupSteps:
-    """Replaces the method of ZeRO's optimizer that steps one group, to skip some groups.
-
-    Zero gradients are not enough: momentum would still move the weights.
-    """
-
-    def __init__(self, engine: Any, step: Any) -> None:
-        self._engine, self._step = engine, step
-        self._dropped: set[int] = set()
-        self._at = -1
-
-    @property
-    def dropped(self) -> set[int]:
-        """Groups that the next step skips."""
-        return self._dropped if self._at == self._engine.micro_steps else set()
-
-    def drop(self, groups: Sequence[int]) -> None:
-        """Skip groups in the next step."""
-        self._dropped = self.dropped | set(groups)
-        self._at = self._engine.micro_steps
-
-    def __call__(self, index: int) -> None:
-        if index not in self.dropped:
-            self._step(index)
 
 
 @contextlib.contextmanager
@@ -879,35 +862,3 @@ def _hooks_aside(models: Sequence[nn.Module], offload: Any) -> Iterator[None]:
             kept = [(key, hook) for key, hook in before[registry].items() if key in ids or key in now]
             registries[registry].clear()
             registries[registry].update([*kept, *now.items()])
-
-
-# Picks the support class for a Trainer's strategy.
-
-
-def support_of(trainer: Trainer | None) -> StrategySupport:
-    """Pick the support for the Trainer's strategy.
-
-    Raises:
-        ValueError: If the strategy is not supported.
-    """
-    from lightning.pytorch.strategies import (
-        DDPStrategy,
-        DeepSpeedStrategy,
-        FSDPStrategy,
-        ModelParallelStrategy,
-        SingleDeviceStrategy,
-    )
-
-    strategy = None if trainer is None else trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy):  # also a DDPStrategy
-        return DeepSpeedSupport(trainer)
-    if strategy is None or isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        return StrategySupport(trainer)
-    if isinstance(strategy, ModelParallelStrategy):
-        return FSDP2Support(trainer)
-    if isinstance(strategy, FSDPStrategy):
-        return FSDP1Support(trainer)
-    raise ValueError(
-        f"trainer.strategy is {type(strategy).__name__}, which is not supported here; use a single device, ddp, "
-        "FSDPStrategy, ModelParallelStrategy or DeepSpeedStrategy (configs/strategy has a file for each)."
-    )

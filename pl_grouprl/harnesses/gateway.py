@@ -1,4 +1,9 @@
-"""A local server between a harness and the sampling servers."""
+"""A local server between an external harness and the sampling servers, and the stage on which the harness plays.
+
+`Stage` runs an environment and its `Gateway` in the event loop of a thread. The harness sends its model's turns to the
+gateway, which chooses a server and hides the servers' access token. `RoundRequests` translates requests and answers,
+sets seeds and limits, and rejects tokens sampled from other weights.
+"""
 
 from __future__ import annotations
 
@@ -19,211 +24,13 @@ from typing import Any
 
 from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
 from pl_grouprl.episodes.loop import EpisodeLimits, smallest
-from pl_grouprl.rollout.vllm.requests import check_temperature, sampling_options
+from pl_grouprl.rollout.vllm.client import FRESH
+from pl_grouprl.rollout.vllm.requests import NOT_FINITE, check_temperature, sampling_options
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.processes import BackgroundLoop
 from pl_grouprl.utilities.progress import tick
 from pl_grouprl.utilities.text import mask_secret
-
-# Translates a harness's requests into those of the run, and the server's answers back.
-
-_NO_WEIGHTS = "default"
-"""Version that vLLM reports before it has received weights."""
-
-_NOT_FINITE = -9999.0
-"""Log-probability that vLLM reports in place of one that is not finite."""
-
-
-@dataclass
-class _Usage:
-    """The tokens of an episode so far.
-
-    Attributes:
-        first_length: Length of the first prompt.
-        written: Number of tokens that the model wrote.
-        ran_out: Whether a request was refused for lack of room.
-    """
-
-    first_length: int
-    written: int = 0
-    ran_out: bool = False
-
-
-@dataclass
-class RoundRequests:
-    """The requests of one round of episodes.
-
-    Attributes:
-        sampling: How the run samples.
-        version: Version of the weights that must sample all tokens.
-        limits: Limits on an episode, besides `sampling.max_new_tokens`.
-        max_model_len: Longest sequence that model and server take, prompt included; None is no limit.
-        end_ids: Tokens that end a turn, in addition to the harness's.
-        never: Tokens that are never sampled.
-        vocab_size: Token ids from here on are refused, because they would crash the server; None if unknown.
-    """
-
-    sampling: SamplingConfig
-    version: str
-    limits: EpisodeLimits
-    max_model_len: int | None = None
-    end_ids: Sequence[int] = ()
-    never: Sequence[int] = ()
-    vocab_size: int | None = None
-    _usage: dict[str, _Usage] = field(default_factory=dict)
-    _asked: Counter[tuple[int, bytes]] = field(default_factory=Counter)
-    _exchanges: set[bytes] = field(default_factory=set)
-
-    def request(self, episode: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate a request of the harness into the one to send to the server.
-
-        Args:
-            episode: Name of the episode.
-            asked: The body of a request to `/inference/v1/generate`; its `sampling_params` hold the rollout's `seed`.
-
-        Raises:
-            ValueError: If the episode has no room for another token, or the request has images, or tokens that the
-                model does not have.
-        """
-        token_ids = list(asked.get("token_ids") or [])
-        self._check_tokens(token_ids, asked)
-        usage = self._usage.setdefault(episode, _Usage(len(token_ids)))
-        room = self._room(usage, len(token_ids))
-        if room < 1:
-            usage.ran_out = True
-            raise ValueError(f"the run's limits leave the episode no room for a token after {len(token_ids)}")
-        params = asked["sampling_params"]
-        sent = sampling_options(
-            replace(self.sampling, max_new_tokens=room),
-            end_ids=self._end_ids(params),
-            never=self.never,
-            seed=self._seed(params["seed"], token_ids),
-        )
-        return {"token_ids": token_ids, "sampling_params": sent}
-
-    def _check_tokens(self, token_ids: Sequence[int], asked: Mapping[str, Any]) -> None:
-        if asked.get("features") or asked.get("content_parts"):
-            raise ValueError("the harness sent images or other media, but only text can be trained")
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= (self.vocab_size or math.inf):
-            raise ValueError(
-                f"the harness sent {len(token_ids)} token ids, the largest {max(token_ids, default=None)}, but the "
-                f"model has vocab_size={self.vocab_size}; use the tokenizer that belongs to the model"
-            )
-
-    def _end_ids(self, params: Mapping[str, Any]) -> list[int]:
-        ids = {*self.end_ids, *params.get("stop_token_ids", ())}
-        return sorted(token for token in ids if token < (self.vocab_size or math.inf))
-
-    def _room(self, usage: _Usage, length: int) -> int:
-        limits = self.limits
-        room = smallest(
-            self.sampling.max_new_tokens - usage.written,
-            limits.max_turn_tokens,
-            None if self.max_model_len is None else self.max_model_len - length,
-            None if limits.max_episode_tokens is None else usage.first_length + limits.max_episode_tokens - length,
-        )
-        assert room is not None
-        return room
-
-    def _seed(self, seed: int, token_ids: Sequence[int]) -> int:
-        """Seed of a turn, from the rollout's seed, the tokens that the model reads, and how often they were sent.
-
-        With the rollout's seed alone, all its turns would get the same random numbers.
-        """
-        key = seed, digest(token_ids)
-        self._asked[key] += 1
-        return derive_seed(seed, key[1].hex(), self._asked[key])
-
-    def answer(self, episode: str, token_ids: Sequence[int], answered: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's answer in the form that the library `renderers` reads.
-
-        Args:
-            episode: Name of the episode.
-            token_ids: The tokens that were sent.
-            answered: The server's answer.
-
-        Raises:
-            SamplerLostError: If the server has lost its weights, or broke off the turn.
-            WeightsMismatchError: If other weights sampled some of the tokens.
-            FloatingPointError: If the model's logits are not finite.
-        """
-        (choice,) = answered["choices"]
-        for span in choice["weight_versions"] or ():
-            check_version(span["version"], self.version)
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise SamplerLostError(f"the server ended a turn with finish reason {choice['finish_reason']!r}.")
-        if not choice["weight_versions"]:
-            raise WeightsMismatchError("the server does not report which weights sampled its tokens.")
-        written = choice["token_ids"]
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        if not all(value is not None and _NOT_FINITE < value < math.inf for value in logprobs):  # false for NaN
-            raise FloatingPointError(
-                "the model's logits are not finite (NaN or infinite) in vLLM; check its weights and dtype."
-            )
-        tick(len(written))
-        self._usage[episode].written += len(written)
-        self._exchanges.add(digest([*token_ids, *written]))
-        content = [
-            {"token": f"token_id:{token}", "logprob": value, "top_logprobs": []}
-            for token, value in zip(written, logprobs, strict=True)
-        ]
-        return {
-            "request_id": answered.get("request_id", ""),
-            "choices": [{**choice, "logprobs": {"content": content}}],
-        }
-
-    def ran_out(self, episode: str) -> bool:
-        """Whether a request of the episode was refused because it had no room."""
-        return episode in self._usage and self._usage[episode].ran_out
-
-    def was_sampled(self, token_ids: Sequence[int]) -> bool:
-        """Whether the tokens are exactly what the model read and wrote in one of the requests."""
-        return digest(token_ids) in self._exchanges
-
-
-def digest(token_ids: Sequence[int]) -> bytes:
-    """Hash of token ids."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
-
-
-def check_version(found: str, expected: str) -> None:
-    """Refuse weights of another version.
-
-    Raises:
-        SamplerLostError: If the server has no weights, or others of this run (after a failed update).
-        WeightsMismatchError: If it has weights of another run.
-    """
-    if found == expected:
-        return
-    run, _, _ = expected.rpartition(":")
-    if found == _NO_WEIGHTS or found.startswith(f"{run}:"):
-        raise SamplerLostError(f"the server has weights {found!r}, but {expected!r} is expected.")
-    raise WeightsMismatchError(
-        f"the server has weights of version {found!r}, but {expected!r} is expected. Does another trainer use this "
-        "server? Give each trainer its own servers."
-    )
-
-
-def check_sampling(sampling: SamplingConfig) -> None:
-    """Refuse sampling options that cannot be passed on to a harness's turns.
-
-    Raises:
-        ValueError: Names the option and the remedy.
-    """
-    check_temperature(sampling)
-    if sampling.stop:
-        raise ValueError(
-            f"SamplingConfig.stop is {list(sampling.stop)} together with a harness, whose turns end with end tokens "
-            "only; use stop_token_ids, or let the environment end the episode."
-        )
-
-
-# A local server between a harness and the sampling servers.
-#
-# A harness sends its model's turns here. The gateway chooses a server, sets seeds and limits, and refuses tokens
-# sampled
-# from other weights. It also hides the servers' access token from the harness.
 
 _EPISODE = "X-Session-ID"
 """Header with the name of an episode, the same in all its turns."""
@@ -231,130 +38,8 @@ _EPISODE = "X-Session-ID"
 _MAX_BODY = 256 << 20
 """Maximum size in bytes of a request."""
 
-_DUE_TO_REQUEST = (400, 413, 422)
-"""HTTP statuses that blame the request, not the server."""
-
-
-class Gateway:
-    """Listens on a free local port; `start` and `close` it in the event loop that it serves in.
-
-    Args:
-        urls: URLs of the servers; an episode stays with one of them.
-        token: The servers' token, if they have one.
-
-    Attributes:
-        base_url: URL for the harness's client, with a secret path that other programs on this machine do not know.
-    """
-
-    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
-        self.base_url = ""
-        self._urls = [url.rstrip("/") for url in urls]
-        self._token = token
-        self._round_requests: RoundRequests | None = None
-        self._failed: asyncio.Future[Any] | None = None
-        self._server_of: dict[str, int] = {}
-        self._runner: Any = None
-        self._client: Any = None
-
-    async def start(self) -> None:
-        """Start to listen."""
-        from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
-
-        path = f"/{secrets.token_urlsafe(16)}"
-        app = web.Application(client_max_size=_MAX_BODY)
-        app.router.add_get(f"{path}/v1/models", _no_models)
-        app.router.add_post(f"{path}/inference/v1/generate", self._generate)
-        # Turns may take any time: the environment's limits end them. Connections are not kept alive, because the server
-        # might be about to close them.
-        connector = TCPConnector(limit=0, force_close=True)
-        self._client = ClientSession(timeout=ClientTimeout(None, sock_connect=30), connector=connector)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}{path}/v1"
-
-    async def close(self) -> None:
-        """Stop listening. Idempotent."""
-        for part in (self._runner and self._runner.cleanup(), self._client and self._client.close()):
-            if part is not None:
-                await part
-        self._runner = self._client = None
-
-    def begin(self, round_requests: RoundRequests) -> asyncio.Future[Any]:
-        """Serve a round of episodes; the returned future gets the error that makes all its rollouts unusable."""
-        self._round_requests, self._server_of = round_requests, {}
-        self._failed = asyncio.get_running_loop().create_future()
-        return self._failed
-
-    def end(self) -> None:
-        """Refuse requests until the next round."""
-        self._round_requests = self._failed = None
-
-    async def versions(self) -> list[str]:
-        """Version of the weights of each server.
-
-        Raises:
-            SamplerLostError: If a server does not answer.
-            RuntimeError: If a server refuses.
-        """
-        return [str((await self._ask("GET", url, "/weight_info"))["weight_version"]) for url in self._urls]
-
-    async def _generate(self, request: Any) -> Any:
-        from aiohttp import web
-
-        round_requests, failed = self._round_requests, self._failed
-        if round_requests is None or failed is None or failed.done():
-            return web.json_response(_error("no rollouts are being sampled"), status=409)
-        episode = request.headers.get(_EPISODE, "")
-        try:
-            body = round_requests.request(episode, await request.json())
-            answered = await self._ask("POST", self._url(episode), "/inference/v1/generate", body)
-            return web.json_response(round_requests.answer(episode, body["token_ids"], answered))
-        except ValueError as error:  # fails only this episode
-            return web.json_response(_error(str(error)), status=400)
-        except (RuntimeError, ArithmeticError) as error:
-            if not failed.done():
-                failed.set_exception(error)
-            return web.json_response(_error(str(error)), status=409)
-
-    def _url(self, episode: str) -> str:
-        if episode not in self._server_of:
-            load = Counter(self._server_of.values())
-            self._server_of[episode] = min(range(len(self._urls)), key=lambda server: load[server])
-        return self._urls[self._server_of[episode]]
-
-    async def _ask(self, method: str, url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        from aiohttp import ClientError
-
-        headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
-        try:
-            async with self._client.request(method, url + path, json=body, headers=headers) as response:
-                status, text = response.status, await response.text()
-        except (ClientError, OSError) as error:
-            raise SamplerLostError(f"the sampling server at {url} does not answer: {error!r}") from error
-        if status == 200:
-            return json.loads(text)
-        kind = ValueError if status in _DUE_TO_REQUEST else SamplerLostError if status >= 500 else RuntimeError
-        reason = mask_secret(text, self._token)[:1000]
-        raise kind(f"the sampling server at {url} answers {status} to {path}: {reason}")
-
-
-async def _no_models(request: Any) -> Any:
-    """List no models, so that clients find no prompt limit to enforce themselves."""
-    from aiohttp import web
-
-    return web.json_response({"data": []})
-
-
-def _error(message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error"}}
-
-
-# Runs the episodes of an external harness: an environment and its gateway, in the event loop of a thread.
-
 MakeEnvironment = Callable[[str, str], Any]
-"""Makes an environment (see `library.Environment`) from the gateway's URL and the folder of the tokenizer."""
+"""Makes an environment (see `verifiers.Environment`) from the gateway's URL and the folder of the tokenizer."""
 
 
 @functools.cache
@@ -392,28 +77,31 @@ class Stage:
     async def _start(self) -> None:
         """Start to serve in a separate task, because the task that opens the environment must also close it."""
         ready = asyncio.Event()
-        self._serving = asyncio.create_task(self._serve(ready))
+
+        async def serve() -> None:
+            try:
+                await self._gateway.start()
+                self._environment = self._make_environment(self._gateway.base_url, self._folder.name)
+                async with self._environment.serving():
+                    ready.set()
+                    await self._is_over.wait()
+            finally:
+                await self._gateway.close()
+
+        self._serving = asyncio.create_task(serve())
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait([self._serving, waiting], return_when=asyncio.FIRST_COMPLETED)
         if self._serving.done():
             waiting.cancel()
             await self._serving
 
-    async def _serve(self, ready: asyncio.Event) -> None:
-        try:
-            await self._gateway.start()
-            self._environment = self._make_environment(self._gateway.base_url, self._folder.name)
-            async with self._environment.serving():
-                ready.set()
-                await self._is_over.wait()
-        finally:
-            await self._gateway.close()
-
-    def play(self, episodes: Sequence[Any], round_requests: RoundRequests, sampling: Mapping[str, Any]) -> list[Any]:
+    def play(
+        self, episodes: Sequence[tuple[str, int]], round_requests: RoundRequests, sampling: Mapping[str, Any]
+    ) -> list[Any]:
         """Play episodes concurrently; return them in the order of `episodes`.
 
         Args:
-            episodes: The episodes to play.
+            episodes: Task, as JSON, and seed of each.
             round_requests: Answers the harness's requests.
             sampling: What the environment records as the sampling options.
 
@@ -421,32 +109,306 @@ class Stage:
             SamplerLostError: If a server has lost its weights.
             WeightsMismatchError: If a server has other weights.
         """
-        return self._loop.submit("play", self._play(episodes, round_requests, sampling)).result()
 
-    async def _play(
-        self, episodes: Sequence[Any], round_requests: RoundRequests, sampling: Mapping[str, Any]
-    ) -> list[Any]:
-        for version in await self._gateway.versions():
-            check_version(version, round_requests.version)
-        failed = self._gateway.begin(round_requests)
-        playing = asyncio.gather(*(self._environment.play(episode, sampling) for episode in episodes))
-        try:
-            both: list[asyncio.Future[Any]] = [playing, failed]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            return failed.result() if failed.done() else playing.result()
-        finally:
-            self._gateway.end()
-            playing.cancel()
-            failed.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await playing
+        async def play() -> list[Any]:
+            for version in await self._gateway.versions():
+                check_version(version, round_requests.version)
+            failed = self._gateway.begin(round_requests)
+            playing = asyncio.gather(*(self._environment.play(*episode, sampling) for episode in episodes))
+            try:
+                both: list[asyncio.Future[Any]] = [playing, failed]
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                return failed.result() if failed.done() else playing.result()
+            finally:
+                self._gateway.end()
+                playing.cancel()
+                failed.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await playing
+
+        return self._loop.submit("play", play()).result()
 
     def close(self) -> None:
         """Stop the environment and the gateway. Idempotent."""
-        self._loop.submit("stop", self._stop()).result()
+
+        async def stop() -> None:
+            self._is_over.set()
+            with contextlib.suppress(Exception):  # raised by `_start` already
+                await self._serving
+
+        self._loop.submit("stop", stop()).result()
         self._folder.cleanup()
 
-    async def _stop(self) -> None:
-        self._is_over.set()
-        with contextlib.suppress(Exception):  # raised by `_start` already
-            await self._serving
+
+class Gateway:
+    """Listens on a free local port; `start` and `close` it in the event loop that it serves in.
+
+    Args:
+        urls: URLs of the servers; an episode stays with one of them.
+        token: The servers' token, if they have one.
+
+    Attributes:
+        base_url: URL for the harness's client, with a secret path that other programs on this machine do not know.
+    """
+
+    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
+        self.base_url = ""
+        self._urls = [url.rstrip("/") for url in urls]
+        self._token = token
+        self._round_requests: RoundRequests | None = None
+        self._failed: asyncio.Future[Any] | None = None
+        self._server_of: dict[str, int] = {}
+        self._runner: Any = None
+        self._client: Any = None
+
+    async def start(self) -> None:
+        """Start to listen."""
+        from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
+
+        async def no_models(request: Any) -> Any:  # so that clients find no prompt limit to enforce themselves
+            return web.json_response({"data": []})
+
+        path = f"/{secrets.token_urlsafe(16)}"
+        app = web.Application(client_max_size=_MAX_BODY)
+        app.router.add_get(f"{path}/v1/models", no_models)
+        app.router.add_post(f"{path}/inference/v1/generate", self._generate)
+        # Turns may take any time: the environment's limits end them. Connections are not kept alive, because the server
+        # might be about to close them.
+        connector = TCPConnector(limit=0, force_close=True)
+        self._client = ClientSession(timeout=ClientTimeout(None, sock_connect=30), connector=connector)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}{path}/v1"
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        for part in (self._runner and self._runner.cleanup(), self._client and self._client.close()):
+            if part is not None:
+                await part
+        self._runner = self._client = None
+
+    def begin(self, round_requests: RoundRequests) -> asyncio.Future[Any]:
+        """Serve a round of episodes; the returned future gets the error that makes all its rollouts unusable."""
+        self._round_requests, self._server_of = round_requests, {}
+        self._failed = asyncio.get_running_loop().create_future()
+        return self._failed
+
+    def end(self) -> None:
+        """Reject requests until the next round."""
+        self._round_requests = self._failed = None
+
+    async def versions(self) -> list[str]:
+        """Version of the weights of each server.
+
+        Raises:
+            SamplerLostError: If a server does not answer.
+            RuntimeError: If a server refuses.
+        """
+        return [str((await self._ask("GET", url, "/weight_info"))["weight_version"]) for url in self._urls]
+
+    async def _generate(self, request: Any) -> Any:
+        """Answer one turn of an episode, by the server that the episode stays with."""
+        from aiohttp import web
+
+        def refuse(status: int, message: str) -> Any:
+            return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+
+        round_requests, failed = self._round_requests, self._failed
+        if round_requests is None or failed is None or failed.done():
+            return refuse(409, "no rollouts are being sampled")
+        episode = request.headers.get(_EPISODE, "")
+        try:
+            body = round_requests.request(episode, await request.json())
+            if episode not in self._server_of:
+                load = Counter(self._server_of.values())
+                self._server_of[episode] = min(range(len(self._urls)), key=lambda server: load[server])
+            url = self._urls[self._server_of[episode]]
+            answered = await self._ask("POST", url, "/inference/v1/generate", body)
+            return web.json_response(round_requests.answer(episode, body["token_ids"], answered))
+        except ValueError as error:  # fails only this episode
+            return refuse(400, str(error))
+        except (RuntimeError, ArithmeticError) as error:
+            if not failed.done():
+                failed.set_exception(error)
+            return refuse(409, str(error))
+
+    async def _ask(self, method: str, url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        from aiohttp import ClientError
+
+        headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
+        try:
+            async with self._client.request(method, url + path, json=body, headers=headers) as response:
+                status, text = response.status, await response.text()
+        except (ClientError, OSError) as error:
+            raise SamplerLostError(f"the sampling server at {url} does not answer: {error!r}") from error
+        if status == 200:
+            return json.loads(text)
+        is_due_to_request = status in (400, 413, 422)
+        kind = ValueError if is_due_to_request else SamplerLostError if status >= 500 else RuntimeError
+        reason = mask_secret(text, self._token)[:1000]
+        raise kind(f"the sampling server at {url} answers {status} to {path}: {reason}")
+
+
+@dataclass
+class _Usage:
+    """The tokens of an episode so far.
+
+    Attributes:
+        first_length: Length of the first prompt.
+        written: Number of tokens that the model wrote.
+        ran_out: Whether a request was rejected for lack of room.
+    """
+
+    first_length: int
+    written: int = 0
+    ran_out: bool = False
+
+
+@dataclass
+class RoundRequests:
+    """The requests of one round of episodes.
+
+    Attributes:
+        sampling: How the run samples.
+        version: Version of the weights that must sample all tokens.
+        limits: Limits on an episode, besides `sampling.max_new_tokens`.
+        max_model_len: Longest sequence that model and server take, prompt included; no limit if None.
+        end_ids: Tokens that end a turn, in addition to the harness's.
+        never: Tokens that are never sampled.
+        vocab_size: Size of the vocabulary: larger token ids would crash the server. None if unknown.
+    """
+
+    sampling: SamplingConfig
+    version: str
+    limits: EpisodeLimits
+    max_model_len: int | None = None
+    end_ids: Sequence[int] = ()
+    never: Sequence[int] = ()
+    vocab_size: int | None = None
+    _usage: dict[str, _Usage] = field(default_factory=dict)
+    _asked: Counter[tuple[int, bytes]] = field(default_factory=Counter)
+    _exchanges: set[bytes] = field(default_factory=set)
+
+    def request(self, episode: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Translate a request of the harness into the one to send to the server.
+
+        Args:
+            episode: Name of the episode.
+            asked: The body of a request to `/inference/v1/generate`; its `sampling_params` hold the rollout's `seed`.
+
+        Raises:
+            ValueError: If the episode has no room for another token, or the request has images, or tokens that the
+                model does not have.
+        """
+        token_ids = list(asked.get("token_ids") or [])
+        size, length = self.vocab_size or math.inf, len(token_ids)
+        if asked.get("features") or asked.get("content_parts"):
+            raise ValueError("the harness sent images or other media, but only text can be trained")
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:
+            raise ValueError(
+                f"the harness sent {length} token ids, the largest {max(token_ids, default=None)}, but the model has "
+                f"vocab_size={self.vocab_size}; use the tokenizer that belongs to the model"
+            )
+        usage, max_episode = self._usage.setdefault(episode, _Usage(length)), self.limits.max_episode_tokens
+        room = smallest(
+            self.sampling.max_new_tokens - usage.written,
+            self.limits.max_turn_tokens,
+            None if self.max_model_len is None else self.max_model_len - length,
+            None if max_episode is None else usage.first_length + max_episode - length,
+        )
+        assert room is not None
+        if room < 1:
+            usage.ran_out = True
+            raise ValueError(f"the run's limits leave the episode no room for a token after {length}")
+        params = asked["sampling_params"]
+        # With the rollout's seed alone, all its turns would get the same random numbers.
+        read = digest(token_ids)
+        self._asked[params["seed"], read] += 1
+        seed = derive_seed(params["seed"], read.hex(), self._asked[params["seed"], read])
+        end_ids = sorted(token for token in {*self.end_ids, *params.get("stop_token_ids", ())} if token < size)
+        limited = replace(self.sampling, max_new_tokens=room)
+        sent = sampling_options(limited, end_ids=end_ids, never=self.never, seed=seed)
+        return {"token_ids": token_ids, "sampling_params": sent}
+
+    def answer(self, episode: str, token_ids: Sequence[int], answered: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's answer in the form that the library `renderers` reads.
+
+        Args:
+            episode: Name of the episode.
+            token_ids: The tokens that were sent.
+            answered: The server's answer.
+
+        Raises:
+            SamplerLostError: If the server has lost its weights, or broke off the turn.
+            WeightsMismatchError: If other weights sampled some of the tokens.
+            FloatingPointError: If the model's logits are not finite.
+        """
+        (choice,) = answered["choices"]
+        for span in choice["weight_versions"] or ():
+            check_version(span["version"], self.version)
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise SamplerLostError(f"the server ended a turn with finish reason {choice['finish_reason']!r}.")
+        if not choice["weight_versions"]:
+            raise WeightsMismatchError("the server does not report which weights sampled its tokens.")
+        written = choice["token_ids"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        if not all(value is not None and NOT_FINITE < value < math.inf for value in logprobs):  # false for NaN
+            raise FloatingPointError(
+                "the model's logits are not finite (NaN or infinite) in vLLM; check its weights and dtype."
+            )
+        tick(len(written))
+        self._usage[episode].written += len(written)
+        self._exchanges.add(digest([*token_ids, *written]))
+        content = [
+            {"token": f"token_id:{token}", "logprob": value, "top_logprobs": []}
+            for token, value in zip(written, logprobs, strict=True)
+        ]
+        choices = [{**choice, "logprobs": {"content": content}}]
+        return {"request_id": answered.get("request_id", ""), "choices": choices}
+
+    def ran_out(self, episode: str) -> bool:
+        """Whether a request of the episode was rejected because it had no room."""
+        return episode in self._usage and self._usage[episode].ran_out
+
+    def was_sampled(self, token_ids: Sequence[int]) -> bool:
+        """Whether the tokens are exactly what the model read and wrote in one of the requests."""
+        return digest(token_ids) in self._exchanges
+
+
+def digest(token_ids: Sequence[int]) -> bytes:
+    """Hash of token ids."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def check_version(found: str, expected: str) -> None:
+    """Check that a server has the expected weights.
+
+    Raises:
+        SamplerLostError: If the server has no weights, or others of this run (after a failed update).
+        WeightsMismatchError: If it has weights of another run.
+    """
+    if found == expected:
+        return
+    run, _, _ = expected.rpartition(":")
+    if found == FRESH or found.startswith(f"{run}:"):
+        raise SamplerLostError(f"the server has weights {found!r}, but {expected!r} is expected.")
+    raise WeightsMismatchError(
+        f"the server has weights of version {found!r}, but {expected!r} is expected. Does another trainer use this "
+        "server? Give each trainer its own servers."
+    )
+
+
+def check_sampling(sampling: SamplingConfig) -> None:
+    """Check that sampling options can be passed on to a harness's turns.
+
+    Raises:
+        ValueError: Names the option and the remedy.
+    """
+    check_temperature(sampling)
+    if sampling.stop:
+        raise ValueError(
+            f"SamplingConfig.stop is {list(sampling.stop)} together with a harness, whose turns end with end tokens "
+            "only; use stop_token_ids, or let the environment end the episode."
+        )

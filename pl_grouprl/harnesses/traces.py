@@ -68,7 +68,7 @@ def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str],
     Args:
         episode: An `Episode` of verifiers.
         was_sampled: Whether the server sampled exactly these tokens.
-        ran_out: Whether the trace of this id was refused tokens because of the run's limits.
+        ran_out: Whether the trace of this id was denied tokens because of the run's limits.
 
     Raises:
         ValueError: If it trains several traces, or has images.
@@ -76,49 +76,40 @@ def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str],
     """
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) > 1:
-        names = [trace.agent.name for trace in trained]
+        names = ", ".join(trace.agent.name for trace in trained)
         raise ValueError(
-            f"an episode of {episode.env.id!r} trains {len(trained)} agent runs ({', '.join(names)}), but a rollout "
-            "holds only one; use an environment that sets `trainable` for one of them only."
+            f"an episode of {episode.env.id!r} trains {len(trained)} agent runs ({names}), but a rollout holds only "
+            "one; use an environment that sets `trainable` for one of them only."
         )
     if not trained:
         return FinishedEpisode(failure=_last_error(episode.errors) or "no agent ran that is trained")
     (trace,) = trained
     out_of_room = ran_out(trace.id)
-    rewards = [reward for reward in trace.rewards.values() if reward is not None]
+    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     played = FinishedEpisode(
         rows=read_rows(trace, was_sampled),
-        numbers=_numbers(trace),
+        numbers={name: float(value) for name, value in (metrics | rewards).items() if math.isfinite(value)},
         finish_reason="length" if out_of_room or trace.is_truncated or trace.is_timeout else "stop",
         tool_counts={"calls": float(len(trace.tool_messages)), "seconds": trace.timing.agent.harness.duration},
     )
-    played.failure = _failure(episode, trace, played.rows, out_of_room, len(rewards) < len(trace.rewards))
-    if played.failure is None:
+    # A harness may end normally although its model calls failed.
+    last = trace.calls[-1].error if trace.calls else None
+    if not (episode.ok and trace.ok):
+        played.failure = _last_error([*trace.errors, *episode.errors]) or "the episode failed"
+    elif len(rewards) < len(trace.rewards):
+        played.failure = "scoring did not finish"
+    elif last is not None and not out_of_room:
+        played.failure = f"the last model call failed: {last.message}"
+    elif not played.rows:
+        played.failure = "the model wrote nothing"
+    else:
         played.reward = trace.reward
     return played
 
 
-def _failure(episode: Any, trace: Any, rows: Sequence[Row], out_of_room: bool, is_unscored: bool) -> str | None:
-    """Why an episode has no reward; None if it has one. A harness may end normally although its model calls failed."""
-    errors = [*trace.errors, *episode.errors]
-    if not (episode.ok and trace.ok):
-        return _last_error(errors) or "the episode failed"
-    if is_unscored:
-        return "scoring did not finish"
-    last = trace.calls[-1].error if trace.calls else None
-    if last is not None and not out_of_room:
-        return f"the last model call failed: {last.message}"
-    return None if rows else "the model wrote nothing"
-
-
 def _last_error(errors: Sequence[Any]) -> str | None:
     return f"{errors[-1].type}: {errors[-1].message}" if errors else None
-
-
-def _numbers(trace: Any) -> dict[str, float]:
-    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return {name: float(value) for name, value in (metrics | rewards).items() if math.isfinite(value)}
 
 
 def read_rows(trace: Any, was_sampled: WasSampled) -> list[Row]:
@@ -133,45 +124,32 @@ def read_rows(trace: Any, was_sampled: WasSampled) -> list[Row]:
     for branch in trace.branches:
         nodes = branch.nodes
         new = [node.sampled and bool(node.logprobs) and id(node) not in trained for node in nodes]
-        if branch.trainable and any(new):
-            _check_branch(branch, nodes, new, was_sampled)
-            rows.append(_row(nodes, new, rows[0].prompt if rows else []))
-            trained.update(id(node) for node in nodes)
+        if not branch.trainable or not any(new):
+            continue
+        contents = [node.message.content for node in nodes if isinstance(node.message.content, list)]
+        if branch.mm_token_type_ids or any(part.type != "text" for content in contents for part in content):
+            raise ValueError("an episode has images or other media, but with a harness only text can be trained.")
+        row = Row([], [], [], [], [])
+        for node, is_new in zip(nodes, new, strict=True):
+            row.token_ids += node.token_ids
+            if is_new and (len(node.logprobs) != sum(node.mask) or not was_sampled(row.token_ids)):
+                raise RuntimeError(
+                    f"the harness reports {len(row.token_ids)} tokens of an episode, the last {sum(node.mask)} as "
+                    "written by the model, but no server read and wrote exactly these, so they cannot be trained."
+                )
+            mask = [int(sampled) for sampled in node.mask] if is_new else [0] * len(node.token_ids)
+            logprobs = iter(node.logprobs)
+            row.loss_mask += mask
+            row.logprobs += [next(logprobs) if is_trained else 0.0 for is_trained in mask]
+        messages = [_message(node.message) for node in nodes]
+        first = next(place for place, node in enumerate(nodes) if node.sampled)
+        opening = rows[0].prompt if rows else []
+        if opening and messages[: len(opening)] == opening:  # earlier turns may be re-tokenized, and so not sampled
+            first = min(first, len(opening))
+        row.prompt, row.messages = messages[:first], messages[first:]
+        rows.append(row)
+        trained.update(id(node) for node in nodes)
     return rows
-
-
-def _row(nodes: Sequence[Any], new: Sequence[bool], opening: Messages) -> Row:
-    row = Row([], [], [], [], [])
-    for node, is_new in zip(nodes, new, strict=True):
-        mask = [int(sampled) for sampled in node.mask] if is_new else [0] * len(node.token_ids)
-        logprobs = iter(node.logprobs)
-        row.token_ids += node.token_ids
-        row.loss_mask += mask
-        row.logprobs += [next(logprobs) if trained else 0.0 for trained in mask]
-    messages = [_message(node.message) for node in nodes]
-    first = next(place for place, node in enumerate(nodes) if node.sampled)
-    if opening and messages[: len(opening)] == opening:  # earlier turns may be re-tokenized, and so not sampled
-        first = min(first, len(opening))
-    row.prompt, row.messages = messages[:first], messages[first:]
-    return row
-
-
-def _check_branch(branch: Any, nodes: Sequence[Any], new: Sequence[bool], was_sampled: WasSampled) -> None:
-    if branch.mm_token_type_ids or any(_has_media(node.message) for node in nodes):
-        raise ValueError("an episode has images or other media, but with a harness only text can be trained.")
-    read: list[int] = []
-    for node, is_new in zip(nodes, new, strict=True):
-        read += node.token_ids
-        if is_new and (len(node.logprobs) != sum(node.mask) or not was_sampled(read)):
-            raise RuntimeError(
-                f"the harness reports {len(read)} tokens of an episode, the last {sum(node.mask)} as written by the "
-                "model, but no server read and wrote exactly these; such rollouts cannot be trained."
-            )
-
-
-def _has_media(message: Any) -> bool:
-    parts = message.content if isinstance(message.content, list) else []
-    return any(part.type != "text" for part in parts)
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -203,32 +181,29 @@ def make_group(prompt: Prompt, episodes: Sequence[FinishedEpisode], reward_name:
             f"the contexts of an episode of {prompt.where or 'a task'} begin with different tokens, so its rollouts do "
             "not share a prompt; use a chat format that always begins with the same token."
         )
-    rollouts = [
-        rollout for index, one in enumerate(episodes) for rollout in _rollouts(one, index, shared, prompt, reward_name)
-    ]
-    return (replace(prompt, token_ids=prompts[0][:shared]) if prompts else prompt), rollouts
-
-
-def _rollouts(played: FinishedEpisode, index: int, shared: int, prompt: Prompt, reward_name: str) -> list[Rollout]:
-    rows = [
-        Rollout(
-            row.token_ids[shared:],
-            row.logprobs[shared:],
-            None if all(row.loss_mask[shared:]) else row.loss_mask[shared:],
-            finish_reason="stop",
-            messages=row.messages,
-            prompt=None if row.prompt == prompt.prompt else row.prompt,
-            num_observation_tokens=row.prompt_length - shared,
-            episode=index if len(played.rows) > 1 else None,
+    rollouts: list[Rollout] = []
+    for index, played in enumerate(episodes):
+        for row in played.rows:
+            loss_mask = row.loss_mask[shared:]
+            rollout = Rollout(
+                row.token_ids[shared:],
+                row.logprobs[shared:],
+                None if all(loss_mask) else loss_mask,
+                finish_reason="stop",
+                messages=row.messages,
+                prompt=None if row.prompt == prompt.prompt else row.prompt,
+                num_observation_tokens=row.prompt_length - shared,
+                episode=index if len(played.rows) > 1 else None,
+            )
+            rollouts.append(rollout)
+        if not played.rows:
+            rollouts.append(Rollout([], [], [], messages=[]))
+        rollouts[-1] = replace(
+            rollouts[-1],
+            finish_reason=played.finish_reason,
+            tool_counts=played.tool_counts,
+            environment_reward=played.reward,
+            environment_name=reward_name,
+            environment_numbers=played.numbers,
         )
-        for row in played.rows
-    ] or [Rollout([], [], [], messages=[])]
-    rows[-1] = replace(
-        rows[-1],
-        finish_reason=played.finish_reason,
-        tool_counts=played.tool_counts,
-        environment_reward=played.reward,
-        environment_name=reward_name,
-        environment_numbers=played.numbers,
-    )
-    return rows
+    return (replace(prompt, token_ids=prompts[0][:shared]) if prompts else prompt), rollouts

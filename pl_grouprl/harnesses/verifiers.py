@@ -7,9 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import distributions
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,174 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.episodes.loop import EpisodeLimits, smallest
 from pl_grouprl.harnesses.gateway import RoundRequests, Stage, check_sampling
-from pl_grouprl.harnesses.traces import FinishedEpisode, make_group, read_episode
+from pl_grouprl.harnesses.traces import make_group, read_episode
 from pl_grouprl.rewards.base import EnvironmentReward
 from pl_grouprl.rollout.engine import BoundPolicy, length_limits, sequence_seeds
 from pl_grouprl.types import Messages, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.optional import VERIFIERS_AVAILABLE, require
-from pl_grouprl.utilities.options import ArgumentError, check_options, checked_arguments
-
-# Everything that this package uses of the library `verifiers`, imported when it is needed.
-
-_MODEL = "policy"
-"""Name of the model in requests; the gateway serves only one."""
-
-
-def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
-    """Read the library's config of an environment.
-
-    Raises:
-        ValueError: If there is no such taskset, the library refuses the config, or the config sets the sampling of an
-            agent that the policy plays.
-    """
-    from pydantic import ValidationError
-    from verifiers.v1.configs.agent import agent_config_fields
-    from verifiers.v1.utils.loaders import resolve_env_config
-
-    _check_exists(taskset)
-    try:
-        read = resolve_env_config({**config, "taskset": {**(config.get("taskset") or {}), "id": taskset}})
-    except (ValidationError, ModuleNotFoundError, TypeError) as error:
-        raise ValueError(f"Verifiers.config is refused by the library verifiers: {error}") from error
-    for name, agent in agent_config_fields(read).items():
-        if agent.client is None and agent.sampling is not None:
-            raise ValueError(
-                f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays with the run's "
-                "`sampling`; leave it out, or give the agent its own client."
-            )
-    return read
-
-
-def _check_exists(taskset: str) -> None:
-    from verifiers.v1.utils.loaders import taskset_class
-
-    try:
-        taskset_class(taskset)
-    except (ModuleNotFoundError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"Verifiers.taskset is {taskset!r}, which the library verifiers cannot load ({error}). It includes "
-            f"{', '.join(bundled_tasksets())}; packages that depend on it: {', '.join(installed_packages()) or 'none'}."
-        ) from error
-
-
-def bundled_tasksets() -> list[str]:
-    """Tasksets that come with the library."""
-    import pkgutil
-
-    from verifiers.v1 import tasksets
-
-    return sorted(module.name for module in pkgutil.iter_modules(tasksets.__path__))
-
-
-def installed_packages() -> list[str]:
-    """Installed packages that may hold environments, because they depend on the library."""
-    found = {
-        distribution.metadata["Name"]
-        for distribution in distributions()
-        if any(requirement.split(";")[0].strip().startswith("verifiers") for requirement in distribution.requires or ())
-    }
-    return sorted(found)
-
-
-def load_tasks(config: Any, seed: int, limit: int | None) -> list[Any]:
-    """Load the data of a taskset's tasks, in random order; an endless one gives its first tasks in its own order.
-
-    Args:
-        config: See `read_config`.
-        seed: Determines the order.
-        limit: Most tasks to return; None returns all.
-
-    Raises:
-        ValueError: If the taskset has no end and there is no limit.
-    """
-    from verifiers.v1.utils.loaders import load_taskset
-
-    taskset = load_taskset(config.taskset)
-    if taskset.bounded:
-        tasks = list(taskset)
-        random.Random(seed).shuffle(tasks)
-    elif limit is None:
-        raise ValueError(f"Verifiers.size is None, but taskset {config.taskset.id!r} has no end; set it.")
-    else:
-        tasks = list(islice(taskset, limit))
-    return [task.data for task in tasks[:limit]]
-
-
-def renderer_config(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
-    """Config of the renderer, which turns messages into tokens.
-
-    Args:
-        tokenizer: The policy's tokenizer.
-        options: Its `name` and options; None is the library's for the tokenizer's model, or else the chat template.
-
-    Raises:
-        ValueError: If the options are refused.
-    """
-    from pydantic import TypeAdapter, ValidationError
-    from renderers import RendererConfig
-    from renderers.base import MODEL_RENDERER_MAP
-
-    if options is None:
-        options = {"name": MODEL_RENDERER_MAP.get(tokenizer.name_or_path, "default")}
-    try:
-        return TypeAdapter(RendererConfig).validate_python(dict(options))
-    except ValidationError as error:
-        raise ValueError(f"Verifiers.renderer is {dict(options)}, which the library refuses: {error}") from error
-
-
-@dataclass(frozen=True)
-class EpisodeRequest:
-    """An episode to play.
-
-    Attributes:
-        task: The task's data, as JSON.
-        seed: Seed of the rollout.
-    """
-
-    task: str
-    seed: int
-
-
-class Environment:
-    """An environment of the library, with the policy behind a gateway as its model; for one event loop.
-
-    Args:
-        config: See `read_config`.
-        base_url: URL of the gateway.
-        tokenizer_folder: Where the policy's tokenizer is saved.
-        renderer: See `renderer_config`.
-        max_concurrent: Most episodes at a time.
-    """
-
-    def __init__(self, config: Any, base_url: str, tokenizer_folder: str, renderer: Any, max_concurrent: int) -> None:
-        from verifiers.v1.configs.client import TrainClientConfig
-        from verifiers.v1.utils.loaders import load_environment
-
-        self._env = load_environment(config)
-        self._config = config
-        self._client = TrainClientConfig(
-            base_url=base_url, api_key_var="", renderer=renderer, renderer_model_name=tokenizer_folder
-        )
-        self._semaphore = asyncio.Semaphore(max_concurrent)
-
-    def serving(self) -> AbstractAsyncContextManager[Any]:
-        """Context of what episodes share: tool servers, and the server that intercepts the harness's model calls."""
-        serving: AbstractAsyncContextManager[Any] = self._env.serving()
-        return serving
-
-    async def play(self, episode: EpisodeRequest, sampling: Mapping[str, Any]) -> Any:
-        """Play one episode; the result records its errors."""
-        from verifiers.v1.clients import ModelContext
-        from verifiers.v1.types import SamplingConfig
-
-        task_class = type(self._env.taskset).task_type()
-        task = task_class(task_class.data_type().model_validate_json(episode.task), self._config.taskset.task)
-        context = ModelContext(_MODEL, self._client, SamplingConfig(**sampling, seed=episode.seed))
-        (slot,) = self._env.slots(task)
-        return await self._env.run_slot(slot, context, self._semaphore)
-
-
-# Environments of the library `verifiers`: their tasks as prompts, their episodes as rollouts.
+from pl_grouprl.utilities.options import check_options
 
 _SPLITS = ("val", "test", "train")
 
@@ -206,7 +42,6 @@ class ServedEngine(Protocol):
     max_model_len: int | None
 
 
-@checked_arguments
 class Verifiers:
     """An environment of the library verifiers, for the `harness` of an algorithm and the prompts of a data module.
 
@@ -224,18 +59,18 @@ class Verifiers:
         config: The rest of the environment's config, the library's `[env]` block. `agent: {harness: {id: "null"},
             runtime: {type: subprocess}}` plays a chat in a local process; the default is the taskset's harness, or
             else `bash`, in a sandbox of Prime Intellect.
-        size: Most tasks of the split `train`; None takes all that are left.
+        size: Maximum number of tasks of the split `train`; defaults to all that are left.
         val_size: Number of tasks of the split `val`.
         test_size: Number of tasks of the split `test`.
         seed: Decides the order of the tasks: `val` takes the first, then `test`, then `train`. An endless taskset keeps
             its own order.
-        renderer: Turns messages into tokens: `name` and options of one in the library renderers. None is the one for
-            the tokenizer's model, or else the tokenizer's chat template (`name: default`), which has no tools.
-        max_concurrent: Most episodes at a time on each rank.
+        renderer: Turns messages into tokens: `name` and options of one in the library renderers. Defaults to the one
+            for the tokenizer's model, or else the tokenizer's chat template (`name: default`), which has no tools.
+        max_concurrent: Maximum number of episodes at a time on each rank.
 
     Raises:
         ModuleNotFoundError: If the library is missing.
-        ValueError: If an option is out of range, there is no such taskset, or the library refuses the config.
+        ValueError: If an option is out of range, there is no such taskset, or the library rejects the config.
     """
 
     def __init__(
@@ -267,7 +102,7 @@ class Verifiers:
         self._stage: Stage | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the stage, which is started again when it is needed."""
+        """Omit the stage, which is started again when it is needed."""
         return vars(self) | {"_stage": None}
 
     @property
@@ -288,7 +123,8 @@ class Verifiers:
             raise ValueError(f"Verifiers has no split {split!r}; it has {sorted(self.sizes)}.")
         kept = sum(self.sizes[name] or 0 for name in ("val", "test"))
         size = self.sizes["train"]
-        tasks = load_tasks(self._config(), self.seed, None if size is None else kept + size)
+        config = read_config(self.taskset, self.config)
+        tasks = load_tasks(config, self.seed, None if size is None else kept + size)
         if len(tasks) <= kept:
             raise ValueError(
                 f"Verifiers.val_size and test_size are {kept} together, but taskset {self.taskset!r} has only "
@@ -296,33 +132,28 @@ class Verifiers:
             )
         start = sum(self.sizes[name] or 0 for name in _SPLITS[: _SPLITS.index(split)])
         end = None if split == "train" else start + (self.sizes[split] or 0)
-        return [self._row(task) for task in tasks[start:end]]
-
-    def _row(self, task: Any) -> dict[str, Any]:
-        return {
-            "prompt": _messages(task),
-            "data_source": self.name,
-            "extra_info": {"taskset": self.name, "task": task.model_dump_json()},
-        }
-
-    def _config(self) -> Any:
-        return read_config(self.taskset, self.config)
-
-    # What an algorithm calls.
+        return [
+            {
+                "prompt": _messages(task),
+                "data_source": self.name,
+                "extra_info": {"taskset": self.name, "task": task.model_dump_json()},
+            }
+            for task in tasks[start:end]
+        ]
 
     def reward(self) -> EnvironmentReward:
         """The environment's reward."""
         return _TaskReward(self.name)
 
     def check(self, engine: object, samplings: Sequence[SamplingConfig], max_staleness: int = 0) -> None:
-        """Refuse options that a harness does not support, before anything is loaded.
+        """Check, before anything is loaded, that options go with a harness.
 
         Raises:
-            ArgumentError: If the engine has no servers.
-            ValueError: If a sampling option cannot be passed on, or rollouts are to be sampled ahead.
+            ValueError: If the engine has no servers, a sampling option cannot be passed on, or rollouts are to be
+                sampled ahead.
         """
         if not isinstance(engine, ServedEngine):
-            raise ArgumentError(
+            raise ValueError(
                 "harness is Verifiers, which calls the policy on a sampling server, but engine is "
                 f"{type(engine).__name__}; pass VLLMServerRolloutEngine."
             )
@@ -372,32 +203,42 @@ class Verifiers:
         """
         if not prompts:
             return [], []
-        round_requests = _round_requests(engine, policy, tokenizer, sampling, limits)
-        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        episodes = [
-            EpisodeRequest(prompt.columns["extra_info"]["task"], one)
-            for prompt, of_prompt in zip(prompts, seeds, strict=True)
-            for one in of_prompt
-        ]
-        recorded = {"temperature": sampling.temperature, "max_tokens": sampling.max_new_tokens}
-        finished = iter(self._open(engine, tokenizer).play(episodes, round_requests, recorded))
-        played = [
-            [
-                read_episode(next(finished), round_requests.was_sampled, round_requests.ran_out)
-                for _ in range(num_generations)
-            ]
-            for _ in prompts
-        ]
-        _report_failures([episode for group in played for episode in group])
-        groups = [make_group(prompt, group, self.name) for prompt, group in zip(prompts, played, strict=True)]
-        return [prompt for prompt, _ in groups], [rollouts for _, rollouts in groups]
-
-    def _open(self, engine: ServedEngine, tokenizer: Any) -> Stage:
+        bound = BoundPolicy(policy, tokenizer)
+        vocab_size = policy.config.get_text_config(decoder=True).vocab_size  # without placeholders beyond it: text only
+        round_requests = RoundRequests(
+            sampling,
+            engine.weight_version,
+            limits,
+            max_model_len=smallest(engine.max_model_len, *length_limits(policy).values()),
+            end_ids=bound.end_ids(sampling),
+            never=[token for token in bound.never if token < vocab_size],
+            vocab_size=vocab_size,
+        )
         if self._stage is None:
-            renderer = renderer_config(tokenizer, self.renderer)
-            make = partial(Environment, self._config(), renderer=renderer, max_concurrent=self.max_concurrent)
+            config, renderer = read_config(self.taskset, self.config), renderer_config(tokenizer, self.renderer)
+            make = partial(Environment, config, renderer=renderer, max_concurrent=self.max_concurrent)
             self._stage = Stage(engine.urls, engine.token, tokenizer, make)
-        return self._stage
+        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
+        tasks = [prompt.columns["extra_info"]["task"] for prompt in prompts]
+        asked = [(task, one) for task, of_prompt in zip(tasks, seeds, strict=True) for one in of_prompt]
+        recorded = {"temperature": sampling.temperature, "max_tokens": sampling.max_new_tokens}
+        played = [
+            read_episode(episode, round_requests.was_sampled, round_requests.ran_out)
+            for episode in self._stage.play(asked, round_requests, recorded)
+        ]
+        failures = Counter(episode.failure for episode in played if episode.failure is not None)
+        if failures:
+            text = (
+                f"{failures.total()} of {len(played)} episodes failed, most often with: {failures.most_common(1)[0][0]}"
+            )
+            if failures.total() == len(played):
+                raise RuntimeError(f"{text}. Nothing can be learned; correct the environment or its config.")
+            rank_zero_warn(f"{text}. They have no reward, and are not trained.")
+        groups = [
+            make_group(prompt, played[place * num_generations : (place + 1) * num_generations], self.name)
+            for place, prompt in enumerate(prompts)
+        ]
+        return [prompt for prompt, _ in groups], [rollouts for _, rollouts in groups]
 
     def close(self) -> None:
         """Stop the harness; the next `play` starts it again. Idempotent."""
@@ -410,10 +251,10 @@ class _TaskReward(EnvironmentReward):
     """The reward of an environment of verifiers."""
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a row that is not from this taskset.
+        """Check that a row is from this taskset.
 
         Raises:
-            ValueError: Names the row's taskset.
+            ValueError: If it is not.
         """
         info = columns.get("extra_info")
         found = info.get("taskset") if isinstance(info, Mapping) else None
@@ -422,23 +263,6 @@ class _TaskReward(EnvironmentReward):
                 f"harness is Verifiers({self.name!r}), but `extra_info` of the row names the taskset {found!r}; take "
                 "the prompts from Verifiers, too."
             )
-
-
-def _round_requests(
-    engine: ServedEngine, policy: Any, tokenizer: Any, sampling: SamplingConfig, limits: EpisodeLimits
-) -> RoundRequests:
-    bound = BoundPolicy(policy, tokenizer)
-    vocab_size = policy.config.get_text_config(decoder=True).vocab_size  # without placeholders beyond it: text only
-    assert engine.weight_version is not None  # synced before sampling
-    return RoundRequests(
-        sampling,
-        engine.weight_version,
-        limits,
-        max_model_len=smallest(engine.max_model_len, *length_limits(policy).values()),
-        end_ids=bound.end_ids(sampling),
-        never=[token for token in bound.never if token < vocab_size],
-        vocab_size=vocab_size,
-    )
 
 
 def _messages(task: Any) -> Messages:
@@ -457,17 +281,120 @@ def _messages(task: Any) -> Messages:
     return [*opening, *messages]
 
 
-def _report_failures(episodes: Sequence[FinishedEpisode]) -> None:
-    """Warn of failed episodes, which have no reward and are not trained.
+# Everything that this package uses of the library `verifiers`, imported when it is needed.
+
+
+def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
+    """Read the library's config of an environment.
 
     Raises:
-        RuntimeError: If all have failed.
+        ValueError: If there is no such taskset, the library rejects the config, or the config sets the sampling of an
+            agent that the policy plays.
     """
-    failures = Counter(episode.failure for episode in episodes if episode.failure is not None)
-    if not failures:
-        return
-    (most_common, _), *_ = failures.most_common(1)
-    text = f"{failures.total()} of {len(episodes)} episodes failed, most often with: {most_common}"
-    if failures.total() == len(episodes):
-        raise RuntimeError(f"{text}. Nothing can be learned; correct the environment or its config.")
-    rank_zero_warn(f"{text}. They have no reward, and are not trained.")
+    from pydantic import ValidationError
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import resolve_env_config, taskset_class
+
+    try:
+        taskset_class(taskset)
+    except (ModuleNotFoundError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"Verifiers.taskset is {taskset!r}, which the library verifiers cannot load ({error}); install its package."
+        ) from error
+    try:
+        read = resolve_env_config({**config, "taskset": {**(config.get("taskset") or {}), "id": taskset}})
+    except (ValidationError, ModuleNotFoundError, TypeError) as error:
+        raise ValueError(f"Verifiers.config is rejected by the library verifiers: {error}") from error
+    for name, agent in agent_config_fields(read).items():
+        if agent.client is None and agent.sampling is not None:
+            raise ValueError(
+                f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays with the run's "
+                "`sampling`; omit it, or give the agent its own client."
+            )
+    return read
+
+
+def load_tasks(config: Any, seed: int, limit: int | None) -> list[Any]:
+    """Load the data of a taskset's tasks, in random order; an endless one gives its first tasks in its own order.
+
+    Args:
+        config: See `read_config`.
+        seed: Determines the order.
+        limit: Maximum number of tasks; no limit if None.
+
+    Raises:
+        ValueError: If the taskset has no end and there is no limit.
+    """
+    from verifiers.v1.utils.loaders import load_taskset
+
+    taskset = load_taskset(config.taskset)
+    if taskset.bounded:
+        tasks = list(taskset)
+        random.Random(seed).shuffle(tasks)
+    elif limit is None:
+        raise ValueError(f"Verifiers.size is None, but taskset {config.taskset.id!r} has no end; set it.")
+    else:
+        tasks = list(islice(taskset, limit))
+    return [task.data for task in tasks[:limit]]
+
+
+def renderer_config(tokenizer: Any, options: Mapping[str, Any] | None) -> Any:
+    """Config of the renderer, which turns messages into tokens.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        options: Its `name` and options; defaults to the library's for the tokenizer's model, or else the chat template.
+
+    Raises:
+        ValueError: If the library rejects the options.
+    """
+    from pydantic import TypeAdapter, ValidationError
+    from renderers import RendererConfig
+    from renderers.base import MODEL_RENDERER_MAP
+
+    if options is None:
+        options = {"name": MODEL_RENDERER_MAP.get(tokenizer.name_or_path, "default")}
+    try:
+        return TypeAdapter(RendererConfig).validate_python(dict(options))
+    except ValidationError as error:
+        raise ValueError(f"Verifiers.renderer is {dict(options)}, which the library rejects: {error}") from error
+
+
+class Environment:
+    """An environment of the library, with the policy behind a gateway as its model; for one event loop.
+
+    Args:
+        config: See `read_config`.
+        base_url: URL of the gateway.
+        tokenizer_folder: Where the policy's tokenizer is saved.
+        renderer: See `renderer_config`.
+        max_concurrent: Maximum number of episodes at a time.
+    """
+
+    def __init__(self, config: Any, base_url: str, tokenizer_folder: str, renderer: Any, max_concurrent: int) -> None:
+        from verifiers.v1.configs.client import TrainClientConfig
+        from verifiers.v1.utils.loaders import load_environment
+
+        self._env = load_environment(config)
+        self._config = config
+        self._client = TrainClientConfig(
+            base_url=base_url, api_key_var="", renderer=renderer, renderer_model_name=tokenizer_folder
+        )
+        self._semaphore = asyncio.Semaphore(max_concurrent)
+
+    def serving(self) -> AbstractAsyncContextManager[Any]:
+        """Context of what episodes share: tool servers, and the server that intercepts the harness's model calls."""
+        serving: AbstractAsyncContextManager[Any] = self._env.serving()
+        return serving
+
+    async def play(self, task: str, seed: int, sampling: Mapping[str, Any]) -> Any:
+        """Play one episode of a task, given as JSON; the result records its errors."""
+        from verifiers.v1.clients import ModelContext
+        from verifiers.v1.types import SamplingConfig
+
+        task_class = type(self._env.taskset).task_type()
+        opened = task_class(task_class.data_type().model_validate_json(task), self._config.taskset.task)
+        # The model's name in requests does not matter, because the gateway serves only one.
+        context = ModelContext("policy", self._client, SamplingConfig(**sampling, seed=seed))
+        (slot,) = self._env.slots(opened)
+        return await self._env.run_slot(slot, context, self._semaphore)

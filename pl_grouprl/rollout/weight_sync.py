@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -123,24 +122,24 @@ class WeightSync:
             return
         with_base = not all(rank_has_base for _, rank_has_base, _ in states)
         self._version = 1 + max(version for _, _, version in states)
+
+        def send() -> dict[str, float]:
+            separate = engine.adapter == "separate"
+            passes = [owner.support.named_weights(policy) for _ in range(1 + (separate and with_base))]
+            # Lightning validates in inference mode, but inference tensors cannot be written to later.
+            with torch.inference_mode(False), torch.no_grad(), read_to_the_end(*passes) as streams:
+                engine.bind(policy, owner.tokenizer)
+                if not separate:
+                    return engine.update_weights(checkpoint_weights(policy, streams[0]), version=self._version)
+                new_base = base_weights(policy, streams[0]) if with_base else iter(())
+                adapter = AdapterWeights(adapter_config(policy), adapter_weights(policy, _skip_to_last(streams)))
+                return engine.update_weights(new_base, version=self._version, adapter=adapter)
+
         with self._timed("weight_sync"):
             start = time.perf_counter()
-            send = partial(self._send, owner, engine, with_base)
             figures = raise_on_all_ranks(send, owner.device, shared=SamplerLostError)
             self._add({**figures, "count": 1.0, "seconds": time.perf_counter() - start})
         self._sent, self._sent_base = present, base
-
-    def _send(self, owner: PolicyOwner, engine: SyncedSampler, with_base: bool) -> dict[str, float]:
-        policy, separate = owner.policy, engine.adapter == "separate"
-        passes = [owner.support.named_weights(policy) for _ in range(1 + (separate and with_base))]
-        # Lightning validates in inference mode, but inference tensors cannot be written to later.
-        with torch.inference_mode(False), torch.no_grad(), read_to_the_end(*passes) as streams:
-            engine.bind(policy, owner.tokenizer)
-            if not separate:
-                return engine.update_weights(checkpoint_weights(policy, streams[0]), version=self._version)
-            base = base_weights(policy, streams[0]) if with_base else iter(())
-            adapter = AdapterWeights(adapter_config(policy), adapter_weights(policy, _skip_to_last(streams)))
-            return engine.update_weights(base, version=self._version, adapter=adapter)
 
     def _add(self, figures: dict[str, float]) -> None:
         for name, figure in figures.items():
@@ -171,17 +170,19 @@ def _skip_to_last(streams: list[Iterator[Named]]) -> Iterator[Named]:
 
 
 def check_adapter(engine: object, policy: nn.Module) -> None:
-    """Refuse a synced engine if the policy is quantized, or lacks the adapter that the engine takes separately.
+    """Check that a synced engine can take the policy's weights and adapter.
 
     Raises:
-        ValueError: Says what to change.
+        ValueError: If the policy is quantized, or lacks the adapter that the engine takes separately.
     """
-    if isinstance(engine, SyncedSampler) and is_quantized(policy):
+    if not isinstance(engine, SyncedSampler):
+        return
+    if is_quantized(policy):
         raise ValueError(
             f"engine is {type(engine).__name__}, which receives weights as in a checkpoint, but those of the "
-            f"{type(policy).__name__} are quantized; sample with HFRolloutEngine, or leave out quantization."
+            f"{type(policy).__name__} are quantized; sample with HFRolloutEngine, or omit quantization."
         )
-    if isinstance(engine, SyncedSampler) and engine.adapter == "separate" and not has_adapters(policy):
+    if engine.adapter == "separate" and not has_adapters(policy):
         raise ValueError(
             f"{type(engine).__name__}.adapter is 'separate', but the {type(policy).__name__} has no adapter; pass "
             "'merged', or train one (policy.init_args.adapter)."
@@ -193,12 +194,10 @@ def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> int:
 
     Args:
         model: Its weights may be shards.
-        frozen_only: Leave out trainable weights.
+        frozen_only: Omit trainable weights.
     """
-    weights = local_weights(model)
-    return add(
-        *(checksum(weight, place) for place, weight in enumerate(weights) if not (frozen_only and weight.requires_grad))
-    )
+    places = enumerate(local_weights(model))
+    return add(*(checksum(weight, place) for place, weight in places if not (frozen_only and weight.requires_grad)))
 
 
 class CloseEngine(pl.Callback):

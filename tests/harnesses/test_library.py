@@ -106,13 +106,13 @@ def test_the_page_of_the_documentation(example):
     exec(code, {})
 
 
-def test_an_unknown_taskset_is_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"Verifiers.taskset is 'gsm9k', which .* cannot load .*textarena.*; packages"):
+def test_an_unknown_taskset_is_refused():
+    with pytest.raises(ValueError, match=r"Verifiers.taskset is 'gsm9k', which .* cannot load"):
         Verifiers("gsm9k")
 
 
 def test_a_config_that_the_library_refuses(example):
-    with pytest.raises(ValueError, match=r"Verifiers.config is refused by the library verifiers: (.|\n)*max_turnz"):
+    with pytest.raises(ValueError, match=r"Verifiers.config is rejected by the library verifiers: (.|\n)*max_turnz"):
         Verifiers("verifiers_environment", {"agent": {"max_turnz": 3}})
     with pytest.raises(ValueError, match="sets the sampling of agent 'agent', which the policy plays"):
         Verifiers("verifiers_environment", {"agent": {"sampling": {"temperature": 0.1}}})
@@ -124,7 +124,7 @@ def test_a_renderer_by_name():
     tokenizer.name_or_path = "/my/model"
     assert library.renderer_config(tokenizer, None).name == "default"
     assert library.renderer_config(tokenizer, {"name": "qwen3", "enable_thinking": False}).name == "qwen3"
-    with pytest.raises(ValueError, match=r"Verifiers.renderer is {'name': 'qwen33'}, which the library refuses"):
+    with pytest.raises(ValueError, match=r"Verifiers.renderer is {'name': 'qwen33'}, which the library rejects"):
         library.renderer_config(tokenizer, {"name": "qwen33"})
 
 

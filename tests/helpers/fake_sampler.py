@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import secrets
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 
 from pl_grouprl.distributed.checksum import checksum
 
@@ -31,8 +31,9 @@ class FakeSampler:
 
     def __init__(self, port: int = 0, instance: str | None = None, folder: str | None = None, **info) -> None:
         model = {"model_type": "llama", "vocab_size": 61, "max_model_len": 512, "dtype": "float32"}
+        self._own_folder = tempfile.TemporaryDirectory()
         self.info = {
-            **{"instance": instance or secrets.token_hex(8), "folder": folder},
+            **{"instance": instance or secrets.token_hex(8), "folder": folder or self._own_folder.name},
             **{"backend": "pl_grouprl", "logprobs_mode": "processed_logprobs"},
             **{**model, **info},
         }
@@ -75,6 +76,7 @@ class FakeSampler:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+        self._own_folder.cleanup()
 
     def restart(self) -> None:
         """Forget everything, as a process that was killed and started again."""
@@ -128,8 +130,7 @@ class FakeSampler:
     def load(self, info):
         if not self.updating or info.get("owner") != self.owner:
             return 500, {"error": {"message": "another trainer has begun an update of this sampler's weights"}}
-        content = load_file(info["path"]) if "path" in info else load(base64.b64decode(info["safetensors"]))
-        self.weights.update(content)
+        self.weights.update(load_file(info["path"]))
         return {"message": "Weights updated"}
 
     def describe(self):

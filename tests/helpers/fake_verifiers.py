@@ -86,12 +86,12 @@ class FakeEnvironment:
         yield
         self.is_serving = False
 
-    async def play(self, ask: Any, sampling: Any) -> Any:
+    async def play(self, task: str, seed: int, sampling: Any) -> Any:
         from aiohttp import ClientSession
 
         assert self.is_serving
         self.played += 1
-        name, prompt = f"trace {self.played}", json.loads(ask.task)["prompt"]
+        name, prompt = f"trace {self.played}", json.loads(task)["prompt"]
         if prompt[0] == "f" or (prompt[0] == "h" and self.played % 2):
             return episode(ok=False, errors=[SimpleNamespace(type="EnvError", message="no sandbox")])
         nodes, history = [node([ord(letter) - ord("a") for letter in prompt])], []
@@ -99,7 +99,7 @@ class FakeEnvironment:
             for turn in range(2):
                 scaffold = [6] if turn == 0 else [6, 7, 6]
                 history += [*(nodes[0].token_ids if turn == 0 else []), *scaffold]
-                body = {"token_ids": history, "sampling_params": {"seed": ask.seed, "stop_token_ids": [6]}}
+                body = {"token_ids": history, "sampling_params": {"seed": seed, "stop_token_ids": [6]}}
                 async with client.post(self._url, json=body, headers={"X-Session-ID": name}) as answer:
                     if answer.status != 200:
                         break

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from pl_grouprl.rollout.vllm.access import TOKEN_VARIABLE, check_host, check_token
+from pl_grouprl.rollout.vllm.reaper import start_reaper
 from pl_grouprl.rollout.vllm.settings import DECIDED_BY_SERVER, FOLDER_VARIABLE, common_arguments
 from pl_grouprl.utilities import optional
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+_SHORT = {"-q": "quantization", "-dp": "data_parallel_size", "-sc": "speculative_config"}
+"""Short options of vLLM that users may not set."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,7 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, help="port to listen on")
     add("--token", help=f"token that every request must carry; the environment variable {TOKEN_VARIABLE} keeps it "
     "out of the process list")  # fmt: skip
-    add("--transfer", choices=("http", "nccl"), default="http", help="how weights arrive; nccl needs GPUs")
+    add("--transfer", choices=("file", "nccl"), default="file", help="how weights arrive; nccl needs GPUs")
+    add("--weights-folder", help="folder for files of weights, which the trainer's machine has under the same path; "
+    "shared memory by default")  # fmt: skip
     add("--print", action="store_true", help="print vLLM's command and its environment instead of running it")
     return parser
 
@@ -52,19 +59,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check(options, further)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *_arguments(options, further)]
+    decided = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
+    decided |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+    decided["middleware"] = "pl_grouprl.rollout.vllm.access.TokenAuth"
+    model = Path(options.model)  # a name on the Hub is assumed to have a tokenizer, which lets vLLM also serve chats
+    has_tokenizer = not model.is_dir() or any((model / name).exists() for name in _TOKENIZER_FILES)
+    if not has_tokenizer and "--tokenizer" not in {option.partition("=")[0] for option in further}:
+        decided["skip_tokenizer_init"] = True
+    parsed = {"model": options.model, "host": options.host, "port": options.port}
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    command += [*_flags(parsed), *further, *_flags(decided)]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     if options.print:
         shown = [f"{name}={value}" for name, value in environment.items()]
         shown += [f'{TOKEN_VARIABLE}="${TOKEN_VARIABLE}"'] if options.token else []
         print(" ".join(shown), shlex.join(command))
         return
-    from pl_grouprl.rollout.vllm.reaper import start_reaper
-
-    environment[FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="pl-grouprl-", dir=_shared_memory())
+    folder = tempfile.mkdtemp(prefix="pl-grouprl-", dir=options.weights_folder or _shared_memory())
+    environment[FOLDER_VARIABLE] = folder
     if options.token:
         environment[TOKEN_VARIABLE] = options.token
-    start_reaper(environment[FOLDER_VARIABLE])
+    start_reaper(folder)
     os.execve(command[0], command, {**os.environ, **environment})  # noqa: S606 (vLLM, with checked options)
 
 
@@ -77,39 +92,19 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION is set, which makes vLLM unpickle messages; unset it.")
     for option in further:
-        if (name := _decided(option)) is not None:
-            raise ValueError(f"{option.partition('=')[0]} is decided by {DECIDED_BY_SERVER[name]}; leave it out.")
+        # vLLM takes abbreviations, the prefix `--no-`, and values that follow a short option without a blank.
+        if option.startswith("--"):
+            name = option.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_").removeprefix("no_")
+            found = [decided for decided in DECIDED_BY_SERVER if name and decided.startswith(name)]
+        else:
+            found = [decided for short, decided in _SHORT.items() if option.startswith(short)]
+        if found:
+            raise ValueError(f"{option.partition('=')[0]} is decided by {DECIDED_BY_SERVER[found[0]]}; omit it.")
     if options.transfer == "nccl":
         from pl_grouprl.rollout.vllm.fleet import check_device
 
         check_device()
     optional.require(optional.VLLM_AVAILABLE, "the sampling server", "vllm")
-
-
-_SHORT = {"-q": "quantization", "-dp": "data_parallel_size", "-sc": "speculative_config"}
-
-
-def _decided(option: str) -> str | None:
-    """The argument that an option sets, if users may not set it.
-
-    vLLM takes abbreviations, the prefix `--no-`, and values that follow a short option without a blank.
-    """
-    if not option.startswith("--"):
-        return next((decided for short, decided in _SHORT.items() if option.startswith(short)), None)
-    name = option.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_").removeprefix("no_")
-    return next((decided for decided in DECIDED_BY_SERVER if name and decided.startswith(name)), None)
-
-
-def _arguments(options: argparse.Namespace, further: Sequence[str]) -> list[str]:
-    """Arguments of vLLM's server: the user's, then those that users may not set."""
-    decided = common_arguments(transfer="nccl" if options.transfer == "nccl" else "pl_grouprl")
-    decided |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
-    decided["middleware"] = "pl_grouprl.rollout.vllm.access.TokenAuth"
-    names = {option.partition("=")[0] for option in further}
-    if not _has_tokenizer(options.model) and "--tokenizer" not in names:
-        decided["skip_tokenizer_init"] = True
-    parsed = {"model": options.model, "host": options.host, "port": options.port}
-    return [*_flags(parsed), *further, *_flags(decided)]
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
@@ -123,15 +118,10 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _has_tokenizer(model: str) -> bool:
-    """Whether a model has a tokenizer, which lets vLLM also serve chats; a name on the Hub is assumed to have one."""
-    folder = Path(model)
-    return not folder.is_dir() or any((folder / name).exists() for name in _TOKENIZER_FILES)
-
-
 def _shared_memory() -> str | None:
-    """The system's folder in shared memory, if it has one."""
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108 (the folder in it has a unique name)
+    """The system's folder in shared memory, if it has one with room for buckets (containers often have 64 MiB)."""
+    memory = "/dev/shm"  # noqa: S108 (the folder in it has a unique name)
+    return memory if os.path.isdir(memory) and shutil.disk_usage(memory).free >= 1 << 30 else None
 
 
 if __name__ == "__main__":

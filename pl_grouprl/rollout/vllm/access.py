@@ -21,10 +21,10 @@ Application = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class TokenAuth:
-    """Passes requests with `Authorization: Bearer TOKEN` to an ASGI application, and refuses others.
+    """Passes requests with `Authorization: Bearer TOKEN` to an ASGI application, and rejects others.
 
     The token is read from the environment variable PL_GROUPRL_TOKEN, and compared in constant time. Without a token,
-    only requests whose Host and Origin (if present) are loopback names pass, so web pages are refused, even with DNS
+    only requests whose Host and Origin (if present) are loopback names pass, so web pages are rejected, even with DNS
     rebinding.
 
     Args:
@@ -49,19 +49,24 @@ class TokenAuth:
             await _refuse(send, 401, f"the token is missing or wrong; pass token=, or set {TOKEN_VARIABLE}.")
 
     def _is_authorized(self, scope: Scope) -> bool:
-        given = {name: [value for found, value in scope["headers"] if found == name] for name in _HEADERS}
+        def given(name: bytes) -> list[bytes]:
+            return [value for found, value in scope["headers"] if found == name]
+
         if self._expected is not None:
-            tokens = given[b"authorization"]
+            tokens = given(b"authorization")
             return len(tokens) == 1 and hmac.compare_digest(tokens[0], self._expected)
-        hosts = [b"//" + host for host in given[b"host"]]
-        return all(is_loopback(_hostname(address)) for address in hosts + given[b"origin"])
-
-
-_HEADERS = (b"authorization", b"host", b"origin")
+        for address in [b"//" + host for host in given(b"host")] + given(b"origin"):
+            try:
+                host = urlsplit(address.decode("latin-1")).hostname or ""
+            except ValueError:
+                return False
+            if not is_loopback(host):
+                return False
+        return True
 
 
 async def _refuse(send: Any, status: int, error: str) -> None:
-    """Refuse a request without reading its body."""
+    """Answer without reading the request's body."""
     body = json.dumps({"error": error}).encode()
     headers = [
         (b"content-type", b"application/json"),
@@ -74,7 +79,7 @@ async def _refuse(send: Any, status: int, error: str) -> None:
 
 
 def check_token(token: str | None, name: str) -> None:
-    """Refuse a token that cannot be sent in a header.
+    """Check that a token can be sent in a header.
 
     Args:
         token: The token, if there is one.
@@ -91,7 +96,7 @@ def check_token(token: str | None, name: str) -> None:
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Refuse to listen where other machines can connect, if there is no token.
+    """Check that there is a token if other machines can connect.
 
     Raises:
         ValueError: If the host is not a loopback address, and there is no token.
@@ -101,13 +106,6 @@ def check_host(host: str, token: str | None) -> None:
             f"--host is {host}, where other machines can reach the server, and there is no token; pass --token or set "
             "PL_GROUPRL_TOKEN, or leave --host at 127.0.0.1."
         )
-
-
-def _hostname(address: bytes) -> str:
-    try:
-        return urlsplit(address.decode("latin-1")).hostname or ""
-    except ValueError:
-        return ""
 
 
 def is_loopback(host: str) -> bool:

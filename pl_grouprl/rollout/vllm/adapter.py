@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.distributed.checksum import AdapterWeights, checksum
+from pl_grouprl.distributed.weight_stream import PEFT_PREFIX
 from pl_grouprl.models.adapters import adapter_layers, base_of
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -37,32 +38,36 @@ _SERVED = {
 _INSTEAD = "; pass adapter='merged' to the rollout engine"
 
 
-def check_adapter(model: Any, config: Mapping[str, Any]) -> None:
-    """Refuse an adapter that vLLM would not apply as the trainer does.
+def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` for an adapter: only layers that have one become LoRA layers.
 
     Args:
         model: A transformers model with PEFT layers; its weights may be shards.
         config: Contents of the adapter's `adapter_config.json`.
 
     Raises:
-        ValueError: Says what to change.
+        ValueError: If vLLM would not apply the adapter as the trainer does.
     """
     if config["peft_type"] != "LORA":
         raise ValueError(f"the policy's adapter has peft_type={config['peft_type']!r}, and vLLM serves LoRA{_INSTEAD}.")
     for name, value in config.items():
         if value and name not in _SERVED and (name, value) != ("bias", "none"):
             raise ValueError(f"the policy's adapter has {name}={value!r}, which vLLM's LoRA does not have{_INSTEAD}.")
-    if (rank := _rank(config)) > _RANKS[-1]:
-        raise ValueError(f"the policy's adapter has rank {rank}, and vLLM serves at most {_RANKS[-1]}{_INSTEAD}.")
+    max_rank = max([config["r"], *(config["rank_pattern"] or {}).values()])
+    if max_rank > _RANKS[-1]:
+        raise ValueError(f"the policy's adapter has rank {max_rank}, and vLLM serves at most {_RANKS[-1]}{_INSTEAD}.")
     base = base_of(model)
-    inside = set(find_decoder(base).modules())
-    for name, layer in _named_layers(base).items():
+    layers, in_decoder = set(adapter_layers(base)), set(find_decoder(base).modules())
+    targets = set()
+    for name, layer in base.named_modules():
+        if layer not in layers or not any(active in getattr(layer, "r", ()) for active in layer.active_adapters):
+            continue
         base_layer = layer.get_base_layer()
         kind = type(base_layer).__name__
-        if layer not in inside or not (isinstance(base_layer, nn.Linear) or kind == "Conv1D"):
+        if layer not in in_decoder or not (isinstance(base_layer, nn.Linear) or kind == "Conv1D"):
             raise ValueError(
                 f"the policy has an adapter on {name}, a {kind}, and vLLM's are for linear layers of the decoder"
-                f"{_INSTEAD}, or leave that layer out (target_modules)."
+                f"{_INSTEAD}, or omit that layer (target_modules)."
             )
         (active,) = layer.active_adapters
         expected = _scaling(config, layer.r[active], layer.lora_alpha[active])
@@ -71,21 +76,13 @@ def check_adapter(model: Any, config: Mapping[str, Any]) -> None:
                 f"the policy's adapter on {name} is scaled by {layer.scaling[active]}, but its config says {expected}"
                 f"{_INSTEAD}."
             )
-
-
-def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs` for an adapter: only layers that have one become LoRA layers.
-
-    Args:
-        model: As in `check_adapter`, which it has passed.
-        config: As in `check_adapter`.
-    """
+        targets.add(name.rpartition(".")[2])
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(rank for rank in _RANKS if rank >= _rank(config)),
+        "max_lora_rank": next(rank for rank in _RANKS if rank >= max_rank),
         "lora_dtype": "auto",  # that of the weights
-        "lora_target_modules": sorted({name.rpartition(".")[2] for name in _named_layers(base_of(model))}),
+        "lora_target_modules": sorted(targets),
     }
 
 
@@ -100,10 +97,14 @@ def adapter_file(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[st
     Returns:
         Contents of its `adapter_model.safetensors`, in main memory.
     """
-    weights = {}
+    weights, config = {}, adapter.config
     for name, weight in adapter.weights:
         weights[name] = weight = weight.detach().to("cpu", dtype, copy=True).contiguous()
-        checksums[name] = checksum(weight * _scaling_of(adapter.config, name) if ".lora_B." in name else weight)
+        if ".lora_B." in name:
+            layer = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
+            rank = _in_layer(layer, config["rank_pattern"], config["r"])
+            weight = weight * _scaling(config, rank, _in_layer(layer, config["alpha_pattern"], config["lora_alpha"]))
+        checksums[name] = checksum(weight)
     return weights
 
 
@@ -119,29 +120,8 @@ def adapter_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> 
         yield folder
 
 
-def _named_layers(base: Any) -> dict[str, Any]:
-    """Layers with the active adapter."""
-    layers = set(adapter_layers(base))
-    return {
-        name: module
-        for name, module in base.named_modules()
-        if module in layers and any(active in getattr(module, "r", ()) for active in module.active_adapters)
-    }
-
-
-def _rank(config: Mapping[str, Any]) -> int:
-    """The largest rank of any layer."""
-    return max([config["r"], *(config["rank_pattern"] or {}).values()])
-
-
-def _scaling_of(config: Mapping[str, Any], name: str) -> float:
-    """Scale of a layer's output, by the name of a weight in it."""
-    layer = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
-    rank = _in_layer(layer, config["rank_pattern"], config["r"])
-    return _scaling(config, rank, _in_layer(layer, config["alpha_pattern"], config["lora_alpha"]))
-
-
 def _in_layer(layer: str, patterns: Mapping[str, Any] | None, usual: Any) -> Any:
+    """An option of a layer, as PEFT looks it up."""
     from peft.utils.other import get_pattern_key
 
     patterns = patterns or {}

@@ -1,4 +1,8 @@
-"""The trainer's client of one sampling server."""
+"""The trainer's client of one sampling server.
+
+`Server` is for everything but sampling; `sample` asks it for the sequences of one prompt, a request for each. `Labels`
+reads and writes the labels that say which weights a server has.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,40 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
 
 from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
 from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.rollout.vllm.access import check_token
-from pl_grouprl.rollout.vllm.requests import Completion
+from pl_grouprl.rollout.vllm.requests import NOT_FINITE, Completion
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
 from pl_grouprl.utilities.text import mask_secret
 
-# Labels of the weights on servers: the run that sent them, and their version.
+T = TypeVar("T")
 
-_FRESH = "default"
+FRESH = "default"
 """vLLM's label before any weights were sent."""
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
+"""Seconds between two attempts to reach a server."""
+
+_TOO_MANY = 429
+"""HTTP status of an overloaded server or proxy."""
+
+_NO_SAMPLER = "this is not a sampling server; start one with python -m pl_grouprl.rollout.vllm."
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of one run's weights.
+    """The labels of one run's weights on servers: `run:version`, `run:updating` or `run:lost`.
 
     Attributes:
         run: The run's id, the same on all ranks.
@@ -67,7 +79,7 @@ class Labels:
             WeightsMismatchError: If the weights are another trainer's, or older than `min_version`.
         """
         found = f"the sampling server at {url} has weights {label!r}, not {self.of(min_version)!r}."
-        if label in (_FRESH, self.lost):
+        if label in (FRESH, self.lost):
             raise SamplerLostError(f"{found} It was restarted, or has lost an update.")
         run, _, version = str(label).rpartition(":")
         if run != self.run:
@@ -87,7 +99,7 @@ class Labels:
 
         Args:
             spans: vLLM's `weight_versions`: `version`, `start` and `end` of consecutive tokens.
-            count: Tokens of the sequence; further ones are left out.
+            count: Tokens of the sequence; further ones are ignored.
             min_version: See `version`.
             url: See `version`.
 
@@ -106,19 +118,6 @@ class Labels:
                 f"the sampling server at {url} does not report which weights sampled its tokens: {spans!r}."
             )
         return versions[:count]
-
-
-# The trainer's client of one sampling server, for updating its weights; `sequences` does the sampling.
-
-_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
-"""Seconds between two attempts to reach a server."""
-
-_TOO_MANY = 429
-"""HTTP status of an overloaded server or proxy."""
-
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-
-_NO_SAMPLER = "this is not a sampling server; start one with python -m pl_grouprl.rollout.vllm."
 
 
 class RefusedError(RuntimeError):
@@ -148,13 +147,21 @@ class Server:
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 300.0) -> None:
-        self._parts = urlsplit(url)
-        if not _is_server_url(self._parts):
-            raise ValueError(f"urls has {_without_secrets(url)!r}; it must be like http://127.0.0.1:8000.")
+        parts = urlsplit(url)
+        try:
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # no port number
+            is_valid = False
+        if not is_valid or "@" in parts.netloc or parts.query or parts.fragment:
+            scheme, divider, rest = url.rpartition("://")
+            without_secrets = f"{scheme}{divider}{rest.rpartition('@')[2]}"
+            raise ValueError(f"urls has {without_secrets!r}; it must be like http://127.0.0.1:8000.")
         check_token(token, "token")
         self.url = url.rstrip("/")
         self.timeout = timeout
         self.token = token
+        self._host, self._scheme = parts.hostname, parts.scheme
+        self._port = parts.port or {"http": 80, "https": 443}[parts.scheme]
 
     def post(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
         """Post to a route, with httpx2's `options`; return the decoded answer.
@@ -213,8 +220,7 @@ class Server:
         return RuntimeError(
             f"the sampling server at {self.url} did not come back within {self.timeout:g} seconds "
             f"({type(reason).__name__}: {reason}). Start it (python -m pl_grouprl.rollout.vllm --model ... "
-            f"--host {self._parts.hostname} --port {self._parts.port or _DEFAULT_PORTS[self._parts.scheme]}), or raise "
-            "timeout."
+            f"--host {self._host} --port {self._port}), or raise timeout."
         )
 
     def decode(self, response: httpx2.Response) -> Any:
@@ -223,12 +229,21 @@ class Server:
         Raises:
             RefusedError: If it is an error, or not from a sampling server.
         """
-        if response.status_code != 200:
-            raise RefusedError(self.url, response.status_code, mask_secret(_reason(response), self.token))
-        try:
-            return response.json() if response.content else None
-        except ValueError:
-            raise RefusedError(self.url, 404, _NO_SAMPLER) from None
+        if response.status_code == 200:
+            try:
+                return response.json() if response.content else None
+            except ValueError:
+                raise RefusedError(self.url, 404, _NO_SAMPLER) from None
+        reason = response.reason_phrase
+        try:  # vLLM puts the reason into `error`, `error.message` or `detail`
+            answer = response.json()
+            found = answer.get("error") or answer.get("detail") or answer
+            reason = str(found.get("message", found) if isinstance(found, dict) else found)
+        except (ValueError, AttributeError):
+            pass
+        if response.status_code == 404:
+            reason = _NO_SAMPLER
+        raise RefusedError(self.url, response.status_code, mask_secret(reason, self.token))
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -238,7 +253,7 @@ class Server:
             "headers": {} if self.token is None else {"Authorization": f"Bearer {self.token}"},
             "trust_env": False,
             "limits": httpx2.Limits(max_keepalive_connections=0),
-            "verify": httpx2.create_ssl_context() if self._parts.scheme == "https" else False,
+            "verify": httpx2.create_ssl_context() if self._scheme == "https" else False,
         }
 
     @cached_property
@@ -246,43 +261,7 @@ class Server:
         return httpx2.Client(timeout=self.timeout, **self.options)
 
 
-def _reason(response: httpx2.Response) -> str:
-    """The reason for a refusal, which vLLM puts into `error`, `error.message` or `detail`."""
-    if response.status_code == 404:
-        return _NO_SAMPLER
-    try:
-        answer = response.json()
-        reason = answer.get("error") or answer.get("detail") or answer
-        return str(reason.get("message", reason) if isinstance(reason, dict) else reason)
-    except (ValueError, AttributeError):
-        return response.reason_phrase
-
-
-def _is_server_url(parts: SplitResult) -> bool:
-    try:
-        has_port = parts.port != 0
-    except ValueError:
-        return False
-    return (
-        parts.scheme in ("http", "https")
-        and bool(parts.hostname)
-        and has_port
-        and not ("@" in parts.netloc or parts.query or parts.fragment)
-    )
-
-
-def _without_secrets(url: str) -> str:
-    """The url without user name and password."""
-    scheme, divider, rest = url.rpartition("://")
-    return f"{scheme}{divider}{rest.rpartition('@')[2]}"
-
-
-# Samples the sequences of one prompt on one server, with a request for each.
-
-T = TypeVar("T")
-
-_NOT_FINITE = -9999.0
-"""Log-probability that vLLM reports in place of one that is not finite."""
+# Sampling: a request for each sequence of a prompt.
 
 
 class BrokenOffError(Exception):
@@ -312,7 +291,7 @@ class PromptRequest:
     vocab_size: int
 
     def check(self, label: str, server: Server) -> None:
-        """Refuse weights that are lost, too old, or another trainer's; see `Labels.version`."""
+        """Check that weights are not lost, too old, or another trainer's; see `Labels.version`."""
         self.labels.version(label, self.min_version, server.url)
 
 
@@ -334,7 +313,7 @@ async def sample(
         WeightsMismatchError: If it has other weights.
         ValueError: If it refuses the request.
     """
-    return await _all(_sequence(http, server, request, body, gate) for body in request.bodies)
+    return await run_all(_sequence(http, server, request, body, gate) for body in request.bodies)
 
 
 async def read_label(http: httpx2.AsyncClient, server: Server) -> str:
@@ -361,23 +340,6 @@ def decode(server: Server, response: httpx2.Response) -> Any:
         raise ValueError(str(error)) if error.status in (400, 422) else error from None
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of an answer.
-
-    Attributes:
-        token_ids: New tokens.
-        logprobs: The log-probability of each.
-        finish_reason: Why the sequence has ended; None if it has not.
-        spans: vLLM's `weight_versions`.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None
-    spans: Sequence[Mapping[str, Any]] | None
-
-
 async def _sequence(
     http: httpx2.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any], gate: asyncio.Semaphore
 ) -> Rollout:
@@ -396,9 +358,23 @@ async def _sequence(
             raise BrokenOffError("the answer ended before its rollout did")
         if stopped or part.finish_reason != "abort":
             rollout = completion.rollout()
-            return _checked(rollout, server, request, part, body["sampling_params"]["max_tokens"])
+            count, limit = len(rollout.token_ids), body["sampling_params"]["max_tokens"]
+            if count > limit:
+                raise BrokenOffError(f"an answer of {count} tokens, where max_tokens is {limit}")
+            rollout.weight_versions = request.labels.of_tokens(part.spans, count, request.min_version, server.url)
+            tick(count)
+            return rollout
         label = decode(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
         request.check(label, server)
+
+
+class _Part(NamedTuple):
+    """A part of an answer; `spans` are vLLM's `weight_versions`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    spans: Sequence[Mapping[str, Any]] | None
 
 
 async def _parts(
@@ -432,18 +408,8 @@ def _read_part(choice: Mapping[str, Any], vocab_size: int) -> _Part:
         raise ValueError("its log-probabilities are not those of its tokens")
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise ValueError(f"it has token ids from {min(token_ids)} to {max(token_ids)}, beyond vocab_size={vocab_size}")
-    logprobs = [math.nan if found["logprob"] <= _NOT_FINITE else found["logprob"] for found in content]
+    logprobs = [math.nan if found["logprob"] <= NOT_FINITE else found["logprob"] for found in content]
     return _Part(token_ids, logprobs, choice["finish_reason"], choice.get("weight_versions"))
-
-
-def _checked(rollout: Rollout, server: Server, request: PromptRequest, last: _Part, max_tokens: int) -> Rollout:
-    """Check the length of a rollout, and set the versions of its weights."""
-    count = len(rollout.token_ids)
-    if count > max_tokens:
-        raise BrokenOffError(f"an answer of {count} tokens, where max_tokens is {max_tokens}")
-    rollout.weight_versions = request.labels.of_tokens(last.spans, count, request.min_version, server.url)
-    tick(count)
-    return rollout
 
 
 @contextmanager
@@ -455,16 +421,16 @@ def _as_broken_off() -> Iterator[None]:
         raise BrokenOffError(f"a malformed answer ({type(error).__name__}: {error})") from error
 
 
-async def _all(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_all(parts: Iterable[Awaitable[T]]) -> list[T]:
     """Run all at once; if one fails, end the others before raising."""
-    tasks = [asyncio.create_task(part) for part in parts]
+    tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)
     finally:
         await cancel_all(tasks)
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from pl_grouprl.distributed.checksum import AdapterWeights, buckets, cast, check_weights
 from pl_grouprl.media.inputs import check_prompt_media
+from pl_grouprl.models.adapters import base_of
 from pl_grouprl.rollout.engine import BoundPolicy, HoldsPolicy, StopStrings, prompt_limits, sequence_seeds
-from pl_grouprl.rollout.vllm.adapter import adapter_file, check_adapter, lora_arguments
+from pl_grouprl.rollout.vllm.adapter import adapter_file, lora_arguments
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.requests import check_temperature
-from pl_grouprl.rollout.vllm.settings import SamplerDtype, sampler_dtype
+from pl_grouprl.rollout.vllm.settings import SamplerDtype
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities import optional
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 
-@checked_arguments
 class VLLMRolloutEngine(HoldsPolicy):
     """Samples with vLLM (0.32), which has its own copy of the weights.
 
@@ -42,8 +42,8 @@ class VLLMRolloutEngine(HoldsPolicy):
         tensor_parallel_size: Adjacent ranks that share one vLLM. 1: each rank has its own.
         gpu_memory_utilization: Fraction of each GPU's memory that vLLM may use, including weights.
         kv_cache_gib: Memory of vLLM's key and value cache in GiB instead; on CPUs 1 by default.
-        max_model_len: Maximum length of prompt plus completion; None is the model's maximum.
-        max_num_seqs: Most sequences decoded at once.
+        max_model_len: Maximum length of prompt plus completion; defaults to the model's maximum.
+        max_num_seqs: Maximum number of sequences decoded at once.
         dtype: Dtype of vLLM's weights and activations; `auto` is bfloat16 on a GPU under `bf16-mixed`,
             else that of the policy's weights.
         enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
@@ -143,9 +143,15 @@ class VLLMRolloutEngine(HoldsPolicy):
         """
         started = time.perf_counter()
         self.version = None
-        model, lora = self.policy.model, self._lora_arguments(adapter)
-        mixed = self.dtype == "auto" and self.autocast_dtype == torch.bfloat16
-        dtype = torch.bfloat16 if mixed else getattr(torch, sampler_dtype(model, self.dtype))
+        model = self.policy.model
+        lora = {} if adapter is None else lora_arguments(model, adapter.config)
+        if self.dtype != "auto":
+            dtype = getattr(torch, self.dtype)
+        elif self.autocast_dtype == torch.bfloat16:
+            dtype = torch.bfloat16
+        else:
+            kinds = [weight.dtype for weight in base_of(model).parameters() if weight.is_floating_point()]
+            dtype = max(set(kinds), key=kinds.count)
         self._vllm.start(model, dtype, lora)
         sent: dict[str, int] = {}
         added: dict[str, int] = {}
@@ -164,18 +170,6 @@ class VLLMRolloutEngine(HoldsPolicy):
         check_weights({**self._sent, **added}, self._vllm.checksums(list(self._sent), list(added)))
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
-
-    def _lora_arguments(self, adapter: AdapterWeights | None) -> dict[str, Any]:
-        """Arguments of vLLM for an adapter; refuses one that it cannot serve."""
-        if (adapter is not None) != (self.adapter == "separate"):
-            raise ValueError(
-                f"adapter is {'not ' if adapter is None else ''}given, but {type(self).__name__}.adapter is "
-                f"{self.adapter!r}; set it to {'merged' if adapter is None else 'separate'!r}."
-            )
-        if adapter is None:
-            return {}
-        check_adapter(self.policy.model, adapter.config)
-        return lora_arguments(self.policy.model, adapter.config)
 
     def generate(
         self,

@@ -1,4 +1,4 @@
-"""Variants of vLLM's multimodal models for preprocessed images; imported when vLLM starts."""
+"""Variants of vLLM's multimodal models for preprocessed images, and such images as its items; imported with vLLM."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import BatchFeature
 from vllm.inputs.engine import MultiModalInput, mm_input
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.inputs import PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-from pl_grouprl.rollout.vllm.image_items import image_items
+from pl_grouprl.types import Media
 
 _LARGEST_IMAGE = 16384
 """Tokens of the largest image from Qwen's processors by default."""
@@ -48,6 +49,29 @@ def register(architecture: str, *, images: bool) -> str:
         name, MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=info, dummy_inputs=_NoDummies)(variant)
     )
     return name
+
+
+def image_items(media: Media) -> MultiModalKwargsItems:
+    """Split a processor's output for a prompt's images into one item per image.
+
+    Args:
+        media: `pixel_values`, the patches of all images, concatenated, and `image_grid_thw`, shape [images, 3].
+
+    Raises:
+        ValueError: If the patches do not match the grids, or an image has several frames.
+    """
+    patches, grids_I3 = media["pixel_values"], media["image_grid_thw"]
+    sizes_I = grids_I3.prod(-1)
+    if int(sizes_I.sum()) != len(patches) or (grids_I3[:, 0] != 1).any():
+        raise ValueError(
+            f"media['image_grid_thw'] is {grids_I3.tolist()} for {len(patches)} patches in media['pixel_values']; pass "
+            "one row [1, height, width] for each image, whose products add up to the patches."
+        )
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes_I),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature({name: media[name] for name in fields}), fields)
 
 
 class _TextInfo(BaseProcessingInfo):

@@ -13,11 +13,13 @@ import torch
 
 from pl_grouprl.media.inputs import media_key, placeholder_ids
 from pl_grouprl.models.adapters import base_of
-from pl_grouprl.rollout.vllm.image_items import IMAGES, image_items
 from pl_grouprl.types import Media, is_per_token
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import MultiModalInput, TokensInput
+
+_IMAGES = ("pixel_values", "image_grid_thw")
+"""What a processor returns for images, by name."""
 
 _WITH_IMAGES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 _TEXT_ALONE = {"gemma3": "Gemma3ForConditionalGeneration"}
@@ -84,36 +86,37 @@ def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModal
     from vllm.inputs.engine import mm_input, tokens_input
     from vllm.multimodal.inputs import PlaceholderRange
 
+    from pl_grouprl.rollout.vllm.image_models import image_items
+
     tokens = list(prompt)
     if not media:
         return tokens_input(tokens)
     config = base_of(model).config
-    _check_names(config, media)
-    items = image_items(media)
-    grids_I3, merge = media["image_grid_thw"], config.vision_config.spatial_merge_size
-    lengths = [int(grid.prod()) // merge**2 for grid in grids_I3]
-    starts = _image_starts(tokens, lengths, config.image_token_id)
-    _check_types(tokens, media, config.image_token_id)
-    hashes = [media_key({name: item[name].data for name in IMAGES}).hex() for item in items["image"]]
-    ranges = [PlaceholderRange(start, length) for start, length in zip(starts, lengths, strict=True)]
-    return mm_input(tokens, items, {"image": hashes}, {"image": ranges})
-
-
-def _check_names(config: Any, media: Media) -> None:
     if config.model_type not in _WITH_IMAGES:
         raise ValueError(
             f"images for vLLM are not supported with models of the family {config.model_type}, only with "
             f"{', '.join(_WITH_IMAGES)}; {_ELSEWHERE}."
         )
-    others = sorted(name for name in media if name not in IMAGES and not is_per_token(name))
+    others = sorted(name for name in media if name not in _IMAGES and not is_per_token(name))
     if others:
         raise ValueError(
             f"media has {others}, which are not supported: after a video vLLM counts positions differently from "
-            f"transformers; leave videos out, or {_ELSEWHERE}."
+            f"transformers; omit videos, or {_ELSEWHERE}."
         )
-    missing = [name for name in IMAGES if name not in media]
-    if missing:
-        raise ValueError(f"media has no {' and no '.join(missing)}; pass all that the model's processor returns.")
+    items = image_items(media)
+    lengths = [int(grid.prod()) // config.vision_config.spatial_merge_size**2 for grid in media["image_grid_thw"]]
+    starts = _image_starts(tokens, lengths, config.image_token_id)
+    # The trainer finds images by their types, vLLM by their placeholders.
+    types = (torch.tensor(tokens) == config.image_token_id).long()
+    for name, value in media.items():
+        if is_per_token(name) and (value.shape != types.shape or (value.cpu() != types).any()):
+            raise ValueError(
+                f"media[{name!r}] is not 1 at the placeholders of images and 0 elsewhere; pass what the model's "
+                "processor returns."
+            )
+    hashes = [media_key({name: item[name].data for name in _IMAGES}).hex() for item in items["image"]]
+    ranges = [PlaceholderRange(start, length) for start, length in zip(starts, lengths, strict=True)]
+    return mm_input(tokens, items, {"image": hashes}, {"image": ranges})
 
 
 def _image_starts(tokens: list[int], lengths: list[int], placeholder: int) -> list[int]:
@@ -132,14 +135,3 @@ def _image_starts(tokens: list[int], lengths: list[int], placeholder: int) -> li
             "in a run; pass the prompt and the media from the same call of the processor."
         )
     return starts
-
-
-def _check_types(tokens: list[int], media: Media, placeholder: int) -> None:
-    """The trainer finds images by their types, vLLM by their placeholders."""
-    images = (torch.tensor(tokens) == placeholder).long()
-    for name, value in media.items():
-        if is_per_token(name) and (value.shape != images.shape or (value.cpu() != images).any()):
-            raise ValueError(
-                f"media[{name!r}] is not 1 at the placeholders of images and 0 elsewhere; pass what the model's "
-                "processor returns."
-            )

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _TEMPERATURES = (0.01, 2.0)
 """Minimum and maximum temperature of vLLM, which silently raises lower ones."""
 
+NOT_FINITE = -9999.0
+"""Log-probability that vLLM's server reports in place of one that is not finite."""
+
 _NEVER = -100.0
 """Logit bias of tokens that are never sampled: vLLM's minimum, a probability of e^-100."""
 
@@ -61,10 +64,10 @@ def sampling_params(sampling: SamplingConfig, **options: Any) -> SamplingParams:
 
 
 def check_temperature(sampling: SamplingConfig) -> None:
-    """Refuse a temperature that vLLM does not support.
+    """Check that vLLM supports the temperature.
 
     Raises:
-        ValueError: Gives the supported range.
+        ValueError: If it does not.
     """
     least, greatest = _TEMPERATURES
     if sampling.temperature != 0 and not least <= sampling.temperature <= greatest:
@@ -105,7 +108,9 @@ class Completion:
                 self._finish_reason = "stop"
                 return finish_reason is None
         if finish_reason is not None:
-            self._finish_reason = _finish_reason(finish_reason)
+            if finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended a sequence with finish reason {finish_reason!r}; see its log.")
+            self._finish_reason = finish_reason  # type: ignore[assignment]
         return False
 
     def rollout(self) -> Rollout:
@@ -127,9 +132,3 @@ def new_tokens(output: Any) -> tuple[list[int], list[float], str | None]:
     token_ids = [int(token) for token in output.token_ids]
     logprobs = zip(token_ids, output.logprobs or (), strict=True)
     return token_ids, [float(found[token].logprob) for token, found in logprobs], output.finish_reason
-
-
-def _finish_reason(reason: str) -> FinishReason:
-    if reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a sequence with finish reason {reason!r}; see its log.")
-    return reason  # type: ignore[return-value]

@@ -1,4 +1,8 @@
-"""A pool of servers that samples for several threads at once."""
+"""Distributes prompts over servers, for several threads at once.
+
+`Scheduler` is what threads call; while there are calls, it runs an event loop in a thread of its own, and in it a
+`_Dispatcher`, which gives each prompt to the least busy server and watches the servers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
@@ -22,13 +26,12 @@ from pl_grouprl.rollout.vllm.client import (
     cancel_all,
     decode,
     read_label,
+    run_all,
     sample,
 )
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.processes import BackgroundLoop, max_open_files
 from pl_grouprl.utilities.progress import tick
-
-# Distributes the prompts of all calls over servers, each to the least busy one, in one event loop.
 
 _HEARTBEAT = 5.0
 """Seconds between two health checks of a server."""
@@ -48,6 +51,64 @@ _MIN_SEQUENCES = 8
 
 _FIRST_PAUSE = 0.5
 """Seconds until a server that broke off is asked again; doubles each time."""
+
+
+class Scheduler:
+    """Samples on several servers; thread-safe.
+
+    Args:
+        servers: The servers.
+        max_concurrent: Number of prompts that a server works on at a time.
+    """
+
+    def __init__(self, servers: Sequence[Server], max_concurrent: int) -> None:
+        self._servers, self._max_concurrent = servers, max_concurrent
+        self._lock = threading.Lock()
+        self._running: tuple[BackgroundLoop, _Dispatcher] | None = None
+        self._calls: set[Future[Any]] = set()
+
+    def sample(self, requests: Sequence[PromptRequest]) -> list[list[Rollout]]:
+        """Sample each prompt's rollouts; other threads may call this at the same time.
+
+        Raises:
+            SamplerLostError: If a server has lost its weights.
+            WeightsMismatchError: If a server has other weights.
+            ValueError: If a server refuses a request.
+            RuntimeError: If a server stays unreachable or keeps breaking off, or `cancel` was called.
+        """
+        if not requests:
+            return []
+        call = None
+        try:
+            with self._lock:
+                if self._running is None:
+                    dispatcher = _Dispatcher(self._servers, self._max_concurrent)
+                    self._running = BackgroundLoop("sampling-servers"), dispatcher
+                loop, dispatcher = self._running
+                call = loop.submit("rollouts", dispatcher.sample(requests))
+                self._calls.add(call)
+            return call.result()
+        except CancelledError:
+            raise RuntimeError("the engine was closed while it sampled.") from None
+        finally:
+            if call is not None:
+                call.cancel()  # after an interruption
+            self._stop_if_idle()
+
+    def cancel(self) -> None:
+        """Cancel all calls; each raises a RuntimeError."""
+        with self._lock:
+            for call in self._calls:
+                call.cancel()
+
+    def _stop_if_idle(self) -> None:
+        with self._lock:
+            self._calls = {call for call in self._calls if not call.done()}
+            if self._calls or self._running is None:
+                return
+            loop, _ = self._running
+            self._running = None  # first, in case an interruption ends this method
+        loop.close()
 
 
 class _Job:
@@ -75,12 +136,12 @@ class _Member:
         gate: Limits the sequences that it samples at a time.
         state: `unknown` at first, then `up` or `away`.
         jobs: The jobs that it is sampling.
-        max_jobs: Most jobs to give it: lowered when it refuses one, raised by each that it finishes.
+        max_jobs: Maximum number of jobs: lowered when it refuses one, raised by each that it finishes.
         breaks: How often it broke off since it last finished a job.
         pauses: Pauses while it refuses all jobs, until its `timeout`; None if it does not.
         watcher: The task that watches it.
         http: Its client, while it is watched.
-        broken: Future of the error with which it breaks off.
+        broken: Future that fails with the error with which it breaks off.
     """
 
     def __init__(self, server: Server, max_sequences: int) -> None:
@@ -95,17 +156,13 @@ class _Member:
         self.state, self.breaks, self.max_jobs = "unknown", 0, math.inf
         self.pauses: Iterator[float] | None = None
         self.http: httpx2.AsyncClient | None = None
-        self.broken: asyncio.Future[Exception] | None = None
+        self.broken: asyncio.Future[None] | None = None
 
 
-class Distribution:
-    """Distributes prompts over servers, and watches the servers.
+class _Dispatcher:
+    """Gives prompts to servers, and watches the servers; in one event loop.
 
     A prompt that a server breaks off starts again, on the same server or another.
-
-    Args:
-        servers: The servers.
-        max_concurrent: Number of prompts that a server works on at a time.
     """
 
     def __init__(self, servers: Sequence[Server], max_concurrent: int) -> None:
@@ -116,7 +173,7 @@ class Distribution:
         self._unfinished: set[_Job] = set()
 
     async def sample(self, requests: Sequence[PromptRequest]) -> list[list[Rollout]]:
-        """Sample prompts, concurrently with other calls; see `ServerPool.sample`."""
+        """Sample prompts, concurrently with other calls; see `Scheduler.sample`."""
         jobs = [_Job(request) for request in requests]
         self._waiting.extend(jobs)
         self._unfinished.update(jobs)
@@ -143,9 +200,9 @@ class Distribution:
                 return
             job = self._waiting.popleft()
             if job in self._unfinished:
-                self._start(min(free, key=lambda member: len(member.jobs)), job)
+                self._start(job, min(free, key=lambda member: len(member.jobs)))
 
-    def _start(self, member: _Member, job: _Job) -> None:
+    def _start(self, job: _Job, member: _Member) -> None:
         def leave(task: asyncio.Task[None]) -> None:
             if job.task is task:  # otherwise it has started again, perhaps on this server
                 member.jobs.discard(job)
@@ -172,7 +229,7 @@ class Distribution:
             else:
                 self._waiting.appendleft(job)
             if member.broken is not None and not member.broken.done():
-                member.broken.set_result(error)
+                member.broken.set_exception(error)
         except Exception as error:
             self._finish(job, error)
         else:
@@ -202,8 +259,8 @@ class Distribution:
                 member.state = "up"
                 self._distribute()
                 try:
-                    await _until_one_fails(
-                        _raise(member.broken), self._ask(member, http, silence), self._ask_label(member, http)
+                    await run_all(
+                        [member.broken, self._ask_health(member, http, silence), self._ask_label(member, http)]
                     )
                 except (BrokenOffError, httpx2.TransportError) as error:
                     await self._pause(member, error)
@@ -215,30 +272,6 @@ class Distribution:
             member.reset()
             if http is not None:
                 await http.aclose()
-
-    async def _pause(self, member: _Member, error: Exception) -> None:
-        """Give the prompts of a server that broke off to the others, and leave it alone for a while."""
-        member.state = "away"
-        seconds = self._pause_after(member, error)
-        tasks = {job: job.task for job in member.jobs if job.task is not None}
-        await cancel_all(tasks.values())
-        self._waiting.extendleft(job for job, task in tasks.items() if task.cancelled())
-        self._distribute()
-        await asyncio.sleep(seconds)
-
-    @staticmethod
-    def _pause_after(member: _Member, error: Exception) -> float:
-        """Seconds to leave a server alone; raises if it was overloaded for its `timeout`, or broke off too often."""
-        if isinstance(error, BusyError):
-            member.pauses = member.pauses or member.server.pauses()
-            seconds = next(member.pauses, None)
-            if seconds is None:
-                raise member.server.unreachable_error(error) from error
-            return seconds
-        member.breaks += 1
-        if member.breaks == _MAX_BREAKS:
-            raise _broke_off(member, error) from error
-        return _FIRST_PAUSE * 2 ** (member.breaks - 1)
 
     async def _reach(self, member: _Member, http: httpx2.AsyncClient) -> str:
         """`Server.wait`, as a coroutine."""
@@ -253,7 +286,30 @@ class Distribution:
                 await asyncio.sleep(seconds)
         raise member.server.unreachable_error(reason)
 
-    async def _ask(self, member: _Member, http: httpx2.AsyncClient, silence: float) -> None:
+    async def _pause(self, member: _Member, error: Exception) -> None:
+        """Give the prompts of a server that broke off to the others, and leave it alone for a while.
+
+        Raises:
+            RuntimeError: If it was overloaded for its `timeout`, or broke off too often.
+        """
+        member.state = "away"
+        if isinstance(error, BusyError):
+            member.pauses = member.pauses or member.server.pauses()
+            seconds = next(member.pauses, None)
+            if seconds is None:
+                raise member.server.unreachable_error(error) from error
+        else:
+            member.breaks += 1
+            if member.breaks == _MAX_BREAKS:
+                raise _broke_off(member, error) from error
+            seconds = _FIRST_PAUSE * 2 ** (member.breaks - 1)
+        tasks = {job: job.task for job in member.jobs if job.task is not None}
+        await cancel_all(tasks.values())
+        self._waiting.extendleft(job for job, task in tasks.items() if task.cancelled())
+        self._distribute()
+        await asyncio.sleep(seconds)
+
+    async def _ask_health(self, member: _Member, http: httpx2.AsyncClient, silence: float) -> None:
         """Check the server's health every few seconds: rollouts may take long, but a live server answers this."""
         while True:
             await asyncio.sleep(_HEARTBEAT)
@@ -279,80 +335,3 @@ def _broke_off(member: _Member, error: Exception) -> RuntimeError:
         f"the sampling server at {member.server.url} broke off a rollout {_MAX_BREAKS} times, most recently: "
         f"{type(error).__name__}: {error}. See its log."
     )
-
-
-async def _raise(reason: asyncio.Future[Exception]) -> None:
-    raise await reason
-
-
-async def _until_one_fails(*parts: Coroutine[Any, Any, None]) -> None:
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await cancel_all(tasks)
-
-
-# A pool of servers that samples for several threads at once.
-
-
-class ServerPool:
-    """Samples on several servers; thread-safe. A background thread runs the event loop while there are calls.
-
-    Args:
-        servers: The servers.
-        max_concurrent: Number of prompts that a server works on at a time.
-    """
-
-    def __init__(self, servers: Sequence[Server], max_concurrent: int) -> None:
-        self._servers, self._max_concurrent = servers, max_concurrent
-        self._lock = threading.Lock()
-        self._running: tuple[BackgroundLoop, Distribution] | None = None
-        self._calls: set[Future[Any]] = set()
-
-    def sample(self, requests: Sequence[PromptRequest]) -> list[list[Rollout]]:
-        """Sample each prompt's rollouts; other threads may call this at the same time.
-
-        Raises:
-            SamplerLostError: If a server has lost its weights.
-            WeightsMismatchError: If a server has other weights.
-            ValueError: If a server refuses a request.
-            RuntimeError: If a server stays unreachable or keeps breaking off, or `cancel` was called.
-        """
-        if not requests:
-            return []
-        call = None
-        try:
-            call = self._begin(requests)
-            return call.result()
-        except CancelledError:
-            raise RuntimeError("the engine was closed while it sampled.") from None
-        finally:
-            if call is not None:
-                call.cancel()  # after an interruption
-            self._stop_if_idle()
-
-    def cancel(self) -> None:
-        """Cancel all calls; each raises a RuntimeError."""
-        with self._lock:
-            for call in self._calls:
-                call.cancel()
-
-    def _begin(self, requests: Sequence[PromptRequest]) -> Future[list[list[Rollout]]]:
-        with self._lock:
-            if self._running is None:
-                self._running = BackgroundLoop("sampling-servers"), Distribution(self._servers, self._max_concurrent)
-            loop, distribution = self._running
-            call = loop.submit("rollouts", distribution.sample(requests))
-            self._calls.add(call)
-            return call
-
-    def _stop_if_idle(self) -> None:
-        """Stop the loop if all calls have ended."""
-        with self._lock:
-            self._calls = {call for call in self._calls if not call.done()}
-            if self._calls or self._running is None:
-                return
-            loop, _ = self._running
-            self._running = None  # first, in case an interruption ends this method
-        loop.close()

@@ -21,23 +21,20 @@ from pl_grouprl.rollout.vllm.access import TOKEN_VARIABLE
 from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
 from pl_grouprl.rollout.vllm.fleet import Fleet
 from pl_grouprl.rollout.vllm.requests import sampling_options
-from pl_grouprl.rollout.vllm.scheduler import ServerPool
+from pl_grouprl.rollout.vllm.scheduler import Scheduler
 from pl_grouprl.rollout.vllm.settings import SamplerDtype
 from pl_grouprl.types import Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import gather_plain, own_rank, raise_on_all_ranks
-from pl_grouprl.utilities.options import check_options, checked_arguments
-
-_BACKENDS = {"http": "pl_grouprl", "nccl": "nccl"}
-"""vLLM's name for each transfer."""
+from pl_grouprl.utilities.options import check_options
 
 
-@checked_arguments
 class VLLMServerRolloutEngine(HoldsPolicy):
     """Samples with vLLM servers, started by `python -m pl_grouprl.rollout.vllm` with the policy's model.
 
     Rank 0 sends the weights to all servers in parallel, and then verifies checksums of the weights that their layers
-    loaded. Every rank sends its prompts; each prompt goes to the next free server. The trainer does not need vLLM
-    unless weights go by NCCL.
+    loaded. The servers' `--transfer` decides how: as files in each server's folder, in shared memory by default, or by
+    NCCL from GPU to GPU. Every rank sends its prompts; each prompt goes to the next free server. The trainer does not
+    need vLLM unless weights go by NCCL.
 
     Reproducible: each sequence has its own seed, derived from (seed, index of the prompt, number of the rollout), so
     the numbers of servers and ranks do not matter. Other sequences in the batch may change the last bits of a
@@ -47,13 +44,11 @@ class VLLMServerRolloutEngine(HoldsPolicy):
     and `WeightsMismatchError` for one whose weights another trainer has changed.
 
     Args:
-        urls: URLs of the servers, `http://host:port`; an empty list is refused.
+        urls: URLs of the servers, `http://host:port`; at least one.
         token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted: beyond
             this machine, use TLS (`https://`) or a tunnel.
         timeout: Seconds that a server may be unreachable before the run ends, and the time limit of calls other than
             rollouts. Rollouts have no limit; a health check every few seconds detects dead servers.
-        transfer: How weights are sent: `http`, through shared memory where a server is on this machine, or `nccl` from
-            GPU to GPU, for servers with `--transfer nccl`.
         dtype: Required dtype of the servers; `auto` accepts any that all servers share.
         bucket_mib: Size of the buckets of weights, in MiB.
         adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
@@ -83,7 +78,6 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         *,
         token: str | None = None,
         timeout: float = 300.0,
-        transfer: Literal["http", "nccl"] = "http",
         dtype: SamplerDtype = "auto",
         bucket_mib: int = 256,
         adapter: Literal["merged"] = "merged",
@@ -95,7 +89,6 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             {
                 "urls": (urls, len(urls) > 0 and len(set(urls)) == len(urls), "at least one url, each once"),
                 "timeout": (timeout, timeout > 0, "larger than 0"),
-                "transfer": (transfer, transfer in _BACKENDS, "'http' or 'nccl'"),
                 "dtype": (dtype, dtype in get_args(SamplerDtype), f"one of {', '.join(get_args(SamplerDtype))}"),
                 "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
                 "adapter": (adapter, adapter == "merged", "'merged', the only way that servers take an adapter"),
@@ -109,7 +102,6 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self.version: int | None = None
         self.max_model_len: int | None = None
         self.dtype: SamplerDtype = dtype
-        self.transfer = transfer
         self.max_concurrent_requests = max_concurrent_requests
         self.in_flight = in_flight
         self._bucket_bytes = bucket_mib << 20
@@ -118,7 +110,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self._fleet: Fleet | None = None
         self._is_lost = False
         self._tokenizer: Any = None
-        self._pool = ServerPool(self._servers, max_concurrent_requests)
+        self._scheduler = Scheduler(self._servers, max_concurrent_requests)
 
     @property
     def weight_version(self) -> str | None:
@@ -139,15 +131,25 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         Returns on all ranks once all servers have the weights. Other threads may be in `generate`.
 
         Raises:
-            ValueError: If a server has another model, dtype or transfer.
+            ValueError: If a server has another model or dtype, or this machine cannot send it weights.
             RuntimeError: If a server refuses, or was away for longer than `timeout`.
         """
         if adapter is not None:
             raise ValueError(f"adapter is given, but {type(self).__name__} only takes merged weights.")
         started = time.perf_counter()
-        device = _device(self.policy.model)
+        device = next(self.policy.model.parameters()).device
+        if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        def update() -> int:
+            """On rank 0, send weights; all ranks read the stream to its end, because they gather it together."""
+            try:
+                return self._send(weights, version) if own_rank() == 0 else 0
+            finally:
+                deque(weights, maxlen=0)
+
         try:
-            size = raise_on_all_ranks(lambda: self._update(weights, version), device, shared=SamplerLostError)
+            size = raise_on_all_ranks(update, device, shared=SamplerLostError)
         except BaseException:
             self.version, self._is_lost = None, True
             raise
@@ -155,13 +157,6 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self._labels = Labels(run_id)
         self.version, self._is_lost = version, False
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
-
-    def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Send weights, on rank 0; all ranks read the stream to its end, because they gather it together."""
-        try:
-            return self._send(weights, version) if own_rank() == 0 else 0
-        finally:
-            deque(weights, maxlen=0)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         checksums: dict[str, int] = {}
@@ -175,37 +170,41 @@ class VLLMServerRolloutEngine(HoldsPolicy):
                 pause="keep" if self.in_flight == "keep" else "abort",
             )
         except BaseException:
-            if self.transfer == "nccl":  # workers may still be waiting in its NCCL group
+            if fleet.by_nccl:  # workers may still be waiting in its NCCL group
                 self._release_fleet()
             raise
 
     def _ready(self) -> Fleet:
         """Check that the servers serve this policy; return their fleet, a new one if a server was restarted."""
-        infos = [_wait_and_describe(server) for server in self._servers]
+        infos = []
+        for server in self._servers:
+            server.wait()
+            try:
+                infos.append(server.describe())
+            except httpx2.TransportError as error:
+                raise SamplerLostError(f"the sampling server at {server.url} went away again ({error}).") from error
+        dtype = infos[0]["dtype"] if self.dtype == "auto" else self.dtype
+        model = "start it with --model of the policy"
+        checks = {
+            "model_type": (self.policy.model.config.model_type, model),
+            "vocab_size": (self._vocab_size, model),
+            "dtype": (dtype, f"start it with --dtype {dtype}, or set dtype"),
+            "backend": (infos[0]["backend"], "start all servers with the same --transfer"),
+            "logprobs_mode": ("processed_logprobs", "start it with python -m pl_grouprl.rollout.vllm"),
+        }
         for server, info in zip(self._servers, infos, strict=True):
-            self._check_server(server.url, info, infos[0])
+            for name, (wanted, remedy) in checks.items():
+                if info[name] != wanted:
+                    raise ValueError(
+                        f"the sampling server at {server.url} has {name} {info[name]!r}, not {wanted!r}; {remedy}."
+                    )
         if len({info["instance"] for info in infos}) < len(infos):
-            raise ValueError(f"urls is {self.urls}, of which two are the same server; leave one out.")
+            raise ValueError(f"urls is {self.urls}, of which two are the same server; omit one.")
         self.max_model_len = min(info["max_model_len"] for info in infos)
         if self._fleet is None or not self._fleet.is_same(infos):
             self._release_fleet()
             self._fleet = Fleet(self._servers, infos, self._labels)
         return self._fleet
-
-    def _check_server(self, url: str, info: dict[str, Any], first: dict[str, Any]) -> None:
-        config = self.policy.model.config
-        dtype = first["dtype"] if self.dtype == "auto" else self.dtype
-        model = "start it with --model of the policy"
-        checks = {
-            "model_type": (config.model_type, model),
-            "vocab_size": (self._vocab_size, model),
-            "dtype": (dtype, f"start it with --dtype {dtype}, or set dtype"),
-            "backend": (_BACKENDS[self.transfer], f"start it with --transfer {self.transfer}, or set transfer"),
-            "logprobs_mode": ("processed_logprobs", "start it with python -m pl_grouprl.rollout.vllm"),
-        }
-        for name, (wanted, remedy) in checks.items():
-            if info[name] != wanted:
-                raise ValueError(f"the sampling server at {url} has {name} {info[name]!r}, not {wanted!r}; {remedy}.")
 
     @property
     def _vocab_size(self) -> int:
@@ -240,22 +239,17 @@ class VLLMServerRolloutEngine(HoldsPolicy):
             if self._is_lost:
                 raise SamplerLostError("the last update of the sampling servers has failed.")
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
-        stop = policy.stop(sampling)
+        stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
+        never = [token for token in policy.never if token < self._vocab_size]
         seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        tokens = {
-            "end_ids": policy.end_ids(sampling),
-            "never": [token for token in policy.never if token < self._vocab_size],
-        }
+        limits = prompt_limits(prompts, sampling, max_new_tokens)
         requests = []
-        for prompt, prompt_seeds, limit in zip(
-            prompts, seeds, prompt_limits(prompts, sampling, max_new_tokens), strict=True
-        ):
-            limited = replace(sampling, max_new_tokens=limit)
-            prompt = [int(token) for token in prompt]
-            options = [sampling_options(limited, seed=one, **tokens) for one in prompt_seeds]
-            bodies = [{"token_ids": prompt, "sampling_params": option} for option in options]
+        for prompt, prompt_seeds, limit in zip(prompts, seeds, limits, strict=True):
+            limited, token_ids = replace(sampling, max_new_tokens=limit), [int(token) for token in prompt]
+            options = [sampling_options(limited, end_ids=end_ids, never=never, seed=one) for one in prompt_seeds]
+            bodies = [{"token_ids": token_ids, "sampling_params": option} for option in options]
             requests.append(PromptRequest(bodies, stop, self._labels, version, self._vocab_size))
-        groups = self._pool.sample(requests)
+        groups = self._scheduler.sample(requests)
         policy.decode(rollout for group in groups for rollout in group)
         return groups
 
@@ -265,27 +259,10 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         The next `update_weights` connects again.
         """
         self.version, self._is_lost = None, False
-        self._pool.cancel()
+        self._scheduler.cancel()
         self._release_fleet()
 
     def _release_fleet(self) -> None:
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
-
-
-def _wait_and_describe(server: Server) -> dict[str, Any]:
-    """Wait until a server can be reached; return its description."""
-    server.wait()
-    try:
-        return server.describe()
-    except httpx2.TransportError as error:
-        raise SamplerLostError(f"the sampling server at {server.url} went away again ({error}).") from error
-
-
-def _device(model: Any) -> torch.device:
-    """Device on which ranks communicate."""
-    device = next(model.parameters()).device
-    if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -11,17 +11,14 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
 
 from pl_grouprl.models.adapters import base_of
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks, own_rank
 
-# Everything that differs between vLLM on CPUs and on GPUs.
-#
-# On CPUs, mainly used in tests, vLLM (0.32) takes shortcuts that rollouts and the comparison of weights must allow for.
+# What differs between vLLM (0.32) on CPUs, mainly used in tests, and on GPUs.
 
 CACHE_GIB = 1.0
-"""Default size of the key and value cache; a share of main memory would be too much."""
+"""Default size of the key and value cache on CPUs; a share of main memory would be too much."""
 
 REPLACED_FUNCTIONS = (
     "Event",
@@ -39,62 +36,12 @@ REPLACED_FUNCTIONS = (
 )
 """Functions of torch that vLLM's CPU workers replace, mostly by no-ops."""
 
-_UNIT_VECTORS = 256
-"""Unit vectors per call of a layer."""
-
 
 def runs_on_cpu() -> bool:
     """Whether vLLM runs on CPUs here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def cpu_arguments() -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`; none on GPUs.
-
-    Prompts are not chunked: vLLM cannot undo the random number that it draws after a part of a prompt.
-    """
-    return {"enable_chunked_prefill": False} if runs_on_cpu() else {}
-
-
-def refuse_experts(model: nn.Module, device: torch.device) -> None:
-    """Refuse a mixture of experts on CPUs: vLLM packs its weights once, and a reload would leave the packed ones stale.
-
-    Raises:
-        ValueError: With the remedy.
-    """
-    if device.type == "cpu" and any(hasattr(layer, "moe_config") for layer in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} is a mixture of experts, whose weights vLLM cannot renew on CPUs; sample "
-            "with HFRolloutEngine, or on a GPU."
-        )
-
-
-def is_packed(layer: nn.Module) -> bool:
-    """Whether a layer of vLLM computes with a packed copy of its weight."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    return hasattr(layer, "cpu_linear") and type(layer) is not VocabParallelEmbedding  # it looks up rows instead
-
-
-def packed_columns(layer: Any) -> Iterator[tuple[int, Tensor]]:
-    """The matrix that a packed layer multiplies with, exactly: the layer is applied to the unit vectors.
-
-    Yields:
-        Index of the first column, and some columns.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    if isinstance(layer, ParallelLMHead):
-        width = layer.embedding_dim
-    else:
-        width = getattr(layer, "input_size_per_partition", layer.input_size)
-    for first in range(0, width, _UNIT_VECTORS):
-        count = min(_UNIT_VECTORS, width - first)
-        vectors = torch.zeros(count, width, dtype=layer.weight.dtype, device=layer.weight.device)
-        vectors[torch.arange(count), torch.arange(first, first + count)] = 1
-        yield first, layer.quant_method.apply(layer, vectors, None).T
 
 
 @contextmanager
@@ -143,6 +90,7 @@ DECIDED_BY_SERVER = {name: decides for name, decides in DECIDED_ALWAYS.items() i
     "api_key": "--token, which guards every route",
     "config": "the command line, which is checked",
     **{name: f"--{name}, written out" for name in ("model", "host", "port", "token", "transfer")},
+    "weights_folder": "--weights-folder, written out",
     "uds": "--host and --port",
 }
 """The same for a server, which may have a tokenizer for other clients."""
@@ -180,6 +128,7 @@ def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
     Args:
         transfer: Name of vLLM's weight transfer.
     """
+    on_cpu = {"enable_chunked_prefill": False}  # vLLM cannot undo the random number drawn after a part of a prompt
     return {
         "runner": "generate",
         "generation_config": "vllm",  # only the trainer's sampling options
@@ -188,7 +137,7 @@ def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
         "weight_transfer_config": {"backend": transfer},
         "worker_extension_cls": "pl_grouprl.rollout.vllm.worker.WeightReceiver",
         "disable_log_stats": True,
-        **cpu_arguments(),
+        **(on_cpu if runs_on_cpu() else {}),
     }
 
 
@@ -203,26 +152,18 @@ def write_model_folder(model: Any, folder: Path) -> None:
     Args:
         model: A transformers model; its weights may be shards, and it may have an adapter.
         folder: An existing folder.
-
-    Raises:
-        ValueError: If its weights are quantized.
     """
     model = base_of(model)
     config = copy.deepcopy(model.config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{type(model).__name__} has quantized weights, which cannot be compared with a sampler's; load it "
-            "without quantization, or sample with HFRolloutEngine."
-        )
     config.architectures = [_class_name(model)]
     config.save_pretrained(folder)
 
 
 def check_native(model: Any) -> None:
-    """Refuse a model that vLLM would run by its Transformers backend, which changes the trainer's classes.
+    """Check that vLLM does not run a model by its Transformers backend, which changes the trainer's classes.
 
     Raises:
-        ValueError: Says what to use instead.
+        ValueError: If it would.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -240,36 +181,23 @@ def _class_name(model: Any) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
 
 
-def sampler_dtype(model: Any, dtype: SamplerDtype) -> str:
-    """The dtype of a policy's weights for a sampler; the policy's for `auto`."""
-    if dtype != "auto":
-        return dtype
-    kinds = [parameter.dtype for parameter in base_of(model).parameters() if parameter.is_floating_point()]
-    return str(max(set(kinds), key=kinds.count)).removeprefix("torch.")
-
-
 # Groups of adjacent ranks that share an engine.
 #
 # With `tensor_parallel_size=1` each rank has its own engine and can sample at any time. With t > 1, ranks 0 to t-1
-# share
-# one engine, ranks t to 2t-1 the next, as in vLLM: each layer is split over t ranks, so they sample the same prompts at
-# the same time.
+# share one engine, ranks t to 2t-1 the next, as in vLLM: each layer is split over t ranks, so they sample the same
+# prompts at the same time.
 
 
 def engine_arguments(tensor_parallel_size: int) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for the ranks.
 
     Raises:
-        ValueError: If the number of ranks per engine is below 1, or does not divide the number of ranks.
+        ValueError: If the number of ranks per engine does not divide the number of ranks.
     """
-    if tensor_parallel_size < 1:
-        raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}; it must be at least 1.")
-    ranks = num_ranks()
-    if ranks % tensor_parallel_size:
+    if num_ranks() % tensor_parallel_size:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} splits an engine over {tensor_parallel_size} ranks of the "
-            f"trainer, but it has {ranks}; train with a multiple of {tensor_parallel_size} (Trainer(devices=...)), or "
-            "set tensor_parallel_size to a divisor of the number of ranks."
+            f"tensor_parallel_size is {tensor_parallel_size}, but the trainer has {num_ranks()} ranks; set it to a "
+            "divisor of the number of ranks."
         )
     return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tensor_parallel_size}
 
@@ -316,9 +244,6 @@ def share_requests(requests: Sequence[Any], group: Any) -> tuple[list[Any], slic
         The requests of all ranks of the engine, in rank order, which every rank samples; and the slice of this rank's.
     """
     shares = gather_from(group, list(requests))
-    start = sum(map(len, shares[: _rank_in(group)]))
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    start = sum(map(len, shares[:rank]))
     return [request for share in shares for request in share], slice(start, start + len(requests))
-
-
-def _rank_in(group: Any) -> int:
-    return 0 if group is None else torch.distributed.get_rank(group)

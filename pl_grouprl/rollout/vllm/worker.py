@@ -1,8 +1,12 @@
-"""Runs inside vLLM's workers: loads weights, and computes checksums of those loaded."""
+"""Runs inside vLLM's workers: loads weights, and computes checksums of those loaded.
+
+Only vLLM imports this, as its `worker_extension_cls`. Loading is vLLM's layerwise reload, in the phases of its
+weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), after which
+`refresh_stale_weights` updates what a reload leaves stale.
+"""
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import secrets
@@ -13,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -25,13 +29,183 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from pl_grouprl.distributed.checksum import LoadedWeight, add, checksum
-from pl_grouprl.rollout.vllm.settings import FOLDER_VARIABLE, is_packed, packed_columns, refuse_experts
+from pl_grouprl.rollout.vllm.settings import FOLDER_VARIABLE
+
+BACKEND = "pl_grouprl"
+"""Name of the transfer in vLLM's `WeightTransferConfig`."""
+
+_INSTANCE = secrets.token_hex(8)
+"""Id of this process."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+
+_UNIT_VECTORS = 256
+"""Unit vectors per call of a layer."""
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Empty: nothing has to be set up."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One bucket of weights in checkpoint format.
+
+    Attributes:
+        weights: Name and value of each, in the trainer's process.
+        path: A safetensors file with them, for a worker in another process.
+        owner: Who sends it: the `owner` of `begin_update`.
+    """
+
+    weights: list[tuple[str, Tensor]] | None = None
+    path: str | None = None
+    owner: str | None = None
+
+
+class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
+    """Loads buckets that are passed by reference or as files.
+
+    Attributes:
+        owner: Who may send them; None in the trainer's process.
+    """
+
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketInfo
+    owner: str | None = None
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Prepare the layers for a reload.
+
+        Raises:
+            ValueError: If there are experts on a CPU: vLLM packs their weights once, so a reload would leave the packed
+                ones stale.
+        """
+        if self.device.type == "cpu" and any(hasattr(layer, "moe_config") for layer in self.model.modules()):
+            raise ValueError(
+                f"{type(self.model).__name__} is a mixture of experts, whose weights vLLM cannot renew on CPUs; sample "
+                "with HFRolloutEngine, or on a GPU."
+            )
+        with without_lora(self.model):
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a bucket; a layer uses its weights once all have arrived."""
+        self.receive_weights(self.parse_update_info(update_info))
+        torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Load a bucket.
+
+        Raises:
+            RuntimeError: If another trainer has begun an update.
+        """
+        if update_info.owner != self.owner:
+            raise RuntimeError("another trainer has begun an update of this sampler's weights")
+        weights = update_info.weights
+        if update_info.path is not None:
+            weights = list(load_file(update_info.path, device=str(self.device)).items())
+        assert weights is not None
+        with without_lora(self.model):
+            self.model.load_weights(iter(weights))
+
+    def finish_weight_update(self) -> None:
+        """Finish the reload, so the layers can run again."""
+        with without_lora(self.model):
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)
+
+
+class WeightReceiver:
+    """Additional methods of vLLM's workers (`worker_extension_cls`), for `collective_rpc`."""
+
+    # Attributes of the worker.
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def describe(self) -> dict[str, Any]:
+        """Information about this worker for trainers that use a server."""
+        return {
+            "instance": _INSTANCE,
+            "model_type": self.model_config.hf_config.model_type,
+            "vocab_size": self.model_config.get_vocab_size(),
+            "max_model_len": self.model_config.max_model_len,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "logprobs_mode": self.model_config.logprobs_mode,
+            "backend": self.vllm_config.weight_transfer_config.backend,
+            "folder": os.environ.get(FOLDER_VARIABLE),
+        }
+
+    def begin_update(self, owner: str) -> None:
+        """Prepare for an update by a trainer; an unfinished one is abandoned, and its files are removed.
+
+        Args:
+            owner: The trainer. Buckets of others are rejected.
+        """
+        self.abandon_weights()
+        self.weight_transfer_engine.owner = owner
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            for left in Path(folder).glob("*.safetensors"):
+                left.unlink(missing_ok=True)
+
+    def refresh_stale_weights(self) -> None:
+        """Update what a reload leaves stale: heads tied to embeddings, and caches of encoded images."""
+        model = self.model_runner.get_model()
+        with without_lora(model):
+            modules = list(model.modules()) if self._tied else []
+            embeddings = [module for module in modules if type(module) is VocabParallelEmbedding]
+            for head in modules:
+                if isinstance(head, ParallelLMHead):
+                    embedding = next(each for each in embeddings if each.embedding_dim == head.embedding_dim)
+                    head.weight = embedding.weight
+                    # On CPUs the head computes with a packed copy of its weight.
+                    head.quant_method.process_weights_after_loading(head)
+        for name in ("reset_encoder_cache", "reset_mm_cache"):  # images encoded by the old weights
+            getattr(self.model_runner, name, lambda: None)()
+
+    def abandon_weights(self) -> None:
+        """Abandon an unfinished update, so that another can begin. What was loaded stays."""
+        for layer in self.model_runner.get_model().modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # otherwise its weights would count for the next update
+                _place_kernel_tensors(layer, info)
+                info.reset()
+        self._weight_update_active = False
+
+    def weight_checksums(self, names: list[str]) -> list[LoadedWeight]:
+        """Checksums of the weights loaded in this worker.
+
+        Args:
+            names: Names of all weights that were sent.
+        """
+        model = self.model_runner.get_model()
+        with without_lora(model):
+            return list(loaded_checksums(model, names, self.model_config.dtype, tied=self._tied))
+
+    def adapter_checksums(self, number: int, names: list[str]) -> list[LoadedWeight]:
+        """Checksums of the LoRA adapter loaded in this worker; see the function of that name."""
+        return list(adapter_checksums(self.model_runner.get_model(), number, names))
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
 
 # Checksums of the weights loaded in vLLM's layers, and the checkpoint weights that each consists of.
 #
-# A layer may hold several weights in one tensor, a shard of them, or, on CPUs, only a packed copy (see `cpu`).
-
-_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
+# A layer may hold several weights in one tensor, a shard of them, or, on CPUs, only a packed copy.
 
 
 def loaded_checksums(
@@ -48,9 +222,13 @@ def loaded_checksums(
     Yields:
         For each weight, the model's name, the checkpoint names in it, the checksum, and how workers share it.
     """
-    weights = {
-        f"{prefix}.{name}".lstrip("."): (m, p) for prefix, m in model.named_modules() for name, p in _direct_weights(m)
-    }
+    weights: dict[str, tuple[nn.Module, Tensor]] = {}
+    for prefix, module in model.named_modules():
+        found = list(module.named_parameters(recurse=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                found.append((name, buffer))  # type: ignore[arg-type]
+        weights.update({f"{prefix}.{name}".lstrip("."): (module, weight) for name, weight in found})
     parts = _parts(model, names, weights.keys())
     for name, (module, weight) in weights.items():
         if tied and isinstance(module, ParallelLMHead) and not parts[name]:
@@ -58,15 +236,8 @@ def loaded_checksums(
             parts[name] = parts[embedding]
         if not parts[name] and not isinstance(weight, nn.Parameter):
             continue  # not from the checkpoint
-        value = _LayerWeight(module, name.rpartition(".")[2], weight, dtype)
-        yield LoadedWeight(name, parts[name], value.checksum(), "sum" if value.is_shard else "copy")
-
-
-def _direct_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    for name, buffer in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
-            yield name, buffer
+        value, is_shard = _part_of_worker(module, name.rpartition(".")[2], weight, dtype)
+        yield LoadedWeight(name, parts[name], value, "sum" if is_shard else "copy")
 
 
 def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str]]:
@@ -76,12 +247,10 @@ def _parts(model: Any, names: Sequence[str], targets: Any) -> dict[str, list[str
     parts: dict[str, list[str]] = {target: [] for target in targets}
     for name in names:
         mapped = name if mapper is None else mapper.map_name(name)
-        if mapped is None:
-            continue
-        for candidate in _candidates(mapped, packed):
-            if candidate in parts:
-                parts[candidate].append(name)
-                break
+        candidates = () if mapped is None else _candidates(mapped, packed)
+        target = next((candidate for candidate in candidates if candidate in parts), None)
+        if target is not None:
+            parts[target].append(name)
     return parts
 
 
@@ -98,53 +267,53 @@ def _candidates(name: str, packed: dict[str, str]) -> Iterator[str]:
             yield name[: match.start()] + inner + fused
 
 
-class _LayerWeight:
-    """A weight of a layer, as the layer applies it on this worker."""
+def _part_of_worker(module: Any, name: str, weight: Tensor, dtype: torch.dtype) -> tuple[int, bool]:
+    """Checksum of this worker's part of a layer's weight, as the layer applies it, and whether it is a shard.
 
-    def __init__(self, module: Any, name: str, weight: Tensor, dtype: torch.dtype) -> None:
-        self.module, self.name, self.weight, self.dtype = module, name, weight, dtype
-
-    @property
-    def is_shard(self) -> bool:
-        """Whether this worker has a shard of the weight; otherwise all workers have the same."""
-        if getattr(self.module, "tp_size", 1) == 1:
-            return False
-        if isinstance(self.module, RowParallelLinear):
-            return self.name != "bias"
-        if isinstance(self.module, ColumnParallelLinear | VocabParallelEmbedding):
-            return True
-        return self.name in ("w13_weight", "w2_weight")
-
-    @property
-    def first_column(self) -> int:
-        """Index of this worker's first column."""
-        if not self.is_shard:
-            return 0
-        if isinstance(self.module, RowParallelLinear):
-            return self.module.tp_rank * self.module.input_size_per_partition
-        return self.module.tp_rank * self.weight.shape[-1] if self.name == "w2_weight" else 0
-
-    def checksum(self) -> int:
-        """Checksum of this worker's part of the weight, without what other workers count."""
-        return add(*(checksum(part, self.first_column + first) for first, part in self._columns()))
-
-    def _columns(self) -> Iterator[tuple[int, Tensor]]:
-        """The weight in one piece, or block by block of columns, each with the index of its first column."""
-        if self.name != "weight" or not is_packed(self.module):
-            yield 0, self._counted(self.weight.to(self.dtype))
-            return
-        for first, columns in packed_columns(self.module):
-            yield first, self._counted(columns.to(self.dtype))
-
-    def _counted(self, rows: Tensor) -> Tensor:
-        """Leave out keys and values that an earlier worker also has."""
-        module = self.module
-        if not isinstance(module, QKVParallelLinear) or module.tp_rank % module.num_kv_head_replicas == 0:
-            return rows
-        return rows[: module.num_heads * module.head_size]
+    Otherwise, all workers have the same.
+    """
+    is_row_parallel = isinstance(module, RowParallelLinear)
+    if getattr(module, "tp_size", 1) == 1:
+        is_shard = False
+    elif is_row_parallel:
+        is_shard = name != "bias"
+    else:
+        is_column_parallel = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)
+        is_shard = is_column_parallel or name in ("w13_weight", "w2_weight")
+    first_column = 0
+    if is_shard and is_row_parallel:
+        first_column = module.tp_rank * module.input_size_per_partition
+    elif is_shard and name == "w2_weight":
+        first_column = module.tp_rank * weight.shape[-1]
+    # On CPUs, layers compute with a packed copy of their weight; embeddings look up its rows instead.
+    is_packed = name == "weight" and hasattr(module, "cpu_linear") and type(module) is not VocabParallelEmbedding
+    total = 0
+    for first, columns in _packed_columns(module) if is_packed else [(0, weight)]:
+        rows = columns.to(dtype)
+        if isinstance(module, QKVParallelLinear) and module.tp_rank % module.num_kv_head_replicas:
+            rows = rows[: module.num_heads * module.head_size]  # an earlier worker counts these keys and values
+        total = add(total, checksum(rows, first_column + first))
+    return total, is_shard
 
 
-# LoRA layers inside vLLM's workers: unwrapped while the base is loaded, and checksums of their adapter.
+def _packed_columns(layer: Any) -> Iterator[tuple[int, Tensor]]:
+    """The matrix that a packed layer multiplies with, exactly: the layer is applied to the unit vectors.
+
+    Yields:
+        Index of the first column, and some columns.
+    """
+    if isinstance(layer, ParallelLMHead):
+        width = layer.embedding_dim
+    else:
+        width = getattr(layer, "input_size_per_partition", layer.input_size)
+    for first in range(0, width, _UNIT_VECTORS):
+        count = min(_UNIT_VECTORS, width - first)
+        vectors = torch.zeros(count, width, dtype=layer.weight.dtype, device=layer.weight.device)
+        vectors[torch.arange(count), torch.arange(first, first + count)] = 1
+        yield first, layer.quant_method.apply(layer, vectors, None).T
+
+
+# LoRA layers: unwrapped while the base is loaded, and checksums of their adapter.
 
 
 @contextmanager
@@ -202,10 +371,10 @@ def adapter_checksums(model: Any, number: int, names: Sequence[str]) -> Iterator
                 held, name = stacks[place][slot, 0], sent.get((name_of_layer, is_a))
                 if name is not None or held.any():
                     label = f"{name_of_layer}.lora_{'A' if is_a else 'B'}"
-                    yield _loaded(layer.base_layer, label, [name] if name else [], held, is_a, place > 0)
+                    yield _adapter_part(layer.base_layer, label, [name] if name else [], held, is_a, place > 0)
 
 
-def _loaded(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, is_further: bool) -> LoadedWeight:
+def _adapter_part(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, is_further: bool) -> LoadedWeight:
     """This worker's part of one weight: all of it, or some of B's rows or A's columns."""
     shared = getattr(base, "tp_size", 1) > 1
     first = 0
@@ -218,183 +387,3 @@ def _loaded(base: Any, label: str, parts: list[str], held: Tensor, is_a: bool, i
             # An earlier worker counts these keys and values.
             held = torch.zeros_like(held) if is_further else held[: base.num_heads * base.head_size]
     return LoadedWeight(label, parts, checksum(held, first), "sum" if shared else "copy")
-
-
-# Runs inside vLLM's workers: loads weights, and computes checksums of those loaded.
-#
-# Only vLLM imports this, as its `worker_extension_cls`. Loading is vLLM's layerwise reload, in the phases of its
-# weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), after which
-# `refresh_stale_weights` updates what a reload leaves stale.
-
-BACKEND = "pl_grouprl"
-"""Name of the transfer in vLLM's `WeightTransferConfig`."""
-
-_INSTANCE = secrets.token_hex(8)
-"""Id of this process."""
-
-
-@dataclass
-class NoInitInfo(WeightTransferInitInfo):
-    """Empty: nothing has to be set up."""
-
-
-@dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """One bucket of weights in checkpoint format.
-
-    Attributes:
-        weights: Name and value of each, in the trainer's process.
-        path: A safetensors file with them, for a worker in another process on the trainer's machine.
-        safetensors: The contents of such a file, base64, for a worker elsewhere.
-        owner: Who sends it: the `owner` of `begin_update`.
-    """
-
-    weights: list[tuple[str, Tensor]] | None = None
-    path: str | None = None
-    safetensors: str | None = None
-    owner: str | None = None
-
-
-class BucketTransfer(WeightTransferEngine[NoInitInfo, BucketInfo]):
-    """Loads buckets that are passed by reference, as files, or in the message.
-
-    Attributes:
-        owner: Who may send them; None in the trainer's process.
-    """
-
-    init_info_cls = NoInitInfo
-    update_info_cls = BucketInfo
-    owner: str | None = None
-
-    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Nothing to connect."""
-
-    def start_weight_update(self) -> None:
-        """Prepare the layers for a reload.
-
-        Raises:
-            ValueError: If there are experts on a CPU.
-        """
-        refuse_experts(self.model, self.device)
-        with without_lora(self.model):
-            initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a bucket; a layer uses its weights once all have arrived."""
-        self.receive_weights(self.parse_update_info(update_info))
-        torch.accelerator.synchronize()
-
-    def receive_weights(self, update_info: BucketInfo) -> None:
-        """Load a bucket.
-
-        Raises:
-            RuntimeError: If another trainer has begun an update.
-        """
-        if update_info.owner != self.owner:
-            raise RuntimeError("another trainer has begun an update of this sampler's weights")
-        weights = update_info.weights
-        if update_info.path is not None:
-            weights = list(load_file(update_info.path, device=str(self.device)).items())
-        elif update_info.safetensors is not None:
-            content = base64.b64decode(update_info.safetensors)
-            weights = [(name, weight.to(self.device)) for name, weight in load(content).items()]
-        assert weights is not None
-        with without_lora(self.model):
-            self.model.load_weights(iter(weights))
-
-    def finish_weight_update(self) -> None:
-        """Finish the reload, so the layers can run again."""
-        with without_lora(self.model):
-            finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        """Nothing to close."""
-
-
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransfer)
-
-
-class WeightReceiver:
-    """Additional methods of vLLM's workers (`worker_extension_cls`), for `collective_rpc`."""
-
-    # Attributes of the worker.
-    model_runner: Any
-    model_config: Any
-    vllm_config: Any
-    weight_transfer_engine: Any
-    _weight_update_active: bool
-
-    def describe(self) -> dict[str, Any]:
-        """Information about this worker for trainers that use a server."""
-        return {
-            "instance": _INSTANCE,
-            "model_type": self.model_config.hf_config.model_type,
-            "vocab_size": self.model_config.get_vocab_size(),
-            "max_model_len": self.model_config.max_model_len,
-            "dtype": str(self.model_config.dtype).removeprefix("torch."),
-            "logprobs_mode": self.model_config.logprobs_mode,
-            "backend": self.vllm_config.weight_transfer_config.backend,
-            "folder": os.environ.get(FOLDER_VARIABLE),
-        }
-
-    def begin_update(self, owner: str) -> None:
-        """Prepare for an update by a trainer; an unfinished one is abandoned, and its files are removed.
-
-        Args:
-            owner: The trainer. Buckets of others are refused.
-        """
-        self.abandon_weights()
-        self.weight_transfer_engine.owner = owner
-        if folder := os.environ.get(FOLDER_VARIABLE):
-            for left in Path(folder).glob("*.safetensors"):
-                left.unlink(missing_ok=True)
-
-    def refresh_stale_weights(self) -> None:
-        """Update what a reload leaves stale: heads tied to embeddings, and caches of encoded images."""
-        model = self.model_runner.get_model()
-        with without_lora(model):
-            for head, embedding in _tied_heads(model, self._tied):
-                head.weight = embedding.weight
-                # On CPUs the head computes with a packed copy of its weight.
-                head.quant_method.process_weights_after_loading(head)
-        for name in ("reset_encoder_cache", "reset_mm_cache"):  # images encoded by the old weights
-            getattr(self.model_runner, name, lambda: None)()
-
-    def abandon_weights(self) -> None:
-        """Abandon an unfinished update, so that another can begin. What was loaded stays."""
-        for layer in self.model_runner.get_model().modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():  # otherwise its weights would count for the next update
-                _place_kernel_tensors(layer, info)
-                info.reset()
-        self._weight_update_active = False
-
-    def weight_checksums(self, names: list[str]) -> list[LoadedWeight]:
-        """Checksums of the weights loaded in this worker.
-
-        Args:
-            names: Names of all weights that were sent.
-        """
-        model = self.model_runner.get_model()
-        with without_lora(model):
-            return list(loaded_checksums(model, names, self.model_config.dtype, tied=self._tied))
-
-    def adapter_checksums(self, number: int, names: list[str]) -> list[LoadedWeight]:
-        """Checksums of the LoRA adapter loaded in this worker; see `lora_layers.adapter_checksums`."""
-        return list(adapter_checksums(self.model_runner.get_model(), number, names))
-
-    @property
-    def _tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-
-
-def _tied_heads(model: nn.Module, tied: bool) -> list[tuple[Any, Any]]:
-    """Heads without their own weights, and the embeddings whose weights they use."""
-    modules = list(model.modules()) if tied else []
-    embeddings = [module for module in modules if type(module) is VocabParallelEmbedding]
-    return [
-        (head, next(e for e in embeddings if e.embedding_dim == head.embedding_dim))
-        for head in modules
-        if isinstance(head, ParallelLMHead)
-    ]

@@ -28,7 +28,7 @@ def test_help_imports_no_vllm():
     code = (
         "import sys\nfrom pl_grouprl.rollout.vllm.__main__ import main\n"
         "try:\n    main(['--help'])\nfinally:\n"
-        "    print([name for name in ('vllm', 'fastapi', 'uvicorn', 'transformers') if name in sys.modules])"
+        "    print([name for name in ('vllm', 'fastapi', 'uvicorn') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
     assert "--transfer" in output
@@ -71,7 +71,7 @@ def test_options_are_checked(capsys, arguments, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_needs_a_gpu(capsys):
-    assert "transfer is 'nccl', but this machine has no CUDA device" in refusal(capsys, "--transfer", "nccl")
+    assert "--transfer is 'nccl', but this machine has no CUDA device" in refusal(capsys, "--transfer", "nccl")
 
 
 def test_a_missing_vllm_is_named(capsys, monkeypatch):
@@ -96,7 +96,7 @@ def test_vllm_must_not_unpickle(capsys, monkeypatch):
 def on_gpus(monkeypatch):
     """As if vLLM were there."""
     monkeypatch.setattr("pl_grouprl.utilities.optional.VLLM_AVAILABLE", True)
-    monkeypatch.setattr("pl_grouprl.rollout.vllm.settings.cpu_arguments", dict)
+    monkeypatch.setattr("pl_grouprl.rollout.vllm.settings.runs_on_cpu", lambda: False)
 
 
 def printed(capsys, *arguments):

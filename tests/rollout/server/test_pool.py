@@ -14,9 +14,9 @@ from helpers.fake_sampler import FakeSampler
 from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
 from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.rollout.vllm import client as server_module
-from pl_grouprl.rollout.vllm import scheduler as distribution_module
+from pl_grouprl.rollout.vllm import scheduler as scheduler_module
 from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
-from pl_grouprl.rollout.vllm.scheduler import Distribution, ServerPool
+from pl_grouprl.rollout.vllm.scheduler import Scheduler
 
 LABELS = Labels("run")
 ROLLOUTS = "/inference/v1/generate"
@@ -25,7 +25,7 @@ ROLLOUTS = "/inference/v1/generate"
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
     monkeypatch.setattr(server_module, "_LONGEST_WAIT", 0.1)
-    monkeypatch.setattr(distribution_module, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(scheduler_module, "_FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ class Busy:
 
 
 def pool_of(fakes, max_concurrent=64, timeout=20.0):
-    return ServerPool([Server(fake.url, timeout=timeout) for fake in fakes], max_concurrent)
+    return Scheduler([Server(fake.url, timeout=timeout) for fake in fakes], max_concurrent)
 
 
 def request(token, sequences=1):
@@ -208,7 +208,7 @@ def test_what_ends_the_watch_ends_all_calls_and_the_next_begins_anew(fakes, monk
     fakes[0].before = hold
     pool = pool_of(fakes[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(Distribution, "_ask_label", fail)
+        patch.setattr(scheduler_module._Dispatcher, "_ask_label", fail)
         with pytest.raises(KeyError, match="the watch"):
             pool.sample([request(token) for token in range(200)])
     held.set()
@@ -247,7 +247,7 @@ def test_a_server_that_fails_after_an_abort_is_asked_again(fakes, status):
 
 
 def test_a_server_that_is_busy_goes_on_with_what_it_has(fakes, monkeypatch):
-    monkeypatch.setattr(distribution_module, "_HEARTBEAT", 0.01)
+    monkeypatch.setattr(scheduler_module, "_HEARTBEAT", 0.01)
     fake, answer = fakes[0], fakes[0].generate
     lock, looks, looked = threading.Lock(), iter(range(3)), threading.Event()
     now = refused = 0
@@ -290,12 +290,12 @@ def test_a_server_may_be_overloaded_for_as_long_as_its_timeout(fakes):
 
 
 def test_sequences_leave_files_to_the_rest_of_the_process(fakes, monkeypatch):
-    monkeypatch.setattr(distribution_module, "max_open_files", lambda: distribution_module._OTHER_FILES + 20)
+    monkeypatch.setattr(scheduler_module, "max_open_files", lambda: scheduler_module._OTHER_FILES + 20)
     busy = [Busy(fake) for fake in fakes]
     pool_of(fakes).sample([request(token, sequences=8) for token in range(8)])
     assert sum(one.total for one in busy) == 64
     assert max(one.most for one in busy) <= 10
-    monkeypatch.setattr(distribution_module, "max_open_files", lambda: 1)
+    monkeypatch.setattr(scheduler_module, "max_open_files", lambda: 1)
     pool_of(fakes).sample([request(token, sequences=16) for token in range(2)])
     assert max(one.most for one in busy) <= 10
 

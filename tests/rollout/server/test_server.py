@@ -7,7 +7,6 @@ import time
 import urllib.error
 import urllib.request
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from helpers.tiny_tokenizers import letters_tokenizer
 from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
 from pl_grouprl.distributed.weight_stream import checkpoint_weights
 from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
-from pl_grouprl.rollout.vllm.scheduler import Distribution
+from pl_grouprl.rollout.vllm.scheduler import _Dispatcher
 from pl_grouprl.types import SamplingConfig
 
 pytest.importorskip("vllm")
@@ -99,19 +98,14 @@ def test_it_samples_from_the_latest_weights(servers, tied):
     assert outputs[0] != outputs[1] != outputs[2]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_weights_go_through_shared_memory_or_http(servers, shared, monkeypatch):
+def test_weights_go_through_the_servers_folder(servers):
     policy = make_policy(seed=4)
     engine = make_engine(policy, servers[0])
     engine.update_weights(weights(policy), version=1)
     (folder,) = engine._fleet._folders
-    assert Path(folder).is_dir()
-    if not shared:  # as if the server were elsewhere
-        monkeypatch.setattr(engine._fleet, "_folders", [None])
-    disturb(policy, seed=4)
-    engine.update_weights(weights(policy), version=2)
+    assert folder.is_dir()
     assert_samples_like(policy, engine)
-    assert list(Path(folder).iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_an_adapter_is_merged(servers):
@@ -256,7 +250,8 @@ def test_an_update_begun_over_an_unfinished_one_starts_cleanly(servers):
     fleet = other._ready()
     fleet._begin("keep", other._servers[0])
     other._servers[0].post("/start_weight_update")
-    fleet._deliver(other._servers[0], None, [("lm_head.weight", torch.zeros(61, 64))])  # a trainer that dies here
+    bucket = [("lm_head.weight", torch.zeros(61, 64))]
+    fleet._deliver(other._servers[0], fleet._folders[0], bucket)  # a trainer that dies here
     engine.version = 1
     with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
         engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)
@@ -303,7 +298,7 @@ def test_rollouts_of_a_client_that_fails_are_stopped(servers, monkeypatch):
         raise KeyError("the watch")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Distribution, "_ask_label", fail)
+        patch.setattr(_Dispatcher, "_ask_label", fail)
         with pytest.raises(KeyError, match="the watch"):
             engine.generate([[1, 2]], LONG, num_generations=640, seed=0)  # minutes of work
     started = time.monotonic()

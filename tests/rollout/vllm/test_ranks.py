@@ -52,11 +52,9 @@ def test_vllm_takes_the_trainers_gpu():
 
 
 def test_ranks_that_an_engine_cannot_have_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="tensor_parallel_size is 0; it must be at least 1"):
-        engine_arguments(0)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 .* it has 1; train with a multiple of 2"):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, but the trainer has 1 ranks"):
         engine_arguments(2)
     monkeypatch.setattr(ranks, "num_ranks", lambda: 6)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=4 .* it has 6; .*divisor of the number of ranks"):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 4, but the trainer has 6 ranks"):
         engine_arguments(4)
     assert engine_arguments(3) == {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 3}

@@ -89,7 +89,7 @@ def test_a_server_under_two_names_is_refused(policy, servers):
     url = servers().url
     engine = VLLMServerRolloutEngine([url, f"{url}/"], timeout=3)
     engine.bind(policy)
-    with pytest.raises(ValueError, match="of which two are the same server; leave one out"):
+    with pytest.raises(ValueError, match="of which two are the same server"):
         engine.update_weights(weights(policy), version=1)
 
 
@@ -99,7 +99,6 @@ def test_a_server_under_two_names_is_refused(policy, servers):
         ({"urls": []}, "urls is .*; it must be at least one url, each once"),
         ({"urls": 2 * ["http://127.0.0.1:1"]}, "urls is .*; it must be at least one url, each once"),
         ({"timeout": 0}, "timeout is 0; it must be larger than 0"),
-        ({"transfer": "ipc"}, "transfer is 'ipc'; it must be 'http' or 'nccl'"),
         ({"bucket_mib": 0}, "bucket_mib is 0; it must be at least 1"),
         ({"adapter": "separate"}, "adapter is 'separate'; it must be 'merged'"),
         ({"in_flight": "drop"}, "in_flight is 'drop'; it must be 'keep' or 'restart'"),

@@ -69,13 +69,11 @@ def test_an_update_step_by_step(policy, servers, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_buckets_go_through_shared_memory_or_http(policy, servers, tmp_path, monkeypatch, shared):
-    server = servers(folder=str(tmp_path if shared else tmp_path / "on another machine"))
-    ways = []
-    monkeypatch.setattr(server, "load", lambda info: ways.append(sorted(info)) or FakeSampler.load(server, info))
-    make_engine(policy, server).update_weights(weights(policy), version=1)
-    assert {tuple(way) for way in ways} == {("owner", "path" if shared else "safetensors")}
+def test_a_folder_of_another_machine_is_refused(policy, servers, tmp_path):
+    server = servers(folder=str(tmp_path / "on another machine"))
+    with pytest.raises(ValueError, match="start it with --weights-folder"):
+        make_engine(policy, server).update_weights(weights(policy), version=1)
+    assert server.calls == ["describe"]
 
 
 def test_no_bucket_is_on_its_way_when_weights_are_lost(policy, servers, monkeypatch):
@@ -98,13 +96,6 @@ def test_no_bucket_is_on_its_way_when_weights_are_lost(policy, servers, monkeypa
         engine.update_weights(breaks_off(), version=1)
     assert labels == [engine._labels.updating] * len(begun)
     assert slow.label == fast.label == engine._labels.lost
-
-
-def test_a_full_memory_is_not_filled_further(policy, servers, tmp_path, monkeypatch):
-    monkeypatch.setattr(fleet_module, "_SPARE", 1 << 60)
-    server = servers(folder=str(tmp_path))
-    make_engine(policy, server).update_weights(weights(policy), version=1)
-    assert len(server.weights) == len(list(policy.parameters()))
 
 
 def test_other_ranks_sample_but_send_no_weights(policy, servers, monkeypatch):
@@ -317,16 +308,15 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(policy, servers):
     make_engine(policy, server).update_weights(stream(), version=1)
 
 
-def test_transfer_must_be_that_of_the_server(policy, servers):
-    with pytest.raises(ValueError, match="has backend 'pl_grouprl', not 'nccl'; start it with --transfer nccl"):
-        make_engine(policy, servers(), transfer="nccl").update_weights(weights(policy), version=1)
+def test_servers_must_take_weights_in_the_same_way(policy, servers):
+    with pytest.raises(ValueError, match="has backend 'nccl', not 'pl_grouprl'; start all servers with the same"):
+        make_engine(policy, servers(), servers(backend="nccl")).update_weights(weights(policy), version=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_needs_a_gpu(policy, servers):
-    server = servers(backend="nccl")
-    with pytest.raises(ValueError, match="transfer is 'nccl', but this machine has no CUDA device; choose 'http'"):
-        make_engine(policy, server, transfer="nccl").update_weights(weights(policy), version=1)
+    with pytest.raises(ValueError, match="--transfer is 'nccl', but this machine has no CUDA device"):
+        make_engine(policy, servers(backend="nccl")).update_weights(weights(policy), version=1)
 
 
 class Broadcaster:
@@ -342,7 +332,7 @@ class Broadcaster:
     def send(self, bucket, announce, pool):
         self.last = [name for name, _ in bucket]
         for one in announce:
-            one({"names": self.last, "dtype_names": [], "shapes": []})
+            one({"update_info": {"names": self.last, "dtype_names": [], "shapes": []}})
 
     def close(self):
         pass
@@ -350,10 +340,8 @@ class Broadcaster:
 
 @pytest.mark.parametrize("place", ["/update_weights", "/init_weight_transfer_engine"])
 def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, place):
-    from pl_grouprl.rollout.vllm import fleet as nccl
-
-    monkeypatch.setattr(nccl, "check_device", lambda: None)
-    monkeypatch.setattr(nccl, "Broadcaster", Broadcaster)
+    monkeypatch.setattr(fleet_module, "check_device", lambda: None)
+    monkeypatch.setattr(fleet_module, "Broadcaster", Broadcaster)
     monkeypatch.setattr(fleet_module, "_on_gpu", lambda stream: stream)
     server = servers(backend="nccl")
     monkeypatch.setattr(server, "load", lambda info: {})
@@ -368,7 +356,7 @@ def test_nccl_with_a_server_that_dies_or_hangs(policy, servers, monkeypatch, pla
             server.before = lambda path: None
             time.sleep(2)
 
-    engine = make_engine(policy, server, transfer="nccl")
+    engine = make_engine(policy, server)
     server.before = go
     before = Broadcaster.made
     with pytest.raises(SamplerLostError, match="broke off an update"):
