@@ -1,4 +1,4 @@
-"""What travels through the system: prompts, rollouts, groups of rollouts, and how to sample them."""
+"""The data of a run: prompts, rollouts, groups of rollouts, and how to sample them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
-# Prompts, and their images and videos.
+__all__ = [
+    "NOT_SAMPLED",
+    "EpisodeRows",
+    "FinishReason",
+    "LiveObject",
+    "Media",
+    "Messages",
+    "Prompt",
+    "Rollout",
+    "RolloutGroup",
+    "SamplingConfig",
+    "is_per_token",
+]
 
 Messages = list[dict[str, Any]]
 """A conversation in chat format: dictionaries with `role` and `content`."""
@@ -59,8 +71,6 @@ class Prompt:
         return self
 
 
-# Rollouts, the episodes that they are rows of, and their groups.
-
 NOT_SAMPLED = -1
 """In `Rollout.weight_versions`, a token that the model did not write."""
 
@@ -101,19 +111,19 @@ class Rollout:
             can only report them after these declares `truncates_logprobs`.
         loss_mask: 1 where a token is trained, 0 where it is only context (tool output). None trains every token.
         finish_reason: Why the completion ended.
-        reward: The combined reward, `token_rewards` included; None where no reward function applied. Such a rollout is
+        reward: The combined reward, `token_rewards` included; None where no reward function applied; such a rollout is
             not trained.
         rewards: The reward of each function by name, before weighting; the sum where it gave rewards per token.
         failed_rewards: Names of the functions that failed on this rollout; their `rewards` are None.
         reward_numbers: The further numbers in the dictionaries that functions returned, as `{function}/{key}`.
         token_rewards: For reward functions that reward tokens, the weighted sum of what they gave each token; None (or
             NaN) for a token without a reward.
-        text: The completion as a string, special tokens left out.
+        text: The completion as a string, without special tokens.
         messages: For an episode (see `pl_grouprl.episodes`), the completion as chat messages: the model's, with
             `tool_calls`, and the results of tools. None for a plain completion.
         prompt: The messages before the completion, if an environment added its observation to the group's prompt.
-        num_observation_tokens: So many of the first `token_ids` belong to that prompt, where rollouts of a group have
-            different ones. They are not trained.
+        num_observation_tokens: How many of the first `token_ids` belong to that prompt, if rollouts of a group have
+            different ones; these are not trained.
         tool_counts: For an episode, `calls` and `seconds` of tools, and how many calls failed by the kind of failure;
             see `pl_grouprl.episodes.tools.ToolResult`.
         environment_reward: What the environment's `get_reward` returned, NaN if it failed; None if it has no such
@@ -162,24 +172,18 @@ class Rollout:
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(
-                    f"Rollout.{name} has {len(values)} entries for {len(self.token_ids)} token_ids; "
-                    "pass one per token or None."
+                    f"Rollout.{name} has {len(values)} entries for {len(self.token_ids)} token_ids; pass one per token."
                 )
-        if self.branch_points or self.branch_path:
-            self._check_branches()
-
-    def _check_branches(self) -> None:
+        if not (self.branch_points or self.branch_path):
+            return
         self.branch_points, self.branch_path = tuple(self.branch_points), tuple(self.branch_path)
-        if len(self.branch_path) != len(self.branch_points) + 1:
-            raise ValueError(
-                f"Rollout.branch_path has {len(self.branch_path)} entries for {len(self.branch_points)} branch_points; "
-                "pass one for the prompt and one for each branch point."
-            )
         places = (0, *self.branch_points, len(self.token_ids) + 1)
-        if any(left >= right for left, right in pairwise(places)):
+        increases = all(left < right for left, right in pairwise(places))
+        if len(self.branch_path) != len(self.branch_points) + 1 or not increases:
             raise ValueError(
-                f"Rollout.branch_points is {self.branch_points} for {len(self.token_ids)} token_ids; pass increasing "
-                "indices from 1 to the number of tokens."
+                f"Rollout.branch_points is {self.branch_points} and branch_path {self.branch_path} for "
+                f"{len(self.token_ids)} token_ids; pass increasing indices from 1 to the number of tokens, and one "
+                "number more."
             )
 
     @property
@@ -202,11 +206,8 @@ class Rollout:
         """The rewards of tokens by position, in order; empty if the rollout has no reward."""
         if self.reward is None or math.isnan(self.reward):
             return {}
-        return {
-            place: reward
-            for place, reward in enumerate(self.token_rewards or ())
-            if reward is not None and not math.isnan(reward)
-        }
+        rewards = enumerate(self.token_rewards or ())
+        return {place: reward for place, reward in rewards if reward is not None and not math.isnan(reward)}
 
     @property
     def outcome_reward(self) -> float | None:
@@ -250,8 +251,8 @@ class EpisodeRows:
         others = [row.reward for row in self.rows if row.reward != reward]
         if others and not all(_is_missing(value) for value in (reward, *others)):
             raise ValueError(
-                f"The rows of episode {self.last.episode!r} have the rewards {[row.reward for row in self.rows]}; give "
-                "all of them the reward of the episode."
+                f"reward is {[row.reward for row in self.rows]} in the rows of episode {self.last.episode!r}; give all "
+                "of them the reward of the episode."
             )
         return reward
 
@@ -317,8 +318,7 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError(
-                "RolloutGroup.prompt_ids is empty; the first token of a rollout is predicted from the last token of "
-                "its prompt, so pass at least one (a beginning-of-sequence token will do)."
+                "RolloutGroup.prompt_ids is empty; pass at least one token, from which the first one follows."
             )
         if not self._names_episodes:
             return
@@ -326,7 +326,7 @@ class RolloutGroup:
         if len(set(names)) < len(names):
             raise ValueError(
                 f"Rollout.episode is {[rollout.episode for rollout in self.rollouts]} in the rollouts of a group; pass "
-                "the rows of an episode one after another, in the order in which they were sampled."
+                "the rows of an episode one after another."
             )
 
     @property
@@ -349,10 +349,6 @@ class RolloutGroup:
         return [len(episode.rows) for episode in self.episodes] if self._names_episodes else [1] * len(self.rollouts)
 
 
-# How completions are sampled.
-
-
-@checked_arguments
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are sampled.
@@ -377,12 +373,12 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise ValueError(
-                f"SamplingConfig.stop is the string {self.stop!r}; pass a list of strings, [{self.stop!r}]."
-            )
+        if isinstance(self.stop, str):  # each letter would end a completion
+            raise ValueError(f"SamplingConfig.stop is the string {self.stop!r}; pass a list, [{self.stop!r}].")
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         checks = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "a whole number, at least 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (self.temperature >= 0, "0 (greedy) or larger"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, "0 (off) or larger"),
@@ -392,5 +388,5 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top-k, top-p or min-p may leave out tokens."""
+        """Whether top-k, top-p or min-p may exclude tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.masked import check_flat, check_mask, masked_sum, sum_per_rollout
-from pl_grouprl.utilities.options import check_finite
+from pl_grouprl.functional.masked import check_flat, masked_sum, sum_per_rollout
+from pl_grouprl.utilities.options import check_options
 
 IMPORTANCE_KINDS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -83,8 +83,8 @@ def importance_weights(
         mask_N: True for trained tokens, bool, shape [N]; log-probabilities elsewhere may be NaN.
         rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete for the sequence kinds.
         num_rollouts: B.
-        low: Lower bound of the ratio; None for no bound.
-        high: Upper bound of the ratio; None for no bound. `none` ignores it.
+        low: Lower bound of the ratio; no bound if None.
+        high: Upper bound of the ratio; no bound if None. `none` ignores it.
 
     Returns:
         The weights and the metrics. In TRL, rollouts without a trained token count in the mean ratio of the sequence
@@ -100,7 +100,6 @@ def importance_weights(
         mask_N=mask_N,
         rollout_index_N=rollout_index_N,
     )
-    check_mask(mask_N)
     log_ratio_N = (old_logprobs_N - rollout_logprobs_N).masked_fill(~mask_N, 0)
     if kind.startswith("sequence"):
         lengths_B = sum_per_rollout(mask_N.to(torch.int64), rollout_index_N, num_rollouts)
@@ -112,38 +111,39 @@ def importance_weights(
         counted = weights_N, mask_N
         if kind == "none":
             weights_N = torch.ones_like(weights_N)
-    metrics, extremes = _statistics(log_ratio_N.abs(), mask_N, *counted)
+    ratios, is_counted = counted
+    difference_N = log_ratio_N.abs()
+    metrics = {
+        "sampling/sampling_logp_difference/mean": (difference_N.sum(), mask_N.sum()),
+        "sampling/importance_sampling_ratio/mean": (masked_sum(ratios, is_counted), is_counted.sum()),
+    }
+    extremes = {
+        "sampling/sampling_logp_difference/max": _maximum(difference_N),
+        "sampling/importance_sampling_ratio/max": _maximum(ratios.masked_fill(~is_counted, 0)),
+        "sampling/importance_sampling_ratio/min": -_maximum(-ratios.masked_fill(~is_counted, math.inf), -math.inf),
+    }
     return ImportanceWeights(weights_N.masked_fill(~mask_N, 0), mask_N & keep_N, metrics, extremes)
 
 
 def check_importance_options(kind: str, low: float | None, high: float | None, prefix: str = "") -> None:
-    """Refuse an unknown kind, and bounds that do not match it.
-
-    Args:
-        kind: One of `IMPORTANCE_KINDS`.
-        low: Lower bound of the ratio; None for no bound.
-        high: Upper bound of the ratio; None for no bound.
-        prefix: Prefix of the caller's names of the bounds.
+    """Check that the bounds match the kind; `prefix` is that of the caller's names of the bounds.
 
     Raises:
         ValueError: If the kind is unknown, `none` has a lower bound or an upper bound other than the default, another
             kind has no bound at all, or the bounds are negative or in the wrong order.
     """
-    if kind not in IMPORTANCE_KINDS:
-        raise ValueError(f"importance_sampling is {kind!r}; it must be one of {', '.join(IMPORTANCE_KINDS)}.")
-    check_finite(importance_sampling_low=low, importance_sampling_high=high)
+    check_options(
+        {
+            "importance_sampling": (kind, kind in IMPORTANCE_KINDS, f"one of {', '.join(IMPORTANCE_KINDS)}"),
+            f"{prefix}low": (low, low is None or low >= 0, "0 or larger, or None for no bound"),
+            f"{prefix}high": (high, high is None or high > (low or 0), f"larger than {low or 0}, or None for no bound"),
+        }
+    )
     if kind == "none":
-        for bound, value, default in (("low", low, None), ("high", high, DEFAULT_HIGH)):
-            if value not in (None, default):
-                raise ValueError(f"{prefix}{bound} is {value} and importance_sampling is 'none', which has no bounds.")
-        return
-    if low is None and high is None:
-        names = f"{prefix}low and {prefix}high"
-        raise ValueError(f"{names} are None; importance_sampling={kind!r} needs at least one bound.")
-    if low is not None and not low >= 0:
-        raise ValueError(f"{prefix}low is {low}; a ratio is never negative, so pass 0 or more, or None for no bound.")
-    if high is not None and not high > (low or 0):
-        raise ValueError(f"{prefix}high is {high}; it must be larger than {low or 0}, or None for no bound.")
+        if low is not None or high not in (None, DEFAULT_HIGH):
+            raise ValueError(f"{prefix}low is {low} and {prefix}high is {high}, but importance_sampling is 'none'.")
+    elif low is None and high is None:
+        raise ValueError(f"{prefix}low and {prefix}high are None, but importance_sampling={kind!r} needs a bound.")
 
 
 def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
@@ -157,22 +157,6 @@ def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None
         return ratio.clamp(least, most), everything
     keep = (ratio >= least) & (ratio <= most)
     return ratio.masked_fill(~keep, 0), keep
-
-
-def _statistics(
-    difference_N: Tensor, mask_N: Tensor, ratios: Tensor, is_counted: Tensor
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Return sums with counts, and extremes, of the ratios of tokens or rollouts."""
-    metrics = {
-        "sampling/sampling_logp_difference/mean": (masked_sum(difference_N, mask_N), mask_N.sum()),
-        "sampling/importance_sampling_ratio/mean": (masked_sum(ratios, is_counted), is_counted.sum()),
-    }
-    extremes = {
-        "sampling/sampling_logp_difference/max": _maximum(difference_N.masked_fill(~mask_N, 0)),
-        "sampling/importance_sampling_ratio/max": _maximum(ratios.masked_fill(~is_counted, 0)),
-        "sampling/importance_sampling_ratio/min": -_maximum(-ratios.masked_fill(~is_counted, math.inf), -math.inf),
-    }
-    return metrics, extremes
 
 
 def _maximum(values: Tensor, default: float = 0.0) -> Tensor:

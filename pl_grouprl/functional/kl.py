@@ -1,4 +1,21 @@
-"""Estimates of KL(policy || reference), and the coefficient of a penalty on it."""
+"""Estimates of KL(policy || reference) from the log-probabilities of sampled tokens, and the coefficient of a penalty.
+
+With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Approximating KL divergence", 2020):
+
+| kind | value | gradient with respect to logp |
+|---|---|---|
+| `k1` (`kl`) | -x | 1, an expected gradient of zero: for a KL in the reward, useless in a loss |
+| `abs` | absolute value of x | sign(-x) |
+| `k2` (`mse`) | x^2 / 2 | -x, in expectation the gradient of KL(policy, reference) |
+| `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, in expectation the gradient of KL(reference, policy) |
+| any with `+` | as without `+` | -x, as for `k2` (straight-through) |
+
+The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
+
+TRL has only `k3`, without any clamp. verl has all of these; in `k3` it clamps x to [-20, 20] and then the value to at
+most 10. Here x is clamped the same way (e^20 is 4.9e8; beyond it TRL's value differs), but the value only with
+`max_value=10.0`. Where a clamp is active, the gradient of a kind without `+` is zero.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +25,6 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.utilities.options import check_options
-
-# Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens.
-#
-# With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Approximating KL divergence", 2020):
-#
-# | kind | value | gradient with respect to logp |
-# |---|---|---|
-# | `k1` (`kl`) | -x | 1, an expected gradient of zero: for a KL in the reward, useless in a loss |
-# | `abs` | absolute value of x | sign(-x) |
-# | `k2` (`mse`) | x^2 / 2 | -x, in expectation the gradient of KL(policy, reference) |
-# | `k3` (`low_var_kl`) | e^x - x - 1 | 1 - e^x, in expectation the gradient of KL(reference, policy) |
-# | any with `+` | as without `+` | -x, as for `k2` (straight-through) |
-#
-# The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
-#
-# TRL has only `k3`, without any clamp. verl has all of these; in `k3` it clamps x to [-20, 20] and then the value to at
-# most 10. Here x is clamped the same way (e^20 is 4.9e8; beyond it TRL's value differs), but the value only with
-# `max_value=10.0`. Where a clamp is active, the gradient of a kind without `+` is zero.
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus or minus this before `exp`, in nats (as in verl)."""
@@ -42,7 +41,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
         ref_logp: The same under the reference, same shape.
         kind: `k1`, `abs`, `k2` or `k3`, or verl's names `kl`, `mse`, `low_var_kl`. A trailing `+` keeps the value and
             uses the gradient of `k2`, that is (logp - ref_logp) times the gradient of logp.
-        max_value: Upper limit of the value for `k3`; 10 gives verl's numbers, None (TRL) for no limit.
+        max_value: Upper limit of the value for `k3`; 10 gives verl's numbers; no limit (as in TRL) if None.
 
     Returns:
         One estimate per token, in nats, in the shape of `logp`.
@@ -57,10 +56,20 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
     base = check_kl_kind(kind)
     if max_value is not None and base != "k3":
         raise ValueError(f"max_value={max_value} has no meaning for kind={kind!r}; leave it None, or use k3.")
-    value = _value(logp, ref_logp, base, max_value)
+    difference = logp - ref_logp
+    if base == "k1":
+        value = difference
+    elif base == "abs":
+        value = difference.abs()
+    elif base == "k2":
+        value = 0.5 * difference.square()
+    else:
+        log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        value = torch.expm1(log_ratio) - log_ratio  # expm1 avoids cancellation if the two policies are close
+        value = value if max_value is None else value.clamp(max=max_value)
     if not kind.endswith("+"):
         return value
-    surrogate = 0.5 * (logp - ref_logp).square()
+    surrogate = 0.5 * difference.square()
     return value.detach() + (surrogate - surrogate.detach())
 
 
@@ -76,19 +85,6 @@ def check_kl_kind(kind: str, argument: str = "kind") -> str:
         known = ", ".join((*KL_KINDS, *_ALIASES))
         raise ValueError(f"{argument} is {kind!r}; it must be one of {known}, with or without '+' at the end.")
     return base
-
-
-def _value(logp: Tensor, ref_logp: Tensor, base: str, max_value: float | None) -> Tensor:
-    difference = logp - ref_logp
-    if base == "k1":
-        return difference
-    if base == "abs":
-        return difference.abs()
-    if base == "k2":
-        return 0.5 * difference.square()
-    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    value = torch.expm1(log_ratio) - log_ratio  # expm1 avoids cancellation if the two policies are close
-    return value if max_value is None else value.clamp(max=max_value)
 
 
 # The coefficient of a KL penalty: fixed, or adapted to a target KL.
@@ -190,8 +186,8 @@ def make_kl_controller(
 
     Args:
         coef: Weight of the KL (at the start).
-        target: Target KL; None keeps the coefficient fixed.
-        horizon: Time scale of the reaction, in rollouts; None is `DEFAULT_HORIZON`. Only with a target.
+        target: Target KL; the coefficient is fixed if None.
+        horizon: Time scale of the reaction, in rollouts; defaults to `DEFAULT_HORIZON`. Only with a target.
 
     Returns:
         The controller.

@@ -1,34 +1,35 @@
-"""Losses beside the policy's, and how per-token losses become the loss of a step."""
+"""How per-token losses become the loss of a step, and the losses beside the policy's: of the critic, and of routers.
+
+`aggregate` has a common denominator for the whole step:
+
+| `loss_agg_mode` | loss | denominator |
+|---|---|---|
+| `token-mean` | sum of all tokens / denominator | trained tokens of the step |
+| `seq-mean-token-sum` | sum over rollouts of their sums / denominator | trained rollouts of the step |
+| `seq-mean-token-mean` | sum over rollouts of (their sum / |i|) / denominator | trained rollouts of the step |
+| `seq-mean-token-sum-norm` | sum over rollouts of their sums / norm / denominator | trained rollouts of the step |
+
+The denominator counts the whole step, over all micro-batches and ranks, so the parts add up to the same loss however
+the step is split. Only rollouts with a trained token count; a rollout without reward, an empty one or a dummy on
+another rank changes nothing. This matches verl's `agg_loss` by itself. TRL, and verl's trainers (through
+`global_batch_size`), count all rollouts: pass their number as the denominator to match them. In
+`seq-mean-token-sum-norm` all three divide by the rollouts and the norm (verl 0.9.1; some earlier versions
+divide by the norm alone).
+
+Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no padding), |i| trained tokens of rollout i,
+T tokens of one decoder call, E experts.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.masked import check_flat, check_mask, sum_per_rollout
-
-# Aggregates per-token losses into the loss of a step, with a common denominator for the whole step.
-#
-# Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no padding), |i| trained tokens of
-# rollout i.
-#
-# | `loss_agg_mode` | loss | denominator |
-# |---|---|---|
-# | `token-mean` | sum of all tokens / denominator | trained tokens of the step |
-# | `seq-mean-token-sum` | sum over rollouts of their sums / denominator | trained rollouts of the step |
-# | `seq-mean-token-mean` | sum over rollouts of (their sum / |i|) / denominator | trained rollouts of the step |
-# | `seq-mean-token-sum-norm` | sum over rollouts of their sums / norm / denominator | trained rollouts of the step |
-#
-# The denominator counts the whole step, over all micro-batches and ranks, so the parts add up to the same loss however
-# the step is split. Only rollouts with a trained token count; a rollout without reward, an empty one or a dummy on
-# another rank changes nothing. This matches verl's `agg_loss` by itself. TRL, and verl's trainers (through
-# `global_batch_size`), count all rollouts: pass their number as the denominator to match them. In
-# `seq-mean-token-sum-norm` all three divide by the rollouts and the norm (verl 0.9.1; some earlier versions
-# divide by the norm alone).
+from pl_grouprl.functional.masked import check_flat, sum_per_rollout
+from pl_grouprl.utilities.options import check_options
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -86,8 +87,8 @@ def aggregate(
         mode: One of `LOSS_AGG_MODES`.
         num_rollouts: B, the rollouts of this call.
         denominator: Divides the step's sum (`loss_denominator`, summed over micro-batches and ranks). If gradients are
-            averaged over ranks, divide it by the number of ranks. None uses the denominator of this call alone.
-        norm: The constant of `seq-mean-token-sum-norm` (Dr. GRPO), in tokens; required there, refused elsewhere.
+            averaged over ranks, divide it by the number of ranks. Defaults to the denominator of this call alone.
+        norm: The constant of `seq-mean-token-sum-norm` (Dr. GRPO), in tokens; required there, an error elsewhere.
 
     Returns:
         A scalar; 0 with a zero gradient if the denominator is 0.
@@ -96,8 +97,9 @@ def aggregate(
         ValueError: If shapes differ, the mode is unknown, or `norm` does not fit the mode.
     """
     check_flat(values_N=values_N, mask_N=mask_N, rollout_index_N=rollout_index_N)
-    check_mask(mask_N)
-    _check_mode(mode, norm)
+    _check_mode(mode)
+    if (norm is not None) != (mode == "seq-mean-token-sum-norm") or (norm is not None and norm <= 0):
+        raise ValueError(f"norm is {norm} for mode {mode!r}; 'seq-mean-token-sum-norm' needs one above 0, others none.")
     values_N = values_N.masked_fill(~mask_N, 0)
     if mode == "seq-mean-token-mean":
         lengths_B = sum_per_rollout(mask_N.to(values_N.dtype), rollout_index_N, num_rollouts)
@@ -125,34 +127,18 @@ def loss_denominator(mask_N: Tensor, rollout_index_N: Tensor, num_rollouts: int,
         ValueError: If shapes differ or the mode is unknown.
     """
     check_flat(mask_N=mask_N, rollout_index_N=rollout_index_N)
-    check_mask(mask_N)
-    if mode not in LOSS_AGG_MODES:
-        raise ValueError(_unknown_mode(mode))
+    _check_mode(mode)
     if mode == "token-mean":
         return mask_N.sum().to(torch.float32)
     lengths_B = sum_per_rollout(mask_N.to(torch.int64), rollout_index_N, num_rollouts)
     return (lengths_B > 0).sum().to(torch.float32)
 
 
-def _check_mode(mode: str, norm: float | None) -> None:
-    if mode not in LOSS_AGG_MODES:
-        raise ValueError(_unknown_mode(mode))
-    needs_norm = mode == "seq-mean-token-sum-norm"
-    if needs_norm and (norm is None or norm <= 0):
-        raise ValueError(
-            f"norm is {norm} for mode {mode!r}; pass a number of tokens, such as the maximum completion length."
-        )
-    if not needs_norm and norm is not None:
-        raise ValueError(f"norm={norm} is not used by mode {mode!r}; leave it None, or use 'seq-mean-token-sum-norm'.")
-
-
-def _unknown_mode(mode: str) -> str:
-    return f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}."
+def _check_mode(mode: str) -> None:
+    check_options({"loss_agg_mode": (mode, mode in LOSS_AGG_MODES, f"one of {', '.join(LOSS_AGG_MODES)}")})
 
 
 # The critic's loss, and the explained variance of the returns.
-#
-# Legend: N response tokens of all rollouts, concatenated (flat, no padding).
 
 _ROUNDING = 8
 """Returns count as constant if they vary by fewer ulps than this."""
@@ -191,7 +177,7 @@ def clipped_value_loss(
         old_values_N: The same before the update, shape [N].
         returns_N: Targets of the values, shape [N].
         mask_N: True for tokens to train, bool, shape [N]; inputs elsewhere may be NaN.
-        cliprange: How far a value may move from the old one, in units of the return; None for no limit.
+        cliprange: How far a value may move from the old one, in units of the return; no limit if None.
 
     Returns:
         The loss of each token.
@@ -199,10 +185,8 @@ def clipped_value_loss(
     Raises:
         ValueError: If shapes differ or the range is not positive.
     """
-    if cliprange is not None and not 0 < cliprange < math.inf:
-        raise ValueError(f"cliprange is {cliprange}; it must be larger than 0, or None for no limit.")
+    check_options({"cliprange": (cliprange, cliprange is None or cliprange > 0, "larger than 0, or None for no limit")})
     check_flat(values_N=values_N, old_values_N=old_values_N, returns_N=returns_N, mask_N=mask_N)
-    check_mask(mask_N)
     values_N, old_values_N, returns_N = (x.masked_fill(~mask_N, 0) for x in (values_N, old_values_N, returns_N))
     error_N = (values_N - returns_N).square()
     if cliprange is None:
@@ -231,7 +215,7 @@ def explained_variance(
         values_N: Values of the critic, shape [N].
         returns_N: Returns, shape [N].
         mask_N: True for tokens that count, bool, shape [N]; inputs elsewhere may be NaN.
-        reduce: Sums a 1-D float64 tensor over ranks; called twice. None for one rank.
+        reduce: Sums a 1-D float64 tensor over ranks; called twice. Defaults to this rank alone.
 
     Returns:
         A float64 scalar; NaN if the returns are equal up to rounding, or there are none.
@@ -240,8 +224,7 @@ def explained_variance(
         ValueError: If the shapes differ.
     """
     check_flat(values_N=values_N, returns_N=returns_N, mask_N=mask_N)
-    check_mask(mask_N)
-    add = (lambda sums: sums) if reduce is None else reduce
+    add = reduce or (lambda sums: sums)
     returns, values = returns_N[mask_N].double(), values_N[mask_N].double()
     errors = returns - values
     size = returns.square().sum() + values.square().sum()
@@ -253,9 +236,7 @@ def explained_variance(
     return torch.where(is_constant, torch.nan, 1 - error_spread / return_spread)
 
 
-# The load-balancing loss of a mixture of experts, with a weight per token.
-#
-# Legend: T tokens of one decoder call, E experts.
+# The routers of a mixture of experts.
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int, weights_T: Tensor | None = None) -> Tensor:
@@ -271,15 +252,11 @@ def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int, weights_T: 
     Args:
         router_logits: Router logits of each layer, before the softmax, shape [T, E] each.
         top_k: Experts of each token, 1 to E.
-        weights_T: Weight of each token, 0 or more, shape [T]; None is 1 for each.
+        weights_T: Weight of each token, 0 or more, shape [T]; defaults to 1 for each.
 
     Returns:
         A scalar, in float32 (float64 for float64 logits); 0 if all weights are 0.
-
-    Raises:
-        ValueError: If there are no logits, or shapes or `top_k` do not fit.
     """
-    _check_shapes(router_logits, top_k, weights_T)
     tokens, experts = router_logits[0].shape
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     device = router_logits[0].device
@@ -294,19 +271,3 @@ def load_balancing_loss(router_logits: Sequence[Tensor], top_k: int, weights_T: 
         probability_E = probability_E + weights_T @ probabilities_TE
     total = (weights_T.sum() * len(router_logits)).clamp(min=torch.finfo(dtype).tiny)
     return experts * ((chosen_E / total) * (probability_E / total)).sum()
-
-
-def _check_shapes(router_logits: Sequence[Tensor], top_k: int, weights_T: Tensor | None) -> None:
-    if not router_logits:
-        raise ValueError("router_logits is empty; pass the logits of at least one layer's router.")
-    first = router_logits[0].shape
-    for layer, logits_TE in enumerate(router_logits):
-        if logits_TE.dim() != 2 or logits_TE.shape != first:
-            raise ValueError(
-                f"router_logits[{layer}] has shape {tuple(logits_TE.shape)}; pass [tokens, experts] for every layer, "
-                f"all of the same shape (router_logits[0] has {tuple(first)})."
-            )
-    if not 1 <= top_k <= first[1]:
-        raise ValueError(f"top_k is {top_k}; it must be 1 to {first[1]}, the number of experts.")
-    if weights_T is not None and weights_T.shape != first[:1]:
-        raise ValueError(f"weights_T has shape {tuple(weights_T.shape)}; pass one per token, shape [{first[0]}].")

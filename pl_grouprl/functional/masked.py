@@ -1,4 +1,7 @@
-"""Flat token axis and rows per rollout: masked sums, whitening, scans."""
+"""The flat token axis and rows per rollout: masked sums, whitening, and recursions over time.
+
+Legend: B rollouts, T length of the longest row, N response tokens of all rollouts, concatenated (flat, no padding).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Masked sums and whitening, and shape checks for functions on the flat token axis.
-#
-# Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no padding).
-
 Reduce = Callable[[Tensor], Tensor]
 """Sums a small 1-D tensor over all ranks; collective."""
 
@@ -19,31 +18,18 @@ _ROUNDING = 2 * torch.finfo(torch.float32).eps
 
 
 def check_flat(**tensors: Tensor) -> None:
-    """Refuse arguments that are not one-dimensional tensors of the same length.
-
-    Args:
-        **tensors: Arguments by name.
+    """Check arguments on the flat token axis: one entry per token each, and a mask of bool (`~` differs for integers).
 
     Raises:
-        ValueError: If one is not one-dimensional, or the lengths differ.
+        ValueError: If one is not one-dimensional, the lengths differ, or `mask_N` is not bool.
     """
-    names = iter(tensors.items())
-    first_name, first = next(names)
-    for name, tensor in ((first_name, first), *names):
-        if tensor.dim() != 1:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; pass one value per token on one flat axis, without padding."
-            )
-        if len(tensor) != len(first):
-            raise ValueError(
-                f"{name} has {len(tensor)} entries and {first_name} has {len(first)}; pass one per token for both."
-            )
-
-
-def check_mask(mask_N: Tensor) -> None:
-    """Raise a ValueError if a mask is not bool: `~` differs for integers."""
-    if mask_N.dtype != torch.bool:
-        raise ValueError(f"mask_N has dtype {mask_N.dtype}; pass bool, such as mask_N.bool().")
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1 or len(tensor) != len(first):
+            shapes = f"{tuple(tensor.shape)} and {first_name} {tuple(first.shape)}"
+            raise ValueError(f"{name} has shape {shapes}; pass one value per token, on one axis without padding.")
+        if name == "mask_N" and tensor.dtype != torch.bool:
+            raise ValueError(f"mask_N has dtype {tensor.dtype}; pass bool, such as mask_N.bool().")
 
 
 def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
@@ -57,7 +43,6 @@ def masked_sum(values_N: Tensor, mask_N: Tensor) -> Tensor:
         A scalar; 0 if the mask is false everywhere.
     """
     check_flat(values_N=values_N, mask_N=mask_N)
-    check_mask(mask_N)
     return values_N.masked_fill(~mask_N, 0).sum()
 
 
@@ -124,7 +109,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None)
     Args:
         values: Any shape and unit; not changed.
         mask: True for valid entries, the shape of the values; bool, or 0 and 1 of another dtype.
-        reduce: Sums over ranks, for statistics over all of them; None for this rank alone. Always called twice.
+        reduce: Sums over ranks, for statistics over all of them; defaults to this rank alone. Called twice.
 
     Returns:
         The shape of the values, in their dtype (at least float32), without gradient, 0 outside the mask.
@@ -135,24 +120,18 @@ def masked_whiten(values: Tensor, mask: Tensor, *, reduce: Reduce | None = None)
     if mask.shape != values.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)} and values {tuple(values.shape)}; pass one per value.")
     valid = bool_mask(mask)
-    total = reduce or _this_rank
+    total = reduce or (lambda sums: sums)
     exact = values.to(torch.float64).masked_fill(~valid, 0)
     count, summed = total(torch.stack([valid.sum().to(torch.float64), exact.sum()])).unbind()
     mean = summed / count.clamp(min=1)
-    centred = (exact - mean).masked_fill(~valid, 0)
-    variance = total(centred.square().sum()[None])[0] / (count - 1).clamp(min=1)
+    centered = (exact - mean).masked_fill(~valid, 0)
+    variance = total(centered.square().sum()[None])[0] / (count - 1).clamp(min=1)
     spread = (count > 1) & differ(mean, mean + variance.sqrt())
-    whitened = torch.where(spread, centred * (variance + 1e-8).rsqrt(), torch.zeros_like(centred))
+    whitened = torch.where(spread, centered * (variance + 1e-8).rsqrt(), torch.zeros_like(centered))
     return whitened.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _this_rank(sums: Tensor) -> Tensor:
-    return sums
-
-
-# Converts between the flat token axis and one row per rollout, as needed by recursions over time.
-#
-# Legend: B rollouts, T length of the longest row, N response tokens of all rollouts, concatenated (flat, no padding).
+# Rows per rollout, for recursions over time.
 
 
 def to_rows(values_N: Tensor, lengths_B: Tensor) -> Tensor:
@@ -237,13 +216,9 @@ def compact(mask_BT: Tensor) -> Compacted:
 def reverse_scan(values_BT: Tensor, decay_BT: Tensor) -> Tensor:
     """Solve x_t = values_t + decay_t * x_{t+1} with x = 0 after the end, in log2(T) steps without a loop over tokens.
 
-    Args:
-        values_BT: Shape [B, T].
-        decay_BT: Shape [B, T].
-
     Returns:
-        x, shape [B, T]. Exact up to rounding: each step doubles the length of the solved segments of the recursion
-        (Hillis and Steele, 1986).
+        x, shape [B, T] like the arguments. Exact up to rounding: each step doubles the length of the solved segments of
+        the recursion (Hillis and Steele, 1986).
     """
     result_BT, decay_BT, step = values_BT, decay_BT, 1
     length = values_BT.shape[1]

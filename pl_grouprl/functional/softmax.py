@@ -1,10 +1,21 @@
-"""Scores of tokens from sums over the vocabulary, and their gradients."""
+"""Scores of tokens from sums over the vocabulary, and their gradients.
+
+With z the logits over the temperature and m their maximum so far, the sums over token ids of e^(z-m), of its square and
+of (z-m) e^(z-m) give log-probability, score norm and entropy. A vocabulary in blocks has one set of sums per block;
+two sets are scaled to the larger maximum and added (online softmax: Milakov and Gimelshein, arXiv:1805.02867). The sums
+exclude the target until the end, because 1 - p_a and what depends on it would cancel for p_a near 1.
+
+Blocks are processed in tiles of a few rows, which fit into the processor's cache, in float32 (float64 for float64
+logits).
+
+Legend: N tokens, V vocabulary, C columns (token ids) of one block, R rows of one tile, D hidden size, S size of a
+sketch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,22 +24,90 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Softmax over a vocabulary in blocks: the sums from which scores of tokens are computed.
-#
-# Legend: N tokens, C columns (token ids) of one block, R rows of one tile, S size of a sketch.
-#
-# With z the logits over the temperature and m their maximum so far, the sums over token ids of e^(z-m), of its square
-# and
-# of (z-m) e^(z-m) give log-probability, score norm and entropy. Each block is summed separately; two sets of sums are
-# scaled to the larger maximum and added (online softmax: Milakov and Gimelshein, arXiv:1805.02867). The sums exclude
-# the
-# target until the end, because 1 - p_a and what depends on it would cancel for p_a near 1.
-#
-# Blocks are processed in tiles of a few rows, which fit into the processor's cache, in float32 (float64 for float64
-# logits).
-
 _TILE = 2**18  # elements per CPU thread
+_HAS_TRITON = find_spec("triton") is not None
 LOWEST = -1e30  # instead of -inf: its exponential is 0, and 0 * LOWEST is 0, not NaN
+
+
+class HeadSketch:
+    """Compresses the gradient (e_a - p) h^T, a matrix [V, D] per token, into S numbers that preserve inner products.
+
+        phi_j = (r_j . h) * (s_j . (e_a - p)) / sqrt(S)
+
+    with independent signs r_j over the hidden size and s_j over the vocabulary (Kar and Karnick, AISTATS 2012; bounds
+    by Meister, Sarlos and Woodruff, NeurIPS 2019). The expectation of phi(x) . phi(y) over the signs is the
+    inner product of the two gradients, and its standard deviation falls as 1 / sqrt(S). Like the score norm, it omits
+    the factor 1 / temperature and treats the head as linear in h.
+
+    The seed determines the signs, on every device. They are created on first use and cached, one byte each.
+
+    Args:
+        dim: S, at least 1.
+        seed: Seed of the signs.
+
+    Raises:
+        ValueError: If dim is less than 1.
+    """
+
+    def __init__(self, dim: int = 64, seed: int = 0) -> None:
+        if dim < 1:
+            raise ValueError(f"dim is {dim}; it must be at least 1.")
+        self.dim = dim
+        self.seed = seed
+        self._signs: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def signs(self, hidden_size: int, vocabulary: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Return r, shape [D, S], and s, shape [V, S], both of 1 and -1 in int8."""
+        key = (hidden_size, vocabulary, torch.device(device))
+        if key not in self._signs:
+            generator = torch.Generator().manual_seed(self.seed)
+            r_DS, s_VS = (
+                torch.randint(0, 2, (rows, self.dim), generator=generator, dtype=torch.int8, device="cpu")
+                .mul_(2)
+                .sub_(1)
+                for rows in (hidden_size, vocabulary)
+            )
+            self._signs[key] = (r_DS.to(device), s_VS.to(device))
+        return self._signs[key]
+
+    def project(
+        self, hidden_ND: Tensor, targets_N: Tensor, other_N: Tensor, mean_NS: Tensor, vocabulary: int
+    ) -> Tensor:
+        """Sketch the scores of some tokens.
+
+        Args:
+            hidden_ND: Hidden states, the head's input, shape [N, D].
+            targets_N: Token ids, shape [N].
+            other_N: Sum of p_v over all v but the target: 1 - p_a, without its cancellation for p_a near 1.
+            mean_NS: Sum of p_v s_v over the same v, shape [N, S].
+            vocabulary: V.
+
+        Returns:
+            phi, shape [N, S], in the dtype of the probabilities.
+        """
+        r_DS, s_VS = self.signs(hidden_ND.shape[1], vocabulary, mean_NS.device)
+        residual_NS = s_VS[targets_N].to(mean_NS.dtype) * other_N[:, None] - mean_NS
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            signed_NS = hidden_ND.to(mean_NS.dtype) @ r_DS.to(mean_NS.dtype)
+        return signed_NS.mul_(residual_NS).div_(self.dim**0.5)
+
+
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Log-probabilities, entropy, score norm and sketch; the last three None unless requested."""
+
+
+class ScoreOptions(NamedTuple):
+    """Scores requested besides log-probabilities; see `token_scores`."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    entropy_grad: bool = False
+    score_norm: bool = False
+    sketch: HeadSketch | None = None
+
+    def signs(self, hidden_ND: Tensor, vocabulary: int) -> Tensor | None:
+        """Return the signs of all token ids, shape [V, S], if a sketch is requested."""
+        return None if self.sketch is None else self.sketch.signs(hidden_ND.shape[1], vocabulary, hidden_ND.device)[1]
 
 
 @dataclass
@@ -78,11 +157,7 @@ class Sums:
 
 
 def check_targets(targets_N: Tensor, vocabulary: int) -> None:
-    """Refuse token ids outside the vocabulary; on CUDA by an asynchronous assertion.
-
-    Raises:
-        ValueError: If there are any.
-    """
+    """Raise a ValueError for token ids outside the vocabulary; on CUDA by an asynchronous assertion."""
     valid = ((targets_N >= 0) & (targets_N < vocabulary)).all()
     message = f"targets_N has token ids outside the head's vocabulary; pass ids from 0 to {vocabulary - 1}."
     if targets_N.device.type != "cpu":
@@ -118,34 +193,34 @@ class Targets:
 def sum_block(
     logits_NC: Tensor,
     targets: Targets,
-    temperature: float,
+    options: ScoreOptions,
+    signs_VS: Tensor | None = None,
+    start: int = 0,
     *,
-    square: bool = False,
-    moment: bool = False,
-    signs_CS: Tensor | None = None,
     keep_exp: bool = False,
 ) -> tuple[Sums, Tensor]:
-    """Sum over a block, excluding the targets.
+    """Compute the sums over a block that the scores need, excluding the targets.
 
     Args:
         logits_NC: The block, shape [N, C].
         targets: The block's targets.
-        temperature: Divides the logits.
-        square: Whether to sum the squares.
-        moment: Whether to sum (z-m) e^(z-m).
-        signs_CS: Signs of the block's token ids in a sketch, in the dtype of the sums, shape [C, S].
+        options: The requested scores.
+        signs_VS: Signs of all token ids, if a sketch is requested.
+        start: The block's first token id.
         keep_exp: Leave e^(z-m) in `logits_NC`, 0 in the target's place.
 
     Returns:
         The sums, and z of each target, arbitrary if the target is in another block.
     """
+    square, moment, temperature = options.score_norm, options.entropy, options.temperature
     dtype = torch.promote_types(logits_NC.dtype, torch.float32)
     own_N1 = targets.get(logits_NC).to(dtype) / temperature
     kernels = fused(logits_NC)
-    if kernels is not None and signs_CS is None:
+    if kernels is not None and signs_VS is None:
         column_N = torch.where(targets.inside_N1, targets.column_N1, -1).squeeze(1)
         max_N, exp_N, square_N, moment_N = kernels.sum_rows(logits_NC, column_N, temperature, keep_exp)
         return Sums(max_N, exp_N, square_N if square else None, moment_N if moment else None), own_N1.squeeze(1)
+    signs_CS = None if signs_VS is None else signs_VS[start : start + logits_NC.shape[1]].to(dtype)
     without_N1 = own_N1.masked_fill(targets.inside_N1, -torch.inf)
     max_N, exp_N, square_N, moment_N = own_N1.new_empty(4, len(own_N1)).unbind()
     signed_NS = None if signs_CS is None else own_N1.new_empty(len(own_N1), signs_CS.shape[1])
@@ -172,16 +247,11 @@ def sum_block(
 def fused(block_NC: Tensor) -> ModuleType | None:
     """Return the Triton kernels for blocks on CUDA, if Triton is installed (it comes with PyTorch for CUDA)."""
     fits = block_NC.is_cuda and block_NC.dtype != torch.float64 and block_NC.stride(1) == 1
-    if not fits or not _has_triton():
+    if not fits or not _HAS_TRITON:
         return None
     from pl_grouprl.functional import softmax_triton
 
     return softmax_triton
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def tile_like(block_NC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,113 +270,6 @@ def tiles(logits_NC: Tensor, dtype: torch.dtype, temperature: float) -> Iterator
         rows = slice(start, min(start + height, len(logits_NC)))
         z_RC = tile_RC[: rows.stop - start].copy_(logits_NC[rows])
         yield rows, z_RC if temperature == 1.0 else z_RC.div_(temperature)
-
-
-# A random sketch of each token's score, the gradient of its log-probability with respect to the head's weights.
-#
-# Legend: N tokens, D hidden size, V vocabulary, S size of the sketch.
-
-
-class HeadSketch:
-    """Compresses the gradient (e_a - p) h^T, a matrix [V, D] per token, into S numbers that preserve inner products.
-
-        phi_j = (r_j . h) * (s_j . (e_a - p)) / sqrt(S)
-
-    with independent signs r_j over the hidden size and s_j over the vocabulary (Kar and Karnick, AISTATS 2012; bounds
-    by Meister, Sarlos and Woodruff, NeurIPS 2019). The expectation of phi(x) . phi(y) over the signs is the
-    inner product of the two gradients, and its standard deviation falls as 1 / sqrt(S). Like the score norm, it omits
-    the factor 1 / temperature and treats the head as linear in h.
-
-    The seed determines the signs, on every device. They are created on first use and cached, one byte each.
-
-    Args:
-        dim: S, at least 1.
-        seed: Seed of the signs.
-
-    Raises:
-        ValueError: If dim is less than 1.
-    """
-
-    def __init__(self, dim: int = 64, seed: int = 0) -> None:
-        if dim < 1:
-            raise ValueError(f"dim is {dim}; a sketch has at least 1 number per token, 64 by default.")
-        self.dim = dim
-        self.seed = seed
-        self._signs: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
-
-    def signs(self, hidden_size: int, vocabulary: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return r, shape [D, S], and s, shape [V, S], both of 1 and -1 in int8."""
-        key = (hidden_size, vocabulary, torch.device(device))
-        if key not in self._signs:
-            generator = torch.Generator().manual_seed(self.seed)
-            self._signs[key] = (
-                _random_signs(hidden_size, self.dim, generator).to(device),
-                _random_signs(vocabulary, self.dim, generator).to(device),
-            )
-        return self._signs[key]
-
-    def project(
-        self, hidden_ND: Tensor, targets_N: Tensor, other_N: Tensor, mean_NS: Tensor, vocabulary: int
-    ) -> Tensor:
-        """Sketch the scores of some tokens.
-
-        Args:
-            hidden_ND: Hidden states, the head's input, shape [N, D].
-            targets_N: Token ids, shape [N].
-            other_N: Sum of p_v over all v but the target: 1 - p_a, without its cancellation for p_a near 1.
-            mean_NS: Sum of p_v s_v over the same v, shape [N, S].
-            vocabulary: V.
-
-        Returns:
-            phi, shape [N, S], in the dtype of the probabilities.
-        """
-        r_DS, s_VS = self.signs(hidden_ND.shape[1], vocabulary, mean_NS.device)
-        residual_NS = s_VS[targets_N].to(mean_NS.dtype) * other_N[:, None] - mean_NS
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            signed_NS = hidden_ND.to(mean_NS.dtype) @ r_DS.to(mean_NS.dtype)
-        return signed_NS.mul_(residual_NS).div_(self.dim**0.5)
-
-
-def _random_signs(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.int8, device="cpu").mul_(2).sub_(1)
-
-
-# Computes log-probability, entropy, score norm and sketch from sums over the vocabulary, and the logits' gradient.
-#
-# z is a logit divided by the temperature.
-#
-# Legend: N tokens, V vocabulary, C token ids of a block, R tokens of a tile, D hidden size, S size of a sketch.
-
-Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-class ScoreOptions(NamedTuple):
-    """Scores requested besides log-probabilities; see `token_scores`."""
-
-    temperature: float = 1.0
-    entropy: bool = False
-    entropy_grad: bool = False
-    score_norm: bool = False
-    sketch: HeadSketch | None = None
-
-    def sum_block(
-        self, logits_NC: Tensor, targets: Targets, signs_VS: Tensor | None, start: int = 0, *, keep_exp: bool = False
-    ) -> tuple[Sums, Tensor]:
-        """Compute the sums that the scores need; see `running_softmax.sum_block`."""
-        dtype = torch.promote_types(logits_NC.dtype, torch.float32)
-        return sum_block(
-            logits_NC,
-            targets,
-            self.temperature,
-            square=self.score_norm,
-            moment=self.entropy,
-            signs_CS=None if signs_VS is None else signs_VS[start : start + logits_NC.shape[1]].to(dtype),
-            keep_exp=keep_exp,
-        )
-
-    def signs(self, hidden_ND: Tensor, vocabulary: int) -> Tensor | None:
-        """Return the signs of all token ids, shape [V, S], if a sketch is requested."""
-        return None if self.sketch is None else self.sketch.signs(hidden_ND.shape[1], vocabulary, hidden_ND.device)[1]
 
 
 class Softmax(NamedTuple):
@@ -343,48 +306,33 @@ class Softmax(NamedTuple):
             result_NC: Output; may be `logits_NC`.
             targets: The block's targets.
             temperature: Divides the logits.
-            grad_N: g; None is zero.
-            entropy_grad_N: k; None is zero.
+            grad_N: g; zero if None.
+            entropy_grad_N: k; zero if None.
         """
         g_N1 = (torch.zeros_like(self.log_total_N) if grad_N is None else grad_N)[:, None] / temperature
-        k_N1 = None if entropy_grad_N is None else entropy_grad_N[:, None] / temperature
-        factor_N1 = -g_N1 if k_N1 is None else -g_N1 - k_N1 * self._entropy_N1()
-        kernels = fused(logits_NC)
-        if kernels is None:
-            self._write_tiles(logits_NC, result_NC, temperature, factor_N1, None if k_N1 is None else -k_N1)
-        else:
-            entropy_factor_N = None if k_N1 is None else -k_N1.flatten()
+        target_grad_N1, factor_N1, entropy_factor_N1 = g_N1 * self.other_N[:, None], -g_N1, None
+        if entropy_grad_N is not None and self.entropy_N is not None:
+            k_N1, entropy_N1 = entropy_grad_N[:, None] / temperature, self.entropy_N[:, None]
+            logprobs_N1 = self.logprobs_N.clamp(min=LOWEST)[:, None]
+            target_grad_N1 -= k_N1 * logprobs_N1.exp() * (logprobs_N1 + entropy_N1)
+            factor_N1, entropy_factor_N1 = -g_N1 - k_N1 * entropy_N1, -k_N1
+        kernels, dtype = fused(logits_NC), self.log_total_N.dtype
+        if kernels is not None:
+            entropy_factor_N = None if entropy_factor_N1 is None else entropy_factor_N1.flatten()
             kernels.write_rows(
                 logits_NC, result_NC, self.log_total_N, temperature, factor_N1.flatten(), entropy_factor_N
             )
-        target_grad_N1 = g_N1 * self.other_N[:, None]
-        if k_N1 is not None:
-            logprobs_N1 = self.logprobs_N.clamp(min=LOWEST)[:, None]
-            target_grad_N1 -= k_N1 * logprobs_N1.exp() * (logprobs_N1 + self._entropy_N1())
+        else:  # as if no token id were a target
+            spare_RC = None if entropy_factor_N1 is None else tile_like(logits_NC, dtype)
+            for rows, z_RC in tiles(logits_NC, dtype, temperature):
+                z_RC.sub_(self.log_total_N[rows, None])
+                if entropy_factor_N1 is None or spare_RC is None:
+                    z_RC.exp_().mul_(factor_N1[rows])
+                else:
+                    p_RC = torch.exp(z_RC.clamp_(min=LOWEST), out=spare_RC[: len(z_RC)])
+                    z_RC.mul_(entropy_factor_N1[rows]).add_(factor_N1[rows]).mul_(p_RC)
+                result_NC[rows] = z_RC
         targets.put(result_NC, target_grad_N1)
-
-    def _write_tiles(
-        self,
-        logits_NC: Tensor,
-        result_NC: Tensor,
-        temperature: float,
-        factor_N1: Tensor,
-        entropy_factor_N1: Tensor | None,
-    ) -> None:
-        """Write the gradient tile by tile, as if no token id were a target."""
-        spare_RC = None if entropy_factor_N1 is None else tile_like(logits_NC, self.log_total_N.dtype)
-        for rows, z_RC in tiles(logits_NC, self.log_total_N.dtype, temperature):
-            z_RC.sub_(self.log_total_N[rows, None])
-            if entropy_factor_N1 is None or spare_RC is None:
-                z_RC.exp_().mul_(factor_N1[rows])
-            else:
-                p_RC = torch.exp(z_RC.clamp_(min=LOWEST), out=spare_RC[: len(z_RC)])
-                z_RC.mul_(entropy_factor_N1[rows]).add_(factor_N1[rows]).mul_(p_RC)
-            result_NC[rows] = z_RC
-
-    def _entropy_N1(self) -> Tensor:
-        assert self.entropy_N is not None
-        return self.entropy_N[:, None]
 
 
 def finish(
@@ -436,19 +384,11 @@ class LogitsScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, hidden_ND: Tensor, options: ScoreOptions) -> Outputs:
-        """Return log-probabilities, entropy, score norm and sketch; the last three None unless requested.
-
-        Args:
-            ctx: Autograd context.
-            logits_NV: Logits before the temperature.
-            targets_N: Token ids.
-            hidden_ND: Hidden states, detached, for the sketch.
-            options: The requested scores.
-        """
+        """Score logits before the temperature; the hidden states, detached, are for the sketch."""
         vocabulary = logits_NV.shape[1]
         check_targets(targets_N, vocabulary)
         signs_VS = options.signs(hidden_ND, vocabulary)
-        others, target_N = options.sum_block(logits_NV, Targets(targets_N, 0, vocabulary), signs_VS)
+        others, target_N = sum_block(logits_NV, Targets(targets_N, 0, vocabulary), options, signs_VS)
         softmax, outputs = finish(others, target_N, options, hidden_ND, targets_N, vocabulary)
         ctx.save_for_backward(logits_NV, targets_N, *softmax)
         ctx.options = options

@@ -22,7 +22,7 @@ _WIDTH = 4096
 
 
 def sum_rows(logits_NC: Tensor, column_N: Tensor, temperature: float, keep_exp: bool) -> tuple[Tensor, ...]:
-    """Return max, exp, square and moment of `running_softmax.Sums`, each [N] in float32.
+    """Return max, exp, square and moment of `softmax.Sums`, each [N] in float32.
 
     Args:
         logits_NC: The block, contiguous along C.
@@ -57,7 +57,7 @@ def write_rows(
         log_total_N: Log of the sum of e^z over the vocabulary.
         temperature: Divides the logits.
         factor_N: a.
-        entropy_factor_N: b; None is zero.
+        entropy_factor_N: b; zero if None.
     """
     rows, width = logits_NC.shape
     if rows:

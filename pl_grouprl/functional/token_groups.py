@@ -1,4 +1,19 @@
-"""GROUP PPO's token groups: boundaries, advantages, threshold and statistics."""
+"""GROUP PPO's token groups: boundaries, advantages, threshold and statistics.
+
+Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl (2025; no paper that states it has
+been found), ends a group at its t-th token if t >= r_grpo / r_ppo. r_grpo is the squared norm of the gradient estimate
+in which all tokens of the group share the advantage of the last one, r_ppo that of the estimate with an advantage per
+token. With k the number of tokens since the group began,
+
+    end_t = (r_ppo > eps * mean(delta^2 q)  and  k * r_ppo * (1 + 1e-5) >= threshold * r_grpo)
+            or k = max_size  or  t is the last valid token  or  a boundary is forced at t.
+
+With a score norm q per token, cross terms are dropped (the score is a martingale difference, so they vanish in
+expectation): r_ppo = sum delta^2 q and r_grpo = delta_t^2 * sum q. With a score vector phi per token, the formula is
+exact: r_ppo = |sum delta phi|^2 and r_grpo = delta_t^2 * |sum phi|^2.
+
+Legend: B rollouts, T length of the longest row, S size of a sketch.
+"""
 
 from __future__ import annotations
 
@@ -11,100 +26,24 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.advantages.temporal import lambda_rows, td_errors
-from pl_grouprl.functional.masked import Compacted, bool_mask, compact, reverse_scan
-from pl_grouprl.utilities.options import check_finite
+from pl_grouprl.functional.masked import bool_mask, compact, reverse_scan
+from pl_grouprl.utilities.options import check_options
 
-# Argument checks of the functions that split a response into token groups.
-#
-# Legend: B rollouts, T length of the longest row, S size of a sketch.
-
-_NEGATIVE = 1e-2  # computed in bfloat16, 1 - 2 p + sum p^2 may be this far below 0
-
-
-def check_arguments(
-    td_errors: Tensor,
-    score_norms: Tensor,
-    mask: Tensor,
-    forced_ends: Tensor | None,
-    threshold: float,
-    max_size: int,
-    epsilon: float,
-) -> Tensor:
-    """Check the arguments of `find_token_groups`; see there for their meaning.
-
-    Returns:
-        The mask as bool, shape [B, T].
-
-    Raises:
-        ValueError: Names the argument, its value and the remedy.
-    """
-    check_shapes(td_errors, score_norms, mask, forced_ends)
-    if forced_ends is not None and forced_ends.dtype != torch.bool:
-        raise ValueError(f"forced_ends has dtype {forced_ends.dtype}; pass bool, such as forced_ends.bool().")
-    if not (threshold > 0 and math.isfinite(threshold)):
-        raise ValueError(
-            f"threshold is {threshold}; it must be a finite number above 0 (up to 1, every token ends a group)."
-        )
-    check_max_size("max_size", max_size)
-    if not 0 <= epsilon < math.inf:
-        raise ValueError(f"epsilon is {epsilon}; it must be a finite number, 0 or larger.")
-    mask_BT = bool_mask(mask)
-    negative_BT = mask_BT & (score_norms < -_NEGATIVE) if score_norms.dim() == 2 else mask_BT[:0]
-    if negative_BT.any():
-        raise ValueError(
-            f"score_norms has the entry {score_norms[negative_BT][0].item()}; pass squared norms, 0 or larger, such as "
-            "score_norms.clamp(min=0)."
-        )
-    return mask_BT
-
-
-def check_max_size(name: str, max_size: int) -> None:
-    """Refuse a maximum group size that is not a positive integer.
-
-    Raises:
-        ValueError: Gives the name and the value.
-    """
-    if not (1 <= max_size < math.inf and max_size == int(max_size)):
-        raise ValueError(f"{name} is {max_size}; it must be a whole number of tokens, at least 1.")
-
-
-def check_shapes(td_errors: Tensor, score_norms: Tensor, mask: Tensor, forced_ends: Tensor | None = None) -> None:
-    """Refuse arguments that do not share the axes B and T.
-
-    Raises:
-        ValueError: Naming the argument, and both shapes.
-    """
-    shape = td_errors.shape
-    if len(shape) != 2:
-        raise ValueError(f"td_errors has shape {tuple(shape)}; pass one row of tokens per rollout, shape [B, T].")
-    if score_norms.dim() not in (2, 3) or score_norms.shape[:2] != shape:
-        raise ValueError(
-            f"score_norms has shape {tuple(score_norms.shape)} and td_errors {tuple(shape)}; pass a norm [B, T] or a "
-            "vector [B, T, S] per token."
-        )
-    for name, tensor in (("mask", mask), ("forced_ends", forced_ends)):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and td_errors {tuple(shape)}; pass both as [B, T]."
-            )
-
-
-# Splits a response into GROUP PPO's token groups.
-#
-# Legend: B rollouts, T length of the longest row, S size of a sketch.
-#
-# Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl (2025; no paper that states it has
-# been found), ends a group at its t-th token if t >= r_grpo / r_ppo. r_grpo is the squared norm of the gradient
-# estimate
-# in which all tokens of the group share the advantage of the last one, r_ppo that of the estimate with an advantage per
-# token. With k the number of tokens since the group began,
-#
-#     end_t = (r_ppo > eps * mean(delta^2 q)  and  k * r_ppo * (1 + 1e-5) >= threshold * r_grpo)
-#             or k = max_size  or  t is the last valid token  or  a boundary is forced at t.
-#
-# With a score norm q per token, cross terms are dropped (the score is a martingale difference, so they vanish in
-# expectation): r_ppo = sum delta^2 q and r_grpo = delta_t^2 * sum q. With a score vector phi per token, the formula is
-# exact: r_ppo = |sum delta phi|^2 and r_grpo = delta_t^2 * |sum phi|^2.
+__all__ = [
+    "ADVANTAGE_MODES",
+    "ENDED_BY_LAST",
+    "ENDED_BY_SIZE",
+    "ENDED_BY_VARIANCE",
+    "AdvantageMode",
+    "ThresholdController",
+    "TokenGroups",
+    "find_token_groups",
+    "log_ratio_scores",
+    "signal_sums",
+    "token_group_advantages",
+    "token_group_counts",
+    "token_group_metrics",
+]
 
 ENDED_BY_VARIANCE = 1
 """Cause of an endpoint: the variance rule. Takes precedence over the other two."""
@@ -116,6 +55,7 @@ ENDED_BY_LAST = 3
 _TOLERANCE = 1e-5  # at k = 1 and threshold 1 both sides are equal except for rounding
 _BLOCK = 1 << 16  # elements per block of rows, to stay in the cache
 _DEVICE_BLOCK = 1 << 24  # the same on a GPU, where few large kernels are faster
+_NEGATIVE = 1e-2  # computed in bfloat16, 1 - 2 p + sum p^2 may be this far below 0
 
 
 class TokenGroups(NamedTuple):
@@ -167,7 +107,7 @@ def find_token_groups(
         epsilon: The variance rule only ends groups with r_ppo above this fraction of the mean of delta^2 q; finite.
         forced_ends: True where a group must end, such as the last token of a turn, bool, shape [B, T]. Only valid
             tokens count.
-        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); None: the mean of this call.
+        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); defaults to that of this call.
 
     Returns:
         The groups. A row without valid tokens has none.
@@ -176,25 +116,44 @@ def find_token_groups(
         ValueError: If shapes differ, an option is out of range, a norm of a valid token is negative, or the mask has
             other values than 0 and 1.
     """
-    mask_BT = check_arguments(td_errors, score_norms, mask, forced_ends, threshold, max_size, epsilon)
+    mask_BT = _check_rows(td_errors, score_norms, mask)
+    check_options(
+        {
+            "threshold": (threshold, threshold > 0, "larger than 0 (up to 1, every token ends a group)"),
+            "max_size": (max_size, max_size >= 1 and max_size % 1 == 0, "a whole number of tokens, 1 or more"),
+            "epsilon": (epsilon, epsilon >= 0, "0 or larger"),
+        }
+    )
+    if forced_ends is not None and (forced_ends.shape != mask_BT.shape or forced_ends.dtype != torch.bool):
+        given = f"shape {tuple(forced_ends.shape)} and dtype {forced_ends.dtype}"
+        raise ValueError(f"forced_ends has {given}; pass bool, shape {tuple(mask_BT.shape)}.")
+    if score_norms.dim() == 2 and (mask_BT & (score_norms < -_NEGATIVE)).any():
+        raise ValueError("score_norms has negative entries; pass squared norms, such as score_norms.clamp(min=0).")
     if mean_signal is None:
         total, count = signal_sums(td_errors, score_norms, mask_BT).tolist()
         mean_signal = total / max(count, 1)
-    elif not 0 <= mean_signal < math.inf:
-        raise ValueError(
-            f"mean_signal is {float(mean_signal)}; pass a mean of squares, finite and 0 or larger, or None."
-        )
+    else:
+        check_options({"mean_signal": (float(mean_signal), bool(mean_signal >= 0), "0 or larger, or None")})
+
     starts_BT, ends_BT = torch.zeros_like(mask_BT), torch.zeros_like(mask_BT)
     causes_BT = torch.zeros_like(mask_BT, dtype=torch.int8)
     index_BT = torch.full_like(mask_BT, -1, dtype=torch.int64)
-    if mask_BT.numel():
-        scale = _power_of_two(td_errors, mask_BT)
-        rule = _Rule(max(threshold, 1.0), int(max_size), epsilon * float(mean_signal) / scale / scale)
-        for rows in _blocks(score_norms):
-            forced = None if forced_ends is None else forced_ends[rows]
-            found = _cut_rows(td_errors[rows], score_norms[rows], mask_BT[rows], forced, scale, rule)
-            for whole, part in zip((starts_BT, ends_BT, index_BT, causes_BT), found, strict=True):
-                whole[rows] = part
+    if not mask_BT.numel():
+        return TokenGroups(starts_BT, ends_BT, index_BT, causes_BT)
+    # A power of two near the largest error: dividing by it is exact, and squares neither vanish nor overflow. It and
+    # its inverse are normal numbers of the compute dtype.
+    largest = float(td_errors.masked_fill(~(mask_BT & td_errors.isfinite()), 0).abs().max())
+    limit = 1022 if td_errors.dtype == torch.float64 else 126
+    scale = math.ldexp(1.0, max(min(math.frexp(largest)[1], limit), -limit)) if largest > 0 else 1.0
+    rule = _Rule(max(threshold, 1.0), int(max_size), epsilon * float(mean_signal) / scale / scale)
+    block = _BLOCK if score_norms.device.type == "cpu" else _DEVICE_BLOCK
+    height = max(block // max(score_norms[0].numel(), 1), 1)
+    for first in range(0, len(score_norms), height):
+        rows = slice(first, first + height)
+        forced = None if forced_ends is None else forced_ends[rows]
+        found = _cut_rows(td_errors[rows], score_norms[rows], mask_BT[rows], forced, scale, rule)
+        for whole, part in zip((starts_BT, ends_BT, index_BT, causes_BT), found, strict=True):
+            whole[rows] = part
     return TokenGroups(starts_BT, ends_BT, index_BT, causes_BT)
 
 
@@ -208,13 +167,12 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
         mask: True for response tokens, shape [B, T].
 
     Returns:
-        [sum, count] in float64. Tokens whose signal is NaN or infinite are left out of both.
+        [sum, count] in float64. Tokens whose signal is NaN or infinite count in neither.
 
     Raises:
         ValueError: If shapes differ, or the mask has other values than 0 and 1.
     """
-    check_shapes(td_errors, score_norms, mask)
-    mask_BT = bool_mask(mask)
+    mask_BT = _check_rows(td_errors, score_norms, mask)
     norms_BT = score_norms
     if score_norms.dim() == 3:
         dtype = torch.promote_types(score_norms.dtype, torch.float32)
@@ -222,6 +180,17 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
     signal_BT = td_errors.double().square() * norms_BT
     counted_BT = mask_BT & signal_BT.isfinite()
     return torch.stack([signal_BT.masked_fill(~counted_BT, 0).sum(), counted_BT.sum().double()])
+
+
+def _check_rows(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
+    """Check that all share the axes B and T; return the mask as bool."""
+    shape = td_errors.shape
+    if len(shape) != 2 or score_norms.dim() not in (2, 3) or score_norms.shape[:2] != shape or mask.shape != shape:
+        raise ValueError(
+            f"td_errors has shape {tuple(shape)}, score_norms {tuple(score_norms.shape)} and mask {tuple(mask.shape)}; "
+            "pass [B, T], [B, T] (or a vector per token, [B, T, S]) and [B, T]."
+        )
+    return bool_mask(mask)
 
 
 def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -238,17 +207,12 @@ def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor
     Raises:
         ValueError: If shapes differ, or the two are equal at every token, as in the first pass over new rollouts.
     """
-    shape = policy_logprobs.shape
-    for name, tensor in (("old_logprobs", old_logprobs), ("mask", mask)):
-        if tensor.shape != shape or len(shape) != 2:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and policy_logprobs {tuple(shape)}; pass all as [B, T]."
-            )
-    ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~bool_mask(mask), 0)
-    if mask.any() and not ratio_BT.any():
+    mask_BT = _check_rows(policy_logprobs, old_logprobs, mask)
+    ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~mask_BT, 0)
+    if mask_BT.any() and not ratio_BT.any():
         raise ValueError(
-            "score_norm='log_ratio', but policy_logprobs and old_logprobs are equal at every token, as in the first "
-            "pass over new rollouts: no group would ever end by its variance. Use score_norm='logit' or 'sketch'."
+            "old_logprobs equals policy_logprobs at every token, as in the first pass over new rollouts, so no group "
+            "would ever end by its variance; use score_norm='logit' or 'sketch'."
         )
     return ratio_BT[:, :, None]
 
@@ -267,11 +231,11 @@ def _cut_rows(
     errors_BT, norms = errors_BT.to(dtype) / scale, norms.to(dtype)
     finite_BT = norms.isfinite() if norms.dim() == 2 else norms.isfinite().all(dim=2)
     errors_BT = errors_BT.masked_fill(~finite_BT | errors_BT.isinf(), torch.nan)  # NaN compares as false
-    gaps = bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
-    rows = compact(mask_BT) if gaps else None
+    rows = compact(mask_BT) if _has_gaps(mask_BT) else None
     if rows is not None:
         errors_BT = rows.close(errors_BT)
-        norms = _close(norms, rows)
+        vectors = norms.dim() == 3
+        norms = norms.gather(1, rows.index_BT[:, :, None].expand_as(norms)) if vectors else rows.close(norms)
         forced_BT = None if forced_BT is None else rows.close(forced_BT)
         mask_BT = rows.mask_BT
     last_BT = mask_BT.clone()
@@ -287,10 +251,8 @@ def _cut_rows(
     return starts_BT, causes_BT > 0, rows.reopen(index_BT, fill=-1), causes_BT
 
 
-def _close(norms: Tensor, rows: Compacted) -> Tensor:
-    if norms.dim() == 2:
-        return rows.close(norms)
-    return norms.gather(1, rows.index_BT[:, :, None].expand_as(norms))
+def _has_gaps(mask_BT: Tensor) -> bool:
+    return bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
 
 
 def _first_ends(
@@ -305,8 +267,7 @@ def _first_ends(
     size_BT = torch.ones_like(mask_BT, dtype=torch.int64)
     cause_BT = (~mask_BT).to(torch.int8)  # nothing to find after the end
     end_BT = last_BT.to(torch.int8) * ENDED_BY_LAST
-    square_BT = errors_BT.square()
-    windows = _vector_windows(errors_BT, square_BT, norms) if norms.dim() == 3 else _norm_windows(square_BT, norms)
+    windows = _windows(errors_BT, errors_BT.square(), norms)
     for k, (ppo, grpo) in enumerate(itertools.islice(windows, min(rule.max_size, length)), start=1):
         fires = (ppo * k).mul_(1 + _TOLERANCE) >= grpo.mul_(rule.threshold)
         fires &= ppo > rule.floor
@@ -321,30 +282,20 @@ def _first_ends(
     return size_BT, cause_BT
 
 
-def _norm_windows(square_BT: Tensor, norms_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield r_ppo and r_grpo of windows of 1, 2, ... tokens starting at each t, from a norm per token."""
-    signal_BT = square_BT * norms_BT
-    ppo_BT, sum_BT = torch.zeros_like(signal_BT), torch.zeros_like(signal_BT)
-    for offset in range(signal_BT.shape[1]):
-        starts = slice(signal_BT.shape[1] - offset)
-        ppo_BT[:, starts] += signal_BT[:, offset:]
-        sum_BT[:, starts] += norms_BT[:, offset:]
-        yield ppo_BT[:, starts], square_BT[:, offset:] * sum_BT[:, starts]
-
-
-def _vector_windows(errors_BT: Tensor, square_BT: Tensor, scores_BTS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same from a vector per token."""
-    weighted_BTS = errors_BT[:, :, None] * scores_BTS
-    ppo_BTS, grpo_BTS = torch.zeros_like(weighted_BTS), torch.zeros_like(weighted_BTS)
+def _windows(errors_BT: Tensor, square_BT: Tensor, norms: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield r_ppo and r_grpo of windows of 1, 2, ... tokens starting at each t, from a norm or a vector per token."""
+    vectors = norms.dim() == 3
+    signal = errors_BT[:, :, None] * norms if vectors else square_BT * norms
+    ppo, grpo = torch.zeros_like(signal), torch.zeros_like(signal)
     for offset in range(errors_BT.shape[1]):
         starts = slice(errors_BT.shape[1] - offset)
-        ppo_BTS[:, starts] += weighted_BTS[:, offset:]
-        grpo_BTS[:, starts] += scores_BTS[:, offset:]
-        yield _squared_norm(ppo_BTS[:, starts]), square_BT[:, offset:] * _squared_norm(grpo_BTS[:, starts])
-
-
-def _squared_norm(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1).square_()
+        ppo[:, starts] += signal[:, offset:]
+        grpo[:, starts] += norms[:, offset:]
+        if vectors:
+            squared = [torch.linalg.vector_norm(total[:, starts], dim=-1).square_() for total in (ppo, grpo)]
+            yield squared[0], square_BT[:, offset:] * squared[1]
+        else:
+            yield ppo[:, starts], square_BT[:, offset:] * grpo[:, starts]
 
 
 def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,25 +319,7 @@ def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor,
     return starts_BT, causes_BT[:, :length]
 
 
-def _power_of_two(errors_BT: Tensor, mask_BT: Tensor) -> float:
-    """A power of two near the largest error: dividing by it is exact, and squares neither vanish nor overflow.
-
-    It and its inverse are normal numbers of the compute dtype.
-    """
-    largest = float(errors_BT.masked_fill(~(mask_BT & errors_BT.isfinite()), 0).abs().max())
-    limit = 1022 if errors_BT.dtype == torch.float64 else 126
-    return math.ldexp(1.0, max(min(math.frexp(largest)[1], limit), -limit)) if largest > 0 else 1.0
-
-
-def _blocks(norms: Tensor) -> Iterator[slice]:
-    elements = _BLOCK if norms.device.type == "cpu" else _DEVICE_BLOCK
-    rows = max(elements // max(norms[0].numel(), 1), 1)
-    return (slice(first, first + rows) for first in range(0, len(norms), rows))
-
-
 # Advantages and returns per token group: GAE of the semi-MDP whose steps are the groups.
-#
-# Legend: B rollouts, T length of the longest row.
 
 AdvantageMode = Literal["broadcast", "endpoint", "variable_lambda"]
 """How a group's tokens get its advantage; see `token_group_advantages`."""
@@ -421,8 +354,8 @@ def token_group_advantages(
         mask: True for response tokens, shape [B, T].
         gamma: Discount per token, in [0, 1].
         lam: Decay of later groups' errors per group, in [0, 1]; or one per rollout, shape [B].
-        critic_lam: The same for the returns; None for `lam`.
-        bootstrap_value: Value after the last valid token, shape [B]; None for 0.
+        critic_lam: The same for the returns; defaults to `lam`.
+        bootstrap_value: Value after the last valid token, shape [B]; defaults to 0.
         mode: `broadcast` gives A_g to every token of the group. `endpoint` gives it to the endpoint and 0 to the
             others: the literal reading of Algorithm 2, which biases the gradient; kept for comparison.
             `variable_lambda` gives each token its own value of the scan, with less variance; at starts it is A_g.
@@ -436,20 +369,11 @@ def token_group_advantages(
         ValueError: If shapes differ, the groups were found with another mask, gamma or a lambda is outside [0, 1], a
             reward is infinite, or the mode is unknown.
     """
-    if mode not in ADVANTAGE_MODES:
-        raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(ADVANTAGE_MODES)}.")
+    check_options({"mode": (mode, mode in ADVANTAGE_MODES, f"one of {', '.join(ADVANTAGE_MODES)}")})
     errors_BT = td_errors(rewards, values, mask, gamma=gamma, bootstrap_value=bootstrap_value)
     mask_BT = bool_mask(mask)
-    if groups.starts.shape != mask_BT.shape:
-        raise ValueError(
-            f"groups has shape {tuple(groups.starts.shape)} and mask {tuple(mask_BT.shape)}; pass the groups that were "
-            "found with this mask."
-        )
-    if not torch.equal(groups.group_index >= 0, mask_BT):
-        raise ValueError(
-            "groups were found with another mask: groups.group_index is not -1 exactly where mask is False. Pass the "
-            "mask that was passed to find_token_groups."
-        )
+    if not torch.equal(groups.group_index >= 0, mask_BT):  # False for different shapes
+        raise ValueError("groups were found with another mask; pass the mask that was passed to find_token_groups.")
     scanned_BT = _scan(errors_BT, groups.ends, mask_BT, gamma, lambda_rows("lam", lam, errors_BT))
     target_BT = scanned_BT
     if critic_lam is not None:
@@ -457,22 +381,18 @@ def token_group_advantages(
     returns_BT = target_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
     if mode == "variable_lambda":
         return scanned_BT, returns_BT
-    advantages_BT = scanned_BT.gather(1, _own_start(groups.starts))
+    positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    start_BT = torch.where(groups.starts, positions_T, 0).cummax(dim=1).values  # of each token's group
+    advantages_BT = scanned_BT.gather(1, start_BT)
     return advantages_BT.masked_fill_(~(mask_BT if mode == "broadcast" else groups.ends), 0), returns_BT
 
 
 def _scan(errors_BT: Tensor, ends_BT: Tensor, mask_BT: Tensor, gamma: float, lam_BT: Tensor) -> Tensor:
     decay_BT = torch.where(ends_BT, lam_BT * gamma, gamma)
-    if not (mask_BT[:, 1:] & ~mask_BT[:, :-1]).any():
+    if not _has_gaps(mask_BT):
         return reverse_scan(errors_BT, decay_BT)
     rows = compact(mask_BT)
     return rows.reopen(reverse_scan(rows.close(errors_BT), rows.close(decay_BT)))
-
-
-def _own_start(starts_BT: Tensor) -> Tensor:
-    """Start position of each token's group (0 before the first group)."""
-    positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
-    return torch.where(starts_BT, positions_T, 0).cummax(dim=1).values
 
 
 # Compression by token groups, from counts that add up over micro-batches and ranks.
@@ -485,7 +405,7 @@ def token_group_counts(groups: TokenGroups, mask: Tensor | None = None) -> dict[
 
     Args:
         groups: Result of `find_token_groups`.
-        mask: True for the tokens to count, shape [B, T]; None for all tokens in a group.
+        mask: True for the tokens to count, shape [B, T]; defaults to all tokens in a group.
 
     Returns:
         `tokens`, `positions`, `ended_by_variance`, `ended_by_size` and `ended_by_last` (including forced ends), int64
@@ -497,9 +417,7 @@ def token_group_counts(groups: TokenGroups, mask: Tensor | None = None) -> dict[
     valid_BT = groups.group_index >= 0
     if mask is not None:
         if mask.shape != valid_BT.shape:
-            raise ValueError(
-                f"mask has shape {tuple(mask.shape)} and groups {tuple(valid_BT.shape)}; pass both as [B, T]."
-            )
+            raise ValueError(f"mask has shape {tuple(mask.shape)} and groups {tuple(valid_BT.shape)}; pass [B, T].")
         valid_BT = valid_BT & bool_mask(mask)
     ends_BT = groups.ends & valid_BT
     counts = {"tokens": valid_BT.sum(), "positions": ends_BT.sum()}
@@ -572,30 +490,40 @@ class ThresholdController:
         target_compression: float = 0.75,
         max_size: int = 16,
     ) -> None:
-        if group_variance_threshold is not None and not 0 < group_variance_threshold < math.inf:
-            raise ValueError(
-                f"group_variance_threshold is {group_variance_threshold}; it must be a finite number above 0, or None."
-            )
-        check_max_size("group_max_size (max_size)", max_size)
-        _check_clips(threshold_lr, min_threshold, max_threshold)
+        initial, largest = group_variance_threshold, 1 - 1 / max_size if max_size else 0.0
+        reachable = target_compression == 0 or 0.5 <= target_compression <= largest + 1e-9
+        in_reach = f"0, or between 0.5 and {largest:.4g} = 1 - 1 / group_max_size if adaptive_threshold is true"
+        check_options(
+            {
+                "group_variance_threshold": (initial, initial is None or initial > 0, "larger than 0, or None"),
+                "group_max_size (max_size)": (
+                    max_size,
+                    max_size >= 1 and max_size % 1 == 0,
+                    "1 or more tokens",
+                ),
+                "threshold_lr": (threshold_lr, threshold_lr >= 0, "0 or larger"),
+                "min_threshold": (min_threshold, min_threshold > 0, "larger than 0 (below 1 it acts as 1)"),
+                "max_threshold": (
+                    max_threshold,
+                    max_threshold >= max(min_threshold, 1.0),
+                    f"1, min_threshold ({min_threshold}) or more",
+                ),
+                "target_compression": (target_compression, reachable or not adaptive_threshold, in_reach),
+            }
+        )
         self.adaptive_threshold = adaptive_threshold
         self.threshold_lr = threshold_lr
         self.target_compression = target_compression
-        if not adaptive_threshold:
-            check_finite(target_compression=target_compression)
-            self._threshold = 1.0 if group_variance_threshold is None else group_variance_threshold
-            return
-        _check_target(target_compression, max_size)
         self._low, self._high = max(min_threshold, 1.0), max_threshold
-        if group_variance_threshold is None:
-            group_variance_threshold = 1 / (1 - target_compression)
-        elif not self._low <= max(group_variance_threshold, 1.0) <= self._high:
+        if not adaptive_threshold:
+            self._threshold = 1.0 if initial is None else initial
+            return
+        if initial is not None and not self._low <= max(initial, 1.0) <= self._high:
             raise ValueError(
-                f"group_variance_threshold is {group_variance_threshold}, outside min_threshold ({min_threshold}) "
-                f"and max_threshold ({max_threshold}), between which an adaptive threshold moves. Change one of them, "
-                "or set adaptive_threshold to false."
+                f"group_variance_threshold is {initial}, outside min_threshold ({min_threshold}) and max_threshold "
+                f"({max_threshold}); change one of them, or set adaptive_threshold to false."
             )
-        self._threshold = self._clip(group_variance_threshold)
+        self._threshold = self._clip(1 / (1 - target_compression) if initial is None else initial)
 
     @property
     def threshold(self) -> float:
@@ -624,31 +552,3 @@ class ThresholdController:
         """Restore the state. A fixed threshold always comes from the options."""
         if self.adaptive_threshold:
             self._threshold = self._clip(float(state["threshold"]))
-
-
-def _check_clips(threshold_lr: float, min_threshold: float, max_threshold: float) -> None:
-    if not 0 <= threshold_lr < math.inf:
-        raise ValueError(f"threshold_lr is {threshold_lr}; it must be a finite number, 0 or larger.")
-    if not 0 < min_threshold < math.inf:
-        raise ValueError(f"min_threshold is {min_threshold}; it must be above 0 (below 1 it acts as 1).")
-    if not max(min_threshold, 1.0) <= max_threshold < math.inf:
-        raise ValueError(
-            f"max_threshold is {max_threshold}; it must be finite, and at least 1 and min_threshold ({min_threshold})."
-        )
-
-
-def _check_target(target: float, max_size: int) -> None:
-    largest = 1 - 1 / max_size
-    if target == 0 or 0.5 <= target <= largest + 1e-9:
-        return
-    remedy = f"Set it to 0 or between 0.5 and {largest:.4g}, or change group_max_size (max_size)."
-    if max_size == 1:
-        reason = "groups of one token (group_max_size is 1) compress nothing"
-        remedy = "Set it to 0, or set adaptive_threshold to false."
-    elif not 0 <= target <= 1:
-        reason = "it is a fraction of the tokens, from 0 to 1"
-    elif target < 0.5:
-        reason = "no threshold reaches a compression between 0 (a threshold of 1) and 1/2 (groups of two tokens)"
-    else:
-        reason = f"groups of at most {max_size} tokens compress by at most {largest:.4g}"
-    raise ValueError(f"target_compression is {target}; {reason}. {remedy}")

@@ -37,7 +37,7 @@ def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replac
 
     Args:
         scores: The scores of each prompt's answers, any unit.
-        k: Number of answers drawn; None for all of the prompt's answers.
+        k: Number of answers drawn; defaults to all of the prompt's answers.
         replacement: Draw with replacement, as verl's bootstrap does.
 
     Returns:
@@ -47,7 +47,14 @@ def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replac
         ValueError: If a prompt has fewer than k answers, no score, or a NaN.
     """
     _check_scores(scores)
-    return _mean([_expected_best(row, _draws(row, k), replacement) for row in scores])
+    expected = []
+    for row in scores:
+        n, draws = len(row), _draws(row, k)
+        # Probability that all draws are among the i smallest scores.
+        at_most = [(i / n) ** draws if replacement else math.comb(i, draws) / math.comb(n, draws) for i in range(n + 1)]
+        weighted = [score * (at_most[i] - at_most[i - 1]) for i, score in enumerate(sorted(row), start=1)]
+        expected.append(math.fsum(weighted))
+    return _mean(expected)
 
 
 def pass_at_k(passes: Sequence[Sequence[bool]], k: int) -> float:
@@ -66,13 +73,11 @@ def pass_at_k(passes: Sequence[Sequence[bool]], k: int) -> float:
         ValueError: If there is no prompt, or a prompt has fewer than k answers.
     """
     _check_scores(passes)
-    failed = [len(row) - sum(map(bool, row)) for row in passes]
-    return _mean(
-        [
-            1 - math.comb(num_failed, _draws(row, k)) / math.comb(len(row), k)
-            for row, num_failed in zip(passes, failed, strict=True)
-        ]
-    )
+    chances = []
+    for row in passes:
+        failed, draws = sum(not passed for passed in row), _draws(row, k)
+        chances.append(1 - math.comb(failed, draws) / math.comb(len(row), draws))
+    return _mean(chances)
 
 
 def majority_at_k(
@@ -90,7 +95,7 @@ def majority_at_k(
     Args:
         scores: The scores of each prompt's answers, any unit.
         answers: The votes, one per score; None (no answer found) is a vote like any other.
-        k: Number of answers drawn; None for all of the prompt's answers.
+        k: Number of answers drawn; defaults to all of the prompt's answers.
         replacement: Draw with replacement, as verl's bootstrap does.
 
     Returns:
@@ -100,36 +105,15 @@ def majority_at_k(
         ValueError: If scores and answers differ in number, a prompt has fewer than k answers, no score, or a NaN.
     """
     _check_scores(scores)
-    if [len(row) for row in scores] != [len(row) for row in answers]:
-        raise ValueError(
-            f"answers has {[len(row) for row in answers][:8]} entries per prompt and scores "
-            f"{[len(row) for row in scores][:8]} (first 8 prompts); pass one answer per score."
-        )
-    return _mean(
-        [
-            _expected_majority(row, votes, _draws(row, k), replacement)
-            for row, votes in zip(scores, answers, strict=True)
-        ]
-    )
-
-
-def _expected_best(row: Sequence[float], k: int, replacement: bool) -> float:
-    """Sum over ranks i of (i-th smallest score) * P(the best of k has rank i)."""
-    n = len(row)
-
-    def at_most(i: int) -> float:  # P(all k draws are among the i smallest)
-        return (i / n) ** k if replacement else math.comb(i, k) / math.comb(n, k)
-
-    return math.fsum(score * (at_most(i) - at_most(i - 1)) for i, score in enumerate(sorted(row), start=1))
-
-
-def _expected_majority(row: Sequence[float], votes: Sequence[Hashable], k: int, replacement: bool) -> float:
-    scores_of: dict[Hashable, list[float]] = {}
-    for score, vote in zip(row, votes, strict=True):
-        scores_of.setdefault(vote, []).append(score)
-    counts = tuple(sorted(len(scores) for scores in scores_of.values()))
-    wins = _win_probabilities(counts, k, replacement)
-    return math.fsum(_mean(scores) * wins[len(scores)] for scores in scores_of.values())
+    expected = []
+    for row, votes in zip(scores, answers, strict=True):
+        scores_of: dict[Hashable, list[float]] = {}
+        for score, vote in zip(row, votes, strict=True):
+            scores_of.setdefault(vote, []).append(score)
+        counts = tuple(sorted(len(same) for same in scores_of.values()))
+        wins = _win_probabilities(counts, _draws(row, k), replacement)
+        expected.append(math.fsum(_mean(same) * wins[len(same)] for same in scores_of.values()))
+    return _mean(expected)
 
 
 @lru_cache(maxsize=4096)
@@ -184,7 +168,5 @@ def _check_scores(scores: Sequence[Sequence[float]]) -> None:
     if not scores:
         raise ValueError("scores is empty; pass the scores of at least one prompt.")
     for prompt, row in enumerate(scores):
-        if not row:
-            raise ValueError(f"scores[{prompt}] is empty; leave out prompts without answers.")
-        if any(math.isnan(score) for score in row):
-            raise ValueError(f"scores[{prompt}] has a NaN; leave out answers that no reward function scored.")
+        if not row or any(math.isnan(score) for score in row):
+            raise ValueError(f"scores[{prompt}] is empty or has a NaN; omit prompts and answers without a score.")

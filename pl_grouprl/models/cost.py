@@ -6,20 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from pl_grouprl.models.adapters import whole_shape
 from pl_grouprl.packing import SharedPrefixLayout, Sharing, Trie
 from pl_grouprl.packing.trie import separate
-from pl_grouprl.utilities.options import checked_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class ModelCost:
     """Floating-point operations of one forward pass of a decoder; a backward pass takes about twice as many.
@@ -27,7 +25,7 @@ class ModelCost:
     Attributes:
         per_token: Operations of the linear layers, per token.
         per_pair: Operations of attention, per query and visible key, summed over heads and layers; by the layers'
-            window in tokens, None for full attention.
+            window in tokens, or None for full attention.
         per_prediction: Operations of the head, per scored token; 0 without a head.
     """
 
@@ -52,8 +50,22 @@ class ModelCost:
         visited = next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
         matrices = (module for module in decoder.modules() if not isinstance(module, nn.Embedding))
         weights = sum(_weights(module, visited) for module in matrices)
+
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        sizes = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+        per_layer = 2.0 * sum(sizes) * config.num_attention_heads
+        has_window = getattr(config, "use_sliding_window", True)
+        window = (getattr(config, "sliding_window", None) or None) if has_window else None
+        kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+        limits = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+        windows: list[int | None] = [window] * config.num_hidden_layers
+        if kinds is not None:
+            windows = [limits.get(kind) for kind in kinds if "attention" in kind and "linear" not in kind]
+        per_pair: dict[int | None, float] = {}
+        for size in windows:
+            per_pair[size] = per_pair.get(size, 0.0) + per_layer
         # A tied head may itself be an embedding.
-        return cls(2.0 * weights, _per_pair(config), 2.0 * _weights(head, None) if head is not None else 0.0)
+        return cls(2.0 * weights, per_pair, 2.0 * _weights(head, None) if head is not None else 0.0)
 
     def shared(self, layout: SharedPrefixLayout) -> float:
         """Operations of the decoder for the packed row."""
@@ -74,20 +86,17 @@ class ModelCost:
                 without rollouts does not run and costs nothing.
             sharing: Whether what is shared is encoded once or once per rollout.
         """
-        return [self._of_group(prompt, rollouts, sharing) for prompt, rollouts in groups]
-
-    def _of_group(self, prompt: int, rollouts: Sequence[int] | Trie, sharing: Sharing) -> float:
-        trie = rollouts if isinstance(rollouts, Trie) else separate(rollouts)
-        if not trie.leaves:
-            return 0.0
-        if sharing == "repeated":
-            trie = separate([trie.nodes[leaf].stop for leaf in trie.leaves])
-        runs = [(prompt + node.start, node.length) for node in trie.nodes]
-        if sharing == "shared":
-            runs.append((0, prompt))
-        else:
-            runs = [(0, prompt + length) for _, length in runs]
-        return self._of_runs(runs) + self.per_prediction * trie.num_tokens
+        costs = []
+        for prompt, rollouts in groups:
+            trie = rollouts if isinstance(rollouts, Trie) else separate(rollouts)
+            if sharing == "repeated":
+                trie = separate([trie.nodes[leaf].stop for leaf in trie.leaves])
+                runs = [(0, prompt + node.length) for node in trie.nodes]
+            else:
+                runs = [*((prompt + node.start, node.length) for node in trie.nodes), (0, prompt)]
+            cost = self._of_runs(runs) + self.per_prediction * trie.num_tokens
+            costs.append(cost if trie.leaves else 0.0)
+        return costs
 
     def _of_runs(self, runs: Sequence[tuple[int, int]]) -> float:
         """Operations of runs of tokens, each given by the position of its first token and its length."""
@@ -116,23 +125,3 @@ def _weights(module: nn.Module, visited: int | None) -> float:
         elif len(shape) == 3:  # the matrices of all experts
             weights += math.prod(shape) * min((visited or shape[0]) / shape[0], 1)
     return weights
-
-
-def _per_pair(config: Any) -> dict[int | None, float]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sizes = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-    per_layer = 2.0 * sum(sizes) * config.num_attention_heads
-    per_pair: dict[int | None, float] = {}
-    for window in _windows(config):
-        per_pair[window] = per_pair.get(window, 0.0) + per_layer
-    return per_pair
-
-
-def _windows(config: Any) -> list[int | None]:
-    """Window of each attention layer, in tokens; None for no limit."""
-    window = (getattr(config, "sliding_window", None) or None) if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if kinds is None:
-        return [window] * config.num_hidden_layers
-    limits = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
-    return [limits.get(kind) for kind in kinds if "attention" in kind and "linear" not in kind]

@@ -1,9 +1,13 @@
-"""Critics: values for every state of a rollout, computed on the policy's packed rows."""
+"""Critics: values for every state of a rollout, computed on the policy's packed rows.
+
+V[t] is read at the position that predicts token t, so it depends on the prompt and the tokens before t.
+
+Legend: B rollouts, N response tokens of all rollouts, concatenated, K requested positions, D hidden size.
+"""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -28,16 +32,10 @@ from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import derive_seed
-from pl_grouprl.utilities.options import checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-# A critic: values for every state of a rollout, computed on the policy's packed rows.
-#
-# V[t] is read at the position that predicts token t, so it depends on the prompt and the tokens before t.
-#
-# Legend: B rollouts, N response tokens of all rollouts, concatenated, K requested positions, D hidden size.
 
 DEFAULT_HEAD_STD = 1e-3
 """Standard deviation of a new value head's weights. Hidden states have entries of about 1 after the last norm, so with
@@ -196,7 +194,7 @@ class CriticSource(Protocol):
     """Creates the initial critic. Called on every rank and on every resume, with the same result each time.
 
     A source whose critic shares storage with the policy sets `needs_whole_weights = True`; strategies that shard
-    weights refuse it.
+    weights do not support it.
     """
 
     def load(self, policy: nn.Module) -> Critic:
@@ -208,7 +206,6 @@ class CriticSource(Protocol):
         ...
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class PolicyCopyCritic:
     """A separate, fully trained critic, initialized as a copy of the initial policy's decoder.
@@ -225,7 +222,7 @@ class PolicyCopyCritic:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_head_std(self, self.head_std)
+        _check_head_std(self.head_std)
 
     def load(self, policy: nn.Module) -> Critic:
         """Copy the policy's decoder, with its vision tower if it has one, and put a new head on it."""
@@ -236,7 +233,6 @@ class PolicyCopyCritic:
         return Critic(trunk, ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)).train()
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class SharedTrunkCritic:
     """A value head on the policy's decoder: one forward serves policy and critic.
@@ -252,7 +248,7 @@ class SharedTrunkCritic:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_head_std(self, self.head_std)
+        _check_head_std(self.head_std)
 
     def load(self, policy: nn.Module) -> Critic:
         """Create a new head for the policy's decoder."""
@@ -261,25 +257,18 @@ class SharedTrunkCritic:
         return Critic(trunk, head, shares_trunk=True, detach_trunk=self.detach).train()
 
 
-class _CriticCheckpoint(PretrainedPolicy):
-    @property
-    def _owner(self) -> str:
-        return f"the critic's {super()._owner}"
-
-
-@checked_arguments
 @dataclass(frozen=True)
 class PretrainedCritic:
     """A separate critic in Hugging Face format.
 
     The head of a sequence classifier with one label (a reward model) becomes the value head. In any other model, a new
-    head near zero replaces the head. Encoders are refused, because they see future tokens.
+    head near zero replaces the head. Encoders do not work, because they see future tokens.
 
     Attributes:
         path: Name on the model hub or a local folder. Its vocabulary must be the policy's.
         dtype: See `PretrainedPolicy`, also for the options down to `trust_remote_code`.
         attn_implementation: As in transformers.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass. None: if the policy does.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass. Defaults to the policy's.
         disable_dropout: Set every dropout rate of the config to 0.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
@@ -302,8 +291,8 @@ class PretrainedCritic:
     gguf_file: str | None = None
 
     def __post_init__(self) -> None:
-        check_head_std(self, self.head_std)
-        _ = self._checkpoint  # checks the path
+        _check_head_std(self.head_std)
+        _ = self._checkpoint  # checks its options
 
     def load(self, policy: nn.Module) -> Critic:
         """Load the weights.
@@ -325,18 +314,16 @@ class PretrainedCritic:
             trunk = find_backbone(self._checkpoint.load_as("AutoModel"))
             check_causal(trunk, owner)
             head = ValueHead.near_zero(hidden_size(trunk), self.head_std, self.seed)
-        self._check_vocabulary(trunk, policy)
+        both: tuple[Any, Any] = (trunk, policy)
+        available, needed = (model.get_input_embeddings().num_embeddings for model in both)
+        if available < needed:
+            raise ValueError(
+                f"{owner} has embeddings for {available} tokens and the policy for {needed}; choose a critic with the "
+                "policy's tokenizer."
+            )
         if self.gradient_checkpointing is None and getattr(policy, "is_gradient_checkpointing", False):
             self._checkpoint.enable_checkpointing(trunk)
         return Critic(trunk, head).train()
-
-    def _check_vocabulary(self, trunk: Any, policy: Any) -> None:
-        available, needed = (model.get_input_embeddings().num_embeddings for model in (trunk, policy))
-        if available < needed:
-            raise ValueError(
-                f"PretrainedCritic(path={self.path!r}) has embeddings for {available} tokens and the policy for "
-                f"{needed}; choose a critic with the policy's tokenizer."
-            )
 
     def load_config(self) -> PretrainedConfig:
         """Load the config of the critic's model."""
@@ -344,7 +331,7 @@ class PretrainedCritic:
 
     @property
     def _checkpoint(self) -> PretrainedPolicy:
-        return _CriticCheckpoint(
+        return PretrainedPolicy(
             self.path,
             self.dtype,
             self.attn_implementation,
@@ -364,30 +351,19 @@ def unpatched_backbone(policy: Any) -> Any:
         RuntimeError: If it is inside `shared_prefix`: the copy would include the patch.
     """
     if in_force(policy) is not None:
-        raise RuntimeError(
-            f"{type(policy).__name__} is inside a shared_prefix context, whose patch a copied critic would include; "
-            "create the critic before entering the context."
-        )
+        raise RuntimeError("the policy is inside a shared_prefix context; create the critic before entering it.")
     return find_backbone(policy)
 
 
-def check_head_std(source: Any, head_std: float) -> None:
-    """Refuse an invalid standard deviation.
-
-    Raises:
-        ValueError: Names the class and the value.
-    """
-    if not 0 <= head_std < math.inf:  # nor NaN
-        raise ValueError(f"{type(source).__name__}.head_std is {head_std}; it must be 0 or larger, and finite.")
+def _check_head_std(head_std: float) -> None:
+    check_options({"head_std": (head_std, head_std >= 0, "0 or larger")})
 
 
-# A critic made of the policy's base weights, its own low-rank layers and a value head.
-#
-# The base weights exist once: the critic's alias the policy's storage, so they follow the policy as it trains, and the
+# A critic made of the policy's base weights, its own low-rank layers and a value head. The base weights exist once: the
+# critic's alias the policy's storage, so they follow the policy as it trains, and the
 # critic's gradient never reaches them. The critic does not include the policy's adapter.
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class LoRACritic(LoRAOptions):
     """A value head on the policy's decoder, with separate low-rank layers for the critic.
@@ -413,7 +389,7 @@ class LoRACritic(LoRAOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_head_std(self, self.head_std)
+        _check_head_std(self.head_std)
 
     def load(self, policy: nn.Module) -> Critic:
         """Build the critic on the policy's base, without the policy's adapter, if any.
@@ -461,8 +437,7 @@ class TiedCritic(Critic):
             if parameter is None or type(parameter) is not type(alias) or parameter.shape != alias.shape:
                 found = "missing" if parameter is None else f"a {type(parameter).__name__} of {list(parameter.shape)}"
                 raise ValueError(
-                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(alias.shape)}, which "
-                    f"is now {found}; it needs whole parameters (one device or DDP). With sharded weights use "
-                    "PolicyCopyCritic or SharedTrunkCritic."
+                    f"LoRACritic shares storage with the policy's {source!r} of shape {list(alias.shape)}, which is "
+                    f"now {found}; with sharded weights use PolicyCopyCritic or SharedTrunkCritic."
                 )
             alias.data = parameter.data

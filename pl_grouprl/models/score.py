@@ -1,18 +1,27 @@
-"""Scores rollouts: log-probabilities and related quantities per response token, encoding each shared prefix once."""
+"""Scores rollouts: log-probabilities and related quantities per response token, encoding each shared prefix once.
+
+`run_decoder` runs the decoder on a packed batch, `hidden_states` adds what a slice of a group continues, and `score`
+runs the head on the states that predict response tokens. `PrefixPass` runs a group that is larger than a micro-batch
+in parts.
+
+Legend: B rollouts, L longest row, T packed tokens, N response tokens of all rollouts, concatenated, D hidden size,
+V vocabulary, E experts, P tokens of a path (a prompt and the branches below it), K response tokens of that path,
+S tokens of a slice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention import SharedPrefix, find_backbone, find_decoder, in_force, shared_prefix, sharing_paused
+from pl_grouprl.attention import find_backbone, find_decoder, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.call import Leaf, Name, Prefilled, PrefixStates, States
 from pl_grouprl.attention.support import has_dynamic_rope, why_not_balanced
@@ -28,216 +37,25 @@ from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Maps hidden states to logits with the model's own code, including soft caps, scales and biases of its head.
-#
-# Legend: N tokens, D hidden size, V vocabulary.
 
-_LINEAR = nn.Linear.forward  # some libraries replace it
+def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Tensor:
+    """Run the decoder on the tokens of a batch, ignoring `batch.prefix`; see `hidden_states`.
 
-
-def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
-
-    Runs the model's own forward with its decoder bypassed, so everything between decoder and logits is included. Does
-    not run the model's hooks: those that gather sharded weights already ran with the decoder, and would deadlock if
-    ranks have different numbers of chunks.
+    Further keyword arguments are the decoder's.
     """
-    decoder = find_decoder(model)
-
-    def logits(hidden_ND: Tensor) -> Tensor:
-        with sharing_paused(model), _BypassDecoder(decoder, hidden_ND):
-            return model.forward(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
-
-    return logits
-
-
-def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
-    """Return the head's weight, shape [V, D], if the model's logits are `hidden @ weight.T` and nothing else, or None.
-
-    The head must be a plain `nn.Linear` (no adapter, quantized or sharded layer) without bias and hooks. A trial run of
-    the model's forward, with decoder and head bypassed, shows whether it changes the head's input or output.
-
-    Args:
-        model: A causal language model.
-        dtype: Dtype of the hidden states; must be the weight's, except under autocast.
-    """
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head) or _hooked(head):
-        return None
-    if nn.Linear.forward is not _LINEAR:
-        return None
-    weight = head.weight
-    if type(weight) not in (nn.Parameter, Tensor) or weight.dim() != 2:
-        return None
-    if weight.dtype != dtype and not torch.is_autocast_enabled(weight.device.type):
-        return None
-    with torch.inference_mode(False), torch.no_grad():  # inference tensors have no version counter
-        plain = _leaves_unchanged(model, head, weight)
-    return weight if plain else None
-
-
-def _leaves_unchanged(model: PreTrainedModel, head: nn.Linear, weight: Tensor) -> bool:
-    """Whether the model passes hidden states to its head, and returns the head's logits, as the same memory."""
-    hidden_ND, logits_NV = weight.new_ones(2, weight.shape[1]), weight.new_ones(2, len(weight))
-    versions = hidden_ND._version, logits_NV._version
-    head_inputs: list[Tensor] = []
-
-    def forward(states: Tensor) -> Tensor:
-        head_inputs.append(states)
-        return logits_NV[None]
-
-    head.forward = forward  # type: ignore[method-assign,assignment]
-    try:
-        returned = logits_function(model)(hidden_ND)
-    finally:
-        del head.forward
-    same = len(head_inputs) == 1 and _same(head_inputs[0], hidden_ND[None]) and _same(returned, logits_NV)
-    return same and versions == (hidden_ND._version, logits_NV._version)
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
-
-
-class _BypassDecoder:
-    """Context in which the decoder returns the given hidden states instead of running."""
-
-    def __init__(self, decoder: nn.Module, hidden_ND: Tensor) -> None:
-        self.decoder, self.hidden_ND = decoder, hidden_ND
-
-    def __enter__(self) -> None:
-        # Some libraries (accelerate) set `forward` on the instance.
-        self.before = {name: value for name, value in vars(self.decoder).items() if name == "forward"}
-        self.decoder.forward = self._forward
-
-    def __exit__(self, *exception: object) -> None:
-        del self.decoder.forward
-        vars(self.decoder).update(self.before)
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _output_class()(last_hidden_state=self.hidden_ND[None])
-
-
-@cache
-def _output_class() -> Any:
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
-    class HiddenStatesAlone(BaseModelOutputWithPast):
-        """Hidden states, with None for router logits, cross attentions and other outputs."""
-
-        def __getattr__(self, name: str) -> None:
-            if name.startswith("__"):
-                raise AttributeError(name)
-
-    return HiddenStatesAlone
-
-
-# Records the router logits of a mixture of experts while the policy scores a batch, and computes their loss.
-#
-# Legend: B rollouts, L longest row, T packed tokens, E experts.
-
-RouterLogits = list[Tensor]
-"""Router logits of each layer for all positions of one decoder call, shape [B * L, E] or [T, E] each."""
-
-
-def check_balanced(model: PreTrainedModel, option: str) -> None:
-    """Refuse a model that the load-balancing loss does not apply to.
-
-    Args:
-        model: A causal language model.
-        option: The option that enables the loss, with its value, for the error.
-
-    Raises:
-        ValueError: If the model is not a mixture of experts, or its routers work differently.
-    """
-    reason = why_not_balanced(find_decoder(model))
-    if reason is not None:
-        kind = getattr(model.config, "model_type", type(model).__name__)
-        raise ValueError(f"{option} for a policy of model type {kind!r}: {reason}; leave the option at 0.")
-
-
-@contextmanager
-def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
-    """Collect the router logits of the decoder's call inside the context.
-
-    The decoder returns them once per call; recomputation by activation checkpointing is not recorded.
-
-    Args:
-        model: A model accepted by `check_balanced`.
-
-    Yields:
-        A list, filled with the logits of the decoder's latest call.
-    """
-    recorded: RouterLogits = []
-
-    def request(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | {"output_router_logits": True}
-
-    def record(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
-        # When only the head runs, the decoder is bypassed and returns none.
-        if output.get("router_logits") is not None:
-            recorded[:] = output.router_logits
-
-    decoder = find_decoder(model)
-    handles = [decoder.register_forward_pre_hook(request, with_kwargs=True), decoder.register_forward_hook(record)]
-    try:
-        yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def router_balancing_loss(model: PreTrainedModel, batch: ScoringBatch, recorded: RouterLogits) -> Tensor:
-    """The load-balancing loss of one decoder call, the same for shared and repeated prefixes.
-
-    Every token counts as often as with repeated prefixes: prompt tokens once per rollout, padding never.
-
-    Args:
-        model: The model whose decoder ran.
-        batch: The batch that it ran on.
-        recorded: The logits collected by `record_router_logits`.
-
-    Returns:
-        A scalar, with gradient if enabled.
-
-    Raises:
-        RuntimeError: If nothing was recorded, or no gradient would reach the routers.
-    """
-    if not recorded:
-        raise RuntimeError("no router logits were recorded; score the batch inside record_router_logits(model).")
-    if torch.is_grad_enabled() and not any(logits.requires_grad for logits in recorded):
-        raise RuntimeError(
-            "the recorded router logits have no gradient, so the load-balancing loss would train nothing; use "
-            "activation checkpointing with use_reentrant=False, and train weights at or below the routers."
-        )
-    return load_balancing_loss(recorded, experts_per_token(model), _copies_per_position(batch))
-
-
-def experts_per_token(model: PreTrainedModel) -> int:
-    """The number of experts that a token visits."""
-    for owner in (model, find_decoder(model).config):
-        count = getattr(owner, "num_experts_per_tok", None)
-        if isinstance(count, int):
-            return count
-    raise ValueError(f"{type(model).__name__} does not say how many experts a token visits (num_experts_per_tok).")
-
-
-def _copies_per_position(batch: ScoringBatch) -> Tensor:
-    """How often each position of the decoder's call occurs with repeated prefixes, shape [T] or [B * L]."""
-    if batch.sharing == "repeated":
-        return batch.model_inputs["attention_mask"].flatten()
-    return batch.layout.multiplicity
-
-
-# Scores rollouts: log-probabilities and related quantities per response token, encoding each prompt once.
-#
-# Legend: N response tokens of all rollouts, concatenated, D hidden size.
+    inputs = batch.model_inputs | more
+    if batch.sequence_group is not None:
+        if batch.sharing != "shared":
+            raise ValueError(f"several ranks cannot run a batch with sharing={batch.sharing!r} together; use 'shared'.")
+        inputs = inputs | {"sequence_group": batch.sequence_group}
+    if batch.media:
+        check_batch_media(model, batch)
+        positions = media_position_ids(model, batch)
+        inputs = inputs if positions is None else inputs | {"position_ids": positions}
+    # Otherwise an active context would detect that the rows of a repeated batch share their prompts.
+    with sharing_paused(model):
+        hidden = find_backbone(model)(**inputs, use_cache=False, return_dict=True).last_hidden_state
+    return hidden.flatten(0, 1)
 
 
 def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
@@ -246,8 +64,8 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     A batch with shared prefixes is one row, so [T, D]. The batch's indices (`predict_index_N`, `final_index_B`) point
     into the result. Images and videos of the prompts are encoded in the same call.
 
-    A slice of a group (`packing.slices`) continues the path of `batch.prefix`, running it first if needed, and gives
-    [1 + K + S, D]: the prompt's last position, the K response tokens of the path, then the S tokens of the slice.
+    A slice of a group (`packing.batch.pack_slice`) continues the path of `batch.prefix`, running it first if needed,
+    and gives [1 + K + S, D]: the prompt's last position, the path's response tokens, then the slice.
 
     Args:
         model: A decoder, with or without a head, or a model that contains one.
@@ -260,36 +78,10 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     """
     if batch.sharing == "shared" and in_force(model) is None:
         raise RuntimeError(
-            f"batch has sharing='shared', but no shared_prefix context is active for {type(model).__name__}, which "
-            "would ignore the layout; score it inside `with shared_prefix(model):`, or pack with sharing='repeated'."
+            f"{type(model).__name__} would ignore the layout of a batch with sharing='shared'; score it inside "
+            "`with shared_prefix(model):`, or pack with sharing='repeated'."
         )
     return run_decoder(model, batch) if batch.prefix is None else batch.prefix.hidden_states(model, batch)
-
-
-def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Tensor:
-    """Run the decoder on the tokens of a batch, ignoring `batch.prefix`; see `hidden_states`.
-
-    Args:
-        model: As in `hidden_states`.
-        batch: As in `hidden_states`.
-        more: Further keyword arguments of the decoder.
-    """
-    inputs = batch.model_inputs | more
-    if batch.sequence_group is not None:
-        if batch.sharing != "shared":
-            raise ValueError(
-                f"several ranks cannot run a batch with sharing={batch.sharing!r} together; pack it with "
-                "sharing='shared', or use sequence_parallel_size=1."
-            )
-        inputs = inputs | {"sequence_group": batch.sequence_group}
-    if batch.media:
-        check_batch_media(model, batch)
-        positions = media_position_ids(model, batch)
-        inputs = inputs if positions is None else inputs | {"position_ids": positions}
-    # Otherwise an active context would detect that the rows of a repeated batch share their prompts.
-    with sharing_paused(model):
-        hidden = find_backbone(model)(**inputs, use_cache=False, return_dict=True).last_hidden_state
-    return hidden.flatten(0, 1)
 
 
 def score(
@@ -373,35 +165,116 @@ def rollout_logprobs(
     """
     least = get_backend(backend).min_saved_tokens  # fails early if unknown, even with repeated prefixes
     batch = pack(groups, sharing, min_saved_tokens=least, device=model.device)
-    context = nullcontext() if sharing == "repeated" else _patched_for(model, backend)
-    with context:
-        logprobs_N = score(model, batch, temperature=temperature, chunk_size=chunk_size).logprobs_N
-    return list(logprobs_N.split(batch.rollout_lengths))
-
-
-def _patched_for(model: PreTrainedModel, backend: str) -> SharedPrefix:
-    recomputes = getattr(model, "is_gradient_checkpointing", False) and model.training
-    if recomputes and torch.is_grad_enabled() and in_force(model) is None:
+    options: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
+    if sharing == "repeated":
+        return list(score(model, batch, **options).logprobs_N.split(batch.rollout_lengths))
+    if _recomputes(model) and torch.is_grad_enabled() and in_force(model) is None:
         raise RuntimeError(
             "activation checkpointing runs the forward again in the backward pass, after this function removed its "
             "patch; put forward and backward into `with shared_prefix(model):`."
         )
-    return shared_prefix(model, backend)
+    with shared_prefix(model, backend):
+        return list(score(model, batch, **options).logprobs_N.split(batch.rollout_lengths))
+
+
+def _recomputes(model: PreTrainedModel) -> bool:
+    """Whether activation checkpointing runs layers again in the backward pass."""
+    return bool(getattr(model, "is_gradient_checkpointing", False)) and model.training
+
+
+# The head: from hidden states to logits, with the model's own code.
+
+_LINEAR = nn.Linear.forward  # some libraries replace it
+
+
+def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
+
+    Runs the model's own forward with its decoder bypassed, so everything between decoder and logits is included: soft
+    caps, scales, biases. Does not run the model's hooks: those that gather sharded weights already ran with the
+    decoder, and would deadlock if ranks have different numbers of chunks.
+    """
+    decoder = find_decoder(model)
+
+    def logits(hidden_ND: Tensor) -> Tensor:
+        output = _output_class()(last_hidden_state=hidden_ND[None])
+        # Some libraries (accelerate) set `forward` on the instance.
+        before = {name: value for name, value in vars(decoder).items() if name == "forward"}
+        with sharing_paused(model):
+            decoder.forward = lambda *args, **kwargs: output
+            try:
+                return model.forward(inputs_embeds=hidden_ND[None], use_cache=False, return_dict=True).logits[0]
+            finally:
+                del decoder.forward
+                vars(decoder).update(before)
+
+    return logits
+
+
+@cache
+def _output_class() -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class HiddenStatesAlone(BaseModelOutputWithPast):
+        """Hidden states, with None for router logits, cross attentions and other outputs."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return HiddenStatesAlone
+
+
+def plain_weight(model: PreTrainedModel, dtype: torch.dtype) -> Tensor | None:
+    """Return the head's weight, shape [V, D], if the model's logits are `hidden @ weight.T` and nothing else, or None.
+
+    The head must be a plain `nn.Linear` (no adapter, quantized or sharded layer) without bias and hooks. A trial run of
+    the model's forward, with decoder and head bypassed, shows whether it changes the head's input or output: both must
+    be the same memory, unchanged.
+
+    Args:
+        model: A causal language model.
+        dtype: Dtype of the hidden states; must be the weight's, except under autocast.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head):
+        return None
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    if any(hooks) or nn.Linear.forward is not _LINEAR:
+        return None
+    weight = head.weight
+    if type(weight) not in (nn.Parameter, Tensor) or weight.dim() != 2:
+        return None
+    if weight.dtype != dtype and not torch.is_autocast_enabled(weight.device.type):
+        return None
+    with torch.inference_mode(False), torch.no_grad():  # inference tensors have no version counter
+        hidden_ND, logits_NV = weight.new_ones(2, weight.shape[1]), weight.new_ones(2, len(weight))
+        versions = hidden_ND._version, logits_NV._version
+        seen: list[Tensor] = []
+
+        def forward(states: Tensor) -> Tensor:
+            seen.append(states)
+            return logits_NV[None]
+
+        head.forward = forward  # type: ignore[method-assign,assignment]
+        try:
+            seen.append(logits_function(model)(hidden_ND))
+        finally:
+            del head.forward
+    if len(seen) != 2 or versions != (hidden_ND._version, logits_NV._version):
+        return None
+    pairs = zip(seen, (hidden_ND[None], logits_NV), strict=True)
+    same = all((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
+    return weight if same else None
 
 
 # Runs a group larger than a micro-batch in parts: the prompt once, then slices of rollouts that continue it.
 #
-# One forward of the prompt records tensors in every layer (`attention.prefix_states`). They are detached from their
+# One forward of the prompt records tensors in every layer (`attention.call.PrefixStates`). They are detached from their
 # graph, so each slice of rollouts runs its own backward and adds to their gradients. A final backward propagates the
 # sum through the prompt. Tokens that several rollouts share after the prompt may run as a branch, which is to its
-# slices
-# what the prompt is to the others. The gradients equal those of the whole group in one call, with the memory of one
-# path
-# and one slice.
-#
-# Legend: P tokens of the path (the prompt and the branches down to this one), K response tokens of the path, S tokens
-# of
-# a slice, D hidden size.
+# slices what the prompt is to the others. The gradients equal those of the whole group in one call, with the memory of
+# one path and one slice.
 
 _HIDDEN: Name = ("hidden",)
 
@@ -487,28 +360,27 @@ class PrefixPass:
             at = at._above
         found = None if at is None else at._done[key]
         for one in reversed(missing):
-            found = one._done[key] = Prefix(model, one.batch, found)
+            found = one._done[key] = _run_prefix(model, one.batch, found)
         assert found is not None
         return found
 
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         """Run a slice; return the states of the prompt's last token, the path and the slice, shape [1 + K + S, D]."""
         prefix = self.states(model)
+        more: dict[str, Any] = {}
+        if self.batch.media:  # a slice after images or videos: its position ids, and token types that say text
+            with_media = replace(
+                self.batch, layout=batch.layout, targets_N=batch.targets_N, rollout_index_N=batch.rollout_index_N
+            )
+            check_batch_media(model, with_media)
+            tokens = batch.model_inputs["input_ids"]
+            more = {name: torch.zeros_like(tokens) for name in self.batch.media if is_per_token(name)}
+            positions = media_position_ids(model, with_media)
+            if positions is not None:
+                more["position_ids"] = positions[..., self.num_tokens :]
         states = PrefixStates(prefix.path, record=False, recomputes=_recomputes(model))
-        return prefix.followed_by(run_decoder(model, batch, **self._media(model, batch), prefix_states=states))
-
-    def _media(self, model: PreTrainedModel, batch: ScoringBatch) -> dict[str, Tensor]:
-        """Extra arguments of a slice after images or videos: its position ids, and token types that say text."""
-        if not self.batch.media:
-            return {}
-        with_media = replace(
-            self.batch, layout=batch.layout, targets_N=batch.targets_N, rollout_index_N=batch.rollout_index_N
-        )
-        check_batch_media(model, with_media)
-        tokens = batch.model_inputs["input_ids"]
-        inputs = {name: torch.zeros_like(tokens) for name in self.batch.media if is_per_token(name)}
-        positions = media_position_ids(model, with_media)
-        return inputs if positions is None else inputs | {"position_ids": positions[..., self.num_tokens :]}
+        hidden = run_decoder(model, batch, **more, prefix_states=states)
+        return Prefilled(prefix.path, prefix.backbone, _HIDDEN).join(hidden)
 
     def loss(self, parameters: Iterable[nn.Parameter] = (), *, loss_scale: float = 1.0) -> Tensor:
         """A zero whose backward propagates the gradients that slices left, through every model that ran this pass.
@@ -525,12 +397,18 @@ class PrefixPass:
             A differentiable scalar, even if no model ran this pass with gradient.
         """
         done, self._done = self._done, {}
-        zeros = [prefix.loss(loss_scale) for prefix in done.values() if prefix.needs_backward]
+        zeros = []
+        for leaves in [prefix.leaves for prefix in done.values() if prefix.leaves]:
+            # Always include the first, the last layer's output, so that every layer runs backward with its collectives.
+            used = [leaf for number, leaf in enumerate(leaves) if leaf.gradient is not None or number == 0]
+            gradients, recorded = [leaf.gradient for leaf in used], [leaf.recorded for leaf in used]
+            zeros.append(_Propagate.apply(gradients, loss_scale, *recorded))
         zeros += [0 * parameter.flatten()[:1].sum() for parameter in parameters]
         zeros.append(torch.zeros((), device=self.batch.targets_N.device, requires_grad=True))
         return torch.stack([zero.to(torch.float32) for zero in zeros]).sum()
 
 
+@dataclass
 class Prefix:
     """The states of a path in one model.
 
@@ -538,43 +416,28 @@ class Prefix:
         path: What slices read: the states of the prompt, then of each branch. With the states in each layer are the
             hidden states that predict the tokens of the path after the prompt, and those that follow it: of the
             prompt's last token, then of each branch; together [1 + K, D].
+        backbone: The module whose output they are.
+        leaves: Those of the last part that depend on a trained parameter; slices leave their gradients there.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: ScoringBatch, above: Prefix | None = None) -> None:
-        if has_dynamic_rope(find_decoder(model)):
-            raise NotImplementedError(
-                f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a "
-                "group in slices would differ from one in a single call; use a larger token budget."
-            )
-        path = () if above is None else above.path
-        recorder = PrefixStates(path, record=True, recomputes=_recomputes(model))
-        hidden = run_decoder(model, batch, prefix_states=recorder)
-        own = {_HIDDEN: Leaf(hidden[-1:] if above is None else hidden)}
-        self._backbone = find_backbone(model)
-        self.path: tuple[States, ...] = (*path, {self._backbone: own, **recorder.pop_all()})
-        self._leaves = [
-            leaf for leaves in self.path[-1].values() for leaf in leaves.values() if leaf.recorded.requires_grad
-        ]
-
-    @property
-    def needs_backward(self) -> bool:
-        """Whether any of its own states depends on a trained parameter."""
-        return bool(self._leaves)
-
-    def followed_by(self, hidden: Tensor) -> Tensor:
-        """The hidden states of the path, then those of a slice, shape [1 + K + S, D]."""
-        return Prefilled(self.path, self._backbone, _HIDDEN).join(hidden)
-
-    def loss(self, loss_scale: float) -> Tensor:
-        """A zero whose backward propagates the collected gradients."""
-        # Always include the first, the last layer's output, so that every layer runs backward with its collectives.
-        used = [leaf for number, leaf in enumerate(self._leaves) if leaf.gradient is not None or number == 0]
-        return _Propagate.apply([leaf.gradient for leaf in used], loss_scale, *[leaf.recorded for leaf in used])
+    path: tuple[States, ...]
+    backbone: nn.Module
+    leaves: list[Leaf]
 
 
-def _recomputes(model: PreTrainedModel) -> bool:
-    """Whether activation checkpointing runs layers again in the backward pass."""
-    return bool(getattr(model, "is_gradient_checkpointing", False)) and model.training
+def _run_prefix(model: PreTrainedModel, batch: ScoringBatch, above: Prefix | None) -> Prefix:
+    if has_dynamic_rope(find_decoder(model)):
+        raise NotImplementedError(
+            f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a group "
+            "in slices would differ from one in a single call; use a larger token budget."
+        )
+    path = () if above is None else above.path
+    recorder = PrefixStates(path, record=True, recomputes=_recomputes(model))
+    hidden = run_decoder(model, batch, prefix_states=recorder)
+    backbone, own = find_backbone(model), {_HIDDEN: Leaf(hidden[-1:] if above is None else hidden)}
+    states: States = {backbone: own, **recorder.pop_all()}
+    leaves = [leaf for part in states.values() for leaf in part.values() if leaf.recorded.requires_grad]
+    return Prefix((*path, states), backbone, leaves)
 
 
 class _Propagate(torch.autograd.Function):
@@ -594,3 +457,85 @@ class _Propagate(torch.autograd.Function):
             for gradient, (shape, dtype, device) in zip(ctx.gradients, ctx.like, strict=True)
         ]
         return None, None, *scaled
+
+
+# The routers of a mixture of experts, while the policy scores a batch.
+
+RouterLogits = list[Tensor]
+"""Router logits of each layer for all positions of one decoder call, shape [B * L, E] or [T, E] each."""
+
+
+def check_balanced(model: PreTrainedModel, option: str) -> None:
+    """Check that the load-balancing loss applies to a model.
+
+    Args:
+        model: A causal language model.
+        option: The option that enables the loss, with its value, for the error.
+
+    Raises:
+        ValueError: If the model is not a mixture of experts, or its routers work differently.
+    """
+    reason = why_not_balanced(find_decoder(model))
+    if reason is not None:
+        kind = getattr(model.config, "model_type", type(model).__name__)
+        raise ValueError(f"{option} for a policy of model type {kind!r}: {reason}; keep the option at 0.")
+
+
+@contextmanager
+def record_router_logits(model: PreTrainedModel) -> Iterator[RouterLogits]:
+    """Collect the router logits of the decoder's call inside the context.
+
+    The decoder returns them once per call; recomputation by activation checkpointing is not recorded.
+
+    Args:
+        model: A model accepted by `check_balanced`.
+
+    Yields:
+        A list, filled with the logits of the decoder's latest call.
+    """
+    recorded: RouterLogits = []
+
+    def request(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs | {"output_router_logits": True}
+
+    def record(decoder: Any, args: tuple[Any, ...], output: Any) -> None:
+        # When only the head runs, the decoder is bypassed and returns none.
+        if output.get("router_logits") is not None:
+            recorded[:] = output.router_logits
+
+    decoder = find_decoder(model)
+    handles = [decoder.register_forward_pre_hook(request, with_kwargs=True), decoder.register_forward_hook(record)]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def router_balancing_loss(model: PreTrainedModel, batch: ScoringBatch, recorded: RouterLogits) -> Tensor:
+    """The load-balancing loss of one decoder call, the same for shared and repeated prefixes.
+
+    Every token counts as often as with repeated prefixes: prompt tokens once per rollout, padding never.
+
+    Args:
+        model: The model whose decoder ran.
+        batch: The batch that it ran on.
+        recorded: The logits collected by `record_router_logits`.
+
+    Returns:
+        A scalar, with gradient if enabled.
+
+    Raises:
+        RuntimeError: If no gradient would reach the routers.
+    """
+    if torch.is_grad_enabled() and not any(logits.requires_grad for logits in recorded):
+        raise RuntimeError(
+            "the recorded router logits have no gradient, so the load-balancing loss would train nothing; use "
+            "activation checkpointing with use_reentrant=False, and train weights at or below the routers."
+        )
+    counts = (getattr(owner, "num_experts_per_tok", None) for owner in (model, find_decoder(model).config))
+    top_k: Any = next((count for count in counts if isinstance(count, int)), None)
+    # How often each position of the decoder's call occurs with repeated prefixes, shape [T] or [B * L].
+    is_packed = batch.sharing == "shared"
+    copies = batch.layout.multiplicity if is_packed else batch.model_inputs["attention_mask"].flatten()
+    return load_balancing_loss(recorded, top_k, copies)

@@ -19,7 +19,6 @@ from pl_grouprl.attention.support import is_classifier, score_head
 from pl_grouprl.chat.format import ControlTokens, tokens_around
 from pl_grouprl.checks.model_introspection import check_causal, check_score_head
 from pl_grouprl.models.adapters import check_adapters
-from pl_grouprl.models.loading import check_patterns
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
@@ -81,7 +80,6 @@ class FrozenModel:
             raise ValueError(f"{owner}.sharing is {sharing!r}; pass 'shared' or 'repeated'.")
         if max_tokens_per_pass < 1:
             raise ValueError(f"{owner}.max_tokens_per_pass is {max_tokens_per_pass}; it must be at least 1.")
-        check_patterns(allow_mismatched_weights, owner)
         _check_type(model, owner)
         get_backend(attention_backend, "attention_backend")  # refuses an unknown name before the first reward
         self.owner = owner

@@ -7,13 +7,14 @@ import math
 import re
 
 import pytest
+import torch
 
 from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
-from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS
+from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS, BranchPaths
 from pl_grouprl.functional.kl import AdaptiveKLController, FixedKLController
-from pl_grouprl.functional.policy_loss import POLICY_LOSSES
+from pl_grouprl.functional.policy_loss import POLICY_LOSSES, PolicyLossFunction
 from pl_grouprl.functional.token_groups import ThresholdController
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
 from pl_grouprl.models.critic import LoRACritic
@@ -78,7 +79,15 @@ OPTIONS = [
     for name, parameter in function.known_options().items()
     if re.search(r"\b(float|int)\b", str(parameter.annotation))
 ]
-CASES = [(cls, name) for cls in MAKERS for name in numeric_options(cls) if name not in ("seed", "stop_token_ids")]
+CHECKED_WHEN_USED = {name for function in FUNCTIONS for name in function.known_options()} - {"gamma"}
+"""Options that algorithms pass to their loss or estimator; PPO checks gamma itself."""
+CASES = [
+    (cls, name)
+    for cls in MAKERS
+    for name in numeric_options(cls)
+    if name not in ("seed", "stop_token_ids")
+    and not (cls in (GRPO, PPO, GroupPPO) and name in CHECKED_WHEN_USED)
+]
 
 
 @pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda value: getattr(value, "__name__", value))
@@ -92,9 +101,17 @@ def test_a_number_that_is_not_finite_is_refused_by_name(cls, name):
 
 @pytest.mark.parametrize(("function", "name"), OPTIONS, ids=lambda value: getattr(value, "name", value))
 def test_an_option_of_a_function_that_is_not_finite_is_refused_by_name(function, name):
+    zeros = torch.zeros(2)
+    if isinstance(function, PolicyLossFunction):
+        tensors, data = [zeros] * 3, {"mask_N": zeros == 0, "rollout_index_N": zeros.long(), "num_rollouts": 1}
+    else:
+        tensors, rows = [zeros, zeros.long()], zeros[:, None]
+        data = {"lengths": zeros, "greedy_rewards": zeros, "mask": rows == 0, "score_norms": rows}
+        data["branches"] = BranchPaths([(), ()], [(), ()])
+        tensors[0] = rows if function.takes_token_rewards else zeros
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match=rf"{name}\b.* is -?(nan|inf)"):
-            function.with_options({name: value})
+            function.with_options({name: value})(*tensors, **data)
 
 
 def test_the_sweep_is_not_empty(record_property):

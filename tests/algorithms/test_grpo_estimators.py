@@ -256,9 +256,7 @@ def test_several_rewards_normalized_first_with_other_estimators(step, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"advantage_estimator": "reinforce_plus_plus", "advantage_options": {"gamma": 2.0}}, "gamma is 2.0"),
         ({"advantage_options": {"gamma": 0.5}}, "advantage_estimator='grpo' does not use gamma"),
-        ({"advantage_estimator": "grpo_passk", "scale_rewards": "batch"}, "scale is 'batch'"),
         ({"advantage_estimator": "remax", "scale_rewards": "group"}, "does not use scale"),
         (
             {"multi_objective_aggregation": "sum"},

@@ -168,18 +168,17 @@ def test_options_of_a_preset_can_be_set(make_module):
     [
         ({"policy_loss_options": {"temperature": 1.0}}, "policy_loss='ppo' does not use temperature; it takes epsilon"),
         ({"policy_loss": "gpg", "epsilon": 0.2}, "policy_loss='gpg' does not use epsilon; it takes no options"),
-        ({"policy_loss": "sapo", "policy_loss_options": {"sapo_temperature_pos": 0.0}}, "sapo_temperature_pos is 0"),
         ({"epsilon": 0.1, "policy_loss_options": {"epsilon": 0.2}}, "epsilon is set twice, as 0.1 and in policy_loss_"),
         (
             {"scale_rewards": "batch", "advantage_options": {"scale": "none"}},
             "scale is set twice, as 'batch' and in advantage_options as 'none'; leave one",
         ),
-        ({"importance_sampling": "truncate"}, "importance_sampling is 'truncate'; it must be one of none, token_trunc"),
-        ({"importance_sampling_low": 0.5}, "low is 0.5 and importance_sampling is 'none'"),
-        ({"importance_sampling_high": 2.0}, "importance_sampling_high is 2.0 and importance_sampling is 'none'"),
+        ({"importance_sampling": "truncate"}, "importance_sampling is 'truncate'"),
+        ({"importance_sampling_low": 0.5}, "importance_sampling_low is 0.5 .* importance_sampling is 'none'"),
+        ({"importance_sampling_high": 2.0}, "importance_sampling_high is 2.0, but importance_sampling is 'none'"),
         (
             {"importance_sampling": "token_mask", "importance_sampling_high": None},
-            "importance_sampling='token_mask' needs at least one bound",
+            "importance_sampling='token_mask' needs a bound",
         ),
         ({"importance_sampling": "token_mask", "importance_sampling_low": 4.0}, "high is 3.0; it must be larger than"),
         ({"kl_in": "advantage"}, "kl_in is 'advantage'; it must be 'loss' or 'reward'"),

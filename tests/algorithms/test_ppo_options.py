@@ -241,11 +241,6 @@ def test_out_of_range(make_module, options, message):
         make_module(PPO, **options)
 
 
-def test_a_missing_critic(make_module, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere' is not a folder"):
-        make_module(PPO, critic=str(tmp_path / "nowhere"))
-
-
 def test_accumulation_with_a_trunk_that_both_losses_train(fit):
     options = {"num_mini_batches": 2, "trainer": {"accumulate_grad_batches": 2}}
     message = r"accumulate_grad_batches is 2 with a critic .* Use SharedTrunkCritic\(detach=True\)"

@@ -17,8 +17,6 @@ from pl_grouprl.functional.policy_loss import PolicyLoss, register_policy_loss
 
 def quadratic(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N, epsilon: float = 0.2, power: int = 2):
     """-r A with a penalty that grows with the distance of r from 1."""
-    if power < 1:
-        raise ValueError(f"power is {power}; it must be at least 1.")
     ratio_N = (policy_logprobs_N - old_logprobs_N).masked_fill(~mask_N, 0).exp()
     distance_N = (ratio_N - 1).abs()
     loss_N = advantages_N.abs() * distance_N**power / (2 * epsilon) - advantages_N * ratio_N
@@ -47,7 +45,7 @@ def registries(monkeypatch):
     monkeypatch.setattr(estimator_registry, "ADVANTAGE_ESTIMATORS", dict(estimator_registry.ADVANTAGE_ESTIMATORS))
     register_policy_loss("quadratic")(quadratic)
     register_advantage_estimator("against_median")(against_median)
-    register_advantage_estimator("spread_out", needs=("mask", "group_ids", "reduce"), per_token=True)(spread_out)
+    register_advantage_estimator("spread_out", per_token=True)(spread_out)
 
 
 @pytest.fixture
@@ -100,8 +98,6 @@ def test_an_estimator_per_token_trains(fit):
     [
         ({"policy_loss": "quadratik"}, "policy_loss is 'quadratik'; it must be one of .*, ppo, quadratic, sapo"),
         ({"policy_loss": "quadratic", "delta": 3.0}, "policy_loss='quadratic' does not use delta; it takes epsilon, p"),
-        ({"policy_loss": "quadratic", "policy_loss_options": {"power": 0}}, "power is 0; it must be at least 1"),
-        ({"policy_loss": "quadratic", "policy_loss_options": {"power": 1.5}}, "quadratic.power is 1.5; it must be a w"),
         ({"advantage_estimator": "median"}, "advantage_estimator is 'median'; it must be one of against_median, gpg"),
         ({"advantage_estimator": "against_median", "scale_rewards": "none"}, "does not use scale; it takes shift"),
         ({"advantage_estimator": "against_median", "num_generations": 1}, "against_median compares the rollouts"),
@@ -126,26 +122,6 @@ def test_a_checkpoint_knows_them(fit, tmp_path):
     fit(**options, checkpoint=tmp_path / "state.ckpt")
     with pytest.raises(ValueError, match=r"advantage_estimator is .grpo\(.* made with 'against_median\(shift=0.0\)'"):
         fit(**options | {"advantage_estimator": "grpo"}, checkpoint=tmp_path / "state.ckpt")
-
-
-@pytest.mark.parametrize("has_run_options", [True, False])
-def test_an_older_checkpoint_with_names_of_classes_resumes(fit, tmp_path, has_run_options):
-    # In the middle of the updates of its rollouts, so that their options are compared too.
-    _, trainer = fit(max_steps=1, num_iterations=2)
-    path = tmp_path / "state.ckpt"
-    trainer.save_checkpoint(path)
-    checkpoint = torch.load(path, weights_only=True)
-    state = checkpoint["pl_grouprl"]
-    assert state["rollouts"] != [None]
-    assert state["options"]["policy_loss"] == "ppo(epsilon=0.2, epsilon_high=None, delta=None)"
-    state["options"]["policy_loss"] = "ClippedPolicyLoss(epsilon=0.2, epsilon_high=None, delta=None)"
-    state["options"]["advantage_estimator"] = "GroupRelativeAdvantage(scale='group', eps=1e-06)"
-    if not has_run_options:
-        del state["run_options"]
-    torch.save(checkpoint, path)
-    fit(checkpoint=path, num_iterations=2)
-    with pytest.raises(ValueError, match=r"epsilon is 0.3|policy_loss is 'ppo.epsilon=0.3"):
-        fit(checkpoint=path, num_iterations=2, epsilon=0.3)
 
 
 MODULE = """
@@ -209,8 +185,5 @@ def config(tmp_path, monkeypatch):
     sys.modules.pop("own_functions", None)
 
 
-def test_functions_of_a_module_that_a_configuration_names(config, capsys):
+def test_functions_of_a_module_that_a_configuration_names(config):
     main(["fit", "--config", config(0.5)])
-    with pytest.raises(SystemExit):
-        main(["fit", "--config", config("heavy")])
-    assert "error: plain.weight is 'heavy'; it must be a number" in capsys.readouterr().err

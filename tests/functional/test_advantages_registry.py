@@ -5,7 +5,6 @@ import torch
 
 from pl_grouprl.functional.advantages import (
     ADVANTAGE_ESTIMATORS,
-    BranchPaths,
     gpg_advantages,
     grpo_passk_advantages,
     make_advantage_estimator,
@@ -15,7 +14,6 @@ from pl_grouprl.functional.advantages import (
     remax_advantages,
     rloo_advantages,
 )
-from pl_grouprl.functional.advantages import base as registry
 
 REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
 LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])
@@ -65,38 +63,13 @@ def test_token_level_estimators_take_the_same_arguments():
 def test_options():
     passk = make_advantage_estimator("grpo_passk", scale="none")
     assert passk(REWARDS, GROUP_IDS).tolist() == [0.0, 0.0, 3.0, 0.0]
-    with pytest.raises(ValueError, match=r"scale is 'batch'; it must be one of group, none"):
-        make_advantage_estimator("grpo_passk", scale="batch")
-    with pytest.raises(ValueError, match=r"gamma is -1; it must lie in \[0, 1\]"):
-        make_advantage_estimator("reinforce_plus_plus", gamma=-1)
-    with pytest.raises(ValueError, match=r"advantage_estimator='opo' does not use gamma; it takes no options"):
+    with pytest.raises(ValueError, match="advantage_estimator='opo' does not use gamma; it takes no options"):
         make_advantage_estimator("opo", gamma=1.0)
-    with pytest.raises(
-        ValueError, match=r"advantage_estimator='grpo_passk' does not use name, registry; it takes scale"
-    ):
+    with pytest.raises(ValueError, match="'grpo_passk' does not use name, registry; it takes scale"):
         make_advantage_estimator("grpo_passk", **{"name": "x", "registry": 1})
 
 
 def test_missing_data_is_an_error():
-    with pytest.raises(ValueError, match=r"lengths is None, but the estimator 'opo' needs it; pass it by name"):
-        make_advantage_estimator("opo")(REWARDS, GROUP_IDS)
-    with pytest.raises(ValueError, match=r"greedy_rewards is None, but the estimator 'remax' needs it"):
-        make_advantage_estimator("remax")(REWARDS, GROUP_IDS)
-
-
-def test_an_estimator_of_ones_own_can_need_branches(monkeypatch):
-    monkeypatch.setattr(registry, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
-    needs = ("mask", "branches")
-
-    @registry.register_advantage_estimator("last_segment", needs=needs, per_token=True)
-    def last_segment(rewards, mask, branches, *, share: float = 1.0):
-        starts_B = torch.tensor([points[-1] if points else 0 for points in branches.points])
-        return share * rewards[:, None] * (mask & (torch.arange(mask.shape[1]) >= starts_B[:, None]))
-
-    branches = BranchPaths([(2,), (2,), (), ()], [(0, 0), (0, 1), (1,), (0,)])
-    found = make_advantage_estimator("last_segment", share=0.5)(
-        REWARDS, GROUP_IDS, mask=torch.ones(4, 3, dtype=torch.bool), branches=branches
-    )
-    assert found.tolist() == [[0, 0, 0], [0, 0, 0.5], [2, 2, 2], [1, 1, 1]]
-    with pytest.raises(ValueError, match="'rollouts' needs branches; with per_token=False there are group_ids"):
-        registry.register_advantage_estimator("rollouts", needs=needs[1:])(last_segment)
+    for name, data in (("opo", "lengths"), ("remax", "greedy_rewards")):
+        with pytest.raises(ValueError, match=f"{data} is None"):
+            make_advantage_estimator(name)(REWARDS, GROUP_IDS)

@@ -103,21 +103,15 @@ def test_presets_name_what_exists():
     assert LOSS_PRESETS["dr_grpo"] == ("none", "ppo", "seq-mean-token-sum-norm")
 
 
-def test_errors_name_argument_value_and_remedy():
-    with pytest.raises(
-        ValueError, match=r"loss_agg_mode is 'mean'; it must be one of token-mean, seq-mean-token-sum, "
-    ):
+def test_errors_name_the_argument():
+    with pytest.raises(ValueError, match="loss_agg_mode is 'mean'"):
         aggregate(VALUES, MASK, INDEX, "mean", num_rollouts=4)
-    with pytest.raises(ValueError, match=r"loss_agg_mode is 'mean'"):
+    with pytest.raises(ValueError, match="loss_agg_mode is 'mean'"):
         loss_denominator(MASK, INDEX, 4, "mean")
-    for norm in (None, 0):
-        with pytest.raises(
-            ValueError, match=rf"norm is {norm} for mode 'seq-mean-token-sum-norm'; pass a number of tok"
-        ):
-            aggregate(VALUES, MASK, INDEX, "seq-mean-token-sum-norm", num_rollouts=4, norm=norm)
-    with pytest.raises(ValueError, match=r"norm=8 is not used by mode 'token-mean'; leave it None"):
-        aggregate(VALUES, MASK, INDEX, "token-mean", num_rollouts=4, norm=8)
-    with pytest.raises(ValueError, match=r"rollout_index_N has 4 entries and values_N has 5"):
+    for mode, norm in (("seq-mean-token-sum-norm", None), ("seq-mean-token-sum-norm", 0), ("token-mean", 8)):
+        with pytest.raises(ValueError, match=f"norm is {norm} for mode '{mode}'"):
+            aggregate(VALUES, MASK, INDEX, mode, num_rollouts=4, norm=norm)
+    with pytest.raises(ValueError, match=r"rollout_index_N has shape \(4,\)"):
         aggregate(VALUES, MASK, INDEX[:4], "token-mean", num_rollouts=4)
-    with pytest.raises(ValueError, match=r"mask_N has dtype torch\.int64; pass bool"):
+    with pytest.raises(ValueError, match="mask_N has dtype"):
         aggregate(VALUES, MASK.long(), INDEX, "token-mean", num_rollouts=4)

@@ -27,7 +27,7 @@ def test_sum_per_rollout_in_any_order():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="mask_N has 3 entries and values_N has 2; pass one per token for both"):
+    with pytest.raises(ValueError, match=r"mask_N has shape \(3,\) and values_N \(2,\)"):
         masked_sum(torch.ones(2), torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"mask_N has dtype torch\.int64; pass bool"):
+    with pytest.raises(ValueError, match="mask_N has dtype"):
         masked_sum(torch.ones(2), torch.ones(2, dtype=torch.int64))

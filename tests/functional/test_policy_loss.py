@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional import policy_loss
 from pl_grouprl.functional.losses import aggregate
 from pl_grouprl.functional.policy_loss import (
     POLICY_LOSSES,
@@ -196,30 +195,21 @@ def test_losses_by_name_equal_the_functions():
         result = loss(*arguments, mask_N=mask, **rollouts)
         assert torch.equal(result.per_token_N, expected.per_token_N)
         assert result.metrics == expected.metrics
-    assert policy_loss.aggregate is aggregate
 
 
-def test_errors_name_argument_value_and_remedy():
+def test_errors_name_the_argument():
     x = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"advantages_N has 2 entries and policy_logprobs_N has 3; pass one per token"):
+    with pytest.raises(ValueError, match=r"advantages_N has shape \(2,\) and policy_logprobs_N \(3,\)"):
         clipped_policy_loss(x, x, x[:2], mask_N=_ones(3))
-    with pytest.raises(ValueError, match=r"policy_logprobs_N has shape \(1, 3\); .* one flat axis"):
+    with pytest.raises(ValueError, match=r"policy_logprobs_N has shape \(1, 3\)"):
         clipped_policy_loss(x[None], x, x, mask_N=_ones(3))
-    with pytest.raises(ValueError, match=r"mask_N has dtype torch.float32; pass bool"):
+    with pytest.raises(ValueError, match="mask_N has dtype"):
         clipped_policy_loss(x, x, x, mask_N=torch.ones(3))
-    with pytest.raises(ValueError, match=r"rollout_index_N has 2 entries and policy_logprobs_N has 3"):
+    with pytest.raises(ValueError, match=r"rollout_index_N has shape \(2,\) and policy_logprobs_N \(3,\)"):
         gspo_policy_loss(x, x, x, mask_N=_ones(3), rollout_index_N=torch.zeros(2, dtype=torch.int64), num_rollouts=1)
-    with pytest.raises(ValueError, match=r"delta is 1.1; it must be at least 1 \+ epsilon_high = 1.3, or None"):
-        make_policy_loss("ppo", epsilon=0.2, epsilon_high=0.3, delta=1.1)
-    with pytest.raises(ValueError, match=r"epsilon is -0.2; it must be 0 or larger"):
-        make_policy_loss("gspo", epsilon=-0.2)
-    with pytest.raises(ValueError, match=r"epsilon_high is 0.3 and epsilon_max is 5.0; .*set only one"):
-        make_policy_loss("cispo", epsilon_high=0.3, epsilon_max=5.0)
-    with pytest.raises(ValueError, match=r"epsilon_max is 0; it must be larger than 0"):
-        make_policy_loss("cispo", epsilon_max=0)
-    with pytest.raises(ValueError, match=r"policy_loss is 'trpo'; it must be one of cispo, .*gspo, .*ppo"):
+    with pytest.raises(ValueError, match="policy_loss is 'trpo'"):
         make_policy_loss("trpo")
-    with pytest.raises(ValueError, match=r"policy_loss='gspo' does not use delta; it takes epsilon, epsilon_high"):
+    with pytest.raises(ValueError, match="policy_loss='gspo' does not use delta; it takes epsilon, epsilon_high"):
         make_policy_loss("gspo", delta=3.0)
 
 

@@ -70,11 +70,11 @@ def test_exactly_zero_where_nothing_differs():
     assert empty.shape == (0,)
 
 
-def test_mismatched_arguments_are_refused():
+def test_mismatched_arguments():
     lengths = torch.tensor([2, 1])
-    with pytest.raises(ValueError, match=r"token_rewards has shape \(4,\), lengths \(2,\) \(adding up to 3\)"):
+    with pytest.raises(ValueError, match=r"token_rewards has shape \(4,\), lengths \(2,\) \(the sum is 3\)"):
         process_supervision_advantages(torch.zeros(4), lengths, [0, 0])
-    with pytest.raises(ValueError, match=r"group_ids \(1,\); pass one reward per token"):
+    with pytest.raises(ValueError, match=r"group_ids \(1,\)"):
         process_supervision_advantages(torch.zeros(3), lengths, [0])
     with pytest.raises(ValueError, match="rewards is infinite"):
         process_supervision_advantages(torch.tensor([0.0, math.inf, 1.0]), lengths, [0, 0])

@@ -114,18 +114,3 @@ def test_no_tokens_give_zero():
     assert loss == 0
     (gradient,) = torch.autograd.grad(loss, [logits])
     assert (gradient == 0).all()
-
-
-def test_refusals():
-    logits = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match="router_logits is empty"):
-        load_balancing_loss([], 2)
-    with pytest.raises(ValueError, match=r"router_logits\[1\] has shape \(3, 5\)"):
-        load_balancing_loss([logits, torch.zeros(3, 5)], 2)
-    with pytest.raises(ValueError, match=r"router_logits\[0\] has shape \(1, 3, 4\)"):
-        load_balancing_loss([logits[None]], 2)
-    for top_k in (0, 5):
-        with pytest.raises(ValueError, match=f"top_k is {top_k}; it must be 1 to 4"):
-            load_balancing_loss([logits], top_k)
-    with pytest.raises(ValueError, match=r"weights_T has shape \(2,\)"):
-        load_balancing_loss([logits], 2, torch.ones(2))

@@ -52,7 +52,7 @@ for dtype in (torch.float32, torch.bfloat16):
                 for kernels in (softmax_triton, None):
                     running_softmax.fused = lambda block: kernels
                     block = logits.clone()
-                    sums, own = running_softmax.sum_block(block, where, temperature, keep_exp=True)
+                    sums, own = running_softmax.sum_block(block, where, ScoreOptions(temperature), keep_exp=True)
                     both.append((sums.max_N, sums.exp_N, own, block))
                 torch.testing.assert_close(both[0], both[1], atol=1e-6, rtol=1e-2 if dtype != torch.float32 else 1e-5)
 """

@@ -202,14 +202,14 @@ def test_bfloat16_is_computed_in_float32_and_no_rows_are_fine():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "mean"}, "mode is 'mean'; it must be one of broadcast, endpoint, variable_lambda"),
-        ({"lam": 1.5}, r"lam is 1\.5; it must lie in"),
-        ({"lam": torch.tensor([0.5, 1.5])}, r"lam has the entry 1\.5; each must lie in"),
-        ({"critic_lam": torch.ones(3)}, r"critic_lam has shape \(3,\); pass one number, or one per rollout of 2"),
+        ({"mode": "mean"}, "mode is 'mean'"),
+        ({"lam": 1.5}, r"lam is 1\.5"),
+        ({"lam": torch.tensor([0.5, 1.5])}, r"lam is tensor\(\[0\.5000, 1\.5000\]\)"),
+        ({"critic_lam": torch.ones(3)}, r"critic_lam has shape \(3,\)"),
         ({"gamma": -0.1}, "gamma is -0.1"),
         ({"values": torch.ones(2, 3)}, r"values has shape \(2, 3\)"),
         ({"mask": torch.tensor([[True] * 4, [True] * 3 + [False]])}, "groups were found with another mask"),
-        ({"groups": None}, r"groups has shape \(1, 4\) and mask \(2, 4\)"),
+        ({"groups": None}, "groups were found with another mask"),
     ],
 )
 def test_errors_name_the_argument(change, message):

@@ -3,7 +3,6 @@ import torch
 from helpers.tiny_models import tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from pl_grouprl import packing
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.models import ModelCost
 from pl_grouprl.packing import SharedPrefixLayout
@@ -106,8 +105,3 @@ def test_a_partitioned_parameter_counts_whole():
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     assert ModelCost.of(decoder) == whole
-
-
-def test_the_old_name_warns():
-    with pytest.warns(DeprecationWarning, match=r"is now pl_grouprl\.models\.ModelCost"):
-        assert packing.ModelCost is ModelCost

@@ -175,7 +175,7 @@ def test_options():
     assert own_parameters(critic)[min(adapted)].shape == (2, 32)
     torch.testing.assert_close(critic.trunk.layers[0].self_attn.q_proj.scaling["critic"], 16.0)
     for name, wrong in {"r": 0, "alpha": 0, "dropout": 0.1, "target_modules": [], "head_std": -1.0}.items():
-        with pytest.raises(ValueError, match=rf"LoRACritic.{name} is .*; it must be"):
+        with pytest.raises(ValueError, match=rf"{name} is .*; it must be"):
             LoRACritic(**{name: wrong})
     with pytest.raises(ValueError, match="nowhere_proj"):
         LoRACritic(target_modules=["nowhere_proj"]).load(policy)

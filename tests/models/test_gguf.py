@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig
 
 from pl_grouprl.callbacks.export_policy import export
-from pl_grouprl.models import loading as gguf
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.critic import PolicyCopyCritic, PretrainedCritic
+from pl_grouprl.models.loading import split_gguf_path
 from pl_grouprl.models.policy import PretrainedPolicy, as_policy_source, frozen_copy
 from pl_grouprl.rollout.vllm.settings import write_model_folder
 from pl_grouprl.utilities import optional
@@ -142,14 +140,14 @@ def test_the_rules_differ_where_it_is_tested():
 def test_unknown_rules_of_splitting_are_refused(pre, tmp_path):
     write_gguf(tmp_path / "a.gguf", pre=pre)
     source = PretrainedPolicy(str(tmp_path), gguf_file="a.gguf")
-    with pytest.raises(ValueError, match=rf"a.gguf' splits text by the rules {pre!r}.*save_pretrained, and pass that"):
+    with pytest.raises(ValueError, match=rf"a.gguf' splits text by the rules {pre!r}"):
         source.load_tokenizer()
 
 
 def test_the_path_of_a_file_is_a_policy(folder, written):
     assert as_policy_source(f"{folder}/{FILE}") == PretrainedPolicy(str(folder), gguf_file=FILE)
-    assert gguf.split_location("a.gguf") == (".", "a.gguf")
-    assert gguf.split_location("org/name") == ("org/name", None)
+    assert split_gguf_path("a.gguf") == (".", "a.gguf")
+    assert split_gguf_path("org/name") == ("org/name", None)
 
 
 def test_the_config_is_read_once_per_file(tmp_path):
@@ -164,30 +162,10 @@ def test_the_config_is_read_once_per_file(tmp_path):
         assert read.call_count == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "options", "error"),
-    [
-        ("{folder}/a.gguf", {}, r"is '.*/a.gguf', a GGUF file; pass path='.*' and gguf_file='a.gguf'"),
-        ("{folder}", {}, r"has no config.json but GGUF files; pass gguf_file, one of \['a.gguf'\]"),
-        ("{folder}", {"gguf_file": "b.gguf"}, r"'b.gguf' is not in '.*', which has \['a.gguf'\]"),
-        ("{folder}", {"gguf_file": "a.bin"}, "gguf_file is 'a.bin'; pass the name of a .gguf file in path"),
-        ("{folder}", {"gguf_file": "/a.gguf"}, "gguf_file is '/a.gguf'; pass the name of a .gguf file in path"),
-        ("{folder}", {"gguf_file": "a.gguf", "trust_remote_code": True}, "comes without code; leave it out"),
-    ],
-)
-def test_wrong_names_are_refused(path, options, error, tmp_path):
-    (tmp_path / "a.gguf").write_bytes(b"")
-    with pytest.raises((ValueError, FileNotFoundError), match=error):
-        PretrainedPolicy(path.format(folder=tmp_path), **options)
-
-
-def test_missing_packages_are_named(folder, written, monkeypatch):
+def test_a_missing_package_is_named(folder, written, monkeypatch):
     monkeypatch.setattr(optional, "GGUF_AVAILABLE", False)
     with pytest.raises(ModuleNotFoundError, match=r"'tiny.Q8_0.gguf' needs .* 'pl-grouprl\[gguf\]'"):
         PretrainedPolicy(str(folder), gguf_file=FILE)
-    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
-    with pytest.raises(ImportError, match="cannot load as a dense model; upgrade it"):
-        gguf.dense_options(FILE)
 
 
 @pytest.mark.parametrize(
@@ -207,27 +185,12 @@ def test_weights_are_checked(options, error, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 8, 900, 0.9])
-def test_a_damaged_file_is_named(kept, folder, written, tmp_path):
+def test_a_damaged_file_is_an_error(kept, folder, written, tmp_path):
     content = (folder / FILE).read_bytes()
     (tmp_path / "a.gguf").write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
     source = PretrainedPolicy(str(tmp_path), gguf_file="a.gguf")
-    with pytest.raises(ValueError, match=r"the GGUF file '.*/a.gguf' cannot be loaded: .*copy it again"):
+    with pytest.raises(Exception):  # noqa: B017, PT011 (the reader's own)
         source.load()
     if kept != 0.9:  # whose metadata are whole
-        with pytest.raises(ValueError, match=r"the GGUF file '.*/a.gguf' cannot be loaded"):
+        with pytest.raises(Exception):  # noqa: B017, PT011
             source.load_tokenizer()
-
-
-@pytest.mark.parametrize(
-    ("place", "damage"),
-    [
-        (b"llama.block_count", b"\xff"),  # text that is not UTF-8
-        (b"general.architecture", b"\xff" * 40),  # a length of 64 bits
-    ],
-)
-def test_a_file_with_wrong_bytes_is_named(place, damage, folder, written, tmp_path):
-    content = (folder / FILE).read_bytes()
-    start = content.index(place)
-    (tmp_path / "a.gguf").write_bytes(content[:start] + damage + content[start + len(damage) :])
-    with pytest.raises(ValueError, match=r"the GGUF file '.*/a.gguf' cannot be loaded: .*copy it again"):
-        PretrainedPolicy(str(tmp_path), gguf_file="a.gguf").load()

@@ -10,6 +10,7 @@ import torch
 from helpers.scripts import run_script
 from helpers.tiny_models import random_groups, tiny_model
 from helpers.tiny_vision import tiny_vision_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pl_grouprl.demo.warm_start import WarmStartedPolicy
@@ -65,7 +66,7 @@ def folder(tmp_path):
 CASES = {
     "missing": (
         without(UP),
-        rf"1 of its weights differ: missing from it: {UP}\. Use weights that belong to its config",
+        rf"1 of its weights differ: missing from it: {UP}",
     ),
     "missing head": (without("lm_head.weight"), r"missing from it: lm_head.weight"),
     "left over": (
@@ -119,18 +120,18 @@ def test_complete_folders_load(tmp_path, family, tied):
 
 
 def test_experts(tmp_path):
-    """transformers puts them together, and says what went wrong in a log line alone."""
+    """transformers puts them together."""
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
-    for number, (edit, message) in enumerate(
+    for number, (edit, error, message) in enumerate(
         [
-            (without(name), r"of another shape: model.layers.0.mlp.experts.down_proj \(\[3, 32, 16\]"),
-            (replaced(name, torch.zeros(3, 5)), r"cannot be loaded: .*model.layers.0.mlp.experts.down_proj"),
+            (without(name), ValueError, r"of another shape: model.layers.0.mlp.experts.down_proj \(\[3, 32, 16\]"),
+            (replaced(name, torch.zeros(3, 5)), RuntimeError, ""),
         ]
     ):
         path = tmp_path / str(number)
         tiny_model("qwen3_moe").save_pretrained(path)
         change(path, edit)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             PretrainedPolicy(str(path)).load()
 
 
@@ -161,12 +162,10 @@ def test_listed_weights_may_differ_and_are_the_same_in_every_run(folder):
         PretrainedPolicy(folder, allow_mismatched_weights=("lm_head.weight",)).load()
 
 
-def test_a_pattern_that_matches_nothing_is_refused(folder):
-    message = r"allow_mismatched_weights has 'lm_hed\*', which matches no weight .* \(those are none\); leave it out"
-    with pytest.raises(ValueError, match=message):
-        PretrainedPolicy(folder, allow_mismatched_weights=("lm_hed*",)).load()
-    with pytest.raises(ValueError, match=r"PretrainedPolicy.allow_mismatched_weights is 'lm_head'; it must be a list"):
-        PretrainedPolicy(folder, allow_mismatched_weights="lm_head")
+@pytest.mark.parametrize("patterns", [("lm_hed*",), "lm_head"])
+def test_a_pattern_that_matches_nothing(folder, patterns):
+    with pytest.raises(ValueError, match=r"allow_mismatched_weights has .*, which matches no weight"):
+        PretrainedPolicy(folder, allow_mismatched_weights=patterns).load()
 
 
 def cut(path):
@@ -174,13 +173,13 @@ def cut(path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other bytes"])
-def test_a_damaged_file_is_named(folder, damage):
+def test_a_damaged_file_is_an_error(folder, damage):
     path = Path(folder) / "model.safetensors"
     if damage == "cut":
         cut(path)
     else:
         path.write_bytes(b"" if damage == "empty" else b"x" * 1000)
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {path}: .*SafetensorError.*Copy or save it again"):
+    with pytest.raises(SafetensorError):
         PretrainedPolicy(folder).load()
 
 
@@ -189,29 +188,26 @@ def test_shards_and_their_index(tmp_path):
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     kept = shards[1].read_bytes()
     cut(shards[1])
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {shards[1]}: "):
+    with pytest.raises(SafetensorError):
         PretrainedPolicy(str(tmp_path)).load()
     shards[1].unlink()
-    with pytest.raises(ValueError, match=rf"cannot be loaded: .*{shards[1].name}"):
+    with pytest.raises(OSError, match=shards[1].name):
         PretrainedPolicy(str(tmp_path)).load()
     shards[1].write_bytes(kept)
     name = next(iter(load_file(shards[1])))
     change(tmp_path, lambda weights: weights.update({"x": weights.pop(name)}), shards[1].name)
     with pytest.raises(ValueError, match=rf"missing from it: {name}; unknown to the model: x"):
         PretrainedPolicy(str(tmp_path)).load()
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ValueError, match=r"cannot be loaded: .*model.safetensors.index.json: .*JSONDecodeError"):
-        PretrainedPolicy(str(tmp_path)).load()
 
 
-def test_a_damaged_pickle_file_is_named(folder):
+def test_a_pickle_file(folder):
     weights = load_file(Path(folder) / "model.safetensors")
     (Path(folder) / "model.safetensors").unlink()
     path = Path(folder) / "pytorch_model.bin"
     torch.save(weights, path)
     PretrainedPolicy(folder).load()
     cut(path)
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {path}: "):
+    with pytest.raises(Exception):  # noqa: B017, PT011 (torch's own)
         PretrainedPolicy(folder).load()
 
 
@@ -220,7 +216,7 @@ def test_weights_that_the_dtype_cannot_hold(folder):
     PretrainedPolicy(folder, dtype="bfloat16").load()
     with pytest.raises(
         ValueError,
-        match=rf"NaN or infinity in 1 of its weights, as loaded in torch.float16: {UP}.*a dtype with a larger range",
+        match=rf"NaN or infinity in 1 of its weights, as loaded in torch.float16: {UP}",
     ):
         PretrainedPolicy(folder, dtype="float16").load()
 
@@ -236,7 +232,7 @@ def test_critics(tmp_path, folder):
     with pytest.raises(ValueError, match=r"does not fit LlamaModel: .*unknown to the model: layers.2.mlp"):
         PretrainedCritic(str(base)).load(policy)
     change(folder, replaced("model.layers.2.mlp.up_proj.weight", torch.zeros(48, 32)))
-    with pytest.raises(ValueError, match=r"unknown to the model: model.layers.2.mlp.up_proj.weight\."):
+    with pytest.raises(ValueError, match=r"unknown to the model: model.layers.2.mlp.up_proj.weight"):
         PretrainedCritic(folder).load(policy)
     PretrainedCritic(folder, allow_mismatched_weights=("model.layers.2.*",)).load(policy)
     scored = tmp_path / "scored"
@@ -253,8 +249,6 @@ def test_reward_models_without_a_score(tmp_path):
     with pytest.raises(RewardConfigurationError, match=r"ModelReward\('.*'\): .*missing from it: score.weight"):
         ModelReward(str(tmp_path)).set_up()
     ModelReward(str(tmp_path), allow_mismatched_weights=["score.*"]).set_up()
-    with pytest.raises(ValueError, match=r"ModelReward.allow_mismatched_weights is 'score'; it must be a list"):
-        ModelReward(str(tmp_path), allow_mismatched_weights="score")
     tiny_model("llama").save_pretrained(tmp_path / "other")
     edit_config(tmp_path / "other", architectures=["LlamaForSequenceClassification"], num_labels=1)
     with pytest.raises(RewardConfigurationError, match=r"missing from it: score.weight; unknown to the model: lm_head"):
@@ -297,10 +291,7 @@ def test_adapters(folder, adapter, edit, message):
 
 def test_damaged_adapters(folder, adapter):
     cut(adapter / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=rf"cannot be loaded: {adapter}/adapter_model.safetensors: "):
-        PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
-    (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match=rf"the adapter of path '{adapter}' cannot be loaded: .*JSONDecodeError"):
+    with pytest.raises(SafetensorError):
         PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
 
 

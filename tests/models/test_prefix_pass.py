@@ -367,7 +367,7 @@ def test_no_states_are_left(family, checkpointing):
         try:
             prefix = PrefixPass(group, "cpu")
             score(model, pack_slice(group, [0, 3], prefix)).logprobs_N.sum().backward()
-            kept = [weakref.ref(leaf.recorded) for leaf in prefix.states(model)._leaves]
+            kept = [weakref.ref(leaf.recorded) for leaf in prefix.states(model).leaves]
             prefix.loss().backward()
             assert len(kept) > 3
             assert not [one for one in kept if one() is not None]

@@ -171,7 +171,7 @@ def test_a_trunk_in_no_context_is_refused():
     batch = pack(random_groups(4, SHAPES["groups"]))
     with (
         shared_prefix(policy),
-        pytest.raises(RuntimeError, match="no shared_prefix context is active for LlamaModel"),
+        pytest.raises(RuntimeError, match="LlamaModel would ignore the layout"),
     ):
         critic.values(batch)
     with shared_prefix(policy):  # which is the shared trunk's too

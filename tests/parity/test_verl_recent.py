@@ -105,8 +105,8 @@ def test_equal_rewards_and_single_rollouts_give_exactly_zero(name):
 def test_refusals(name):
     with pytest.raises(ValueError, match=r"score_norms has shape \(5, 4\) and rewards \(5, 5\)"):
         make_advantage_estimator(name)(REWARDS, IDS, mask=MASK, score_norms=NORMS[:, 1:])
-    with pytest.raises(ValueError, match=r"eps is 0.0; it must be larger than 0"):
-        make_advantage_estimator(name, eps=0.0)
+    with pytest.raises(ValueError, match=r"eps is 0.0"):
+        make_advantage_estimator(name, eps=0.0)(REWARDS, IDS, mask=MASK, score_norms=NORMS)
 
 
 @pytest.mark.parametrize("f_norm", [1.0, 2.0])
@@ -126,8 +126,8 @@ def test_gpg(f_norm):
 
 
 def test_gpg_refuses_its_option():
-    with pytest.raises(ValueError, match=r"f_norm is 0.0; it must be larger than 0"):
-        make_advantage_estimator("gpg", f_norm=0.0)
+    with pytest.raises(ValueError, match=r"f_norm is 0.0"):
+        make_advantage_estimator("gpg", f_norm=0.0)(torch.zeros(2), torch.zeros(2, dtype=torch.long))
 
 
 def test_dro():

@@ -271,11 +271,11 @@ def test_refused_together_with_others(options, words):
 @pytest.mark.parametrize(
     ("points", "path", "words"),
     [
-        ((2,), (0,), "branch_path has 1 entries for 1 branch_points; pass one for the prompt"),
-        ((2,), (), "branch_path has 0 entries"),
-        ((2, 2), (0, 0, 0), r"branch_points is \(2, 2\) for 3 token_ids; pass increasing"),
+        ((2,), (0,), r"branch_path \(0,\)"),
+        ((2,), (), r"branch_path \(\)"),
+        ((2, 2), (0, 0, 0), r"branch_points is \(2, 2\)"),
         ((0,), (0, 0), r"branch_points is \(0,\)"),
-        ((4,), (0, 0), r"branch_points is \(4,\) for 3 token_ids"),
+        ((4,), (0, 0), r"branch_points is \(4,\) .* for 3 token_ids"),
     ],
 )
 def test_rollouts_refuse_branches_that_do_not_fit(points, path, words):

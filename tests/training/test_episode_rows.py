@@ -44,7 +44,7 @@ def test_a_group_knows_its_episodes():
 
 def test_rows_with_different_rewards_are_refused():
     rows = EpisodeRows((Rollout([1], reward=1.0, episode=3), Rollout([2], reward=0.5, episode=3)))
-    with pytest.raises(ValueError, match=r"rows of episode 3 have the rewards \[1.0, 0.5\]; give all of them"):
+    with pytest.raises(ValueError, match=r"reward is \[1.0, 0.5\] in the rows of episode 3"):
         _ = rows.reward
     nothing = EpisodeRows((Rollout([1], reward=float("nan")), Rollout([2], reward=None)))
     assert nothing.reward is None

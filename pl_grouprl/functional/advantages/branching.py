@@ -47,10 +47,8 @@ from pl_grouprl.functional.advantages.base import (
 from pl_grouprl.functional.masked import Reduce, bool_mask, differ
 from pl_grouprl.utilities.options import check_options
 
-TREE_SCALES = ("none", "group")
 
-
-@register_advantage_estimator("tree", needs=("group_ids", "mask", "branches", "reduce"), per_token=True)
+@register_advantage_estimator("tree", per_token=True)
 @torch.no_grad()
 def tree_advantages(
     rewards: Tensor,
@@ -87,7 +85,7 @@ def tree_advantages(
         scale: `group` also divides by the unbiased standard deviation of the group's rewards. As in `grpo`, that is
             biased: it weights prompts by the inverse of a sampled number.
         eps: Added to the standard deviation, in units of the reward.
-        reduce: Sums over ranks; None for this rank alone.
+        reduce: Sums over ranks; defaults to this rank alone.
 
     Returns:
         Shape [B, T], in units of the reward, leaf weights included; 0 outside the mask. Exactly 0 for segments with
@@ -97,19 +95,17 @@ def tree_advantages(
         ValueError: If shapes differ, a reward is infinite, an option is out of range, or the branches of a group
             contradict each other.
     """
-    groups, forest, mask_BT = _prepare(rewards, group_ids, mask, branches, scale, eps)
+    groups = gather_groups(rewards, group_ids)
+    forest, trained_B = build_forest(groups.index_B, branches), bool_mask(mask).any(dim=1)
     values = _Values(forest, groups)
     baseline_M = values.siblings_mean_M if leave_one_out else values.mean_M[forest.parent_M]
     advantages_M = values.compare(values.mean_M, baseline_M)
-    trained_B = mask_BT.any(dim=1)
     share_B = _shares(forest, trained_B)[forest.leaf_B]
     weights_B = _row_weights(share_B, groups.index_B, forest, trained_B, reduce)
-    return _rows(advantages_M, weights_B, groups, forest, mask_BT, scale, eps)
+    return _rows(advantages_M, weights_B, groups, forest, mask, scale, eps)
 
 
-@register_advantage_estimator(
-    "vine", needs=("group_ids", "mask", "branches", "reduce"), per_token=True, skips_rollouts=True
-)
+@register_advantage_estimator("vine", per_token=True, skips_rollouts=True)
 @torch.no_grad()
 def vine_advantages(
     rewards: Tensor,
@@ -142,7 +138,7 @@ def vine_advantages(
         branches: How the rollouts branch. The order of continuations must not depend on their content.
         scale: As in `tree_advantages`.
         eps: Added to the standard deviation, in units of the reward.
-        reduce: Sums over ranks; None for this rank alone.
+        reduce: Sums over ranks; defaults to this rank alone.
 
     Returns:
         Shape [B, T], in units of the reward, weights included; 0 outside the mask and off the trunks.
@@ -151,16 +147,33 @@ def vine_advantages(
         ValueError: If shapes differ, a reward is infinite, an option is out of range, or the branches of a group
             contradict each other.
     """
-    groups, forest, mask_BT = _prepare(rewards, group_ids, mask, branches, scale, eps)
-    values, shares_M = _Values(forest, groups), _shares(forest, mask_BT.any(dim=1))
-    first_M = _first_trained(forest, shares_M > 0)
-    advantages_M = values.compare(values.off_trunk(first_M), values.siblings_mean_M)
+    groups = gather_groups(rewards, group_ids)
+    forest, trained_B = build_forest(groups.index_B, branches), bool_mask(mask).any(dim=1)
+    values, shares_M = _Values(forest, groups), _shares(forest, trained_B)
+
+    # A node is first if its number is the lowest among the trained children of its parent.
+    none = torch.iinfo(torch.long).max
+    number_M = forest.number_M.masked_fill(shares_M == 0, none)
+    lowest_M = torch.full_like(number_M, none)
+    for level in forest.levels:
+        lowest_M = lowest_M.scatter_reduce(0, forest.parent_M[level], number_M[level], "amin")
+    first_M = (shares_M > 0) & (number_M == lowest_M[forest.parent_M])
+
+    # The value at the end of a node of a trunk, without its continuation in the trunk; the reward of a leaf.
+    end_M = values.mean_M.clone()
+    for level in reversed(forest.levels[1:]):
+        child = torch.arange(level.start, level.stop, device=end_M.device)[first_M[level]]
+        value = torch.where(values.is_only_M[child], end_M[child], values.siblings_mean_M[child])
+        end_M[forest.parent_M[child]] = value
+    advantages_M = values.compare(end_M, values.siblings_mean_M)
+
     trunk_M = torch.ones_like(shares_M)
     for level in forest.levels[1:]:
         trunk_M[level] = trunk_M[forest.parent_M[level]] * first_M[level]
-    share_B = trunk_M[forest.leaf_B] * shares_M[forest.first_B]
-    weights_B = _row_weights(share_B, groups.index_B, forest, mask_BT.any(dim=1), reduce)
-    return _rows(advantages_M, weights_B, groups, forest, mask_BT, scale, eps)
+    first_B = torch.tensor([row[0] for row in forest.segments], dtype=torch.long, device=trunk_M.device)
+    share_B = trunk_M[forest.leaf_B] * shares_M[first_B]
+    weights_B = _row_weights(share_B, groups.index_B, forest, trained_B, reduce)
+    return _rows(advantages_M, weights_B, groups, forest, mask, scale, eps)
 
 
 @torch.no_grad()
@@ -173,7 +186,7 @@ def leaf_weights(
         group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
         mask: True for trained tokens, shape [B, T]. A rollout without any gets 0 and counts as absent.
         branches: How the rollouts branch.
-        reduce: Sums over ranks; None for this rank alone.
+        reduce: Sums over ranks; defaults to this rank alone.
 
     Returns:
         Shape [B], float64. The mean over trained rollouts of all ranks is 1; all are 1 if no rollout branches.
@@ -181,8 +194,7 @@ def leaf_weights(
     Raises:
         ValueError: If shapes differ, or the branches of a group contradict each other.
     """
-    mask_BT = bool_mask(mask)
-    trained_B = mask_BT.any(dim=1)
+    trained_B = bool_mask(mask).any(dim=1)
     groups = gather_groups(trained_B.to(torch.float64), group_ids)
     forest = build_forest(groups.index_B, branches)
     share_B = _shares(forest, trained_B)[forest.leaf_B]
@@ -195,6 +207,7 @@ class _Values:
     Attributes:
         mean_M: Reward of a leaf, mean over the children of an inner node.
         siblings_mean_M: Mean over the siblings of a node.
+        is_only_M: Whether a node has no siblings.
     """
 
     def __init__(self, forest: Forest, groups: Groups) -> None:
@@ -214,25 +227,16 @@ class _Values:
         self.mean_M = mean_M
         self.siblings_mean_M = (total_M[up] - mean_M) / (count_M[up] - 1).clamp(min=1)
         self._is_valid_M = valid_M > 0
-        self._is_only_M = count_M[up] == 1
+        self.is_only_M = count_M[up] == 1
         self._is_equal_M = ~differ(low_M, high_M)[up]
-
-    def off_trunk(self, first_M: Tensor) -> Tensor:
-        """Value at the end of each node, its continuation that `first_M` marks left out; the reward of a leaf."""
-        end_M = self.mean_M.clone()
-        for level in reversed(self._forest.levels[1:]):
-            child = torch.arange(level.start, level.stop, device=end_M.device)[first_M[level]]
-            value = torch.where(self._is_only_M[child], end_M[child], self.siblings_mean_M[child])
-            end_M[self._forest.parent_M[child]] = value
-        return end_M
 
     def compare(self, value_M: Tensor, baseline_M: Tensor) -> Tensor:
         """Subtract a baseline from values; a node without siblings inherits its parent's advantage."""
-        centred_M = (value_M - baseline_M).masked_fill(~self._is_valid_M | self._is_equal_M, 0)
-        advantages_M = torch.zeros_like(centred_M)
+        centered_M = (value_M - baseline_M).masked_fill(~self._is_valid_M | self._is_equal_M, 0)
+        advantages_M = torch.zeros_like(centered_M)
         for level in self._forest.levels:
             inherited = advantages_M[self._forest.parent_M[level]]
-            advantages_M[level] = torch.where(self._is_only_M[level], inherited, centred_M[level])
+            advantages_M[level] = torch.where(self.is_only_M[level], inherited, centered_M[level])
         return advantages_M.masked_fill(~self._is_valid_M, 0)
 
 
@@ -250,50 +254,22 @@ def _shares(forest: Forest, trained_B: Tensor) -> Tensor:
     return shares_M
 
 
-def _first_trained(forest: Forest, trained_M: Tensor) -> Tensor:
-    """Whether each node has the lowest number among the trained children of its parent, bool."""
-    number_M = forest.number_M.masked_fill(~trained_M, torch.iinfo(torch.long).max)
-    lowest_M = torch.full_like(number_M, torch.iinfo(torch.long).max)
-    for level in forest.levels:
-        lowest_M = lowest_M.scatter_reduce(0, forest.parent_M[level], number_M[level], "amin")
-    return trained_M & (number_M == lowest_M[forest.parent_M])
-
-
 def _row_weights(share_B: Tensor, index_B: Tensor, forest: Forest, trained_B: Tensor, reduce: Reduce | None) -> Tensor:
     """Scale shares of a prompt's gradient to a mean of 1 over trained rollouts; all 1 if no rollout branches."""
-    counts = trained_B.sum(), index_B[trained_B].unique().numel(), forest.has_branches
+    counts = trained_B.sum(), index_B[trained_B].unique().numel(), any(map(len, forest.points))
     counted = torch.tensor([float(count) for count in counts], dtype=torch.float64, device=share_B.device)
     num_rollouts, num_groups, has_branches = (counted if reduce is None else reduce(counted)).tolist()
-    if not has_branches:
-        return torch.ones_like(share_B)
-    return share_B * num_rollouts / max(num_groups, 1.0)
-
-
-def _prepare(
-    rewards: Tensor, group_ids: Tensor | Sequence[int], mask: Tensor, branches: BranchPaths, scale: str, eps: float
-) -> tuple[Groups, Forest, Tensor]:
-    """Check the arguments; return rewards by group, the trees and the mask as bool."""
-    check_options({"scale": (scale, scale in TREE_SCALES, f"one of {', '.join(TREE_SCALES)}")})
-    check_options({"eps": (eps, eps >= 0, "0 or larger")})
-    groups = gather_groups(rewards, group_ids)
-    if mask.dim() != 2 or len(mask) != len(rewards):
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)} for {len(rewards)} rewards; pass one row per rollout, shape [B, T]."
-        )
-    return groups, build_forest(groups.index_B, branches), bool_mask(mask)
+    return share_B * num_rollouts / max(num_groups, 1.0) if has_branches else torch.ones_like(share_B)
 
 
 def _rows(
-    advantages_M: Tensor,
-    weights_B: Tensor,
-    groups: Groups,
-    forest: Forest,
-    mask_BT: Tensor,
-    scale: str,
-    eps: float,
+    advantages_M: Tensor, weights_B: Tensor, groups: Groups, forest: Forest, mask: Tensor, scale: str, eps: float
 ) -> Tensor:
     """Put scaled and weighted advantages at the tokens of their segments."""
+    check_options(
+        {"scale": (scale, scale in ("none", "group"), "none or group"), "eps": (eps, eps >= 0, "0 or larger")}
+    )
     if scale == "group":
         weights_B = weights_B / (groups.std()[groups.index_B] + eps)
-    advantages_BT = forest.per_token(advantages_M, mask_BT.shape[1]) * weights_B[:, None]
-    return advantages_BT.masked_fill(~mask_BT, 0).to(groups.dtype)
+    advantages_BT = forest.per_token(advantages_M, mask.shape[1]) * weights_B[:, None]
+    return advantages_BT.masked_fill(~bool_mask(mask), 0).to(groups.dtype)

@@ -1,4 +1,9 @@
-"""Advantages from rewards alone: relative to the group, or to other baselines."""
+"""Advantages per rollout, from the rewards of its group.
+
+`base` has the conventions on NaN, equal rewards and dtypes, and `gather_groups`.
+
+Legend: B rollouts, P prompts (groups), F reward functions, N response tokens of all rollouts, concatenated, S steps.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,7 @@ from pl_grouprl.functional.advantages.base import check_rewards, gather_groups, 
 from pl_grouprl.functional.masked import differ
 from pl_grouprl.utilities.options import check_options
 
-# Advantages per rollout from the rewards of its group alone.
-#
-# Legend: B rollouts, P prompts (groups). `groups` has the conventions on NaN, equal rewards and dtypes.
-
 REWARD_SCALES = ("group", "batch", "none")
-PASSK_SCALES = ("group", "none")
 
 
 @register_advantage_estimator("grpo", takes_steps=True)
@@ -24,7 +24,7 @@ PASSK_SCALES = ("group", "none")
 def group_relative_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], *, scale: str = "group", eps: float = 1e-6
 ) -> Tensor:
-    """Centre each reward on its group's mean and divide by a standard deviation (GRPO, arXiv:2402.03300, eq. 3).
+    """Center each reward on its group's mean and divide by a standard deviation (GRPO, arXiv:2402.03300, eq. 3).
 
     Equal to verl's `grpo` and, with `eps=1e-4`, to TRL's `scale_rewards` of the same name.
 
@@ -41,17 +41,21 @@ def group_relative_advantages(
     Raises:
         ValueError: If the shapes differ, a reward is infinite, the scale is unknown, or eps is negative.
     """
-    _check_scale(scale)
-    _check_eps(eps)
+    check_options(
+        {
+            "scale": (scale, scale in REWARD_SCALES, f"one of {', '.join(REWARD_SCALES)}"),
+            "eps": (eps, eps >= 0, "0 or larger"),
+        }
+    )
     groups = gather_groups(rewards, group_ids)
-    centred_B = groups.centred()
+    centered_B = groups.centered()
     if scale == "group":
-        centred_B = centred_B / (groups.std()[groups.index_B] + eps)
+        centered_B = centered_B / (groups.std()[groups.index_B] + eps)
     elif scale == "batch":
         valid = groups.rewards_B[groups.valid_B]
         std = valid.std() if len(valid) > 1 else valid.new_zeros(())
-        centred_B = centred_B / (std + eps)
-    return groups.finish(centred_B)
+        centered_B = centered_B / (std + eps)
+    return groups.finish(centered_B)
 
 
 @register_advantage_estimator("rloo")
@@ -74,13 +78,13 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int]) -> Tenso
     groups = gather_groups(rewards, group_ids)
     # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
     factor_P = groups.count_P / (groups.count_P - 1).clamp(min=1)
-    return groups.finish(groups.centred() * factor_P[groups.index_B])
+    return groups.finish(groups.centered() * factor_P[groups.index_B])
 
 
 @register_advantage_estimator("gpg")
 @torch.no_grad()
 def gpg_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], *, f_norm: float = 1.0) -> Tensor:
-    """Centre each reward on its group's mean, and divide by the share of nonzero rewards in all groups.
+    """Center each reward on its group's mean, and divide by the share of nonzero rewards in all groups.
 
     A variant of GPG (arXiv:2504.02546), which divides by the share of rollouts with a gradient. Equal to verl's `gpg`,
     except that a group of one rollout gets 0. Use it with `policy_loss: gpg`.
@@ -99,7 +103,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], *, f_norm
     check_options({"f_norm": (f_norm, f_norm > 0, "larger than 0")})
     groups = gather_groups(rewards, group_ids)
     alpha = groups.valid_B.sum() / differ(0.0, groups.rewards_B).sum().clamp(min=1)
-    return groups.finish(groups.centred() * alpha / f_norm)
+    return groups.finish(groups.centered() * alpha / f_norm)
 
 
 @register_advantage_estimator("grpo_passk")
@@ -111,7 +115,7 @@ def grpo_passk_advantages(
 
     This gives the gradient of the group's largest reward, with the largest of the other rewards as each rollout's
     baseline. If two rollouts share the best reward, the whole group gets 0. Equal to verl's `grpo_passk`
-    (`scale="none"` is its `norm_adv_by_std_in_grpo=False`), except that verl refuses groups of one.
+    (`scale="none"` is its `norm_adv_by_std_in_grpo=False`), except that verl rejects groups of one.
 
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
@@ -125,8 +129,9 @@ def grpo_passk_advantages(
     Raises:
         ValueError: If the shapes differ, a reward is infinite, the scale is unknown, or eps is negative.
     """
-    _check_scale(scale, PASSK_SCALES)
-    _check_eps(eps)
+    check_options(
+        {"scale": (scale, scale in ("group", "none"), "group or none"), "eps": (eps, eps >= 0, "0 or larger")}
+    )
     groups = gather_groups(rewards, group_ids)
     rewards_B = groups.rewards_B.masked_fill(~groups.valid_B, -torch.inf)
     best_B = groups.valid_B & ~differ(rewards_B, groups.largest(rewards_B)[groups.index_B])
@@ -138,21 +143,10 @@ def grpo_passk_advantages(
     return groups.finish(lead_B.masked_fill(~(best_B & unique_P[groups.index_B]), 0))
 
 
-def _check_eps(eps: float) -> None:
-    check_options({"eps": (eps, eps >= 0, "0 or larger")})
+# Baselines that need more than the rewards: lengths, or a greedy rollout.
 
 
-def _check_scale(scale: str, scales: Sequence[str] = REWARD_SCALES) -> None:
-    if scale not in scales:
-        raise ValueError(f"scale is {scale!r}; it must be one of {', '.join(scales)}.")
-
-
-# Advantages per rollout with baselines that need more than the rewards: lengths, or a greedy rollout.
-#
-# Legend: B rollouts, P prompts (groups). `groups` has the conventions on NaN, equal rewards and dtypes.
-
-
-@register_advantage_estimator("opo", needs=("group_ids", "lengths"))
+@register_advantage_estimator("opo")
 @torch.no_grad()
 def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: Tensor) -> Tensor:
     """Subtract the group's length-weighted mean from each reward (OPO, arXiv:2505.23585).
@@ -168,17 +162,18 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor | Sequence[int], lengths: 
         Advantages, shape [B], in units of the reward. Exactly zero where all rewards of a group are equal.
 
     Raises:
-        ValueError: If the shapes differ, a reward is infinite, or a length is negative.
+        ValueError: If the shapes differ or a reward is infinite.
     """
     groups = gather_groups(rewards, group_ids)
-    _check_lengths(lengths, len(rewards))
+    if lengths.shape != rewards.shape:
+        raise ValueError(f"lengths has shape {tuple(lengths.shape)} for {len(rewards)} rewards; pass one per rollout.")
     lengths_B = lengths.to(rewards.device, torch.float64).masked_fill(~groups.valid_B, 0)
     # Lengths are integers, so the clamp only affects groups without tokens, which train nothing.
     baseline_P = groups.sum(lengths_B * groups.rewards_B) / groups.sum(lengths_B).clamp(min=1)
     return groups.finish(groups.rewards_B - baseline_P[groups.index_B])
 
 
-@register_advantage_estimator("remax", needs=("greedy_rewards",))
+@register_advantage_estimator("remax")
 @torch.no_grad()
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """Subtract the reward of the prompt's greedy rollout from each reward (ReMax, arXiv:2310.10505).
@@ -201,28 +196,14 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     check_rewards(greedy_rewards, "greedy_rewards")
     if len(greedy_rewards) != len(rewards):
         raise ValueError(
-            f"greedy_rewards has {len(greedy_rewards)} entries for {len(rewards)} rewards; "
-            "pass the greedy reward of the prompt once per rollout."
+            f"greedy_rewards has {len(greedy_rewards)} entries for {len(rewards)} rewards; pass one per rollout."
         )
     rewards_B, greedy_B = rewards.to(torch.float64), greedy_rewards.to(rewards.device, torch.float64)
     advantages_B = (rewards_B - greedy_B).masked_fill(~differ(greedy_B, rewards_B), 0)
     return advantages_B.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
-def _check_lengths(lengths: Tensor, num_rollouts: int) -> None:
-    if lengths.shape != (num_rollouts,):
-        raise ValueError(
-            f"lengths has shape {tuple(lengths.shape)} for {num_rollouts} rewards; "
-            "pass the response tokens of each rollout, shape [B]."
-        )
-    negative = ~(lengths >= 0)
-    if negative.any():
-        raise ValueError(f"lengths has the entry {lengths[negative][0].item()}; pass numbers of tokens, 0 or more.")
-
-
 # Several rewards per rollout, summed before or after normalization within the group.
-#
-# Legend: B rollouts, F reward functions.
 
 REWARD_AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
@@ -241,10 +222,10 @@ def combine_rewards(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tenso
     Raises:
         ValueError: If the shapes differ, a reward is infinite or a weight is not finite.
     """
-    weights_F = _check(rewards, weights)
-    applies_BF = ~rewards.isnan()
+    weights_F = _weights_of(rewards, weights)
     total_B = (rewards.to(torch.float64) * weights_F).nansum(dim=1)
-    return total_B.masked_fill(~applies_BF.any(dim=1), torch.nan).to(_dtype(rewards))
+    total_B = total_B.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    return total_B.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -287,12 +268,10 @@ def multi_reward_advantages(
     """
     if aggregation not in REWARD_AGGREGATIONS:
         raise ValueError(f"aggregation is {aggregation!r}; it must be one of {', '.join(REWARD_AGGREGATIONS)}.")
-    weights_F = _check(rewards, weights)
+    weights_F = _weights_of(rewards, weights)
     if greedy_rewards is not None and greedy_rewards.shape != rewards.shape:
-        raise ValueError(
-            f"greedy_rewards has shape {tuple(greedy_rewards.shape)} and rewards {tuple(rewards.shape)}; "
-            "pass both as [B, F]."
-        )
+        shapes = f"{tuple(greedy_rewards.shape)} and rewards {tuple(rewards.shape)}"
+        raise ValueError(f"greedy_rewards has shape {shapes}; pass both as [B, F].")
     extras = {} if lengths is None else {"lengths": lengths}
     if aggregation == "sum_then_normalize":
         if greedy_rewards is not None:
@@ -304,46 +283,27 @@ def multi_reward_advantages(
         if greedy_rewards is not None:
             extras["greedy_rewards"] = greedy_rewards[:, column]
         total_B += weight * estimator(rewards[:, column].to(torch.float64), group_ids, **extras)
-    return _standardize(total_B, group_ids, ~rewards.isnan().all(dim=1), eps).to(_dtype(rewards))
-
-
-def _standardize(total_B: Tensor, group_ids: Tensor | Sequence[int], valid_B: Tensor, eps: float) -> Tensor:
+    # Standardized over the batch, as one group, except that groups of zeros stay 0.
     groups = gather_groups(total_B, group_ids)
-    nonzero_B = differ(0, groups.largest(total_B.abs()))[groups.index_B]
-    one_group_B = torch.zeros_like(groups.index_B)
-    standardized_B = group_relative_advantages(total_B.masked_fill(~valid_B, torch.nan), one_group_B, eps=eps)
-    return standardized_B.masked_fill(~nonzero_B, 0)
+    total_B = total_B.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    standardized_B = group_relative_advantages(total_B, torch.zeros_like(groups.index_B), eps=eps)
+    nonzero_B = differ(0, groups.largest(groups.rewards_B.abs()))[groups.index_B]
+    return standardized_B.masked_fill(~nonzero_B, 0).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
-def _dtype(rewards: Tensor) -> torch.dtype:
-    return torch.promote_types(rewards.dtype, torch.float32)
-
-
-def _check(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
-    if rewards.dim() != 2:
-        raise ValueError(
-            f"rewards has shape {tuple(rewards.shape)}; pass one column per reward function, shape [B, F]."
-        )
+def _weights_of(rewards: Tensor, weights: Tensor | Sequence[float]) -> Tensor:
+    """Check the shapes of rewards [B, F] and weights [F]; return the weights in float64."""
     weights_F = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)
-    if weights_F.shape != rewards.shape[1:]:
-        raise ValueError(
-            f"weights has shape {tuple(weights_F.shape)} for {rewards.shape[1]} reward functions; "
-            "pass one number per column of rewards."
-        )
-    if not weights_F.isfinite().all():
-        raise ValueError(f"weights is {weights_F.tolist()}; pass finite numbers, 0 to leave a reward out.")
-    infinite = rewards.isinf().any(dim=1).nonzero().flatten()
-    if len(infinite):
-        raise ValueError(
-            f"rewards is infinite for rollouts {infinite[:5].tolist()} ({len(infinite)} in all); "
-            "return a finite reward, or NaN where a function does not apply."
-        )
+    if rewards.dim() != 2 or weights_F.shape != rewards.shape[1:]:
+        shapes = f"{tuple(weights_F.shape)} and rewards {tuple(rewards.shape)}"
+        raise ValueError(f"weights has shape {shapes}; pass [F] and [B, F], one column per reward function.")
+    if rewards.isinf().any():  # two of opposite sign would add up to NaN, a rollout without a reward
+        raise ValueError("rewards is infinite; return a finite reward, or NaN where a function does not apply.")
+    check_options({"weights": (weights_F.tolist(), True, "finite; use 0 to omit a reward")})
     return weights_F
 
 
-# Advantages per token from rewards per step of a rollout (process supervision).
-#
-# Legend: B rollouts, N response tokens of all rollouts, concatenated, S steps.
+# Rewards per step of a rollout (process supervision).
 
 
 @torch.no_grad()
@@ -378,9 +338,8 @@ def process_supervision_advantages(
     ids_B = torch.as_tensor(group_ids, device=token_rewards.device)
     if token_rewards.dim() != 1 or lengths.shape != ids_B.shape or int(lengths.sum()) != len(token_rewards):
         raise ValueError(
-            f"token_rewards has shape {tuple(token_rewards.shape)}, lengths {tuple(lengths.shape)} (adding up to "
-            f"{int(lengths.sum())}) and group_ids {tuple(ids_B.shape)}; pass one reward per token, and one length and "
-            "one id per rollout."
+            f"token_rewards has shape {tuple(token_rewards.shape)}, lengths {tuple(lengths.shape)} (the sum is "
+            f"{int(lengths.sum())}) and group_ids {tuple(ids_B.shape)}; pass [N], [B] (the sum is N) and [B]."
         )
     index_N = torch.arange(len(ids_B), device=ids_B.device).repeat_interleave(lengths)
     ends_N = ~token_rewards.isnan()

@@ -1,8 +1,23 @@
-"""Advantages per token along time: GAE with a critic, returns and token baselines without one."""
+"""Advantages per token along time: GAE with a critic, returns and token baselines without one.
+
+Every function treats a row as the sequence of its valid tokens: gaps in the mask, such as tool output, are closed
+first, so neither their length nor their contents (even NaN) matter. Conventions:
+
+- `mask` is bool, or 0 and 1 of another dtype;
+- V_t is the critic's value before token t is sampled; `bootstrap_value` is the value after the last valid token, 0
+  where the response ended by itself;
+- a NaN reward means that the rollout has none: its errors and advantages are 0, its returns are its values, and it does
+  not enter statistics (callers also mask it out of the losses);
+- results are in the dtype of the arguments (at least float32), without gradient, and 0 outside the mask.
+
+`generalized_advantages` does not whiten; use `masked_whiten`. verl whitens inside its `gae`, TRL's former PPO did right
+after.
+
+Legend: B rollouts, P prompts (groups), T length of the longest row.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,22 +26,6 @@ from torch import Tensor
 from pl_grouprl.functional.advantages.base import gather_groups, register_advantage_estimator
 from pl_grouprl.functional.masked import Reduce, bool_mask, compact, differ, masked_whiten, reverse_scan
 from pl_grouprl.utilities.options import check_options
-
-# Advantages per token with a critic (generalized advantage estimation), and the recursions they use.
-#
-# Legend: B rollouts, T length of the longest row.
-#
-# Every function treats a row as the sequence of its valid tokens: gaps in the mask, such as tool output, are closed
-# first, so neither their length nor their contents (even NaN) matter. Conventions:
-# - `mask` is bool, or 0 and 1 of another dtype;
-# - V_t is the critic's value before token t is sampled; `bootstrap_value` is the value after the last valid token, 0
-#   where the response ended by itself;
-# - a NaN reward means that the rollout has none: its errors and advantages are 0 and its returns are its values
-# (callers
-#   also mask it out of the losses);
-# - results are in the dtype of the arguments (at least float32), without gradient, and 0 outside the mask.
-#
-# Advantages are not whitened; use `masked_whiten`. verl whitens inside its `gae`, TRL's former PPO did right after.
 
 
 @torch.no_grad()
@@ -51,8 +50,8 @@ def generalized_advantages(
         gamma: Discount per token, in [0, 1].
         lam: Decay of later errors per token, in [0, 1]; a tensor of shape [B] has one per rollout, as from
             `length_adaptive_lam`.
-        critic_lam: Lambda of the returns (decoupled GAE, arXiv:2503.01491); None for `lam`.
-        bootstrap_value: Value after the last valid token, shape [B]; None for 0.
+        critic_lam: Lambda of the returns (decoupled GAE, arXiv:2503.01491); defaults to `lam`.
+        bootstrap_value: Value after the last valid token, shape [B]; defaults to 0.
 
     Returns:
         Advantages and returns, both [B, T]. Returns are the critic's target: the advantages under `critic_lam` plus
@@ -64,12 +63,11 @@ def generalized_advantages(
     """
     mask_BT = check_rows(mask, rewards=rewards, values=values)
     errors_BT = td_errors(rewards, values, mask_BT, gamma=gamma, bootstrap_value=bootstrap_value)
-    advantages_BT = _discounted_sum(errors_BT, mask_BT, lambda_rows("lam", lam, errors_BT) * gamma)
-    critic_advantages_BT = advantages_BT
+    decay_BT = lambda_rows("lam", lam, errors_BT) * gamma
+    advantages_BT = critic_advantages_BT = _discounted_sum(errors_BT, mask_BT, decay_BT)
     if critic_lam is not None:
-        critic_advantages_BT = _discounted_sum(
-            errors_BT, mask_BT, lambda_rows("critic_lam", critic_lam, errors_BT) * gamma
-        )
+        decay_BT = lambda_rows("critic_lam", critic_lam, errors_BT) * gamma
+        critic_advantages_BT = _discounted_sum(errors_BT, mask_BT, decay_BT)
     return advantages_BT, critic_advantages_BT + values.to(errors_BT.dtype).masked_fill(~mask_BT, 0)
 
 
@@ -84,7 +82,7 @@ def td_errors(
         values: V_t, shape [B, T], in units of the reward.
         mask: True for response tokens, shape [B, T].
         gamma: Discount per token, in [0, 1].
-        bootstrap_value: Value after the last valid token, shape [B]; None for 0.
+        bootstrap_value: Value after the last valid token, shape [B]; defaults to 0.
 
     Returns:
         Shape [B, T], 0 outside the mask.
@@ -94,13 +92,14 @@ def td_errors(
             0 and 1.
     """
     mask_BT = check_rows(mask, rewards=rewards, values=values)
-    check_unit("gamma", gamma)
+    check_options({"gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]")})
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     rows = compact(mask_BT)
     rewards_BT, values_BT = rows.close(rewards.to(dtype)), rows.close(values.to(dtype))
     next_BT = _shift_left(values_BT)
     if bootstrap_value is not None:
-        _check_bootstrap(bootstrap_value, len(mask_BT))
+        if bootstrap_value.shape != (len(mask_BT),):
+            raise ValueError(f"bootstrap_value has shape {tuple(bootstrap_value.shape)}; pass one per rollout, [B].")
         last_BT = rows.mask_BT & ~_shift_left(rows.mask_BT)
         next_BT = torch.where(last_BT, bootstrap_value.to(dtype)[:, None], next_BT)
     errors_BT = rows.reopen(rewards_BT + gamma * next_BT - values_BT)
@@ -124,7 +123,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
             0 and 1.
     """
     mask_BT = check_rows(mask, rewards=rewards)
-    check_unit("gamma", gamma)
+    check_options({"gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]")})
     rewards_BT = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     rewards_BT = rewards_BT.masked_fill(_rows_without_reward(rewards, mask_BT), 0)
     return _discounted_sum(rewards_BT, mask_BT, torch.full_like(rewards_BT, gamma))
@@ -148,8 +147,7 @@ def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
     Raises:
         ValueError: If alpha is not positive.
     """
-    if not 0 < alpha < math.inf:
-        raise ValueError(f"alpha is {alpha}; pass a number larger than 0, such as 0.05.")
+    check_options({"alpha": (alpha, alpha > 0, "larger than 0, such as 0.05")})
     dtype = torch.promote_types(lengths.dtype, torch.float32)
     return (1 - 1 / (alpha * lengths.to(dtype))).clamp(min=0)
 
@@ -169,37 +167,21 @@ def _rows_without_reward(rewards: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) -> Tensor:
-    """Refuse rows that do not match; return the mask as bool.
-
-    Args:
-        mask: Shape [B, T], bool or 0 and 1.
-        rewards: Shape [B, T], finite or NaN where the mask is true.
-        values: Shape [B, T].
+    """Check rows [B, T] of tokens; return the mask as bool.
 
     Raises:
-        ValueError: If shapes differ, a reward is infinite, or the mask has other values than 0 and 1.
+        ValueError: If shapes differ, a reward is infinite where the mask is true, or the mask has other values than 0
+            and 1.
     """
-    if rewards.dim() != 2:
-        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; pass one row of tokens per rollout, shape [B, T].")
-    for name, tensor in (("mask", mask), ("values", values)):
-        if tensor is not None and tensor.shape != rewards.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and rewards {tuple(rewards.shape)}; pass both as [B, T]."
-            )
+    for name, tensor in (("rewards", rewards), ("mask", mask), ("values", values)):
+        if tensor is not None and (tensor.dim() != 2 or tensor.shape != rewards.shape):
+            shapes = f"{tuple(tensor.shape)} and rewards {tuple(rewards.shape)}"
+            raise ValueError(f"{name} has shape {shapes}; pass one row of tokens per rollout, [B, T].")
     mask_BT = bool_mask(mask)
-    infinite = (rewards.isinf() & mask_BT).any(dim=1).nonzero().flatten()
-    if len(infinite):
-        raise ValueError(
-            f"rewards is infinite for rollouts {infinite[:5].tolist()} ({len(infinite)} in all); "
-            "return a finite reward, or NaN to leave a rollout out of training."
-        )
+    infinite = (rewards.isinf() & mask_BT).any(dim=1).nonzero().flatten().tolist()
+    if infinite:
+        raise ValueError(f"rewards is infinite for rollouts {infinite[:5]}; use NaN to omit a rollout from training.")
     return mask_BT
-
-
-def check_unit(name: str, value: float) -> None:
-    """Refuse a discount or a lambda outside [0, 1] with a ValueError that names it."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; it must lie in [0, 1].")
 
 
 def lambda_rows(name: str, lam: float | Tensor, like_BT: Tensor) -> Tensor:
@@ -208,35 +190,17 @@ def lambda_rows(name: str, lam: float | Tensor, like_BT: Tensor) -> Tensor:
     Raises:
         ValueError: If it has another shape, or is outside [0, 1].
     """
-    if not isinstance(lam, Tensor):
-        check_unit(name, lam)
-        return torch.full_like(like_BT, lam)
-    if lam.shape not in ((), (len(like_BT),)):
-        raise ValueError(
-            f"{name} has shape {tuple(lam.shape)}; pass one number, or one per rollout of {len(like_BT)}, shape [B]."
-        )
-    outside = ~((lam >= 0) & (lam <= 1))
-    if outside.any():
-        raise ValueError(f"{name} has the entry {lam[outside][0].item()}; each must lie in [0, 1].")
-    return lam.to(like_BT).expand(len(like_BT))[:, None].expand_as(like_BT)
+    lam_B = lam if isinstance(lam, Tensor) else torch.tensor(lam, dtype=torch.float64, device=like_BT.device)
+    if lam_B.shape not in ((), (len(like_BT),)):
+        raise ValueError(f"{name} has shape {tuple(lam_B.shape)}; pass one number, or one per rollout, [B].")
+    check_options({name: (lam, bool(((lam_B >= 0) & (lam_B <= 1)).all()), "in [0, 1]")})
+    return lam_B.to(like_BT).expand(len(like_BT))[:, None].expand_as(like_BT)
 
 
-def _check_bootstrap(bootstrap_value: Tensor, num_rollouts: int) -> None:
-    if bootstrap_value.shape != (num_rollouts,):
-        raise ValueError(
-            f"bootstrap_value has shape {tuple(bootstrap_value.shape)}; pass one value per rollout of {num_rollouts}, "
-            "shape [B], 0 where the response ended by itself."
-        )
+# Baselines for each position in the group.
 
 
-# Per-token advantages against the minimum-variance baseline of each position in the group.
-#
-# Legend: B rollouts, P prompts (groups), T length of the longest row.
-
-NEEDS = ("group_ids", "mask", "score_norms")
-
-
-@register_advantage_estimator("optimal_token_baseline", needs=NEEDS, per_token=True, takes_token_rewards=True)
+@register_advantage_estimator("optimal_token_baseline", per_token=True, takes_token_rewards=True)
 @torch.no_grad()
 def optimal_token_baseline_advantages(
     rewards: Tensor,
@@ -272,10 +236,10 @@ def optimal_token_baseline_advantages(
         ValueError: If the shapes differ, a reward is infinite, eps is not positive, or the mask has other values than 0
             and 1.
     """
-    return _advantages(rewards, group_ids, mask, score_norms, False, handle_zero_tail, eps)
+    return _minus_token_baseline(rewards, group_ids, mask, score_norms, False, handle_zero_tail, eps)
 
 
-@register_advantage_estimator("tir_optimal_token_baseline", needs=NEEDS, per_token=True, takes_token_rewards=True)
+@register_advantage_estimator("tir_optimal_token_baseline", per_token=True, takes_token_rewards=True)
 @torch.no_grad()
 def tir_optimal_token_baseline_advantages(
     rewards: Tensor,
@@ -291,10 +255,10 @@ def tir_optimal_token_baseline_advantages(
     Otherwise `optimal_token_baseline_advantages`, with its arguments, result and errors; equal to verl's
     `tir_optimal_token_baseline` with the same exceptions.
     """
-    return _advantages(rewards, group_ids, mask, score_norms, True, handle_zero_tail, eps)
+    return _minus_token_baseline(rewards, group_ids, mask, score_norms, True, handle_zero_tail, eps)
 
 
-def _advantages(
+def _minus_token_baseline(
     rewards: Tensor,
     group_ids: Tensor | Sequence[int],
     mask: Tensor,
@@ -306,70 +270,46 @@ def _advantages(
     check_options({"eps": (eps, eps > 0, "larger than 0")})
     mask_BT = check_rows(mask, rewards=rewards)
     if score_norms.shape != rewards.shape:
-        raise ValueError(
-            f"score_norms has shape {tuple(score_norms.shape)} and rewards {tuple(rewards.shape)}; pass one number per "
-            "token, shape [B, T]."
-        )
-    mask_BT = mask_BT & ~(rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
+        shapes = f"{tuple(score_norms.shape)} and rewards {tuple(rewards.shape)}"
+        raise ValueError(f"score_norms has shape {shapes}; pass one number per token, [B, T].")
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    if not mask_BT.numel():
+        return torch.zeros_like(rewards, dtype=dtype)
+    mask_BT = mask_BT & ~_rows_without_reward(rewards, mask_BT)
     returns_BT = discounted_returns(rewards.to(torch.float64), mask_BT, 1.0)
     weights_BT = score_norms.to(torch.float64).masked_fill(~mask_BT, 0).cumsum(dim=1)
     rows, inside_BT = compact(mask_BT), mask_BT
     if close_gaps:
         returns_BT, weights_BT, inside_BT = rows.close(returns_BT), rows.close(weights_BT), rows.mask_BT
-    counts_B = mask_BT.sum(dim=1)
-    groups = gather_groups(counts_B.to(torch.float64), group_ids)
-    baseline_BT = _baseline(returns_BT, weights_BT * inside_BT, groups.index_B, eps)
-    if handle_zero_tail:
-        tail_BT = (
-            torch.arange(mask_BT.shape[1], device=mask.device) >= _second_longest(counts_B, groups.index_B)[:, None]
-        )
-        baseline_BT = baseline_BT.masked_fill(tail_BT, 0)
-    advantages_BT = (returns_BT - baseline_BT) * (inside_BT & _differs(returns_BT, inside_BT, groups.index_B)[:, None])
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    weights_BT = weights_BT * inside_BT
+
+    # The baseline: the weighted mean over each group, by position.
+    counts_B = mask_BT.sum(dim=1).to(torch.float64)
+    groups = gather_groups(counts_B, group_ids)
+    index_B = groups.index_B
+    zeros_PT = returns_BT.new_zeros(len(groups.count_P), returns_BT.shape[1])
+    total_PT = zeros_PT.index_add(0, index_B, returns_BT * weights_BT)
+    baseline_BT = (total_PT / (zeros_PT.index_add(0, index_B, weights_BT) + eps))[index_B]
+    if handle_zero_tail:  # 0 for a group's one longest rollout, once the second longest has ended
+        is_longest_B = counts_B == groups.largest(counts_B)[index_B]
+        is_alone_B = is_longest_B & (groups.sum(is_longest_B.to(torch.float64))[index_B] == 1)
+        second_B = groups.largest(counts_B.masked_fill(is_longest_B, 0))[index_B]
+        end_B = torch.where(is_alone_B, second_B, counts_B.max() + 1)
+        is_tail_BT = torch.arange(mask_BT.shape[1], device=mask.device) >= end_B[:, None]
+        baseline_BT = baseline_BT.masked_fill(is_tail_BT, 0)
+
+    # Exactly 0 unless the group has two trained rollouts or more, and different rewards-to-go.
+    highest_P = groups.largest(returns_BT.masked_fill(~inside_BT, -torch.inf).amax(dim=1))
+    lowest_P = -groups.largest((-returns_BT).masked_fill(~inside_BT, -torch.inf).amax(dim=1))
+    differs_P = differ(lowest_P, highest_P) & (groups.sum(inside_BT.any(dim=1).to(torch.float64)) > 1)
+    advantages_BT = (returns_BT - baseline_BT) * (inside_BT & differs_P[index_B][:, None])
     return (rows.reopen(advantages_BT) if close_gaps else advantages_BT).to(dtype)
 
 
-def _baseline(returns_BT: Tensor, weights_BT: Tensor, index_B: Tensor, eps: float) -> Tensor:
-    """Weighted mean over each group, by position."""
-    zeros_PT = returns_BT.new_zeros(_num_groups(index_B), returns_BT.shape[1])
-    total_PT = zeros_PT.index_add(0, index_B, returns_BT * weights_BT)
-    return (total_PT / (zeros_PT.index_add(0, index_B, weights_BT) + eps))[index_B]
+# REINFORCE++: whitened over the whole batch.
 
 
-def _second_longest(counts_B: Tensor, index_B: Tensor) -> Tensor:
-    """Trained tokens of the runner-up, for a group's one longest rollout; more than any rollout has, for all others."""
-    zeros_P = counts_B.new_zeros(_num_groups(index_B))
-    longest_B = zeros_P.scatter_reduce(0, index_B, counts_B, "amax")[index_B]
-    is_longest_B = counts_B == longest_B
-    alone_B = is_longest_B & (zeros_P.index_add(0, index_B, is_longest_B.to(counts_B.dtype))[index_B] == 1)
-    second_P = zeros_P.scatter_reduce(0, index_B, counts_B.masked_fill(is_longest_B, 0), "amax")
-    return torch.where(alone_B, second_P[index_B], counts_B.max() + 1 if len(counts_B) else counts_B)
-
-
-def _differs(returns_BT: Tensor, inside_BT: Tensor, index_B: Tensor) -> Tensor:
-    """Whether a rollout's group has two trained rollouts or more, and different rewards-to-go."""
-    inf_P = returns_BT.new_full((_num_groups(index_B),), torch.inf)
-    if not returns_BT.shape[1]:
-        return torch.zeros_like(index_B, dtype=torch.bool)
-    low_B = returns_BT.masked_fill(~inside_BT, torch.inf).amin(dim=1)
-    high_B = returns_BT.masked_fill(~inside_BT, -torch.inf).amax(dim=1)
-    low_P, high_P = inf_P.scatter_reduce(0, index_B, low_B, "amin"), (-inf_P).scatter_reduce(0, index_B, high_B, "amax")
-    count_P = torch.zeros_like(inf_P).index_add(0, index_B, inside_BT.any(dim=1).to(inf_P.dtype))
-    return (differ(low_P, high_P) & (count_P > 1))[index_B]
-
-
-def _num_groups(index_B: Tensor) -> int:
-    return int(index_B.max()) + 1 if len(index_B) else 0
-
-
-# Advantages per token without a critic, whitened over the whole batch (REINFORCE++).
-#
-# Legend: B rollouts, T length of the longest row.
-#
-# NaN rewards, masks and gaps are treated as in `gae`; a rollout without a reward is also left out of the statistics.
-
-
-@register_advantage_estimator("reinforce_plus_plus", needs=("mask", "reduce"), per_token=True, takes_token_rewards=True)
+@register_advantage_estimator("reinforce_plus_plus", per_token=True, takes_token_rewards=True)
 @torch.no_grad()
 def reinforce_plus_plus_advantages(
     rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, reduce: Reduce | None = None
@@ -382,7 +322,7 @@ def reinforce_plus_plus_advantages(
         rewards: Reward of each token, shape [B, T], any unit; the reward of a rollout is at its last token.
         mask: True for response tokens, shape [B, T].
         gamma: Discount per token, in [0, 1].
-        reduce: Sums over ranks; None for this rank alone.
+        reduce: Sums over ranks; defaults to this rank alone.
 
     Returns:
         Shape [B, T], 0 outside the mask. Exactly 0 where all tokens of the batch have the same reward-to-go.
@@ -393,11 +333,10 @@ def reinforce_plus_plus_advantages(
     """
     returns_BT = discounted_returns(rewards, mask, gamma)
     mask_BT = bool_mask(mask)
-    missing_B1 = (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
-    return masked_whiten(returns_BT, mask_BT & ~missing_B1, reduce=reduce)
+    return masked_whiten(returns_BT, mask_BT & ~_rows_without_reward(rewards, mask_BT), reduce=reduce)
 
 
-@register_advantage_estimator("reinforce_plus_plus_baseline", needs=("group_ids", "mask", "reduce"), per_token=True)
+@register_advantage_estimator("reinforce_plus_plus_baseline", per_token=True)
 @torch.no_grad()
 def reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], mask: Tensor, *, reduce: Reduce | None = None
@@ -411,7 +350,7 @@ def reinforce_plus_plus_baseline_advantages(
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
         mask: True for response tokens, shape [B, T].
-        reduce: Sums over ranks; None for this rank alone.
+        reduce: Sums over ranks; defaults to this rank alone.
 
     Returns:
         Shape [B, T], the same number for all tokens of a rollout, 0 outside the mask.
@@ -420,19 +359,13 @@ def reinforce_plus_plus_baseline_advantages(
         ValueError: If the shapes differ, a reward is infinite, or the mask has other values than 0 and 1.
     """
     groups = gather_groups(rewards, group_ids)
-    if mask.dim() != 2 or len(mask) != len(rewards):
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)} for {len(rewards)} rewards; pass one row per rollout, shape [B, T]."
-        )
     mask_BT = bool_mask(mask)
-    centred_BT = groups.centred()[:, None].expand(mask_BT.shape)
-    whitened_BT = masked_whiten(centred_BT, mask_BT & groups.valid_B[:, None], reduce=reduce)
+    centered_BT = groups.centered()[:, None].expand(mask_BT.shape)
+    whitened_BT = masked_whiten(centered_BT, mask_BT & groups.valid_B[:, None], reduce=reduce)
     return whitened_BT.masked_fill(~groups.trained()[:, None], 0).to(groups.dtype)
 
 
-# Advantages per token from a teacher's log-probabilities (on-policy distillation).
-#
-# Legend: B rollouts, T length of the longest row.
+# On-policy distillation: rewards from a teacher.
 
 
 @torch.no_grad()
@@ -467,8 +400,6 @@ def distillation_advantages(
             has other values than 0 and 1.
     """
     if old_logprobs.shape != teacher_logprobs.shape:
-        raise ValueError(
-            f"teacher_logprobs has shape {tuple(teacher_logprobs.shape)} and old_logprobs has "
-            f"{tuple(old_logprobs.shape)}; pass one value per token, shape [B, T]."
-        )
+        shapes = f"{tuple(teacher_logprobs.shape)} and old_logprobs {tuple(old_logprobs.shape)}"
+        raise ValueError(f"teacher_logprobs has shape {shapes}; pass one value per token, [B, T].")
     return discounted_returns(teacher_logprobs - old_logprobs, mask, gamma)
