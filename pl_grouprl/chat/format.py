@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
@@ -21,8 +21,6 @@ from pl_grouprl.chat.parsing import (
 )
 from pl_grouprl.types import Messages
 from pl_grouprl.utilities.optional import RENDERERS_AVAILABLE, require
-
-# The control tokens of a prompt: those that its chat template or its tokenizer adds, and none from its text.
 
 MARK = "~^_~|~_^~"
 """Stands in rendered text where `ControlTokens` has broken the text of a control token; templates print it as it is."""
@@ -132,16 +130,6 @@ def _mark(value: Any, pattern: re.Pattern[str]) -> Any:
     return marked
 
 
-# Finds chat templates: built-in ones, files, and source text.
-
-_FOLDER = Path(__file__).parent / "templates"
-
-
-def builtin_templates() -> list[str]:
-    """Names of the chat templates that come with the package."""
-    return sorted(path.stem for path in _FOLDER.glob("*.jinja"))
-
-
 def read_template(chat_template: str) -> str:
     """Return the source of a chat template.
 
@@ -151,115 +139,30 @@ def read_template(chat_template: str) -> str:
     Raises:
         ValueError: If it is none of them.
     """
-    if chat_template in builtin_templates():
-        return (_FOLDER / f"{chat_template}.jinja").read_text(encoding="utf-8")
-    if "{{" in chat_template or "{%" in chat_template:
+    builtin = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+    path = builtin.get(chat_template, Path(chat_template))
+    if chat_template not in builtin and ("{{" in chat_template or "{%" in chat_template):
         return chat_template
-    path = Path(chat_template)
     if not path.is_file():
         raise ValueError(
             f"chat_template is {chat_template!r}, which is neither a file, nor a Jinja template (it has no "
-            f"'{{{{' or '{{%'), nor a built-in one: {', '.join(builtin_templates())}."
+            f"'{{{{' or '{{%'), nor a built-in one: {', '.join(sorted(builtin))}."
         )
     return path.read_text(encoding="utf-8")
 
 
-# Checks that a chat template can be used for conversations with tools.
-
-_MARKERS = {
-    "check_tool": "the name of a call",
-    "check_value": "the arguments of a call",
-    "check_result_1": "the result of a tool",
-    "check_result_2": "the second result of a turn",
-}
-_NAME, _VALUE, *_RESULTS = _MARKERS
-_USER = {"role": "user", "content": "check"}
-_FAMILIES = {"qwen3": ("<|im_start|>", "<think>"), "llama3": ("<|start_header_id|>",)}
+def dummy_conversation(name: str, arguments: Mapping[str, str] = {}) -> Messages:
+    """A question, and a turn that calls the tool of this name."""
+    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
-def check_prefix_preserving(encode: Callable[..., list[int]], encode_results: Callable[[Messages], list[int]]) -> None:
-    """Refuse a template that renders turns or results differently in different conversations.
-
-    Args:
-        encode: Returns the tokens of a conversation; takes `add_generation_prompt`.
-        encode_results: Returns the tokens of results between two turns.
-
-    Raises:
-        ValueError: Says what is wrong with the template.
-    """
-    conversation = _conversation()
-    for place, message in enumerate(conversation):
-        if message["role"] == "tool":
-            _check_results(conversation[:place], [message], encode, encode_results)
-    _check_results(conversation[:2], _results(2), encode, encode_results)
-
-
-def check_complete(render: Callable[[Messages], str]) -> None:
-    """Refuse a template that drops calls or results.
-
-    Args:
-        render: Returns the text of a conversation.
-
-    Raises:
-        ValueError: Names what it drops.
-    """
-    text = render([_USER, _turn(), *_results(2)])
-    for marker, what in _MARKERS.items():
-        if marker not in text:
-            raise ValueError(f"the chat template drops {what}")
-
-
-def _check_results(
-    before: Messages,
-    results: Messages,
-    encode: Callable[..., list[int]],
-    encode_results: Callable[[Messages], list[int]],
-) -> None:
-    """A conversation with results must be the one without, up to its last turn, followed by the results."""
-    result_ids = encode_results(results)
-    full_ids = encode([*before, *results], add_generation_prompt=True)
-    prefix_ids = encode(before, add_generation_prompt=False)
-    cut = len(full_ids) - len(result_ids)
-    if full_ids[:cut] != prefix_ids[:cut]:
-        raise ValueError(
-            "the chat template is not prefix-preserving: it renders a turn of the model differently once a result "
-            "follows"
-        )
-    if full_ids[cut:] != result_ids:
-        raise ValueError("the chat template renders results differently at different positions of a conversation")
-
-
-def _turn(thought: str | None = None) -> dict[str, Any]:
-    call = {"type": "function", "function": {"name": _NAME, "arguments": {"key": _VALUE}}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return turn if thought is None else {**turn, "reasoning_content": thought}
-
-
-def _results(count: int) -> Messages:
-    return [{"role": "tool", "name": _NAME, "content": content} for content in _RESULTS[:count]]
-
-
-def _conversation() -> Messages:
-    """Three calls, the second with reasoning, each followed by a result."""
-    turns = [_turn(), _turn(thought="check"), _turn()]
-    return [_USER, *(message for turn in turns for message in (turn, *_results(1)))]
-
-
-def remedy(source: str) -> str:
-    """What to do about a refused template; names the built-in one for its family."""
-    fitting = [name for name, markers in _FAMILIES.items() if all(marker in source for marker in markers)]
-    names = " or ".join(f"chat_template={name!r}" for name in fitting or _FAMILIES)
-    return (
-        f"pass {names}{'' if fitting else ' if the model is of that family'}, a built-in training template, or a "
-        "template of your own that renders each message independently"
-    )
-
-
-# Renders conversations to tokens, and parses the model's turns, with one tokenizer.
-
+_REMEDY = (
+    "pass chat_template='qwen3' or chat_template='llama3', built-in training templates of these families, or your own "
+    "template that renders each message independently"
+)
 _MAX_CACHED_PREFIXES = 256
 _TAIL_TOKENS = 64
-_MARKER = "check marker"
 
 
 class ChatFormat:
@@ -268,7 +171,7 @@ class ChatFormat:
     Args:
         tokenizer: A transformers tokenizer with a chat template.
         chat_template: The name of a built-in training template (`qwen3`, `llama3`, `plain`), a path to a file, or a
-            Jinja template; None for the tokenizer's.
+            Jinja template; defaults to the tokenizer's.
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
         split_special_tokens: Encode control tokens in the text of messages as text; see `ControlTokens`.
 
@@ -290,9 +193,7 @@ class ChatFormat:
         self.template_kwargs = dict(template_kwargs or {})
         other = self.template_kwargs.pop("chat_template", None)
         if chat_template is not None and other is not None:
-            raise ValueError(
-                "chat_template is set twice, as an option and in chat_template_kwargs; leave one of them out."
-            )
+            raise ValueError("chat_template is set twice, as an option and in chat_template_kwargs; omit one of them.")
         chosen = other if chat_template is None else chat_template
         self.chat_template = None if chosen is None else read_template(chosen)
         source = self.chat_template or getattr(tokenizer, "chat_template", None) or ""
@@ -315,7 +216,7 @@ class ChatFormat:
             self._template_parser = None
 
     def check_tools(self, *, may_rewrite: bool = False) -> None:
-        """Refuse a template that cannot render a conversation with tools, or is not prefix-preserving.
+        """Check that the template renders calls and results, and is prefix-preserving; else training is silently wrong.
 
         Args:
             may_rewrite: Accept one that changes earlier messages once others follow.
@@ -324,17 +225,30 @@ class ChatFormat:
             ValueError: If the template cannot be used, or no parser knows its calls; names the remedy.
         """
         if not self.source:
-            raise ValueError(f"Tools need a chat template, and the tokenizer has none; {remedy(self.source)}.")
+            raise ValueError(f"Tools need a chat template, and the tokenizer has none; {_REMEDY}.")
+        user, turn = dummy_conversation("check_tool", {"key": "check_value"})
+        results = [{"role": "tool", "name": "check_tool", "content": f"check_result_{n}"} for n in (1, 2)]
+        markers = {
+            "check_tool": "the name of a call",
+            "check_value": "the arguments of a call",
+            "check_result_1": "the result of a tool",
+            "check_result_2": "the second result of a turn",
+        }
         alternative = ""
         try:
-            check_complete(self._render)
+            text = self._render([user, turn, *results])
+            for marker, what in markers.items():
+                if marker not in text:
+                    raise ValueError(f"the chat template drops {what}")
             alternative = ", or set rewritten_history='new_row'"
             if not may_rewrite:
-                check_prefix_preserving(self._encode, self.encode_results)
+                thought = {**turn, "reasoning_content": "check"}
+                turns = [user, turn, results[0], thought, results[0], turn, results[0]]
+                self._check_prefix_preserving([user, turn], results)
+                for place in (2, 4, 6):
+                    self._check_prefix_preserving(turns[:place], results[:1])
         except ValueError as error:
-            raise ValueError(
-                f"Tools need another chat template: {error}; {remedy(self.source)}{alternative}."
-            ) from error
+            raise ValueError(f"Tools need another chat template: {error}; {_REMEDY}{alternative}.") from error
         if self._response_template is not None:
             with suppress(MalformedTurnError):
                 self._parse([], [], ())  # a malformed template, which is another ValueError, ends the run here
@@ -344,6 +258,20 @@ class ChatFormat:
                 "parser with pl_grouprl.chat.register_tool_parser."
             )
 
+    def _check_prefix_preserving(self, before: Messages, results: Messages) -> None:
+        """A conversation with results must be the one without, up to its last turn, followed by the results."""
+        result_ids = self.encode_results(results)
+        full_ids = self._encode([*before, *results], add_generation_prompt=True)
+        prefix_ids = self._encode(before, add_generation_prompt=False)
+        cut = len(full_ids) - len(result_ids)
+        if full_ids[:cut] != prefix_ids[:cut]:
+            raise ValueError(
+                "the chat template is not prefix-preserving: it renders a turn of the model differently once a result "
+                "follows"
+            )
+        if full_ids[cut:] != result_ids:
+            raise ValueError("the chat template renders results differently at different positions of a conversation")
+
     @cached_property
     def turn_end_ids(self) -> list[int]:
         """The tokens with which the template ends the model's turns, answers and calls; empty if it has none.
@@ -351,18 +279,20 @@ class ChatFormat:
         They are the special tokens that follow the turn whatever comes next: the EOS token if it is one of them,
         otherwise the last. After an answer, other added tokens count if none is special.
         """
-        answer = {"role": "assistant", "content": _MARKER}
-        user, call = dummy_conversation("check", {"check": _MARKER})
+        marker = "check marker"
+        answer = {"role": "assistant", "content": marker}
+        user, call = dummy_conversation("check", {"check": marker})
         result = {"role": "tool", "name": "check", "content": "check"}
         special, eos = special_tokens(self.tokenizer), self.tokenizer.eos_token_id
         added = {token: text.content for token, text in getattr(self.tokenizer, "added_tokens_decoder", {}).items()}
         found: set[int] = set()
-        for turn, following in ((answer, user), (_in_parts(answer), _in_parts(user)), (call, result)):
+        parts = [one | {"content": [{"type": "text", "text": one["content"]}]} for one in (answer, user)]
+        for turn, following in ((answer, user), parts, (call, result)):
             try:
                 texts = [self._render([user, turn]), self._render([user, turn, following])]
             except ValueError:  # some templates have no tools
                 continue
-            tails = [text.partition(_MARKER)[2] for text in texts]
+            tails = [text.partition(marker)[2] for text in texts]
             always = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*tails, strict=False)))
             ends: list[int] = []
             for texts_of in (special, added) if turn is not call else (special,):
@@ -386,13 +316,7 @@ class ChatFormat:
     def _render_prompt(self, messages: Messages, tools: Sequence[Schema]) -> str:
         open_ended = messages[-1]["role"] == "assistant"
         options = {"tools": list(tools)} if tools else {}
-        return self._apply(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not open_ended,
-            continue_final_message=open_ended,
-            **options,
-        )
+        return self._apply(messages, add_generation_prompt=not open_ended, continue_final_message=open_ended, **options)
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Schema] = ()) -> list[int]:
         """Tokens of a prompt, up to where the model starts to write; see `render_prompt`."""
@@ -486,23 +410,19 @@ class ChatFormat:
             )
         if self.parser is None:
             raise MalformedTurnError("no parser knows this chat template")
-        text = self._turn_start(prefix_ids, self.parser.header) + self.tokenizer.decode(token_ids)
-        return self.parser.parse(text, tools)
+        start, count = "", _TAIL_TOKENS  # what the prompt has of the turn: the text after the last header
+        while True:
+            text = self.tokenizer.decode(prefix_ids[-count:])
+            if self.parser.header in text:
+                start = text.rpartition(self.parser.header)[2]
+            if self.parser.header in text or count >= len(prefix_ids):
+                break
+            count *= 4
+        return self.parser.parse(start + self.tokenizer.decode(token_ids), tools)
 
     @property
     def _response_template(self) -> Mapping[str, Any] | None:
         return getattr(self.tokenizer, "response_template", None)
-
-    def _turn_start(self, prefix_ids: list[int], header: str) -> str:
-        """The part of the turn that is in the prompt: the text after the last header."""
-        count = _TAIL_TOKENS
-        while True:
-            text = self.tokenizer.decode(prefix_ids[-count:])
-            if header in text:
-                return text.rpartition(header)[2]
-            if count >= len(prefix_ids):
-                return ""
-            count *= 4
 
     def _dummy_prefix_ids(self, name: str) -> list[int]:
         """Tokens of a dummy conversation up to the token that ends a call of this name."""
@@ -517,12 +437,11 @@ class ChatFormat:
         return token_ids
 
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
-        """Tokens of a conversation, by the tokenizer's template for tools if it has several."""
-        options = {"add_generation_prompt": add_generation_prompt, "chat_template": self.source}
-        return self._encode_text(self._apply(messages, tokenize=False, **options))
+        return self._encode_text(self._render(messages, add_generation_prompt=add_generation_prompt))
 
-    def _render(self, messages: Messages) -> str:
-        return self._apply(messages, tokenize=False, chat_template=self.source)
+    def _render(self, messages: Messages, **options: Any) -> str:
+        """Text of a conversation, by the tokenizer's template for tools if it has several."""
+        return self._apply(messages, chat_template=self.source, **options)
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
         if not self.source:
@@ -533,29 +452,17 @@ class ChatFormat:
         if self.chat_template is not None:
             options.setdefault("chat_template", self.chat_template)
         try:
-            return self.tokenizer.apply_chat_template(self._control.mark(messages), **options, **self.template_kwargs)
+            marked = self._control.mark(messages)
+            return self.tokenizer.apply_chat_template(marked, tokenize=False, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error
 
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as templates for images want it."""
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
-
-
-def dummy_conversation(name: str, arguments: Mapping[str, str] = {}) -> Messages:
-    """A question, and a turn that calls the tool of this name."""
-    call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-    return [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-# Chat formats of the optional library `renderers`, which works on tokens, without chat templates.
 
 LIBRARY = "renderers"
 
 
 class RendererFormat(ChatFormat):
-    """A `ChatFormat` that uses a renderer of the library.
+    """A `ChatFormat` of the optional library `renderers`, which works on tokens, without chat templates.
 
     Calls are recognized by special tokens, not by text that looks like them. Renderers extend a conversation without
     rendering its turns again, so the model's chat template need not be prefix-preserving.
@@ -588,10 +495,10 @@ class RendererFormat(ChatFormat):
             ) from error
 
     def check_tools(self, *, may_rewrite: bool = False) -> None:
-        """Refuse a renderer that cannot extend conversations, and `may_rewrite`: renderers never rewrite any.
+        """Check that the renderer can extend conversations.
 
         Raises:
-            ValueError: Names the remedy.
+            ValueError: If it cannot, or `may_rewrite` is set: renderers never rewrite conversations.
         """
         if may_rewrite:
             raise ValueError(
@@ -626,18 +533,7 @@ class RendererFormat(ChatFormat):
             ValueError: If the renderer cannot extend conversations.
         """
         results = plain_data(results)
-        prompt_ids, turn_ids = self._dummy_ids(results[0]["name"])
-        rendered = self._renderer.bridge_to_next_turn(prompt_ids, turn_ids, results)
-        if rendered is None:
-            raise ValueError(
-                f"The renderer {type(self._renderer).__name__} cannot extend a conversation by tool results; name "
-                f"another with chat_template='{LIBRARY}:NAME', or pass a chat template."
-            )
-        return list(rendered.token_ids[len(prompt_ids) + len(turn_ids) :])
-
-    def _dummy_ids(self, name: str) -> tuple[list[int], list[int]]:
-        """Prompt and turn of a dummy conversation that calls a tool, up to the token that ends the turn."""
-        user, turn = dummy_conversation(name)
+        user, turn = dummy_conversation(results[0]["name"])
         prompt_ids = self._render_ids([user], add_generation_prompt=True)
         token_ids = self._render_ids([user, turn])
         places = (place for place, token in enumerate(token_ids) if token in self.turn_end_ids)
@@ -645,7 +541,13 @@ class RendererFormat(ChatFormat):
         shared = 0  # reasoning that the prompt opens may be rendered differently
         while shared < min(len(prompt_ids), last) and prompt_ids[shared] == token_ids[shared]:
             shared += 1
-        return token_ids[:shared], token_ids[shared : last + 1]
+        rendered = self._renderer.bridge_to_next_turn(token_ids[:shared], token_ids[shared : last + 1], results)
+        if rendered is None:
+            raise ValueError(
+                f"The renderer {type(self._renderer).__name__} cannot extend a conversation by tool results; name "
+                f"another with chat_template='{LIBRARY}:NAME', or pass a chat template."
+            )
+        return list(rendered.token_ids[last + 1 :])
 
     def _render_ids(self, messages: Messages, **options: Any) -> list[int]:
         try:

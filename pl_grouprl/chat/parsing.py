@@ -1,4 +1,8 @@
-"""Parses model output into assistant messages, with one parser per family of chat templates."""
+"""Parses model output into assistant messages, with one parser per family of chat templates.
+
+A parser reads decoded text, never evaluates it, and agrees with TRL's `response_template` for the family: the fields of
+a turn are regions between an opening and a closing mark; everything else is content.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,7 @@ from pl_grouprl.utilities.processes import (
 )
 from pl_grouprl.utilities.text import describe_error
 
-# Parses model output into assistant messages, with one parser per family of chat templates.
-#
-# A parser reads decoded text, never evaluates it, and agrees with TRL's `response_template` for the family: the
-# fields of
-# a turn are regions between an opening and a closing mark; everything else is content.
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 Schema = dict[str, Any]
@@ -90,7 +90,7 @@ class TurnGrammar:
         self._marks = re.compile("|".join(f"(?P<{name}>{expression})" for name, expression in marks))
         self._regions = {region.field: (re.compile(region.closes), region.read) for region in regions}
 
-    def read(self, text: str) -> Message:
+    def read(self, text: str, tools: Sequence[Schema] = ()) -> Message:
         """Parse a turn.
 
         Raises:
@@ -103,24 +103,21 @@ class TurnGrammar:
             stop = mark.start() if mark else len(text)
             if stop > position:
                 message["content"] = text[position:stop].strip()
-            position = stop
-            if mark is not None:
-                position = self._read_region(mark, text, message)
+            if mark is None:
+                break
+            position = mark.end()
+            field = mark.lastgroup or ""
+            if field == "end":
+                continue
+            closes, read = self._regions[field]
+            closed = closes.search(text, position)
+            value = read(mark, text[position : closed.start() if closed else len(text)])
+            if field == "tool_calls":
+                message.setdefault(field, []).append(value)
+            else:
+                message[field] = value
+            position = closed.end() if closed else len(text)
         return message
-
-    def _read_region(self, mark: re.Match[str], text: str, message: Message) -> int:
-        """Add the region that a mark opens to the message; returns where the region ends."""
-        field = mark.lastgroup or ""
-        if field == "end":
-            return mark.end()
-        closes, read = self._regions[field]
-        closed = closes.search(text, mark.end())
-        value = read(mark, text[mark.end() : closed.start() if closed else len(text)])
-        if field == "tool_calls":
-            message.setdefault(field, []).append(value)
-        else:
-            message[field] = value
-        return closed.end() if closed else len(text)
 
 
 def checked_message(message: Any) -> Message:
@@ -158,21 +155,12 @@ def plain_data(value: Any, depth: int = 0) -> Any:
     if depth > MAX_NESTING:
         raise MalformedTurnError(f"nested deeper than {MAX_NESTING} levels")
     if isinstance(value, str):
-        return encodable(value)
+        return value if value.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", value)
     if isinstance(value, dict):
         return {plain_data(key): plain_data(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_data(item, depth + 1) for item in value]
     return value
-
-
-def encodable(text: str) -> str:
-    """Replace lone surrogates by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return re.sub("[\ud800-\udfff]", "\ufffd", text)
-    return text
 
 
 def read_json(text: str) -> Any:
@@ -187,15 +175,11 @@ def read_json(text: str) -> Any:
         raise MalformedTurnError(f"not JSON: {error}") from error
 
 
-# Casts arguments that a model wrote as text to the types in the tool's schema.
-#
-# The rules are those of transformers' `parse_response(..., tools=...)`, which TRL uses.
-
-
 def cast_arguments(message: Message, tools: Sequence[Schema]) -> Message:
     """Cast the arguments of a message's calls, in place: the text `7` becomes a number if the schema says `integer`.
 
-    Text that fits no type of the schema, and arguments that are not in it, are left for the tool to refuse.
+    The rules are those of transformers' `parse_response(..., tools=...)`, which TRL uses. Text that fits no type of the
+    schema, and arguments that are not in it, are left for the tool to reject.
 
     Args:
         message: A parsed and checked message.
@@ -204,24 +188,20 @@ def cast_arguments(message: Message, tools: Sequence[Schema]) -> Message:
     Returns:
         The message.
     """
-    properties = {function["name"]: _properties(function) for function in map(_function, tools) if "name" in function}
-    for function in map(_function, message.get("tool_calls", ())):
+    properties: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters")
+        described = parameters.get("properties") if isinstance(parameters, dict) else None
+        if "name" in function and isinstance(described, dict):
+            properties[function["name"]] = described
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
         arguments = function["arguments"]
         for name, schema in properties.get(function["name"], {}).items():
             if isinstance(arguments, dict) and name in arguments:
                 arguments[name] = _cast(arguments[name], tuple(_types(schema)))
     return message
-
-
-def _function(described: dict[str, Any]) -> dict[str, Any]:
-    function: dict[str, Any] = described.get("function", described)
-    return function
-
-
-def _properties(function: dict[str, Any]) -> dict[str, Any]:
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return properties if isinstance(properties, dict) else {}
 
 
 def _types(schema: Any) -> Iterator[str]:
@@ -244,87 +224,44 @@ def _cast(value: Any, types: Sequence[str]) -> Any:
         return value
     for kind in types:
         try:
-            return _READERS[kind](value)
+            return _read_as(kind, value)
         except (KeyError, ValueError, OverflowError, RecursionError):
             continue
     return value
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
+def _read_as(kind: str, text: str) -> Any:
+    """Read text as a value of a JSON type; not as a string, so that text becomes another type if it fits one."""
+    if kind == "integer":
+        try:
+            return int(text)
+        except ValueError:
+            number = float(text)
+            if not number.is_integer():
+                raise
+            return int(number)
+    if kind == "number":
         number = float(text)
-        if not number.is_integer():
-            raise
-        return int(number)
-
-
-def _number(text: str) -> int | float:
-    number = float(text)
-    if "." not in text and number.is_integer():
-        return int(number)
-    if not math.isfinite(number):
-        raise ValueError("JSON has no such number")
-    return number
-
-
-def _boolean(text: str) -> bool:
-    return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
-
-
-def _null(text: str) -> None:
-    if text.strip() not in ("null", "None"):
-        raise ValueError("not null")
-
-
-def _json_of(kind: type) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+        if not math.isfinite(number):
+            raise ValueError("JSON has no such number")
+        return int(number) if "." not in text and number.is_integer() else number
+    if kind == "boolean":
+        return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
+    if kind == "null" and text.strip() in ("null", "None"):
+        return None
+    if kind in ("object", "array"):
         value = json.loads(text)
-        if not isinstance(value, kind):
-            raise ValueError(f"not a {kind.__name__}")
-        return value
-
-    return read
+        if isinstance(value, dict if kind == "object" else list):
+            return value
+    raise ValueError(f"not of type {kind}")
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
-    "integer": _integer,
-    "number": _number,
-    "boolean": _boolean,
-    "null": _null,
-    "object": _json_of(dict),
-    "array": _json_of(list),
-}
-"""Casts by type; `string` is missing, so text is cast to another of the schema's types if it fits one."""
-
-
-# The built-in parsers, and the registry to which users can add theirs.
-
-
-def _function_call(found: re.Match[str], body: str) -> Any:
-    return {"type": "function", "function": read_json(body)}
-
-
-def _named_json_call(found: re.Match[str], body: str) -> Any:
-    return {"type": "function", "function": {"name": found["name"], "arguments": read_json(body)}}
-
-
-def _text(found: re.Match[str], body: str) -> str:
-    return body.strip()
-
-
-_THINK = Region("reasoning_content", "<think>", r"</think>\s*", _text)
-_JSON_CALL = Region("tool_calls", "<tool_call>", r"</tool_call>\s*", _function_call)
-_HERMES = TurnGrammar(_THINK, _JSON_CALL, end=r"<\|im_end\|>\s*")
-
-
-def parse_hermes(text: str, tools: Sequence[Schema] = ()) -> Message:
-    """Parse a turn of Qwen2.5 and Qwen3: `<think>`, content, and calls as JSON in `<tool_call>` tags."""
-    return _HERMES.read(text)
-
-
+_THINK = Region("reasoning_content", "<think>", r"</think>\s*", lambda mark, body: body.strip())
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _tagged_call(found: re.Match[str], body: str) -> Any:
@@ -333,21 +270,39 @@ def _tagged_call(found: re.Match[str], body: str) -> Any:
     while (opened := _PARAMETER.search(body, position)) and (end := body.find("</parameter>", opened.end())) >= 0:
         arguments[opened[1]] = body[opened.end() : end].strip()
         position = end
-    return {"type": "function", "function": {"name": found["name"], "arguments": arguments}}
+    return _call(found["name"], arguments)
 
 
 _TAGGED_CALL = Region(
     "tool_calls", r"<tool_call>\s*<function=(?P<name>[^\n>]{1,256})>", r"</tool_call>\s*", _tagged_call
 )
-_TAGGED = TurnGrammar(_THINK, _TAGGED_CALL, end=r"<\|im_end\|>\s*")
-
-
-def parse_tagged(text: str, tools: Sequence[Schema] = ()) -> Message:
-    """Parse a turn of Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags of text."""
-    return _TAGGED.read(text)
-
-
 _TAGGED_CALLS = TurnGrammar(_TAGGED_CALL, end=r"<\|im_end\|>\s*")
+
+# Qwen2.5 and Qwen3: `<think>`, content, and calls as JSON in `<tool_call>` tags.
+HERMES = TurnGrammar(
+    _THINK,
+    Region(
+        "tool_calls",
+        "<tool_call>",
+        r"</tool_call>\s*",
+        lambda mark, body: {"type": "function", "function": read_json(body)},
+    ),
+    end=r"<\|im_end\|>\s*",
+)
+
+# Qwen3.5: `<think>`, content, and calls as `<function=..>` with `<parameter=..>` tags of text.
+TAGGED = TurnGrammar(_THINK, _TAGGED_CALL, end=r"<\|im_end\|>\s*")
+
+# Llama 3.1 and 3.2: content, or one call as JSON with `name` and `parameters`.
+LLAMA = TurnGrammar(
+    Region(
+        "tool_calls",
+        r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+        r"\}<\|eot_id\|>\s*",
+        lambda mark, body: _call(mark["name"], read_json(body)),
+    ),
+    end=r"<\|eot_id\|>\s*",
+)
 
 
 def parse_nemotron(text: str, tools: Sequence[Schema] = ()) -> Message:
@@ -358,20 +313,6 @@ def parse_nemotron(text: str, tools: Sequence[Schema] = ()) -> Message:
     return {**message, "reasoning_content": thought.strip()} if closed else message
 
 
-_LLAMA_CALL = Region(
-    "tool_calls",
-    r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
-    r"\}<\|eot_id\|>\s*",
-    _named_json_call,
-)
-_LLAMA = TurnGrammar(_LLAMA_CALL, end=r"<\|eot_id\|>\s*")
-
-
-def parse_llama3(text: str, tools: Sequence[Schema] = ()) -> Message:
-    """Parse a turn of Llama 3.1 and 3.2: content, or one call as JSON with `name` and `parameters`."""
-    return _LLAMA.read(text)
-
-
 def parse_plain(text: str, tools: Sequence[Schema] = ()) -> Message:
     """Parse a turn of the built-in tasks' format; see `templates/plain.jinja`."""
     written, end, _ = text.partition("<end>")
@@ -379,30 +320,26 @@ def parse_plain(text: str, tools: Sequence[Schema] = ()) -> Message:
     message: Message = {"role": "assistant", "content": content.strip()}
     if calls and not end:
         raise MalformedTurnError("a call is cut off")
-    if calls:
-        message["tool_calls"] = [{"type": "function", "function": _positional_call(call, tools)} for call in calls]
+    schemas = {schema.get("name"): schema for schema in (tool.get("function", tool) for tool in reversed(tools))}
+    for call in calls:
+        name, _, rest = call.strip().partition(" ")
+        if not name:
+            raise MalformedTurnError("a call has no name")
+        schema = schemas.get(name)
+        parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
+        values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
+        places = parameters or {"input": {}}  # a tool without parameters also gets an argument, and rejects it
+        message.setdefault("tool_calls", []).append(_call(name, dict(zip(places, values, strict=False))))
     return message
-
-
-def _positional_call(text: str, tools: Sequence[Schema]) -> dict[str, Any]:
-    name, _, rest = text.strip().partition(" ")
-    if not name:
-        raise MalformedTurnError("a call has no name")
-    functions = [tool.get("function", tool) for tool in tools]
-    schema = next((function for function in functions if function.get("name") == name), None)
-    parameters = schema.get("parameters", {}).get("properties", {}) if schema else {"input": {}}
-    values = rest.split(" ", max(len(parameters) - 1, 0)) if rest else []
-    places = parameters or {"input": {}}  # a tool without parameters also gets an argument, and refuses it
-    return {"name": name, "arguments": dict(zip(places, values, strict=False))}
 
 
 _LLAMA_HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 _IM_HEADER = "<|im_start|>assistant\n"
 _PARSERS: list[ToolParser] = [
     ToolParser("plain", ("<call>", "<result>"), "<assistant>", parse_plain),
-    ToolParser("llama3", ("<|start_header_id|>", '"parameters'), _LLAMA_HEADER, parse_llama3),
-    ToolParser("qwen3", ("<|im_start|>", "<tool_call>", '"arguments'), _IM_HEADER, parse_hermes),
-    ToolParser("qwen3_5", ("<|im_start|>", "<tool_call>", "<function="), _IM_HEADER, parse_tagged),
+    ToolParser("llama3", ("<|start_header_id|>", '"parameters'), _LLAMA_HEADER, LLAMA.read),
+    ToolParser("qwen3", ("<|im_start|>", "<tool_call>", '"arguments'), _IM_HEADER, HERMES.read),
+    ToolParser("qwen3_5", ("<|im_start|>", "<tool_call>", "<function="), _IM_HEADER, TAGGED.read),
     ToolParser("nemotron_3", ("<function=", "truncate_history_thinking"), f"{_IM_HEADER}<think>", parse_nemotron),
 ]
 
@@ -421,16 +358,14 @@ def find_tool_parser(chat_template: str) -> ToolParser | None:
     return next((p for p in reversed(_PARSERS) if all(marker in chat_template for marker in p.markers)), None)
 
 
-# Parses turns by a tokenizer's `response_template`, in a worker process: a pattern that backtracks can be stopped.
-
-log = logging.getLogger(__name__)
-
 LIMIT = 2.0
 """Seconds that parsing a turn may take; it usually takes milliseconds."""
 
 
 class TemplateParser:
-    """Parses turns by transformers' `parse_response`; only one thread may call it.
+    """Parses turns by transformers' `parse_response`, in a process, since a pattern that backtracks must be stopped.
+
+    Only one thread may call it.
 
     Args:
         template: The tokenizer's `response_template`.
@@ -449,7 +384,7 @@ class TemplateParser:
         self._process = WorkerProcess("response parser", _serve, (template, LIMIT), len, reaper, imports_main=False)
         self._has_warned = False
         # Runs at exit, before multiprocessing waits for its processes.
-        self.close = Finalize(self, _close, (self._process, reaper), exitpriority=100)
+        self.close = Finalize(self, _end_worker, (self._process, reaper), exitpriority=100)
 
     def parse(self, text: str, prefix: str, tools: Sequence[Schema]) -> Any:
         """Parse a turn.
@@ -486,7 +421,10 @@ def _serve(pipe: Connection, template: Mapping[str, Any], limit: float) -> None:
     from transformers.utils.chat_parsing import parse_response
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    signal.signal(signal.SIGALRM, _stop)  # the library `regex` lets a signal interrupt a search
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)  # the library `regex` lets a signal interrupt a search
     loaded = load_response_template(dict(template))
     pipe.send_bytes(b"ready")
     while True:
@@ -506,10 +444,6 @@ def _serve(pipe: Connection, template: Mapping[str, Any], limit: float) -> None:
         pipe.send_bytes(answer.encode())
 
 
-def _stop(*_: Any) -> None:
-    raise TimeoutError
-
-
-def _close(process: WorkerProcess, reaper: Reaper) -> None:
+def _end_worker(process: WorkerProcess, reaper: Reaper) -> None:
     process.end()
     reaper.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +11,6 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.chat.format import ControlTokens, tokens_around
-from pl_grouprl.data.row_checks import check_columns_of
 from pl_grouprl.data.rows import SourceRow
 from pl_grouprl.media.rows import (
     MediaPrompt,
@@ -28,7 +28,13 @@ from pl_grouprl.types import Messages, Prompt
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.text import shorten
 
-# Drops, truncates or refuses prompts that are too long, and counts them.
+log = logging.getLogger(__name__)
+
+EMPTY_PROMPT: Messages = [{"role": "user", "content": ""}]
+"""The prompt of a row that has none, because an environment writes it (as in TRL)."""
+
+RenderOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""From a row's columns to its further chat template arguments, such as `tools`."""
 
 OverlongPrompts = Literal["drop", "truncate", "error"]
 
@@ -96,7 +102,7 @@ class LengthPolicy:
         )
 
     def apply(self, prompts: Sequence[Prompt], split: str, tokenizer: Any) -> KeptPrompts:
-        """Drop, truncate or refuse the prompts that are longer than the limit.
+        """Drop or truncate the prompts that are longer than the limit.
 
         Processes images and videos once to count their tokens, without keeping them.
 
@@ -115,38 +121,30 @@ class LengthPolicy:
             if isinstance(prompt, MediaPrompt):
                 prompt.counted = len(prompt.open().token_ids)
         overlong = [index for index in everything if prompts[index].num_tokens > limit]
-        self._refuse(prompts, overlong, split)
+        uncut = [index for index in overlong if isinstance(prompts[index], MediaPrompt)]
+        if rejected := {"error": overlong, "truncate": uncut, "drop": ()}[self.overlong_prompts]:
+            first = prompts[rejected[0]]
+            remedy = "set overlong_prompts to 'drop'" + (" (images cannot be truncated)" if uncut else " or 'truncate'")
+            raise ValueError(
+                f"{first.where}: the prompt has {first.num_tokens} tokens, more than max_prompt_length={limit} "
+                f"({len(overlong)} of {len(prompts)} prompts have); raise the limit, or {remedy}."
+            )
         if self.overlong_prompts == "truncate":
             for index in overlong:
                 prompt = prompts[index]
                 prompt.token_ids = prompt.token_ids[-limit:]
                 prompt.prompt = _cut(prompt.prompt, tokenizer.decode(prompt.token_ids))
             return KeptPrompts(list(prompts), list(everything), len(prompts), len(overlong))
+        if len(overlong) > self.max_dropped_share * len(prompts):
+            shortest = min(prompt.num_tokens for prompt in prompts)
+            raise ValueError(
+                f"PromptDataModule(`{split}`): {len(overlong)} of {len(prompts)} prompts are longer than "
+                f"max_prompt_length={limit} (the shortest has {shortest} tokens), more than max_dropped_share="
+                f"{self.max_dropped_share}; raise the limit or set overlong_prompts='truncate'."
+            )
         dropped = set(overlong)
         rows = [index for index in everything if index not in dropped]
         return KeptPrompts([prompts[index] for index in rows], rows, len(prompts))
-
-    def _refuse(self, prompts: Sequence[Prompt], overlong: Sequence[int], split: str) -> None:
-        limit = self.max_prompt_length
-        uncut = [index for index in overlong if isinstance(prompts[index], MediaPrompt)]
-        refused = {"error": overlong, "truncate": uncut, "drop": ()}[self.overlong_prompts]
-        if refused:
-            first = prompts[refused[0]]
-            remedy = "set overlong_prompts to 'drop'" + (" (images cannot be truncated)" if uncut else " or 'truncate'")
-            raise ValueError(
-                f"{first.where}: the prompt has {first.num_tokens} tokens, more than max_prompt_length={limit} "
-                f"({len(overlong)} of {len(prompts)} prompts have); raise the limit, or {remedy}."
-            )
-        if self.overlong_prompts != "drop" or len(overlong) <= self.max_dropped_share * len(prompts):
-            return
-        everything = len(overlong) == len(prompts)
-        shortest = min(prompt.num_tokens for prompt in prompts)
-        raise ValueError(
-            f"PromptDataModule(`{split}`): {'all' if everything else f'{len(overlong)} of'} {len(prompts)} prompts are "
-            f"longer than max_prompt_length={limit} (the shortest has {shortest} tokens) and would be dropped"
-            + ("" if everything else f", more than max_dropped_share={self.max_dropped_share}")
-            + "; raise the limit or set overlong_prompts='truncate'."
-        )
 
 
 def _cut(prompt: str | Messages, text: str) -> str | Messages:
@@ -166,17 +164,6 @@ def _cut(prompt: str | Messages, text: str) -> str | Messages:
             cut = text[:size] if isinstance(parts, str) else [{"type": "text", "text": text[:size]}]
             return [{**prompt[index], "content": cut}, *prompt[index + 1 :]]
     return kept or [{**prompt[-1], "content": ""}]
-
-
-# Turns a row into a `Prompt`: finds the prompt among the columns and tokenizes it.
-
-log = logging.getLogger(__name__)
-
-EMPTY_PROMPT: Messages = [{"role": "user", "content": ""}]
-"""The prompt of a row that has none, because an environment writes it (as in TRL)."""
-
-RenderOptions = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""From a row's columns to its further chat template arguments, such as `tools`."""
 
 
 @dataclass(frozen=True)
@@ -244,13 +231,47 @@ def encode_rows(
             read or placed; names the row.
     """
     read = [_read_prompt(row, options, chat) for row in rows]
+    control = ControlTokens(tokenizer, None, options.split_special_tokens)
+    before, after = tokens_around(tokenizer) if options.add_special_tokens else ([], [])
     made: dict[int, Prompt] = {}
-    made |= _media_prompts(rows, read, tokenizer, options, load_processor, chat)
-    text_rows = [index for index in range(len(rows)) if index not in made]
-    for index in text_rows:
-        _check_text(rows[index], read[index], options, reads_media)
-    processor = _find(load_processor) if reads_media and text_rows else None
-    made |= _text_prompts(rows, read, text_rows, tokenizer, options, processor, chat)
+    texts: dict[int, str] = {}  # of the other rows
+    processor: Any = None
+    for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
+        columns = options.media_columns(row.values)
+        counts = count_media(row.values, columns)
+        if not any(counts.values()):
+            _check_places(row, prompt, columns, reads_media)
+            texts[index] = _render(prompt, row, tokenizer, options, chat, control)
+            continue
+        if processor is None:
+            processor = _load(load_processor, row, options)
+            check_processor_options(processor, options.processor_kwargs)
+        template = processor if getattr(processor, "chat_template", None) else tokenizer
+        placed = prompt if isinstance(prompt, str) else place_media(prompt, counts, row.where)
+        text = _render(placed, row, template, options, chat, control)
+        (token_ids,) = control.encode([text])
+        adds_tokens = isinstance(prompt, str) and token_ids[: len(before)] != before
+        processor_options = {"add_special_tokens": adds_tokens, **options.processor_kwargs}
+        num_after = len(after) * adds_tokens
+        made[index] = MediaPrompt(
+            before * adds_tokens + token_ids,
+            prompt,
+            **_other_columns(row, options),
+            encode=check_row_media(
+                row.values, text, processor, columns, processor_options, control, num_after, where=row.where
+            ),
+        )
+    if reads_media and texts and load_processor is not None:
+        try:
+            processor = load_processor()
+        except Exception as error:  # a text-only run must not fail because of a processor that it does not use
+            log.info("Texts are not searched for image tokens: %s", error)
+        else:
+            for index, text in texts.items():
+                check_tokens({}, text, processor, rows[index].where)
+    for index, token_ids in zip(texts, control.encode(list(texts.values())), strict=True):
+        adds_tokens = isinstance(read[index], str) and token_ids[: len(before)] != before
+        made[index] = Prompt(before * adds_tokens + token_ids, read[index], **_other_columns(rows[index], options))
     prompts = [made[index] for index in range(len(rows))]
     end = getattr(tokenizer, "eos_token_id", None)
     ended = [prompt for prompt in prompts if len(prompt.token_ids) > 1 and prompt.token_ids[-1] == end]
@@ -260,111 +281,63 @@ def encode_rows(
             f"{len(prompts)} prompts do), so the policy continues after the end of the text; remove that token, or let "
             "the prompt end with the header of the model's turn."
         )
-    for row, prompt in zip(rows, prompts, strict=True):
-        if not prompt.token_ids and not (chat.may_be_empty and prompt.prompt == EMPTY_PROMPT):
+    for encoded in prompts:
+        if not encoded.token_ids and not (chat.may_be_empty and encoded.prompt == EMPTY_PROMPT):
             raise ValueError(
-                f"{row.where}: the prompt has no tokens; remove the row or fill its {options.prompt_column!r}."
+                f"{encoded.where}: the prompt has no tokens; remove the row or fill its {options.prompt_column!r}."
             )
     return prompts
 
 
-def _text_prompts(
-    rows: Sequence[SourceRow],
-    read: Sequence[str | Messages],
-    indices: Sequence[int],
-    tokenizer: Any,
-    options: EncodingOptions,
-    processor: Any,
-    chat: ChatOptions,
-) -> dict[int, Prompt]:
-    """The text prompts, by row index; image tokens in them are refused."""
-    token_ids = _tokenize([read[i] for i in indices], [rows[i] for i in indices], tokenizer, options, processor, chat)
-    return {
-        index: Prompt(ids, read[index], **_other_columns(rows[index], options))
-        for index, ids in zip(indices, token_ids, strict=True)
-    }
-
-
-def _media_prompts(
-    rows: Sequence[SourceRow],
-    read: Sequence[str | Messages],
-    tokenizer: Any,
-    options: EncodingOptions,
-    load_processor: Callable[[], Any] | None,
-    chat: ChatOptions,
-) -> dict[int, MediaPrompt]:
-    """The prompts with images or videos, by row index."""
-    made: dict[int, MediaPrompt] = {}
-    processor: Any = None
-    before, after = tokens_around(tokenizer) if options.add_special_tokens else ([], [])
-    control = ControlTokens(tokenizer, None, options.split_special_tokens)
-    for index, (row, prompt) in enumerate(zip(rows, read, strict=True)):
-        counts = count_media(row.values, options.media_columns(row.values))
-        if not any(counts.values()):
-            continue
-        if processor is None:
-            processor = _load(load_processor, row, options)
-            check_processor_options(processor, options.processor_kwargs)
-        if isinstance(prompt, str):
-            text = prompt
-        else:
-            template = processor if getattr(processor, "chat_template", None) else tokenizer
-            text = _render(place_media(prompt, counts, row.where), row, template, options, chat, control)
-        (token_ids,) = control.encode([text])
-        adds_tokens = isinstance(prompt, str) and token_ids[: len(before)] != before
-        processor_options = {"add_special_tokens": adds_tokens, **options.processor_kwargs}
-        columns = options.media_columns(row.values)
-        made[index] = MediaPrompt(
-            before * adds_tokens + token_ids,
-            prompt,
-            **_other_columns(row, options),
-            encode=check_row_media(
-                row.values,
-                text,
-                processor,
-                columns,
-                processor_options,
-                control,
-                len(after) * adds_tokens,
-                where=row.where,
-            ),
+def _read_prompt(row: SourceRow, options: EncodingOptions, chat: ChatOptions) -> str | Messages:
+    """The prompt of a row, and checks of the other columns that have a meaning."""
+    (where, values), column = row, options.prompt_column
+    if column not in values and chat.may_be_empty:
+        return [dict(message) for message in EMPTY_PROMPT]
+    if column not in values:
+        raise ValueError(
+            f"{where}: no column {column!r}; the row has {sorted(values)}. Name the right one with prompt_column."
         )
-    return made
-
-
-def _other_columns(row: SourceRow, options: EncodingOptions) -> dict[str, Any]:
-    columns = {name: value for name, value in row.values.items() if name != options.prompt_column}
-    source = str(row.values.get("data_source") or "default")
-    return {"columns": columns, "data_source": source, "where": row.where}
-
-
-def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: EncodingOptions) -> Any:
-    (where, values), problem = row, "there is no processor"
-    try:
-        if load_processor is not None:
-            return load_processor()
-    except ValueError as error:
-        problem = str(error)
-    names = " or ".join(repr(name) for name in options.media_columns(values).values())
-    raise ValueError(
-        f"{where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=... to "
-        "PromptDataModule, train a model that reads images, remove the column, or, if it has other contents, set "
-        "image_column and video_column to other names."
+    for name in ("prompts", "completions", "completion_ids"):
+        if name in values and name != column:
+            raise ValueError(
+                f"{where}: the column {name!r} has the name of an argument of reward functions; rename it."
+            )
+    model = values.get("reward_model")
+    if model is not None and not isinstance(model, Mapping):
+        raise ValueError(
+            f"{where}: column 'reward_model' is {shorten(model)}; write a mapping such as {{'ground_truth': ...}}, or "
+            "rename the column."
+        )
+    references = {name: values.get(name) for name in ("ground_truth", "answer")}
+    references["reward_model.ground_truth"] = (model or {}).get("ground_truth")
+    for name, reference in references.items():
+        if isinstance(reference, float) and math.isnan(reference):
+            raise ValueError(f"{where}: {name!r} is NaN, which is not a reference; write the answer, or null for none.")
+    prompt = values[column]
+    if isinstance(prompt, str):
+        if chat.needs_messages is not None:
+            raise ValueError(
+                f"{where}: column {column!r} is a string, and {chat.needs_messages}; write it as messages: "
+                '[{"role": "user", "content": "..."}].'
+            )
+        return prompt
+    are_messages = isinstance(prompt, Sequence) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+        for message in prompt
     )
+    if not prompt or not are_messages:
+        raise ValueError(
+            f"{where}: column {column!r} is {shorten(prompt)}; it must be a string or a list of messages, each with "
+            "'role' and 'content'."
+        )
+    messages = [dict(message) for message in prompt]
+    check_contents(messages, where)
+    return messages
 
 
-def _find(load_processor: Callable[[], Any] | None) -> Any:
-    """The processor, or None if it cannot be loaded; text prompts do not need it."""
-    try:
-        return load_processor() if load_processor is not None else None
-    except Exception as error:  # a text-only run must not fail because of a processor that it does not use
-        log.info("Texts are not searched for image tokens: %s", error)
-        return None
-
-
-def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions, reads_media: bool) -> None:
-    """Refuse placeholders for images and videos in a row without any. Tags count if there is a column for media."""
-    columns = options.media_columns(row.values)
+def _check_places(row: SourceRow, prompt: str | Messages, columns: Mapping[str, str], reads_media: bool) -> None:
+    """Check that a row without images and videos has no places for them. Tags count if there is a column for media."""
     tags = (reads_media or any(name in row.values for name in columns.values())) and has_tags(prompt)
     if tags or (not isinstance(prompt, str) and has_parts(prompt)):
         names = " and ".join(repr(name) for name in columns.values())
@@ -375,77 +348,43 @@ def _check_text(row: SourceRow, prompt: str | Messages, options: EncodingOptions
         )
 
 
-def _read_prompt(row: SourceRow, options: EncodingOptions, chat: ChatOptions) -> str | Messages:
-    (where, values), column = row, options.prompt_column
-    if column not in values and chat.may_be_empty:
-        return [dict(message) for message in EMPTY_PROMPT]
-    if column not in values:
-        raise ValueError(
-            f"{where}: no column {column!r}; the row has {sorted(values)}. Name the right one with prompt_column."
-        )
-    check_columns_of(values, column, where)
-    if values[column] is None:
-        raise ValueError(f"{where}: column {column!r} is null; write the prompt, or remove the row.")
-    prompt = values[column]
-    if isinstance(prompt, str):
-        if chat.needs_messages is not None:
-            raise ValueError(
-                f"{where}: column {column!r} is a string, and {chat.needs_messages}; write it as messages: "
-                '[{"role": "user", "content": "..."}].'
-            )
-        return prompt
-    if not isinstance(prompt, Sequence) or not prompt or not all(_is_message(message) for message in prompt):
-        raise ValueError(
-            f"{where}: column {column!r} is {shorten(prompt)}; it must be a string or a list of messages, each with "
-            "'role' and 'content'."
-        )
-    messages = [dict(message) for message in prompt]
-    check_contents(messages, where)
-    return messages
+def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: EncodingOptions) -> Any:
+    problem = "there is no processor"
+    try:
+        if load_processor is not None:
+            return load_processor()
+    except ValueError as error:
+        problem = str(error)
+    names = " or ".join(repr(name) for name in options.media_columns(row.values).values())
+    raise ValueError(
+        f"{row.where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=... to "
+        "PromptDataModule, train a model that reads images, remove the column, or, if it has other contents, set "
+        "image_column and video_column to other names."
+    )
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
-
-
-def _tokenize(
-    prompts: Sequence[str | Messages],
-    rows: Sequence[SourceRow],
-    tokenizer: Any,
-    options: EncodingOptions,
-    processor: Any,
-    chat: ChatOptions,
-) -> list[list[int]]:
-    chats = [index for index, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-    if chats and not (getattr(tokenizer, "chat_template", None) or chat.of_row(rows[chats[0]].values)):
-        raise ValueError(
-            f"{rows[chats[0]].where}: the prompt is a list of messages and the tokenizer has no chat template; use a "
-            "tokenizer that has one, set tokenizer.chat_template, or pass prompts as strings."
-        )
-    control = ControlTokens(tokenizer, None, options.split_special_tokens)
-    texts = [
-        prompt if isinstance(prompt, str) else _render(prompt, row, tokenizer, options, chat, control)
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
-    for text, row in zip(texts, rows, strict=True) if processor is not None else ():
-        check_tokens({}, text, processor, row.where)
-    encoded = control.encode(texts)
-    before = tokens_around(tokenizer)[0] if len(chats) < len(texts) and options.add_special_tokens else []
-    return [
-        before + ids if isinstance(prompt, str) and ids[: len(before)] != before else ids
-        for prompt, ids in zip(prompts, encoded, strict=True)
-    ]
+def _other_columns(row: SourceRow, options: EncodingOptions) -> dict[str, Any]:
+    columns = {name: value for name, value in row.values.items() if name != options.prompt_column}
+    source = str(row.values.get("data_source") or "default")
+    return {"columns": columns, "data_source": source, "where": row.where}
 
 
 def _render(
-    messages: Any, row: SourceRow, template: Any, options: EncodingOptions, chat: ChatOptions, control: ControlTokens
+    prompt: Any, row: SourceRow, template: Any, options: EncodingOptions, chat: ChatOptions, control: ControlTokens
 ) -> str:
-    """Render marked messages by the chat template; a final assistant message is left open for continuation."""
+    """Text of a prompt; messages are marked, and a final assistant message is left open for continuation."""
+    if isinstance(prompt, str):
+        return prompt
     more = chat.of_row(row.values)
-    open_ended = messages[-1]["role"] == "assistant"
+    if not (getattr(template, "chat_template", None) or more):
+        raise ValueError(
+            f"{row.where}: the prompt is a list of messages and the tokenizer has no chat template; use a tokenizer "
+            "that has one, set tokenizer.chat_template, or pass prompts as strings."
+        )
+    open_ended = prompt[-1]["role"] == "assistant"
     try:
         return template.apply_chat_template(
-            control.mark(without_empty_keys(messages)),
+            control.mark(without_empty_keys(prompt)),
             tokenize=False,
             add_generation_prompt=not open_ended,
             continue_final_message=open_ended,

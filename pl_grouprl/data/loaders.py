@@ -10,13 +10,11 @@ import numpy as np
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.describe import private_copy
 
-# The order of rows in an epoch, which stays stable if other rows are dropped.
-
 
 class EpochOrder:
     """The order of the training rows in each epoch.
 
-    The order is drawn for all rows from (seed, epoch) alone, and dropped rows are left out afterwards, so the others
+    The order is drawn for all rows from (seed, epoch) alone, and dropped rows are omitted afterwards, so the others
     keep their order under another length limit. If the limit changes mid-epoch, rows of batches already begun stay in
     front, in their order, and the others follow.
 
@@ -63,9 +61,6 @@ class EpochOrder:
     def begin_with(self, epoch: int, rows: Sequence[int]) -> None:
         """Move the rows that an epoch has already begun to the front of its order."""
         self._begun = (epoch, np.asarray(rows, dtype=np.int64))
-
-
-# Loaders of prompt batches for training and evaluation.
 
 
 class PromptBatch:
@@ -152,7 +147,19 @@ class TrainPromptLoader:
             "num_prompts": len(prompts) if num_rows is None else num_rows,
             "level_column": None,
         }
-        self._check()
+        rest = len(prompts) % batch_size
+        if batch_size < num_replicas:
+            raise ValueError(f"batch_size={batch_size} leaves some of {num_replicas} ranks without a prompt; raise it.")
+        if drop_last and len(prompts) < batch_size:
+            raise ValueError(
+                f"The training data has {len(prompts)} prompts, fewer than batch_size={batch_size}; lower batch_size, "
+                "add data, or set drop_last=False to train on a smaller batch."
+            )
+        if not drop_last and 0 < rest < num_replicas:
+            raise ValueError(
+                f"With drop_last=False the last batch of an epoch has {rest} prompts for {num_replicas} ranks "
+                f"({len(prompts)} prompts, batch_size={batch_size}); set drop_last=True or change batch_size."
+            )
         rows = range(len(prompts)) if rows is None else rows
         self._order = EpochOrder(rows, self._settings["num_prompts"], seed=seed, shuffle=shuffle)
         self._epoch = 0
@@ -276,13 +283,11 @@ class TrainPromptLoader:
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
         batches = -(-position // self._settings["updates_per_rollout"])
-        # States without these two come from runs that dropped no rows.
-        begun = state_dict.get("begun", self._order.all_rows(epoch)[: batches * self._settings["batch_size"]])
-        first = state_dict.get("first_rollout", epoch * self._num_batches(self._order.num_rows))
+        first = state_dict["first_rollout"]
         self._announced_epoch, self._resumed = state_dict["announced_epoch"], True
         if batches <= self.rollouts_per_epoch:
             self._epoch, self._position, self._first_rollout = epoch, position, first
-            self._order.begin_with(epoch, begun)
+            self._order.begin_with(epoch, state_dict["begun"])
             return
         if position % self._settings["updates_per_rollout"]:
             raise ValueError(
@@ -319,22 +324,6 @@ class TrainPromptLoader:
         """This rank's prompts of a batch."""
         return [self.prompts[index] for index in self._order.prompts(rows[self.rank :: self.num_replicas])]
 
-    def _check(self) -> None:
-        size, prompts, ranks = self._settings["batch_size"], len(self.prompts), self.num_replicas
-        if size < ranks:
-            raise ValueError(f"batch_size={size} leaves some of {ranks} ranks without a prompt; raise it to {ranks}.")
-        if prompts < size and self._settings["drop_last"]:
-            raise ValueError(
-                f"The training data has {prompts} prompts, fewer than batch_size={size}; lower batch_size, "
-                "add data, or set drop_last=False to train on a smaller batch."
-            )
-        rest = prompts % size
-        if not self._settings["drop_last"] and 0 < rest < ranks:
-            raise ValueError(
-                f"With drop_last=False the last batch of an epoch has {rest} prompts for {ranks} ranks "
-                f"({prompts} prompts, batch_size={size}); set drop_last=True or change batch_size."
-            )
-
 
 class EvalPromptLoader:
     """Yields every prompt once, in order, in batches of about equal size.
@@ -362,9 +351,6 @@ class EvalPromptLoader:
         for number, indices in enumerate(np.array_split(np.arange(len(self.prompts)), len(self))):
             share = indices[self.rank :: self.num_replicas]
             yield PromptBatch([self.prompts[index] for index in share], rollout_number=number)
-
-
-# Training on prompts of one level of difficulty at a time.
 
 
 class LevelSchedule:
@@ -429,11 +415,24 @@ class LevelPromptLoader(TrainPromptLoader):
         super().__init__(prompts, **options)
         self._schedule = schedule
         self._settings |= {"level_column": column, "num_prompts_in_use": len(prompts)}
-        levels = [_level(prompt, column) for prompt in prompts]
+        levels: list[Any] = [prompt.columns.get(column) for prompt in prompts]
+        for prompt, level in zip(prompts, levels, strict=True):
+            if isinstance(level, bool) or not isinstance(level, int) or level < 0:
+                raise ValueError(
+                    f"{prompt.where}: column {column!r} is {level!r}; a curriculum needs the level of each row there, "
+                    "an integer from 0."
+                )
         self._counts = np.bincount(levels)  # prompts of each level
         self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 for rows not in use
         self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
-        self._check_levels()
+        size = self._settings["batch_size"]
+        if not self._settings["drop_last"]:
+            raise ValueError("drop_last is False; a curriculum trains on full batches of one level, so set it to True.")
+        if small := {level: int(count) for level, count in enumerate(self._counts) if count < size}:
+            raise ValueError(
+                f"The training data has {small} prompts of these levels, fewer than batch_size={size}; add rows, or "
+                "lower batch_size."
+            )
 
     @property
     def num_levels(self) -> int:
@@ -447,23 +446,3 @@ class LevelPromptLoader(TrainPromptLoader):
 
     def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
         return rows[self._levels[rows] == self._schedule.at(rollout_number)[0]]
-
-    def _check_levels(self) -> None:
-        size = self._settings["batch_size"]
-        if not self._settings["drop_last"]:
-            raise ValueError("drop_last is False; a curriculum trains on full batches of one level, so set it to True.")
-        if small := {level: int(count) for level, count in enumerate(self._counts) if count < size}:
-            raise ValueError(
-                f"The training data has {small} prompts of these levels, fewer than batch_size={size}; add rows, or "
-                "lower batch_size."
-            )
-
-
-def _level(prompt: Prompt, column: str) -> int:
-    level = prompt.columns.get(column)
-    if isinstance(level, bool) or not isinstance(level, int) or level < 0:
-        raise ValueError(
-            f"{prompt.where}: column {column!r} is {level!r}; a curriculum needs the level of each row there, an "
-            "integer from 0."
-        )
-    return level

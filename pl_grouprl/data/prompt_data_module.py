@@ -22,12 +22,11 @@ from pl_grouprl.data.rows import PromptSource, digest_rows, plain, read_source
 from pl_grouprl.media.rows import load_processor, reads_media
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
-from pl_grouprl.utilities.options import checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
 
 
-@checked_arguments
 class PromptDataModule(LightningDataModule):
     """Prompts from files, data sets in memory, or built-in tasks.
 
@@ -49,7 +48,7 @@ class PromptDataModule(LightningDataModule):
         train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
             `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`). Not needed if an
             environment writes the prompts (its `reset` returns them); an epoch is then one batch.
-        val: The same, for validation. None: no validation.
+        val: The same, for validation; no validation if None.
         test: The same, for the test stage. The predict stage uses it too, or `val` if it is None.
         batch_size: Prompts per rollout, over all ranks (verl's `train_batch_size`); not necessarily a multiple of the
             number of ranks.
@@ -102,11 +101,13 @@ class PromptDataModule(LightningDataModule):
         processor_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("batch_size", batch_size), ("val_batch_size", val_batch_size)):
-            if size < 1:
-                raise ValueError(f"PromptDataModule.{name} is {size}; it must be at least 1.")
-        if seed < 0:
-            raise ValueError(f"PromptDataModule.seed is {seed}; it must be 0 or larger.")
+        check_options(
+            {
+                "PromptDataModule.batch_size": (batch_size, batch_size >= 1, "at least 1"),
+                "PromptDataModule.val_batch_size": (val_batch_size, val_batch_size >= 1, "at least 1"),
+                "PromptDataModule.seed": (seed, seed >= 0, "0 or larger"),
+            }
+        )
         self.sources = {"train": train, "val": val, "test": test}
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size
@@ -141,10 +142,7 @@ class PromptDataModule(LightningDataModule):
         """
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", "cpu")
         raise_on_all_ranks(lambda: self._set_up(stage), device)
-        self._compare_ranks(device)
-
-    def _compare_ranks(self, device: Any) -> None:
-        """Refuse ranks with different rows, which would deadlock."""
+        # Ranks with different rows would deadlock.
         facts = {split: kept.num_rows for split, kept in self.kept.items()} | self.resume_facts()
         for rank, theirs in enumerate(gather_plain(facts, device)):
             for name in (name for name in facts if theirs.get(name) != facts[name]):
@@ -158,8 +156,19 @@ class PromptDataModule(LightningDataModule):
         if splits and self._source(splits[0]) is None:
             raise ValueError(f"PromptDataModule(`{splits[0]}`) is None, and this stage needs it; pass a data set.")
         for split in splits:
-            if self._source(split) is not None and split not in self.prompts:
-                self._load(split)
+            if self._source(split) is None or split in self.prompts:
+                continue
+            rows = read_source(self._source(split), split)
+            if split == "train":
+                self._digest = digest_rows(rows)
+            tokenizer = self._tokenizer()
+            if self.processor is None:
+                media = reads_media(getattr(self._module(), "policy_source", None))
+            else:
+                media = self._processor() is not None  # raises if a named processor cannot be loaded
+            prompts = encode_rows(rows, tokenizer, self.encoding, self._processor, media, self._chat())
+            self.kept[split] = self.length_policy.apply(prompts, split, tokenizer)
+            self.prompts[split] = self.kept[split].prompts
         if "train" in splits:
             self._levels = {}  # of an earlier fit
             self.train_dataloader()  # runs its checks before anything else
@@ -288,15 +297,6 @@ class PromptDataModule(LightningDataModule):
                 "with this data module."
             )
 
-    def _load(self, split: str) -> None:
-        chat = self._chat()
-        rows = read_source(self._source(split), split)
-        if split == "train":
-            self._digest = digest_rows(rows)
-        prompts = encode_rows(rows, self._tokenizer(), self.encoding, self._processor, self._reads_media(), chat)
-        self.kept[split] = self.length_policy.apply(prompts, split, self._tokenizer())
-        self.prompts[split] = self.kept[split].prompts
-
     def _chat(self) -> ChatOptions:
         """The LightningModule's requirements on conversations."""
         options: ChatOptions = getattr(getattr(self._module(), "episodes", None), "chat_options", ChatOptions())
@@ -335,16 +335,6 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError("PromptDataModule.processor is None and there is no LightningModule with a policy")
             self.processor = load_processor(source)
         return self.processor
-
-    def _reads_media(self) -> bool:
-        """Whether this run supports images and videos, even if no row has any.
-
-        Raises:
-            ValueError: If a named processor cannot be loaded.
-        """
-        if self.processor is None:
-            return reads_media(getattr(self._module(), "policy_source", None))
-        return self._processor() is not None
 
     def _module(self) -> Any:
         return getattr(self.trainer, "lightning_module", None)

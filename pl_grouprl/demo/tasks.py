@@ -13,7 +13,9 @@ import numpy as np
 
 from pl_grouprl.chat.format import read_template
 from pl_grouprl.types import Messages
-from pl_grouprl.utilities.options import checked_arguments
+from pl_grouprl.utilities.options import check_options
+
+PAD_TOKEN, END_TOKEN, ASSISTANT_TOKEN = "<pad>", "<end>", "<assistant>"
 
 # A tool for word problems: arithmetic with exact fractions, limited to numbers, + - * / and parentheses.
 
@@ -36,7 +38,10 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > _MAX_CHARACTERS:
         raise ValueError(f"the expression has {len(expression)} characters; at most {_MAX_CHARACTERS} are allowed")
-    value = _Expression(expression).value()
+    parser = _Expression(expression)
+    value = parser.sum()
+    if rest := parser.take():
+        raise ValueError(f"unexpected {rest!r} in the expression")
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
@@ -44,55 +49,44 @@ class _Expression:
     """Parses an expression by recursive descent; ignores thousands separators."""
 
     def __init__(self, text: str) -> None:
-        self._tokens = _TOKEN.findall(text.replace(",", ""))
-        self._next = 0
+        self._tokens = _TOKEN.findall(text.replace(",", ""))[::-1]  # the next one last
 
-    def value(self) -> Fraction:
-        """The value of the whole expression."""
-        value = self._sum()
-        if self._next < len(self._tokens):
-            raise ValueError(f"unexpected {self._tokens[self._next]!r} in the expression")
-        return value
+    def take(self, wanted: str = "") -> str:
+        """Consume and return the next token if it is wanted (any, by default); otherwise return an empty string."""
+        is_wanted = self._tokens and (not wanted or self._tokens[-1] in wanted)
+        return self._tokens.pop() if is_wanted else ""
 
-    def _sum(self) -> Fraction:
+    def sum(self) -> Fraction:
+        """The value of an expression, up to the first token that does not continue it."""
         value = self._product()
-        while sign := self._take("+-"):
+        while sign := self.take("+-"):
             value = value + self._product() if sign == "+" else value - self._product()
         return value
 
     def _product(self) -> Fraction:
         value = self._factor()
-        while sign := self._take("*/"):
+        while sign := self.take("*/"):
             value = value * self._factor() if sign == "*" else value / self._factor()
         return value
 
     def _factor(self) -> Fraction:
-        if sign := self._take("+-"):
+        if sign := self.take("+-"):
             return self._factor() if sign == "+" else -self._factor()
-        if self._take("("):
-            value = self._sum()
-            if not self._take(")"):
+        if self.take("("):
+            value = self.sum()
+            if not self.take(")"):
                 raise ValueError("a parenthesis is not closed in the expression")
             return value
-        found = self._take()
+        found = self.take()
         if found[:1] not in set(".0123456789") or found == ".":
             raise ValueError(f"expected a number in the expression, found {found!r}")
         return Fraction(found)
-
-    def _take(self, wanted: str = "") -> str:
-        """Consume and return the next token if it is wanted (any, by default); otherwise return an empty string."""
-        token = self._tokens[self._next] if self._next < len(self._tokens) else ""
-        if not token or (wanted and token not in wanted):
-            return ""
-        self._next += 1
-        return token
 
 
 # Built-in task: find the most frequent digit in a long prompt. Generated with NumPy, without a download.
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
-PAD_TOKEN, END_TOKEN = "<pad>", "<end>"
 _VOCABULARY = (PAD_TOKEN, END_TOKEN, *string.digits, *sorted(set("".join(DIGIT_NAMES))))
 _IDS = {token: index for index, token in enumerate(_VOCABULARY)}
 
@@ -122,7 +116,6 @@ def digit_tokenizer() -> Any:
     )
 
 
-@checked_arguments
 class MostFrequentDigit:
     """Prompts of random digits; the answer is the most frequent one, written as an English word.
 
@@ -154,11 +147,13 @@ class MostFrequentDigit:
         label_noise: float = 0.6,
         seed: int = 0,
     ) -> None:
-        if prompt_length < 1:
-            raise ValueError(f"MostFrequentDigit.prompt_length is {prompt_length}; it must be at least 1.")
-        for name, share in (("majority_share", majority_share), ("label_noise", label_noise)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"MostFrequentDigit.{name} is {share}; it must be in [0, 1].")
+        check_options(
+            {
+                "MostFrequentDigit.prompt_length": (prompt_length, prompt_length >= 1, "at least 1"),
+                "MostFrequentDigit.majority_share": (majority_share, 0 <= majority_share <= 1, "in [0, 1]"),
+                "MostFrequentDigit.label_noise": (label_noise, 0 <= label_noise <= 1, "in [0, 1]"),
+            }
+        )
         self.prompt_length = prompt_length
         self.majority_share = majority_share
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
@@ -172,8 +167,6 @@ class MostFrequentDigit:
         Args:
             split: `train`, `val` or `test`.
         """
-        if split not in self.sizes:
-            raise ValueError(f"MostFrequentDigit has no split {split!r}; it has {sorted(self.sizes)}.")
         rng = np.random.default_rng((self.seed, _STREAMS[split]))
         digits_BP, answers_B = self._draw(rng, self.sizes[split], _CHECKSUMS[split])
         prompts = (digits_BP + ord("0")).astype(np.uint8)
@@ -221,42 +214,31 @@ class MostFrequentDigit:
         Raises:
             ValueError: If such prompts are too rare.
         """
-        kept: list[tuple[np.ndarray, np.ndarray]] = []
-        missing = count
+        kept_digits, kept_answers = [np.empty((0, self.prompt_length), np.int64)], [np.empty(0, np.int64)]
+        missing, majority = count, self._majority_count
         for _ in range(_MAX_ROUNDS):
             if missing <= 0:
                 break
-            digits_BP, answers_B = self._candidates(rng, 16 + missing * 8 // len(checksums))
-            valid_B = self._without_tie(digits_BP, answers_B) & np.isin(_checksum(digits_BP), checksums)
-            kept.append((digits_BP[valid_B], answers_B[valid_B]))
+            size = 16 + missing * 8 // len(checksums)
+            answers_B = rng.integers(0, 10, size)
+            digits_BP = np.empty((size, self.prompt_length), np.int64)
+            digits_BP[:, :majority] = answers_B[:, None]
+            others = rng.integers(1, 10, (size, self.prompt_length - majority))
+            digits_BP[:, majority:] = (answers_B[:, None] + others) % 10
+            digits_BP = rng.permuted(digits_BP, axis=1)
+            counts_BD = np.stack([(digits_BP == digit).sum(axis=1) for digit in range(10)], axis=1)
+            counts_BD[np.arange(size), answers_B] = 0
+            checksums_B = (digits_BP @ np.arange(1, 2 * self.prompt_length, 2)) % 8  # depends on all digits
+            valid_B = (counts_BD.max(axis=1) < majority) & np.isin(checksums_B, checksums)
+            kept_digits.append(digits_BP[valid_B])
+            kept_answers.append(answers_B[valid_B])
             missing -= int(valid_B.sum())
         if missing > 0:
             raise ValueError(
                 f"MostFrequentDigit(prompt_length={self.prompt_length}, majority_share={self.majority_share}): hardly "
                 "any prompt has a single most frequent digit; raise majority_share or prompt_length."
             )
-        if not kept:
-            return np.empty((0, self.prompt_length), np.int64), np.empty(0, np.int64)
-        digits, answers = zip(*kept, strict=True)
-        return np.concatenate(digits)[:count], np.concatenate(answers)[:count]
-
-    def _candidates(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        answers_B = rng.integers(0, 10, count)
-        others = (count, self.prompt_length - self._majority_count)
-        digits_BP = np.empty((count, self.prompt_length), np.int64)
-        digits_BP[:, : self._majority_count] = answers_B[:, None]
-        digits_BP[:, self._majority_count :] = (answers_B[:, None] + rng.integers(1, 10, others)) % 10
-        return rng.permuted(digits_BP, axis=1), answers_B
-
-    def _without_tie(self, digits_BP: np.ndarray, answers_B: np.ndarray) -> np.ndarray:
-        counts_BD = np.stack([(digits_BP == digit).sum(axis=1) for digit in range(10)], axis=1)
-        counts_BD[np.arange(len(answers_B)), answers_B] = 0
-        return counts_BD.max(axis=1) < self._majority_count
-
-
-def _checksum(digits_BP: np.ndarray) -> np.ndarray:
-    """Return a number from 0 to 7 per prompt that depends on all its digits."""
-    return (digits_BP @ np.arange(1, 2 * digits_BP.shape[1], 2)) % 8
+        return np.concatenate(kept_digits)[:count], np.concatenate(kept_answers)[:count]
 
 
 # Built-in task with a tool: find a telephone number in a long directory that only the tool can read.
@@ -269,8 +251,7 @@ def _checksum(digits_BP: np.ndarray) -> np.ndarray:
 #     <assistant><call>look_up 985<end>       <result>telephone 8103<end>
 #     <assistant>8103<end>
 
-LOOKUP_PAD_TOKEN, LOOKUP_END_TOKEN, ASSISTANT_TOKEN = "<pad>", "<end>", "<assistant>"
-_SPECIAL_TOKENS = (LOOKUP_PAD_TOKEN, LOOKUP_END_TOKEN, "<user>", ASSISTANT_TOKEN, "<call>", "<result>")
+_SPECIAL_TOKENS = ("<user>", ASSISTANT_TOKEN, "<call>", "<result>")
 
 _USER, _ROOM, _TELEPHONE, _NO_ENTRY, _UNKNOWN = "telephone of ", "room ", "telephone ", "no entry", "unknown"
 
@@ -322,7 +303,6 @@ class Directory:
         return self._entries.get(key, _NO_ENTRY)
 
 
-@checked_arguments
 class TwoStepLookup:
     """Questions about telephone numbers. Each takes two tool calls: the person's room, then the room's telephone.
 
@@ -350,8 +330,7 @@ class TwoStepLookup:
         seed: int = 0,
         shared_directory: bool = False,
     ) -> None:
-        if not 0 <= mistake_share <= 1:
-            raise ValueError(f"TwoStepLookup.mistake_share is {mistake_share}; it must be in [0, 1].")
+        check_options({"TwoStepLookup.mistake_share": (mistake_share, 0 <= mistake_share <= 1, "in [0, 1]")})
         self.sizes = {"train": train_size, "val": val_size, "test": test_size}
         self.mistake_share = mistake_share
         self.seed = seed
@@ -363,11 +342,11 @@ class TwoStepLookup:
         Args:
             split: `train`, `val` or `test`.
         """
-        if split not in self.sizes:
-            raise ValueError(f"TwoStepLookup has no split {split!r}; it has {sorted(self.sizes)}.")
         rng = np.random.default_rng((self.seed, _SPLITS.index(split)))
-        make = self._shared_row if self._shared_directory else self._row
-        return [make(rng, split) for _ in range(self.sizes[split])]
+        people = _people(SHARED_DIRECTORY)[_SPLITS.index(split) :: len(_SPLITS)]
+        if self._shared_directory:
+            return [_question(SHARED_DIRECTORY, str(rng.choice(people))) for _ in range(self.sizes[split])]
+        return [self._row(rng, split) for _ in range(self.sizes[split])]
 
     def demonstrations(self, count: int, seed: int = 0) -> list[tuple[list[int], list[int], list[int]]]:
         """Return episodes to imitate, some of them with a mistake.
@@ -382,11 +361,19 @@ class TwoStepLookup:
         """
         rng = np.random.default_rng((self.seed, _SPLITS.index("demonstrations"), seed))
         tokenizer = _cached_tokenizer()
-        texts = [
-            tokenizer.apply_chat_template(row["prompt"] + self._episode(row, rng), tokenize=False)
-            for row in (self._row(rng, "demonstrations") for _ in range(count))
-        ]
-        return [_demonstration(ids, tokenizer) for ids in tokenizer(texts)["input_ids"]] if texts else []
+        assistant, end = tokenizer.convert_tokens_to_ids([ASSISTANT_TOKEN, END_TOKEN])
+        found = []
+        for _ in range(count):
+            row = self._row(rng, "demonstrations")
+            text = tokenizer.apply_chat_template(row["prompt"] + self._episode(row, rng), tokenize=False)
+            token_ids = tokenizer(text)["input_ids"]
+            start = token_ids.index(assistant) + 1
+            writes, loss_mask = True, []  # the policy writes from assistant tokens to end tokens
+            for token in token_ids[start:]:
+                loss_mask.append(int(writes))
+                writes = token != end and (writes or token == assistant)
+            found.append((token_ids[:start], token_ids[start:], loss_mask))
+        return found
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the task."""
@@ -394,20 +381,7 @@ class TwoStepLookup:
 
     def _row(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         number = int(rng.integers(2**40)) * len(_SPLITS) + _SPLITS.index(split)
-        return self._question(number, str(rng.choice(_people(number))))
-
-    def _shared_row(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        people = _people(SHARED_DIRECTORY)[_SPLITS.index(split) :: len(_SPLITS)]
-        return self._question(SHARED_DIRECTORY, str(rng.choice(people)))
-
-    def _question(self, number: int, name: str) -> dict[str, Any]:
-        directory = entries(number)
-        return {
-            "prompt": [{"role": "user", "content": _USER + name}],
-            "answer": directory[directory[name].removeprefix(_ROOM)].removeprefix(_TELEPHONE),
-            "directory": number,
-            "data_source": "two_step_lookup",
-        }
+        return _question(number, str(rng.choice(_people(number))))
 
     def _episode(self, row: dict[str, Any], rng: np.random.Generator) -> Messages:
         """The completion of a demonstration as messages, possibly with a mistake."""
@@ -422,8 +396,12 @@ class TwoStepLookup:
             "cuts the room": ([name, room[:-1]], _UNKNOWN),
             "gives up": ([], _UNKNOWN),
         }[mistake]
-        calls = [message for key in keys for message in _call(key, directory.get(key, _NO_ENTRY))]
-        return [*calls, {"role": "assistant", "content": answer}]
+        messages: Messages = []
+        for key in keys:
+            call = {"type": "function", "function": {"name": "look_up", "arguments": {"key": key}}}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "tool", "name": "look_up", "content": directory.get(key, _NO_ENTRY)})
+        return [*messages, {"role": "assistant", "content": answer}]
 
 
 @functools.lru_cache(maxsize=64)
@@ -442,6 +420,16 @@ def _people(number: int) -> list[str]:
     return [key for key in entries(number) if key.isalpha()]
 
 
+def _question(number: int, name: str) -> dict[str, Any]:
+    directory = entries(number)
+    return {
+        "prompt": [{"role": "user", "content": _USER + name}],
+        "answer": directory[directory[name].removeprefix(_ROOM)].removeprefix(_TELEPHONE),
+        "directory": number,
+        "data_source": "two_step_lookup",
+    }
+
+
 def lookup_tokenizer() -> Any:
     """Build the tokenizer of the task, with the chat template `plain`.
 
@@ -456,17 +444,16 @@ def lookup_tokenizer() -> Any:
     sentences = (_USER, _ROOM, _TELEPHONE, _NO_ENTRY, _UNKNOWN, "look_up ")
     words = sorted({word for text in sentences for word in re.findall(r"\w{2,} ?", text)}, key=lambda w: (-len(w), w))
     characters = [character for character in string.printable if character.isprintable()]
-    vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *words, *characters))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=LOOKUP_PAD_TOKEN))
+    tokens = (PAD_TOKEN, END_TOKEN, *_SPECIAL_TOKENS, *words, *characters)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD_TOKEN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join((*words, "."))), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=LOOKUP_END_TOKEN,
-        pad_token=LOOKUP_PAD_TOKEN,
-        additional_special_tokens=[
-            token for token in _SPECIAL_TOKENS if token not in (LOOKUP_PAD_TOKEN, LOOKUP_END_TOKEN)
-        ],
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        additional_special_tokens=list(_SPECIAL_TOKENS),
         clean_up_tokenization_spaces=False,
         chat_template=read_template("plain"),
     )
@@ -475,22 +462,3 @@ def lookup_tokenizer() -> Any:
 @functools.lru_cache(maxsize=1)
 def _cached_tokenizer() -> Any:
     return lookup_tokenizer()
-
-
-def _call(key: str, entry: str) -> Messages:
-    function = {"name": Directory.look_up.__name__, "arguments": {"key": key}}
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "name": function["name"], "content": entry},
-    ]
-
-
-def _demonstration(token_ids: list[int], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """Split an episode at the policy's first token; the policy writes from assistant tokens to end tokens."""
-    assistant, end = tokenizer.convert_tokens_to_ids([ASSISTANT_TOKEN, LOOKUP_END_TOKEN])
-    start = token_ids.index(assistant) + 1
-    writes, loss_mask = True, []
-    for token in token_ids[start:]:
-        loss_mask.append(int(writes))
-        writes = token != end and (writes or token == assistant)
-    return token_ids[:start], token_ids[start:], loss_mask

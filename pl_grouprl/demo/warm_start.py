@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -26,7 +26,7 @@ from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import as_config, check_options
 from pl_grouprl.utilities.progress import PROGRESS, ProgressLines, shows_bars, tick
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class Demonstrations(Protocol):
         ...
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class WarmStartedPolicy:
     """A policy source that trains its policy on demonstrations, once.
@@ -96,10 +95,9 @@ class WarmStartedPolicy:
 
     def __post_init__(self) -> None:
         if "model_type" not in self.architecture:
-            raise ValueError(
-                f"architecture has the options {sorted(self.architecture)} but no model_type; add the name of a "
-                "transformers family, such as model_type: qwen3."
-            )
+            raise ValueError("architecture has no model_type; add the name of a transformers family, such as qwen3.")
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", as_config(LoRAAdapter, self.adapter, "WarmStartedPolicy.adapter"))
         checks = {
             "steps": (self.steps >= 0, "0 (random weights) or larger"),
             "batch_size": (self.batch_size >= 1, "at least 1"),
@@ -110,15 +108,33 @@ class WarmStartedPolicy:
 
     @property
     def folder(self) -> Path:
-        """Folder of the finished policy, which may not exist yet."""
-        return Path(self.cache_dir).expanduser() / f"{self.architecture['model_type']}-{self._key()}"
+        """Folder of the finished policy, which may not exist yet. Its name has a hash of all that determines it."""
+        options = asdict(self)
+        for name in ("demonstrations", "cache_dir", "progress_bar", "adapter", "compile_layers"):
+            del options[name]
+        parts = {
+            "format": FORMAT_VERSION,
+            "options": options,
+            "task": _describe(self.demonstrations),
+            "vocabulary": sorted(self.load_tokenizer().get_vocab().items()),
+            "sample": self.demonstrations.demonstrations(_SAMPLE, _demonstration_seed(self.seed, 0)),
+        }
+        text = json.dumps(parts, sort_keys=True, default=_describe)
+        key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return Path(self.cache_dir).expanduser() / f"{self.architecture['model_type']}-{key}"
 
     def load(self) -> nn.Module:
         """Return the warm-started policy, from the cache if possible. With several ranks, rank 0 trains it."""
         folder = self.folder
-        with _rank_zero_first():
+        several, is_first = num_ranks() > 1, own_rank() == 0
+        if several and not is_first:
+            torch.distributed.barrier()  # until rank 0 is ready
+        try:
             if not folder.is_dir():
                 self._make(folder)
+        finally:
+            if several and is_first:
+                torch.distributed.barrier()
         owner = f"the cached policy {str(folder)!r} (remove the folder to create it again)"
         model = load_model("AutoModelForCausalLM", str(folder), owner=owner, dtype=torch.float32)
         if self.adapter is not None:
@@ -134,20 +150,6 @@ class WarmStartedPolicy:
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of the demonstrations."""
         return self.demonstrations.tokenizer()
-
-    def _key(self) -> str:
-        """Hash of everything that determines the weights: all options, vocabulary, first demonstrations."""
-        options = asdict(self)
-        for name in ("demonstrations", "cache_dir", "progress_bar", "adapter", "compile_layers"):
-            del options[name]
-        parts = {
-            "format": FORMAT_VERSION,
-            "options": options,
-            "task": _describe(self.demonstrations),
-            "vocabulary": sorted(self.load_tokenizer().get_vocab().items()),
-            "sample": self.demonstrations.demonstrations(_SAMPLE, _demonstration_seed(self.seed, 0)),
-        }
-        return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=_describe).encode(), digest_size=8).hexdigest()
 
     def _make(self, folder: Path) -> None:
         """Train, and rename the finished folder into place, so readers see either all of it or nothing."""
@@ -172,11 +174,16 @@ class WarmStartedPolicy:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def _train(self, model: PreTrainedModel) -> None:
+        def factor(step: int) -> float:
+            """Linear warm-up over the first tenth of the steps, then cosine decay to a tenth."""
+            progress = (step + 1) / max(self.steps, 1)
+            return min(progress / 0.1, 1.0) * (0.1 + 0.9 * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)
+
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
-        title, shown = "Warm start on demonstrations", self.progress_bar
-        with PROGRESS.during("warm start"), _progress(title, self.steps, shown) as advance:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        smoothed: float | None = None
+        with PROGRESS.during("warm start"), _display(self.steps, self.progress_bar) as show:
             for step in range(self.steps):
                 batch = self.demonstrations.demonstrations(self.batch_size, _demonstration_seed(self.seed, step))
                 loss = supervised_loss(model, batch)
@@ -185,14 +192,11 @@ class WarmStartedPolicy:
                 nn.utils.clip_grad_norm_(model.parameters(), self.max_grad_norm)
                 optimizer.step()
                 scheduler.step()
-                advance(float(loss.detach()))
+                latest = float(loss.detach())
+                smoothed = latest if smoothed is None else 0.98 * smoothed + 0.02 * latest
+                show(step + 1, smoothed)
                 tick()
         model.eval()
-
-    def _learning_rate_factor(self, step: int) -> float:
-        """Linear warm-up over the first tenth of the steps, then cosine decay to a tenth."""
-        progress = (step + 1) / max(self.steps, 1)
-        return min(progress / 0.1, 1.0) * (0.1 + 0.9 * (1 + math.cos(math.pi * min(progress, 1.0))) / 2)
 
 
 def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel:
@@ -274,58 +278,26 @@ def _demonstration_seed(seed: int, step: int) -> int:
 
 
 @contextmanager
-def _rank_zero_first() -> Iterator[None]:
-    """Rank 0 runs the body before the other ranks."""
-    several, rank = num_ranks() > 1, own_rank()
-    if several and rank != 0:
-        torch.distributed.barrier()
-    try:
-        yield
-    finally:
-        if several and rank == 0:
-            torch.distributed.barrier()
-
-
-@contextmanager
-def _progress(title: str, total: int, enabled: bool) -> Iterator[Callable[[float], None]]:
-    """Progress bar with ETA and smoothed loss, or lines in a file; yields a function to call after each step."""
-    smoothed: float | None = None
-    done = 0
-    with _display(title, total) if enabled else nullcontext(lambda done, loss: None) as show:
-
-        def advance(loss: float) -> None:
-            nonlocal smoothed, done
-            smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
-            done += 1
-            show(done, smoothed)
-
-        yield advance
-
-
-@contextmanager
-def _display(title: str, total: int) -> Iterator[Callable[[int, float], None]]:
-    """Yields a function that shows the number of finished steps and the loss."""
+def _display(total: int, enabled: bool) -> Iterator[Callable[[int, float], None]]:
+    """A progress bar with ETA and loss, or lines in a file; yields a function that shows finished steps and loss."""
+    title = "Warm start on demonstrations"
+    if not enabled:
+        yield lambda done, loss: None
+        return
     if not shows_bars():
         lines = ProgressLines(title, total)
         yield lambda done, loss: lines.update(done, {"loss": loss})
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("loss {task.fields[loss]:.3f}"),
     )
-    with Progress(*columns) as bar:
+    with progress.Progress(*columns) as bar:
         task = bar.add_task(title, total=total, loss=float("nan"))
         yield lambda done, loss: bar.update(task, completed=done, loss=loss)

@@ -1,4 +1,8 @@
-"""Tools and environments: what the model may call, and the text that it reads as their result."""
+"""Tools and environments: what the model may call, and the text that it reads as their result.
+
+Both are the user's code and run with the user's rights, with arguments that the model chose. What the model writes is
+never evaluated as code. Results and errors have the same text as with TRL's `GRPOTrainer`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import inspect
 import math
 import time
 from abc import ABC
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,21 +21,13 @@ from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.processes import exits_refused
 from pl_grouprl.utilities.text import describe_error, shorten
 
-# Tools: functions that the model may call, and the text that it reads as their result.
-#
-# A tool is the user's code and runs with the user's rights, with arguments that the model chose. What the model
-# writes is
-# never evaluated as code. Results and errors have the same text as with TRL's `GRPOTrainer`.
-
 FailureKind = Literal["unknown", "arguments", "raised", "timeout", "exited", "too_long", "unsupported"]
 """Why a call failed, in order: there is no such tool; the arguments do not match its signature; it raised; it took too
 long; it tried to end the process, its process ended, or its environment was lost in an earlier call; its result is too
 long; the type of the call or of its result is not supported."""
 
 MAX_RESULT_CHARACTERS = 2**20
-"""Longest result or error message of a tool; the model reads a short error instead of a longer one."""
-
-_MEDIA = frozenset({"image", "image_url", "video", "audio"})
+"""Maximum length of a tool's result or error message; the model reads a short error instead of a longer one."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +95,31 @@ class Tool:
         Raises:
             ValueError: If it lacks type hints or a Google docstring.
         """
-        if not callable(function):
-            raise ValueError(f"tools has {function!r}, which cannot be called; pass functions.")
-        name = _tool_name(function)
-        return cls(name, function, is_async(function), _tool_schema(name, function))
+        from transformers.utils import get_json_schema
+
+        described: Any = function
+        name: Any = None
+        bound: list[str] = []
+        while isinstance(described, functools.partial):
+            name = name or getattr(described, "__name__", None)
+            parameters = list(inspect.signature(described.func).parameters)
+            bound += [*parameters[: len(described.args)], *described.keywords]
+            described = described.func
+        name = name or getattr(described, "__name__", type(described).__name__)
+        try:
+            is_function = inspect.isroutine(described) or inspect.isclass(described)
+            schema: Schema = get_json_schema(described if is_function else described.__call__)
+        except Exception as error:
+            raise ValueError(
+                f"Tool {name!r} cannot be described to the model ({type(error).__name__}: {error}); give it a Google "
+                "docstring with a line for each argument under 'Args:', and every argument a type hint."
+            ) from error
+        schema["function"]["name"] = name
+        arguments = schema["function"]["parameters"]
+        arguments["properties"] = {key: value for key, value in arguments["properties"].items() if key not in bound}
+        if "required" in arguments:
+            arguments["required"] = [key for key in arguments["required"] if key not in bound]
+        return cls(name, function, is_async(function), schema)
 
 
 def prepare_tools(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
@@ -130,71 +147,50 @@ async def call_tool(tool: Tool, arguments: Any) -> ToolResult:
     try:
         with exits_refused():
             value = tool.function(**private_copy(arguments))
-            content = _result_text(tool.name, await value if tool.is_async else value)
+            content, failure = _read_result(tool.name, await value if tool.is_async else value)
     except BaseException as error:
         if tool.is_async and isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             raise
         with exits_refused():
-            message, failure = _explain_failure(tool, arguments, error)
-        return ToolResult.error(tool.name, message, failure, time.perf_counter() - began)
-    return ToolResult(tool.name, content, None, time.perf_counter() - began)
+            content, failure = _explain(tool, arguments, error)
+    seconds = time.perf_counter() - began
+    if failure is not None:
+        return ToolResult.error(tool.name, content, failure, seconds)
+    return ToolResult(tool.name, content, None, seconds)
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that never waits, without an event loop."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    coroutine.close()
-    raise RuntimeError("the coroutine waits for something")
-
-
-class _UnreadableResultError(Exception):
-    def __init__(self, message: str, failure: FailureKind) -> None:
-        super().__init__(message)
-        self.failure: FailureKind = failure
-
-
-def _result_text(name: str, value: Any) -> str:
-    """A returned value as text: its `str`, or the joined texts of a list of text blocks."""
+def _read_result(name: str, value: Any) -> tuple[str, FailureKind | None]:
+    """A returned value as text: its `str`, or the joined texts of a list of text blocks. Or an error, and its kind."""
     if inspect.iscoroutine(value):
         value.close()
-        raise _UnreadableResultError(f"Tool {name} returned a coroutine; define it with async def.", "unsupported")
+        return f"Tool {name} returned a coroutine; define it with async def.", "unsupported"
     if isinstance(value, Generator) or inspect.isasyncgen(value):
-        raise _UnreadableResultError(f"Tool {name} returned a generator; return text.", "unsupported")
+        return f"Tool {name} returned a generator; return text.", "unsupported"
     blocks = value if isinstance(value, list) and all(isinstance(block, Mapping) for block in value) else []
-    if any(str(block.get("type")) in _MEDIA for block in blocks):
-        raise _UnreadableResultError(f"Tool {name} returned media; only text is supported.", "unsupported")
+    if any(str(block.get("type")) in ("image", "image_url", "video", "audio") for block in blocks):
+        return f"Tool {name} returned media; only text is supported.", "unsupported"
     if blocks and all(block.get("type") == "text" and isinstance(block.get("text"), str) for block in blocks):
         value = "".join(block["text"] for block in blocks)
-    return _checked_length(name, str(value))
+    return _limit_length(name, str(value), None)
 
 
-def _checked_length(name: str, text: str) -> str:
-    if len(text) > MAX_RESULT_CHARACTERS:
-        raise _UnreadableResultError(
-            f"The result of tool {name} has {len(text)} characters; at most {MAX_RESULT_CHARACTERS} are allowed.",
-            "too_long",
-        )
-    return str.encode(text, "utf-8", "replace").decode()  # tokenizers refuse lone surrogates
-
-
-def _explain_failure(tool: Tool, arguments: Any, error: BaseException) -> tuple[str, FailureKind]:
+def _explain(tool: Tool, arguments: Any, error: BaseException) -> tuple[str, FailureKind | None]:
     """The text that the model reads for an exception, and the kind of failure."""
-    if isinstance(error, _UnreadableResultError):
-        return str(error), error.failure
     if isinstance(error, SystemExit):
         return f"Tool {tool.name} tried to end the process.", "exited"
+    is_mismatch = isinstance(error, TypeError) and not _takes(tool.function, arguments)
+    failure: FailureKind = "arguments" if is_mismatch else "raised"
     try:
-        message = _checked_length(tool.name, str(error))
-    except _UnreadableResultError as unreadable:
-        return str(unreadable), unreadable.failure
+        return _limit_length(tool.name, str(error), failure)
     except BaseException:  # an exception's `__str__` is user's code, too, and may call sys.exit
-        message = type(error).__name__
-    if isinstance(error, TypeError) and not _takes(tool.function, arguments):
-        return message, "arguments"
-    return message, "raised"
+        return type(error).__name__, failure
+
+
+def _limit_length(name: str, text: str, failure: FailureKind | None) -> tuple[str, FailureKind | None]:
+    if len(text) > MAX_RESULT_CHARACTERS:
+        allowed = f"at most {MAX_RESULT_CHARACTERS} are allowed."
+        return f"The result of tool {name} has {len(text)} characters; {allowed}", "too_long"
+    return str.encode(text, "utf-8", "replace").decode(), failure  # tokenizers refuse lone surrogates
 
 
 def _takes(function: Callable[..., Any], arguments: Any) -> bool:
@@ -209,44 +205,14 @@ def _takes(function: Callable[..., Any], arguments: Any) -> bool:
     return True
 
 
-def _tool_name(function: Any) -> str:
-    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _tool_schema(name: str, function: Any) -> Schema:
-    from transformers.utils import get_json_schema
-
-    described, bound = _unwrap(function)
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that never waits, without an event loop."""
     try:
-        schema: Schema = get_json_schema(described)
-    except Exception as error:
-        raise ValueError(
-            f"Tool {name!r} cannot be described to the model ({type(error).__name__}: {error}); give it a Google "
-            "docstring with a line for each argument under 'Args:', and every argument a type hint."
-        ) from error
-    schema["function"]["name"] = name
-    parameters = schema["function"]["parameters"]
-    for parameter in bound:
-        parameters["properties"].pop(parameter, None)
-    if "required" in parameters:
-        parameters["required"] = [parameter for parameter in parameters["required"] if parameter not in bound]
-    return schema
-
-
-def _unwrap(function: Any) -> tuple[Any, Sequence[str]]:
-    """The function that has the docstring and type hints, and the parameters that `functools.partial` binds."""
-    bound: list[str] = []
-    while isinstance(function, functools.partial):
-        bound += [*list(inspect.signature(function.func).parameters)[: len(function.args)], *function.keywords]
-        function = function.func
-    if not (inspect.isroutine(function) or inspect.isclass(function)):
-        function = function.__call__
-    return function, bound
-
-
-# The interface of an environment.
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise RuntimeError("the coroutine waits for something")
 
 
 class Environment(ABC):  # noqa: B024 (recognized by its methods)
@@ -266,8 +232,6 @@ class Environment(ABC):  # noqa: B024 (recognized by its methods)
 EnvironmentFactory = Callable[[], Environment] | Callable[..., Any]
 """A class, a function that returns an instance, or (in YAML) a class with its arguments."""
 
-
-# What is known about environments before an episode begins: factories, tools, and which rows use them.
 
 COLUMN = "environment"
 """The column that chooses a row's environment if there are several."""
@@ -305,6 +269,11 @@ class EnvironmentKind:
     async_reset: bool
     async_reward: bool | None
 
+    @property
+    def reward_name(self) -> str | None:
+        """The class name if there is a `get_reward`."""
+        return None if self.async_reward is None else self.class_name
+
     @classmethod
     def of(cls, factory: Callable[[], Any], instance: Any) -> EnvironmentKind:
         """Describe a factory's environments from one of them.
@@ -316,10 +285,7 @@ class EnvironmentKind:
         reset, get_reward = methods.pop("reset", None), methods.pop("get_reward", None)
         class_name = type(instance).__name__
         if reset is None:
-            raise ValueError(
-                f"environment_factory made a {class_name}, which has no method reset; define reset(self, **row), "
-                "which begins an episode and returns None or text for the prompt."
-            )
+            raise ValueError(f"environment_factory made a {class_name}, which has no method reset; define one.")
         public = {name: method for name, method in methods.items() if not name.startswith("_")}
         try:
             tools = prepare_tools(public.values()).values()
@@ -328,59 +294,11 @@ class EnvironmentKind:
                 f"environment_factory made a {class_name}, whose public methods are tools. {error} If it is not meant "
                 "for the model, let its name begin with an underscore."
             ) from error
-        async_reward = None if get_reward is None else is_async(get_reward)
-        by_name = {
+        described = {
             tool.name: Method(name, tool.is_async, tool.schema) for name, tool in zip(public, tools, strict=True)
         }
-        return cls(class_name, factory, by_name, is_async(reset), async_reward)
-
-
-def named_factories(
-    factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
-) -> dict[str | None, Callable[[], Any]]:
-    """Factories by the value of a row's column `environment`; None for a single factory.
-
-    Raises:
-        ValueError: If one cannot be called, or the dictionary is empty.
-    """
-    if factory is None:
-        return {}
-    named: dict[Any, Any] = {**factory} if isinstance(factory, Mapping) else {None: factory}
-    if not named:
-        raise ValueError("environment_factory is an empty dictionary; pass factories by name, or None.")
-    for name, make in named.items():
-        if not callable(make):
-            argument = "environment_factory" if name is None else f"environment_factory[{name!r}]"
-            raise ValueError(f"{argument} is {make!r}; pass a class, or another callable that makes an environment.")
-    return named
-
-
-def check_names(kind: EnvironmentKind, tools: Mapping[str, Tool]) -> None:
-    """Refuse methods with the name of a tool."""
-    if both := sorted(kind.methods.keys() & tools.keys()):
-        raise ValueError(
-            f"{both} are tools and methods of {kind.class_name}; the model calls them by name: rename one."
-        )
-
-
-def kind_of_row(row: Mapping[str, Any], kinds: Mapping[str | None, EnvironmentKind]) -> str | None:
-    """The name of a row's environment.
-
-    Raises:
-        ValueError: If there are several, and the row names none of them.
-    """
-    if None in kinds or not kinds:
-        return None
-    name = row.get(COLUMN)
-    if not isinstance(name, str) or name not in kinds:
-        raise ValueError(
-            f"A row has {COLUMN}={name!r}, which is not among the environments passed to environment_factory; use one "
-            f"of {list(kinds)}."
-        )
-    return name
-
-
-# The environments of one process, and calls of their methods.
+        async_reward = None if get_reward is None else is_async(get_reward)
+        return cls(class_name, factory, described, is_async(reset), async_reward)
 
 
 class EnvironmentHost:
@@ -392,9 +310,9 @@ class EnvironmentHost:
     """
 
     def __init__(self, tools: Mapping[str, Tool], kinds: dict[str | None, EnvironmentKind]) -> None:
-        self._tools = tools
+        self.tools = tools
         self.kinds = kinds
-        self.instances: dict[int, Any] = {}
+        self.instances: dict[int | None, Any] = {}
 
     async def probe(self, number: int, kind: str | None, factory: Callable[[], Any]) -> None:
         """Make an environment, and describe its kind from it."""
@@ -403,8 +321,8 @@ class EnvironmentHost:
 
     async def call(self, number: int | None, kind: str | None, name: str, arguments: Any) -> ToolResult:
         """Call a tool, or a method of an environment."""
-        if name in self._tools:
-            return await call_tool(self._tools[name], arguments)
+        if name in self.tools:
+            return await call_tool(self.tools[name], arguments)
         if number not in self.instances:
             return ToolResult.error(name, "The environment of this episode was lost.", "exited")
         method = self.kinds[kind].methods[name]
@@ -420,34 +338,35 @@ class EnvironmentHost:
         Raises:
             RuntimeError: If the factory or `reset` raises, or `reset` returns neither None nor text.
         """
-        described = self.kinds[kind]
+        described, row_text = self.kinds[kind], shorten(dict(row), 300)
         try:
             with exits_refused():
                 if number not in self.instances:
-                    self.instances[number] = self._make(described)
+                    made = described.factory()
+                    if any(made is other for other in list(self.instances.values())):
+                        raise ValueError(
+                            "environment_factory returned an instance that another episode uses, so they would share "
+                            "its state; make one per call"
+                        )
+                    self.instances[number] = made
                 observation = self.instances[number].reset(**private_copy(dict(row)))
                 if described.async_reset:
                     observation = await observation
         except (Exception, SystemExit) as error:
             raise RuntimeError(
-                f"The environment {described.class_name} cannot begin an episode with the row {describe_row(row)}: "
+                f"The environment {described.class_name} cannot begin an episode with the row {row_text}: "
                 f"{type(error).__name__}: {describe_error(error)}"
             ) from error
         if observation is None:
             return None
         if not isinstance(observation, str) or len(observation) > MAX_RESULT_CHARACTERS:
+            is_text = isinstance(observation, str)
+            returned = f"{len(observation)} characters" if is_text else f"a {type(observation).__name__}"
             raise RuntimeError(
-                f"{described.class_name}.reset returned {_describe_value(observation)} for the row "
-                f"{describe_row(row)}; it must return None, or text of at most {MAX_RESULT_CHARACTERS} characters that "
-                "is appended to the prompt."
+                f"{described.class_name}.reset returned {returned} for the row {row_text}; it must return None, or "
+                f"text of at most {MAX_RESULT_CHARACTERS} characters that is appended to the prompt."
             )
         return str.encode(observation, "utf-8", "replace").decode()
-
-    def _make(self, described: EnvironmentKind) -> Any:
-        made = described.factory()
-        if any(made is other for other in list(self.instances.values())):  # episodes would share its state
-            raise ValueError("environment_factory returned an instance that another episode uses; make one per call")
-        return made
 
     async def reward(self, number: int, kind: str | None) -> float:
         """Call `get_reward`.
@@ -473,12 +392,3 @@ class EnvironmentHost:
     def drop(self, number: int) -> None:
         """Drop an environment that a call may still be using."""
         self.instances.pop(number, None)
-
-
-def describe_row(row: Mapping[str, Any]) -> str:
-    """A row as text for errors."""
-    return shorten(dict(row), 300)
-
-
-def _describe_value(value: Any) -> str:
-    return f"{len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"

@@ -1,4 +1,9 @@
-"""Generates entries with reasoning-gym in a separate process."""
+"""Generates entries with reasoning-gym in a separate process.
+
+Some generators iterate over sets of strings, whose order differs between Python processes, or use the global generators
+of Python and NumPy. A process with fixed hash and random seeds always gives the same entries, and the training process
+is left unchanged.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-# Encodes entries of reasoning-gym as JSON text, which survives file formats and process boundaries unchanged.
 
 _KIND, _ITEMS = "__kind__", "__items__"
 
@@ -51,14 +54,10 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return {_KIND: "tuple", _ITEMS: [_to_json(item) for item in value]}
     if isinstance(value, Mapping):
-        return _mapping_to_json(value)
+        if all(type(key) is str for key in value) and _KIND not in value:
+            return {key: _to_json(item) for key, item in value.items()}
+        return {_KIND: "dict", _ITEMS: [[_to_json(key), _to_json(item)] for key, item in value.items()]}
     raise TypeError(f"an entry contains a value of type {type(value).__module__}.{type(value).__qualname__}: {value!r}")
-
-
-def _mapping_to_json(value: Mapping[Any, Any]) -> dict[str, Any]:
-    if all(type(key) is str for key in value) and _KIND not in value:
-        return {key: _to_json(item) for key, item in value.items()}
-    return {_KIND: "dict", _ITEMS: [[_to_json(key), _to_json(item)] for key, item in value.items()]}
 
 
 def _restore(value: dict[str, Any]) -> Any:
@@ -66,14 +65,6 @@ def _restore(value: dict[str, Any]) -> Any:
         return value
     return tuple(value[_ITEMS]) if value[_KIND] == "tuple" else dict(value[_ITEMS])
 
-
-# Generates entries with reasoning-gym in a separate process.
-#
-# Some generators iterate over sets of strings, whose order differs between Python processes, or use the global
-# generators
-# of Python and NumPy. A process with fixed hash and random seeds always gives the same entries, and the training
-# process
-# is left unchanged.
 
 _PROGRAM = "from pl_grouprl.tasks.generator import main; main()"
 _DRAWING_ORDER = ("examples", "val", "test", "train")
@@ -131,58 +122,63 @@ def main() -> None:
 def respond(request: dict[str, Any]) -> dict[str, Any]:
     """Generate in this process; returns `tasks`, the result of `generate`, or `refused`, the reason."""
     try:
-        return {"tasks": [_Task(task, request).generate() for task in request["tasks"]]}
+        return {"tasks": [_generate_task(task, request) for task in request["tasks"]]}
     except GeneratorError as error:
         return {"refused": str(error)}
 
 
-class _Task:
-    """One task of a request. Draws entries whose questions are all different."""
+def _generate_task(task: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """The `examples` and `levels` of one task, whose questions are all different."""
+    from reasoning_gym.factory import DATASETS
 
-    def __init__(self, task: dict[str, Any], request: dict[str, Any]) -> None:
-        self.name = task["name"]
-        self.counts = task["counts"]
-        self.split = request["split"]
-        self.seed = request["seed"]
-        _check_name(self.name)
-        self.configs = task["configs"]
-        if request["levels"] is not None:
-            self.configs = library_levels(self.name, task["configs"][0], request["levels"])
-        self._drawn_questions: set[str] = set()
+    name, configs = task["name"], task["configs"]
+    known = sorted(DATASETS.keys() - {"composite"})
+    if name not in known:
+        nearest = " or ".join(map(repr, difflib.get_close_matches(name, known)))
+        hint = f"did you mean {nearest}?" if nearest else f"use {known}."
+        raise GeneratorError(f"there is no task {name!r}; {hint}")
+    if request["levels"] is not None:
+        configs = library_levels(name, configs[0], request["levels"])
+    asked: set[str] = set()
+    drawn: dict[str, list[list[dict[str, Any]]]] = {}
+    for split in _DRAWING_ORDER[: _DRAWING_ORDER.index(request["split"]) + 1]:
+        drawn[split] = []
+        for level, (config, count) in enumerate(zip(configs, task["counts"][split], strict=True)):
+            text = json.dumps([request["seed"], name, level, split])
+            # Halved so the index can be added: NumPy's seeds must be below 2**32.
+            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2
+            drawn[split].append(_draw(name, config, count, seed, asked))
+    levels = [{"config": c, "entries": e} for c, e in zip(configs, drawn[request["split"]], strict=True)]
+    return {"examples": [entry for level in drawn["examples"] for entry in level], "levels": levels}
 
-    def generate(self) -> dict[str, Any]:
-        drawn: dict[str, list[list[dict[str, Any]]]] = {}
-        for split in _DRAWING_ORDER[: _DRAWING_ORDER.index(self.split) + 1]:
-            drawn[split] = [self._draw(split, level, count) for level, count in enumerate(self.counts[split])]
-        levels = [{"config": c, "entries": e} for c, e in zip(self.configs, drawn[self.split], strict=True)]
-        return {"examples": [entry for level in drawn["examples"] for entry in level], "levels": levels}
 
-    def _draw(self, split: str, level: int, count: int) -> list[dict[str, Any]]:
-        drawn: list[dict[str, Any]] = []
-        if count == 0:
+def _draw(name: str, config: dict[str, Any], count: int, seed: int, asked: set[str]) -> list[dict[str, Any]]:
+    """Draw entries whose questions were not asked before, and add these to `asked`."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    drawn: list[dict[str, Any]] = []
+    if count == 0:
+        return drawn
+    attempts = 20 * count + 1000
+    try:
+        dataset = create_dataset(name, **config, seed=seed, size=attempts)
+    except (TypeError, ValueError, AssertionError) as error:
+        fields = dataclasses.fields(DATASETS[name][1])
+        options = [field.name for field in fields if field.name not in ("seed", "size")]
+        raise GeneratorError(f"task {name!r} refuses {config}: {error}; its options are {options}.") from error
+    for index in range(attempts):
+        _seed_global_generators(seed + index)
+        entry = dataset[index]
+        if entry["question"] not in asked:
+            asked.add(entry["question"])
+            drawn.append({key: entry[key] for key in ("question", "answer")} | {"entry": encode_entry(entry)})
+        if len(drawn) == count:
             return drawn
-        attempts = 20 * count + 1000
-        for entry in self._entries(split, level, attempts):
-            if entry["question"] not in self._drawn_questions:
-                self._drawn_questions.add(entry["question"])
-                drawn.append({name: entry[name] for name in ("question", "answer")} | {"entry": encode_entry(entry)})
-            if len(drawn) == count:
-                return drawn
-        drawn_before = len(self._drawn_questions) - len(drawn)
-        raise GeneratorError(
-            f"task {self.name!r} with {self.configs[level]} has too few different questions: {len(drawn)} of {count} "
-            f"for {split!r} in {attempts} attempts, in addition to {drawn_before} drawn before. Ask for fewer "
-            "(size, val_size, test_size), or widen the task's options."
-        )
-
-    def _entries(self, split: str, level: int, count: int) -> Iterator[dict[str, Any]]:
-        text = json.dumps([self.seed, self.name, level, split])
-        # Halved so the index can be added: NumPy's seeds must be below 2**32.
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") // 2
-        dataset = _create(self.name, self.configs[level], seed=seed, size=count)
-        for index in range(count):
-            _seed_global_generators(seed + index)
-            yield dataset[index]
+    raise GeneratorError(
+        f"task {name!r} with {config} has too few different questions: {len(drawn)} of {count} in {attempts} attempts, "
+        f"in addition to {len(asked) - len(drawn)} drawn before. Ask for fewer (size, val_size, test_size), or widen "
+        "the task's options."
+    )
 
 
 def _seed_global_generators(seed: int) -> None:
@@ -190,32 +186,6 @@ def _seed_global_generators(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed)
-
-
-def _create(name: str, config: dict[str, Any], *, seed: int, size: int) -> Any:
-    from reasoning_gym.factory import create_dataset
-
-    try:
-        return create_dataset(name, **config, seed=seed, size=size)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise GeneratorError(f"task {name!r} refuses {config}: {error}; its options are {_options(name)}.") from error
-
-
-def _check_name(name: str) -> None:
-    from reasoning_gym.factory import DATASETS
-
-    known = sorted(DATASETS.keys() - {"composite"})
-    if name not in known:
-        nearest = " or ".join(map(repr, difflib.get_close_matches(name, known)))
-        raise GeneratorError(
-            f"there is no task {name!r}; " + (f"did you mean {nearest}?" if nearest else f"use {known}.")
-        )
-
-
-def _options(name: str) -> list[str]:
-    from reasoning_gym.factory import DATASETS
-
-    return [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
 
 
 def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:
@@ -242,19 +212,14 @@ def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[
     for level in range(levels):
         curriculum.set_global_level(level)
         chosen = dataclasses.asdict(curriculum.generate_configuration(context=context))
-        names = _names_set_by(curriculum)
+        attributes = curriculum.attributes.values()  # a range also sets its lower bound
+        names = {attribute.lower_field_name for attribute in attributes if hasattr(attribute, "lower_field_name")}
+        names |= set(curriculum.get_global_level() or {})
         if clashing := sorted(names & config.keys()):
             raise GeneratorError(
-                f"{clashing[0]!r} of task {name!r} is set by its curriculum; leave it out, or leave out `levels`."
+                f"{clashing[0]!r} of task {name!r} is set by its curriculum; omit it, or omit `levels`."
             )
         configs.append(config | {option: chosen[option] for option in sorted(names)})
     if len({json.dumps(options) for options in configs}) < levels:
         raise GeneratorError(f"the library's curriculum of task {name!r} has fewer than {levels} different levels.")
     return configs
-
-
-def _names_set_by(curriculum: Any) -> set[str]:
-    """The options that a curriculum sets; for a range, also its lower bound."""
-    attributes = curriculum.attributes.values()
-    lower_bounds = {range_.lower_field_name for range_ in attributes if hasattr(range_, "lower_field_name")}
-    return lower_bounds | set(curriculum.get_global_level() or {})

@@ -11,9 +11,6 @@ from typing import Any
 from pl_grouprl.tasks.generator import decode_entry
 from pl_grouprl.tasks.reasoning_gym import extract_answer, is_only_answer
 from pl_grouprl.utilities.optional import REASONING_GYM_AVAILABLE, require
-from pl_grouprl.utilities.options import checked_arguments
-
-# Decides which answers may be passed to reasoning-gym scorers that evaluate them as Python code.
 
 LITERAL_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose scorers call `eval` and expect a list."""
@@ -73,25 +70,16 @@ def _bits(node: ast.expr) -> float:
         return _bits(node.operand)
     if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
         left, right = _bits(node.left), _bits(node.right)
-        return left * _max_exponent(node.right, right) if isinstance(node.op, ast.Pow) else left + right
+        if not isinstance(node.op, ast.Pow):
+            return left + right
+        if isinstance(node.right, ast.Constant):
+            return left * max(abs(node.right.value), 1)  # type: ignore[arg-type, type-var]
+        return left * (2.0**right if right < 64 else math.inf)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         return math.inf if node.keywords else 64 + sum(map(_bits, node.args))
     return math.inf
 
 
-def _max_exponent(node: ast.expr, bits: float) -> float:
-    """Upper bound on the value of an exponent, given the bound on its bits."""
-    if isinstance(node, ast.Constant):
-        return max(abs(node.value), 1)  # type: ignore[arg-type, type-var]
-    return 2.0**bits if bits < 64 else math.inf
-
-
-# Reward for answers to reasoning-gym tasks, by the library's scorers.
-
-_EXTRA_INFO = ("task", "config", "entry", "answer_format")
-
-
-@checked_arguments
 class ReasoningGymScore:
     """The score, from 0 to 1, that reasoning-gym gives the answer in a completion. Has verl's signature.
 
@@ -127,13 +115,13 @@ class ReasoningGymScore:
         import reasoning_gym  # noqa: F401
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a row that is not from `ReasoningGym`.
+        """Check that a row is from `ReasoningGym`.
 
         Raises:
             ValueError: If it lacks a part of `extra_info`.
         """
         info = columns.get("extra_info") or {}
-        missing = [name for name in _EXTRA_INFO if name not in info]
+        missing = [name for name in ("task", "config", "entry", "answer_format") if name not in info]
         if missing:
             raise ValueError(f"ReasoningGymScore: `extra_info` of the row lacks {missing}; use rows from ReasoningGym.")
         self._scorer(info)

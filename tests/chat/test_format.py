@@ -141,9 +141,9 @@ def test_templates_come_from_names_files_and_text(tmp_path):
     assert ChatFormat(tokenizer).render_prompt([USER], [{"type": "function"}]) == "1 tools"
     options = {"chat_template": "{{ messages[0].content }}, {{ name }}"}
     assert ChatFormat(tokenizer, None, {**options, "name": "you"}).render_prompt([USER]) == "hi, you"
-    with pytest.raises(ValueError, match="chat_template is set twice"):
+    with pytest.raises(ValueError, match="chat_template"):
         ChatFormat(tokenizer, "qwen3", options)
-    with pytest.raises(ValueError, match=r"chat_template is 'qwen4', which is neither a file.*llama3, plain, qwen3"):
+    with pytest.raises(ValueError, match="chat_template is 'qwen4'"):
         ChatFormat(tokenizer, "qwen4")
 
 
@@ -181,20 +181,12 @@ COUNTING = THINKING.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }
 @pytest.mark.parametrize(
     ("tokenizer", "template", "problem"),
     [
-        (qwen_tokenizer, None, r"need a chat template.*has none; pass chat_template='qwen3' or"),
-        (
-            llama_tokenizer,
-            WITHOUT_CALLS,
-            r"drops the name of a call; pass chat_template='llama3', a built-in training template",
-        ),
-        (qwen_tokenizer, WITHOUT_RESULTS, r"drops the result of a tool; .* or a template of your own"),
-        (qwen_tokenizer, WITHOUT_TOOL_ROLE, r"refused the messages \(no tools here\); pass"),
-        (
-            qwen_tokenizer,
-            FORGETFUL,
-            r"not prefix-preserving: it renders a call of 'check_tool' differently.*pass chat_template='qwen3', a",
-        ),
-        (qwen_tokenizer, COUNTING, "renders results differently at different positions of a conversation"),
+        (qwen_tokenizer, None, "has none; pass chat_template="),
+        (llama_tokenizer, WITHOUT_CALLS, "drops the name of a call; pass chat_template="),
+        (qwen_tokenizer, WITHOUT_RESULTS, "drops the result of a tool; pass chat_template="),
+        (qwen_tokenizer, WITHOUT_TOOL_ROLE, "no tools here.*chat_template="),
+        (qwen_tokenizer, FORGETFUL, "not prefix-preserving.*chat_template="),
+        (qwen_tokenizer, COUNTING, "different positions of a conversation.*chat_template="),
         (gemma_tokenizer, GEMMA, "No parser knows.*register_tool_parser"),
     ],
 )
@@ -260,7 +252,7 @@ def test_options_that_clash_with_ours_are_refused():
 
 
 def test_a_prompt_of_messages_needs_a_template():
-    with pytest.raises(ValueError, match="the tokenizer has no chat template; use a tokenizer that has one"):
+    with pytest.raises(ValueError, match="chat_template"):
         ChatFormat(qwen_tokenizer()).encode_prompt([USER])
 
 

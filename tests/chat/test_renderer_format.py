@@ -103,12 +103,12 @@ def test_it_parses(text, before, expected):
 def test_renderers_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = qwen_tokenizer()
-    with pytest.raises(ValueError, match=r"has no renderer 'qwen17' for this tokenizer .*such as 'renderers:qwen3'"):
+    with pytest.raises(ValueError, match="'qwen17'"):
         make_chat_format(tokenizer, "renderers:qwen17")
-    with pytest.raises(ValueError, match=r"has no renderer 'llama-3' for this tokenizer .*Special token"):
+    with pytest.raises(ValueError, match="'llama-3'"):
         make_chat_format(tokenizer, "renderers:llama-3")
     tokenizer.chat_template = ChatFormat(tokenizer, "qwen3").source
-    with pytest.raises(ValueError, match="The renderer DefaultRenderer cannot extend a conversation"):
+    with pytest.raises(ValueError, match="DefaultRenderer"):
         make_chat_format(tokenizer, "renderers:default").check_tools()
     with pytest.raises(ValueError, match="cannot leave the last message of the model open"):
         make_chat_format(tokenizer, "renderers:qwen3").encode_prompt([USER, {"role": "assistant", "content": "It"}])

@@ -9,7 +9,7 @@ from pl_grouprl.data.rows import read_source
 def test_latin_1_is_refused_by_file_name(tmp_path, name):
     file = tmp_path / name
     file.write_bytes('{"prompt": "caf\u00e9"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"{name}: not UTF-8 .*save the file in that encoding") as caught:
+    with pytest.raises(ValueError, match=rf"{name}: not UTF-8") as caught:
         read_source(str(file), "train")
     assert type(caught.value) is ValueError
 

@@ -180,9 +180,7 @@ def test_overlong_prompts_refused(tokenizer):
         ValueError, match=r"train, row 1: the prompt has 3 tokens, more than max_prompt_length=2 \(2 of 4"
     ):
         prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts="error")
-    with pytest.raises(
-        ValueError, match=r"all 2 prompts are longer than max_prompt_length=1 \(the shortest has 2 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts are longer than max_prompt_length=1 .*the shortest has 2"):
         prompts_of([{"prompt": "11"}, {"prompt": "222"}], tokenizer, max_prompt_length=1)
 
 
@@ -193,7 +191,7 @@ def test_overlong_prompts_refused(tokenizer):
             {"question": "1"},
             r"val, row 1: no column 'prompt'; the row has \['question'\]. Name the right one with prompt_c",
         ),
-        ({"prompt": None}, r"val, row 1: column 'prompt' is null; write the prompt, or remove the row"),
+        ({"prompt": None}, "val, row 1: column 'prompt' is None"),
         ({"prompt": ""}, r"val, row 1: the prompt has no tokens"),
         ({"prompt": 3}, r"val, row 1: column 'prompt' is 3; it must be a string or a list of messages"),
         ({"prompt": []}, r"val, row 1: column 'prompt' is \[\]; it must be"),

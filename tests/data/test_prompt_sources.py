@@ -73,12 +73,12 @@ def test_rows_in_memory_and_source_objects():
 def test_malformed_line_is_named(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": \n')
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 3: not valid JSON"):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 3: not usable JSON"):
         read_source(str(file), "train")
 
 
 def test_row_that_is_no_object_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: a row must be an object with columns, not list"):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: a row is an object"):
         read_source(write_lines(tmp_path / "x.jsonl", [{"prompt": "a"}, ["b"]]), "train")
 
 
@@ -91,18 +91,13 @@ def test_no_rows(source, tmp_path, monkeypatch):
 
 
 def test_missing_and_unknown_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`val`\): no file matches '.*nothing\.jsonl'; pass the path"):
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        read_source(str(tmp_path), "val")
+    with pytest.raises(FileNotFoundError, match=r"`val`\): no file matches '.*nothing\.jsonl'"):
         read_source(str(tmp_path / "nothing.jsonl"), "val")
     (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(ValueError, match=r"unknown file type '\.csv'; use \.jsonl, \.json or \.parquet"):
+    with pytest.raises(ValueError, match=r"unknown file type '\.csv'"):
         read_source(str(tmp_path / "x.csv"), "train")
     (tmp_path / "x.parquet").write_text("not parquet")
-    with pytest.raises(ValueError, match=r"x\.parquet: not a readable parquet file"):
+    with pytest.raises(ValueError, match=r"x\.parquet: damaged"):
         read_source(str(tmp_path / "x.parquet"), "train")
-
-
-def test_what_is_no_source():
-    with pytest.raises(TypeError, match=r"is a mapping with the keys \['train'\]; pass one of its splits"):
-        read_source({"train": ROWS}, "train")
-    with pytest.raises(TypeError, match="is of type generator; pass a path"):
-        read_source((row for row in ROWS), "train")

@@ -96,20 +96,6 @@ def test_updates_of_an_epoch_that_would_be_over_are_not_lost():
         loader(range(10), updates_per_rollout=2).load_state_dict(first.state_dict())
 
 
-def test_a_state_without_the_new_entries_is_that_of_a_run_that_dropped_nothing():
-    first = loader()
-    came = take(first, 4)
-    state = first.state_dict()
-    del state["begun"], state["first_rollout"]
-    for dropped in ((), (1, 2)):
-        second = loader(dropped)
-        second.load_state_dict(state)
-        rest = list(second)
-        seen = [number for batch in came + rest for number in numbers(batch)]
-        assert len(set(seen)) == len(seen)
-        assert [batch.rollout_number for batch in rest] == [4, 5]
-
-
 def test_another_number_of_rows_is_refused():
     small = TrainPromptLoader(PROMPTS[:19], batch_size=3, seed=4)
     with pytest.raises(ValueError, match="num_prompts was 20 and is 19"):

@@ -179,13 +179,13 @@ def test_what_stands_in_the_way_is_untouched_and_an_error_before_training(tmp_pa
     source = make_policy(tmp_path)
     source.folder.write_text("mine")
     monkeypatch.setattr(WarmStartedPolicy, "_train", lambda self, model: pytest.fail("trained"))
-    with pytest.raises(FileExistsError, match=rf"cache_dir: {source.folder} is not a folder and is left untouched"):
+    with pytest.raises(FileExistsError, match="cache_dir"):
         source.load()
     assert source.folder.read_text() == "mine"
 
 
 def test_architecture_without_model_type_is_refused():
-    with pytest.raises(ValueError, match="no model_type; add the name"):
+    with pytest.raises(ValueError, match="model_type"):
         WarmStartedPolicy(LastDigit(), {"hidden_size": 8})
 
 

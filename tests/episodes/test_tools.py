@@ -129,14 +129,14 @@ def test_what_the_model_could_not_call_is_refused():
         """Something."""
 
     for function, message in (
-        (no_docstring, "'no_docstring' cannot be described .* no docstring.*Google docstring"),
-        (no_hint, "'no_hint' cannot be described .*missing a type hint.*every argument a type hint"),
-        (no_description, "'no_description' cannot be described .*no description for the argument 'a'"),
-        (3, "tools has 3, which cannot be called"),
+        (no_docstring, "'no_docstring'"),
+        (no_hint, "'no_hint'"),
+        (no_description, "'no_description'"),
+        (3, "'int'"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare_tools([function])
-    with pytest.raises(ValueError, match=r"two functions named 'multiply'.*rename one"):
+    with pytest.raises(ValueError, match="'multiply'"):
         prepare_tools([multiply, multiply])
 
 

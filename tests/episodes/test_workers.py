@@ -198,7 +198,7 @@ def test_resets_that_fail_end_the_run(make):
     assert 'KeyError("no such key")' in str(caught.value.__cause__)  # the worker's traceback
     with pytest.raises(RuntimeError, match=r"Resets.reset ended its process with exit code -9, for the row"):
         runner.begin([{"how": "kill"}])
-    with pytest.raises(ValueError, match=r"What Resets.reset is called with cannot be sent .*leave out such columns"):
+    with pytest.raises(ValueError, match=r"Resets.reset"):
         runner.begin([{"how": lambda: 0}])
     assert runner.begin([{"how": "none"}])[0].observation is None
 
@@ -212,9 +212,9 @@ def test_what_cannot_be_sent_is_refused(make):
         pass
 
     for arguments, error, message in (
-        (([local],), ValueError, r"Tool 'local' cannot be sent to a worker .*top level of a module.*tool_workers to 0"),
-        (([], Local), ValueError, "The factory of Local cannot be sent to a worker"),
-        (([tools.OnlyHere()],), RuntimeError, r"could not be loaded in a worker \(ValueError.*tool_workers to 0"),
+        (([local],), ValueError, "local.*tool_workers to 0"),
+        (([], Local), ValueError, "Local.*tool_workers to 0"),
+        (([tools.OnlyHere()],), RuntimeError, "not a number.*tool_workers to 0"),
     ):
         with pytest.raises(error, match=message):
             make(*arguments).open()

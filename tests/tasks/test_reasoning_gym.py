@@ -66,11 +66,9 @@ def test_levels_of_the_library():
     levels = generator.library_levels("gcd", {}, 2)
     assert levels == [json.loads(json.dumps(level)) for level in levels]
     assert [level["max_value"] for level in levels] == sorted({level["max_value"] for level in levels})
-    with pytest.raises(generator.GeneratorError, match="curriculum of task 'gcd' has fewer than 99 different levels"):
+    with pytest.raises(generator.GeneratorError, match="99"):
         generator.library_levels("gcd", {}, 99)
-    with pytest.raises(
-        generator.GeneratorError, match="'max_value' of task 'gcd' is set by its curriculum; leave it out"
-    ):
+    with pytest.raises(generator.GeneratorError, match="'max_value'"):
         generator.library_levels("gcd", {"max_value": 3}, 2)
 
 
@@ -186,38 +184,27 @@ def test_a_scorer_out_of_memory_has_failed(rows, monkeypatch):
 
 
 def test_rows_of_another_source_are_refused(score):
-    message = r"`extra_info` of the row lacks \['task', 'config', 'entry', 'answer_format'\]; use rows from Reasoning"
     for columns in ({}, {"extra_info": None}, {"extra_info": {"split": "train"}}):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="extra_info"):
             score.check_row(columns)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": []}, "ReasoningGym.tasks is empty"),
-        ({"tasks": ["gcd", "gcd"]}, "name each task once"),
-        ({"tasks": {"gcd": 3}}, "the options of 'gcd' are 3; write a mapping, or a list of them"),
-        ({"tasks": {"gcd": {"seed": 3}}}, "'seed' of 'gcd' is ReasoningGym's own option"),
-        ({"tasks": {"gcd": {"weight": 0}}}, "the weight of 'gcd' must be one number larger than 0"),
-        ({"tasks": {"gcd": [{}, {}], "lcm": {}}}, r"these numbers of levels: \{'gcd': 2, 'lcm': 1\}"),
-        (
-            {"tasks": {"gcd": [{}, {}]}, "levels": 2},
-            "with levels=2; list the same number of levels for every task, or set",
-        ),
-        ({"levels": 0}, "ReasoningGym.levels is 0; it must be at least 1"),
-        (
-            {"val_size": 1, "tasks": ["gcd", "lcm"]},
-            "val_size is 1; it must be .*0, or at least 2: a row for each of 2 ta",
-        ),
-        ({"seed": -1}, "ReasoningGym.seed is -1"),
-        ({"question_format": "Question:"}, "ReasoningGym.question_format is 'Question:'; it must contain {question}"),
-        ({"answer_format": "{answer}{answer}"}, "must contain {answer} exactly once"),
-        (
-            {"answer_format": "A: {answer}"},
-            "and nothing tells the model: state it in system_prompt or question_format",
-        ),
-        ({"answer_format": "A: {answer}!", "system_prompt": "A: "}, "and nothing tells the model:"),
+        ({"tasks": []}, "tasks"),
+        ({"tasks": {"gcd": {"weight": 0}}}, "tasks.*'gcd'"),
+        ({"tasks": {"gcd": [{"weight": 1}, {"weight": 2}]}}, "tasks.*'gcd'"),
+        ({"tasks": {"gcd": [{}, {}], "lcm": {}}}, r"tasks.*\{'gcd': 2, 'lcm': 1\}"),
+        ({"tasks": {"gcd": [{}, {}]}, "levels": 2}, "levels=2"),
+        ({"levels": 0}, "levels is 0"),
+        ({"val_size": 1, "tasks": ["gcd", "lcm"]}, "val_size is 1; it must be .*at least 2"),
+        ({"seed": -1}, "seed is -1"),
+        ({"num_examples": -1}, "num_examples is -1"),
+        ({"question_format": "Question:"}, "question_format is 'Question:'"),
+        ({"answer_format": "{answer}{answer}"}, "answer_format"),
+        ({"answer_format": "A: {answer}"}, "answer_format.*system_prompt"),
+        ({"answer_format": "A: {answer}!", "system_prompt": "A: "}, "answer_format.*system_prompt"),
     ],
 )
 def test_arguments_that_are_refused(options, message):
@@ -229,7 +216,7 @@ def test_an_answer_that_contains_what_surrounds_it_is_refused(monkeypatch):
     monkeypatch.setattr(source, "generate", lambda request: generator.respond(request)["tasks"])
     options = {"size": 2, "val_size": 0, "test_size": 0, "system_prompt": "Answer in [brackets]."}
     assert len(ReasoningGym("gcd", answer_format="[{answer}]", **options).rows("train")) == 2
-    with pytest.raises(ValueError, match=r"answer_format is '\[\{answer\}\]', in which an answer of task 'number"):
+    with pytest.raises(ValueError, match="answer_format is"):
         ReasoningGym("number_sorting", answer_format="[{answer}]", **options).rows("train")
 
 
@@ -251,7 +238,7 @@ def answer_to(tasks):
         ({"gcd": {"min_numbers": 1}}, "task 'gcd' refuses {'min_numbers': 1}: "),
         (
             {"gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 2}},
-            "has too few different questions: 4 of 20 for 'train' in 1400 attempts",
+            "has too few different questions: 4 of 20 in 1400 attempts",
         ),
     ],
 )
@@ -261,12 +248,11 @@ def test_tasks_that_are_refused(tasks, message, monkeypatch):
     assert all(part in refused for part in message.split(".*"))
 
 
-def test_examples_of_a_task_without_reference_answers():
-    source = ReasoningGym("boxnet", num_examples=1)
-    with pytest.raises(ValueError, match="num_examples is 1, and task 'boxnet' has no reference answers; set it to 0"):
-        source._examples("boxnet", [{"question": "?", "answer": None}])
-    with pytest.raises(ValueError, match="ReasoningGym has no split 'dev'"):
-        source.rows("dev")
+def test_examples_of_a_task_without_reference_answers(monkeypatch):
+    examples = [{"question": "?", "answer": None}]
+    monkeypatch.setattr(source, "generate", lambda request: [{"examples": examples, "levels": []}])
+    with pytest.raises(ValueError, match="num_examples is 1"):
+        ReasoningGym("boxnet", num_examples=1).rows("train")
 
 
 def test_a_reference_that_the_scorer_would_not_evaluate_is_right(score):
