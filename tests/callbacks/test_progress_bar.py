@@ -5,12 +5,13 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from rich.progress import Progress
 
 from pl_grouprl.callbacks import RunProgressBar
 from pl_grouprl.callbacks.progress_bar import _PhaseColumn, _SpeedColumn
-from pl_grouprl.cli import _default_progress_bar
+from pl_grouprl.cli import RLCLI
 from pl_grouprl.utilities.progress import PROGRESS, PhaseDisplay
 
 
@@ -115,12 +116,19 @@ def test_slow_steps_have_a_speed(tmp_path, bar):
     assert bar.progress.speed_estimate_period == 3600
 
 
-def test_the_command_line_adds_it_unless_another_is_named_or_none_is_wanted():
-    assert [type(bar) for bar in _default_progress_bar({})] == [RunProgressBar]
-    assert [type(bar) for bar in _default_progress_bar({"callbacks": [Callback()]})] == [RunProgressBar]
-    assert _default_progress_bar({"callbacks": [TQDMProgressBar()]}) == []
-    assert _default_progress_bar({"callbacks": TQDMProgressBar()}) == []
-    assert _default_progress_bar({"enable_progress_bar": False}) == []
+@pytest.mark.parametrize(
+    ("config", "added"),
+    [
+        ({}, [RunProgressBar]),
+        ({"callbacks": [Callback()]}, [RunProgressBar]),
+        ({"callbacks": [TQDMProgressBar()]}, []),
+        ({"callbacks": TQDMProgressBar()}, []),
+        ({"enable_progress_bar": False}, []),
+    ],
+)
+def test_the_command_line_adds_it_unless_another_is_named_or_none_is_wanted(config, added, monkeypatch):
+    monkeypatch.setattr(LightningCLI, "_instantiate_trainer", lambda cli, config, callbacks: callbacks)
+    assert [type(bar) for bar in RLCLI._instantiate_trainer(RLCLI.__new__(RLCLI), config, [])] == added
 
 
 @pytest.fixture
