@@ -1,4 +1,8 @@
-"""A packed row's layout, and all else that the layers of one decoder call share."""
+"""A packed row's layout, and all else that the layers of one decoder call share.
+
+Legend: T tokens of a row, S of them that run, H query heads, K key/value heads, D head size; t = T / s tokens of each
+of s peers.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,50 @@ from pl_grouprl.packing import SharedPrefixLayout
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Tensors that earlier calls recorded, detached from their graphs, and what joins them to those of a later call.
-#
-# Each call has a graph of its own, which ends at the `Leaf` tensors of the calls before it. Its backward adds to their
-# gradients, and theirs runs last.
+
+@dataclass
+class LayoutCall:
+    """A layout, passed through one forward of a decoder.
+
+    Attributes:
+        layout: The forest of the packed row.
+        ran: The modules that followed it, by identity: their kind of layer, and what ran it.
+        only: Kind of the layers that run the chosen backend, while others run the reference; None for all layers.
+        shards: How the row is split over ranks; None if this rank has all of it.
+        states: States of the prefilled tokens; if there are none, records those of the row's tokens.
+        columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
+        dense: Whether layers get a dense mask, because they compute with it, instead of a marker.
+        owner: The `SharedPrefix` context that started the call.
+        rows: The caller's rows (`SharedRows`), to which its output is unpacked; None if the caller packed the row.
+        expects_cache: Whether the caller expects a cache in the output.
+    """
+
+    layout: SharedPrefixLayout
+    ran: dict[int, tuple[str, str]] = field(default_factory=dict)
+    only: str | None = None
+    shards: RowShards | None = None
+    states: PrefixStates | None = None
+    columns_T: Tensor | None = None
+    dense: bool = False
+    owner: Any = None
+    rows: Any = None
+    expects_cache: bool = False
+
+    def note(self, module: nn.Module, kind: str, runner: str) -> None:
+        """Note that a module followed the layout: its kind of layer, and what ran it."""
+        self.ran[id(module)] = (kind, runner)
+
+    def kinds(self) -> dict[str, tuple[str, int]]:
+        """For each kind of layer, what ran it and the number of layers."""
+        counts = Counter(self.ran.values())
+        return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
+
+
+# Layer states with which later calls continue earlier tokens, so that a group need not fit into one call: the keys and
+# values of attention layers, and final states of stateful layers. A call on the prompt fills a `PrefixStates`; calls
+# whose layout marks the prompt's tokens as prefilled read it. A call on a branch also fills another, for calls that
+# continue both. Each call has a graph of its own, which ends at the `Leaf` tensors of earlier calls. Its backward adds
+# to their gradients, and theirs runs last.
 
 Name = tuple[str | int, ...]
 """A tensor's role in its layer: `("key",)`, `("recurrent", 0)` and so on."""
@@ -88,12 +132,8 @@ class Prefilled(NamedTuple):
         anchor = torch.empty(0, device=leaves[0].data.device, requires_grad=is_trained)
         return _Join.apply(self, leaves, dim, own, anchor)
 
-    def concatenated(self, own: Tensor, *, dim: int) -> Tensor:
-        """The same without gradient."""
-        return _concatenated(self.leaves(), own, dim)
 
-
-def _concatenated(leaves: Sequence[Leaf], own: Tensor | None, dim: int) -> Tensor:
+def _concatenate(leaves: Sequence[Leaf], own: Tensor | None, dim: int) -> Tensor:
     dtype = leaves[0].data.dtype if own is None else own.dtype
     parts = [leaf.data if leaf.data.dtype == dtype else leaf.data.to(dtype) for leaf in leaves]
     parts += [] if own is None else [own]
@@ -107,7 +147,7 @@ class _Join(torch.autograd.Function):
     ) -> Tensor:
         ctx.prefilled, ctx.dim = prefilled, dim
         ctx.own_size = 0 if own is None else own.shape[dim]
-        return _concatenated(leaves, own, dim)
+        return _concatenate(leaves, own, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -119,16 +159,6 @@ class _Join(torch.autograd.Function):
         return None, None, None, own if ctx.own_size else None, None
 
 
-# Layer states with which later calls continue earlier tokens, so that a group need not fit into one call.
-#
-# These are the keys and values of attention layers, and the final states of stateful layers. A call on the prompt
-# fills a
-# `PrefixStates`. Calls whose layout marks the prompt's tokens as prefilled read it. A call on a branch also fills
-# another, for calls that continue both.
-#
-# Legend: K key/value heads, S tokens that run, D head size.
-
-
 class PrefixStates:
     """Tensors by layer and name. Pass it to a decoder as `prefix_states`, together with `prefix_layout`.
 
@@ -138,7 +168,7 @@ class PrefixStates:
         recomputes: Whether activation checkpointing runs the layers again in the backward pass.
 
     Attributes:
-        records: Whether it still takes states; `close` ends that.
+        records: Whether it still takes states; False once the call is over.
     """
 
     def __init__(self, path: Sequence[States] = (), *, record: bool, recomputes: bool = False) -> None:
@@ -166,10 +196,6 @@ class PrefixStates:
             )
         self._leaves[layer][name] = Leaf(tensor)
 
-    def close(self) -> None:
-        """Stop recording: the call is over."""
-        self.records = False
-
     def pop_all(self) -> States:
         """Return the recorded tensors and forget them.
 
@@ -186,7 +212,11 @@ class PrefixStates:
             RuntimeError: If there are none.
         """
         last = {name: states for states in self._path for name in states.get(layer, ())}
-        _check_found(layer, last)
+        if not last:
+            raise RuntimeError(
+                f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call on "
+                "the prompt."
+            )
         return {name: Prefilled((states,), layer, name).join() for name, states in last.items()}
 
     def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> JoinedStates:
@@ -197,26 +227,13 @@ class PrefixStates:
             layout: The forest of the row.
             key: Keys of the tokens that run, shape [1, K, S, D].
             value: Values, likewise.
-
-        Raises:
-            RuntimeError: If there are none of the prefilled tokens.
         """
         if self.records:
             length = layout.segments[1 if layout.num_prefilled else 0].length  # without the padding of a sequence group
             self.keep(layer, ("key",), key[:, :, :length])
             self.keep(layer, ("value",), value[:, :, :length])
         path = self._path if layout.num_prefilled else ()
-        if layout.num_prefilled:
-            _check_found(layer, any(layer in states for states in path))
         return JoinedStates(path, layer, key, value, by_parts=not self._recomputes)
-
-
-def _check_found(layer: nn.Module, found: object) -> None:
-    if not found:
-        raise RuntimeError(
-            f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call "
-            "on the prompt."
-        )
 
 
 class JoinedStates:
@@ -237,9 +254,7 @@ class JoinedStates:
         value: All values.
     """
 
-    def __init__(
-        self, path: Sequence[States], layer: nn.Module, key: Tensor, value: Tensor, *, by_parts: bool = True
-    ) -> None:
+    def __init__(self, path: Sequence[States], layer: nn.Module, key: Tensor, value: Tensor, *, by_parts: bool) -> None:
         self._by_parts = by_parts and len(path) > 0
         self._parts = [(Prefilled(path, layer, (name,)), own) for name, own in (("key", key), ("value", value))]
         self.key, self.value = (prefilled.join(own, dim=2) for prefilled, own in self._parts)
@@ -261,43 +276,17 @@ class JoinedStates:
             if isinstance(saved, Tensor):
                 return saved
             (prefilled, own), *view = saved
-            return prefilled.concatenated(own, dim=2).as_strided(*view)
+            return _concatenate(prefilled.leaves(), own, dim=2).as_strided(*view)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def check_prefix_states(states: PrefixStates | None, layout: SharedPrefixLayout) -> None:
-    """Refuse a row that does not match the states.
-
-    Raises:
-        ValueError: If prefilled tokens come without their states, or a row to be recorded has more than one segment.
-    """
-    if states is None:
-        if layout.num_prefilled:
-            raise ValueError(
-                f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states of these tokens as "
-                "prefix_states."
-            )
-    elif (
-        states.records
-        and sum(bool(segment.length) for segment in layout.segments if segment.start >= layout.num_prefilled) > 1
-    ):
-        raise ValueError(
-            "prefix_states can record a row of one prompt or one branch only; pass its layout, without rollouts."
-        )
-
-
-# One packed row on the peers of a sequence group: split by tokens between attention calls, by heads inside them.
-#
-# DeepSpeed-Ulysses, arXiv:2309.14509. Each of s peers has T / s consecutive tokens of the row. An all-to-all before
-# attention turns that into all T tokens of H / s heads, and one after it back, so attention sees the whole row.
-#
-# Legend: T tokens of the row with padding, t = T / s tokens of a peer, H query heads, K key/value heads, D head size.
-
-
 @dataclass(frozen=True)
 class RowShards:
-    """How a packed row is split over the peers of a sequence group; passed along with the layout.
+    """How a packed row is split over the peers of a sequence group (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    Each of s peers has t consecutive tokens of the row. An all-to-all before attention turns that into all T tokens of
+    H / s heads, and one after it back, so attention sees the whole row.
 
     Attributes:
         group: The s peers, which all run the same row.
@@ -342,7 +331,7 @@ class RowShards:
             tensor[0].transpose(0, 1).unflatten(1, (self.num_peers, -1)).transpose(0, 1)  # [s, t, heads / s, D]
             for tensor in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1))
         ]
-        received = self._exchange(torch.cat([part.flatten(1) for part in parts], 1))
+        received = _Exchange.apply(torch.cat([part.flatten(1) for part in parts], 1), self.group)
         shares = received.split([part[0].numel() for part in parts], 1)
         query, key, value = (
             share.unflatten(1, part.shape[1:]).flatten(0, 1).transpose(0, 1)[None]
@@ -352,7 +341,8 @@ class RowShards:
 
     def to_tokens(self, attended: Tensor) -> Tensor:
         """Reverse the exchange for attention's output: [1, T, H / s, D] to [1, t, H, D]."""
-        received = self._exchange(attended[0].unflatten(0, (self.num_peers, -1)))  # [s, t, H / s, D]
+        parts = attended[0].unflatten(0, (self.num_peers, -1))
+        received = _Exchange.apply(parts, self.group)  # [s, t, H / s, D]
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def own_heads(self, per_head_H: Tensor | None) -> Tensor | None:
@@ -361,16 +351,13 @@ class RowShards:
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
         """Concatenate all peers' tokens along `dim`, without padding; the peers' gradients of the result add up."""
-        received = self._exchange(local.movedim(dim, 0).expand(self.num_peers, *local.movedim(dim, 0).shape))
+        parts = local.movedim(dim, 0).expand(self.num_peers, *local.movedim(dim, 0).shape)
+        received = _Exchange.apply(parts, self.group)
         return received.flatten(0, 1)[: self.num_tokens].movedim(0, dim)
-
-    def _exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of [s, ...] to peer i; returns the parts received, in the same shape."""
-        return _Exchange.apply(parts, self.group)
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts; it is its own transpose."""
+    """Sends part i of [s, ...] to peer i: an all-to-all of equal parts, which is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
@@ -390,52 +377,13 @@ def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def check_heads(num_heads: int, num_peers: int) -> None:
-    """Refuse query heads that cannot be split equally over peers.
+    """Check that query heads can be split equally over peers.
 
     Raises:
-        ValueError: Gives both numbers.
+        ValueError: If they cannot.
     """
     if num_heads % num_peers:
-        divisors = [str(size) for size in range(1, num_heads + 1) if num_heads % size == 0]
         raise ValueError(
             f"sequence_parallel_size={num_peers} does not divide the {num_heads} query heads of an attention layer; "
-            f"choose one of {', '.join(divisors)}."
+            "choose a divisor."
         )
-
-
-# A packed row's layout, and all else that the layers of one decoder call share.
-
-
-@dataclass
-class LayoutCall:
-    """A layout, passed through one forward of a decoder.
-
-    Attributes:
-        layout: The forest of the packed row.
-        reached: Identities of the modules that followed it: attention, and stateful layers.
-        ran: For each of those, the kind of layer and what ran it.
-        only: Kind of the layers that run the chosen backend, while others run the reference; None for all layers.
-        shards: How the row is split over ranks; None if this rank has all of it.
-        states: States of the prefilled tokens; if there are none, records those of the row's tokens.
-        columns_T: Columns of the tokens in the caller's rows, for layers that count them; None uses positions.
-        dense: Whether layers get a dense mask, because they compute with it, instead of a marker.
-    """
-
-    layout: SharedPrefixLayout
-    reached: set[int] = field(default_factory=set)
-    ran: dict[int, tuple[str, str]] = field(default_factory=dict)
-    only: str | None = None
-    shards: RowShards | None = None
-    states: PrefixStates | None = None
-    columns_T: Tensor | None = None
-    dense: bool = False
-
-    def note(self, module: nn.Module, kind: str, runner: str) -> None:
-        """Note that a module followed the layout: its kind of layer, and what ran it."""
-        self.reached.add(id(module))
-        self.ran[id(module)] = (kind, runner)
-
-    def kinds(self) -> dict[str, tuple[str, int]]:
-        """For each kind of layer, what ran it and the number of layers."""
-        counts = Counter(self.ran.values())
-        return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}

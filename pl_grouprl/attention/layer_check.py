@@ -1,9 +1,13 @@
-"""Checks, before a model shares prefixes, that shared and repeated prefixes give the same hidden states."""
+"""Checks, before a model shares prefixes, that shared and repeated prefixes give the same hidden states.
+
+Configs do not say how layers mix tokens outside attention; two forward calls on a few tokens show it. `shared_prefix`
+runs this check before the first shared call; the other self-checks are in `pl_grouprl.checks`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,53 +28,6 @@ from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Layers that do not run in the check on entry, such as cross-attention to images, which text alone does not reach.
-#
-# The check says nothing about them, so they refuse packed rows.
-
-
-def layers_of(decoder: nn.Module) -> list[nn.Module]:
-    """The decoder's layers: its longest list of modules."""
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
-
-
-@contextmanager
-def tracking_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yields the decoder's layers; a layer leaves the list when it runs."""
-    idle = layers_of(decoder)
-
-    def note(layer: nn.Module, args: Any) -> None:
-        if any(layer is one for one in idle):
-            idle.remove(layer)
-
-    handles = [layer.register_forward_pre_hook(note) for layer in idle]
-    try:
-        yield idle
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def refuse_packed_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook of such a layer.
-
-    Raises:
-        NotImplementedError: If a packed row reaches it.
-    """
-    if kwargs.get("prefix_layout") is not None or any(map(is_marker, (*args, *kwargs.values()))):
-        raise NotImplementedError(
-            f"{type(layer).__name__} did not run on text alone, so it was not compared between a shared and a repeated "
-            "prefix; train this model with sharing='repeated'."
-        )
-
-
-# Checks, before a model shares prefixes, that shared and repeated prefixes give the same hidden states.
-#
-# Configs do not say how layers mix tokens outside attention; two forward calls on a few tokens show it. `attention`
-# runs
-# this check before the first shared call; the other self-checks are in `pl_grouprl.checks`.
 
 Padding = Literal["padding", "padding on the left"]
 """Rows with this padding are not shared, because a trial on a few tokens gave different results."""
@@ -93,7 +50,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
 
     Args:
         model: A model in a `shared_prefix` context that lets ordinary calls through.
-        max_depth: Deepest forest that the context's backend can run.
+        max_depth: Maximum depth of a forest that the context's backend can run.
         selects: Whether its layers may select tokens by the attention mask. The check then limits selections to a few
             tokens, and repeats tokens, so that a model that gives equal tokens equal scores fails: it breaks ties by
             the place in the row, which differs.
@@ -106,7 +63,7 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
             raised an error.
     """
     decoder = find_decoder(model)
-    layout = _FORESTS[max_depth]
+    layout = _FORESTS[1 if max_depth == 1 else None]
     numbers = torch.arange(layout.num_tokens, device=decoder.device)[None]
     tokens = _ordinary_tokens(numbers % _NUM_REPEATED if selects else numbers, decoder)
     paths = [layout.path(leaf).to(tokens.device) for leaf in layout.leaves]
@@ -130,32 +87,50 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
     expected = torch.cat([*(rows[row, : len(path)] for row, path in enumerate(paths)), alone])
     difference = compare(found, expected).relative_mean
     if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
-        raise refusal(model, *_what_differs(found, expected, difference, selects))
+        if not bool(expected.isfinite().all()):
+            raise refusal(
+                model,
+                f"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in "
+                f"{found.dtype}.",
+                "Check its weights, or load it in another dtype (float32) or with another attn_implementation.",
+            )
+        raise refusal(
+            model,
+            "its hidden states of a few tokens differ between a shared and a repeated prefix by a relative "
+            f"{difference:.1e}, so it mixes tokens{', or selects them,' if selects else ''} in an unknown way.",
+        )
     untried = selections.untried(decoder) if selects else ()
     if untried:
         raise refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which the check cannot try.")
     return relative
 
 
-def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], None]) -> Padding | None:
+def differing_padding(context: Any) -> Padding | None:
     """Run a small padded batch with and without sharing; return the padding for which the results differ, if any.
 
     First pads prompts on the left and completions on the right. If the results differ, tries padding on the right only.
 
     Args:
-        decoder: Accepted by `check_layers`, in a `shared_prefix` context.
-        set_paused: Pauses or resumes that context's sharing of ordinary calls.
+        context: An active `SharedPrefix`, whose decoder `check_layers` accepted. Its `paused` changes.
     """
+    decoder = context.decoder
     kinds: tuple[tuple[Padding, int], ...] = (("padding on the left", 6), ("padding", 0))
     differing: Padding | None = None
+    columns = torch.arange(18, device=decoder.device)
     with examining(decoder):
         for kind, left in kinds:
-            inputs = _padded_batch(decoder, left)
-            kept = inputs["attention_mask"].bool()
+            # Two groups of two rows, shape [4, 18]; the first group's prompt begins after `left` columns of padding.
+            spans = [(left, 12, 18), (left, 12, 15), (0, 13, 18), (0, 13, 17)]  # start, start of the completion, end
+            rows = [
+                columns + 20 * (number // 2) + 7 * number * (columns >= start)
+                for number, (_, start, _) in enumerate(spans)
+            ]
+            kept = torch.stack([(columns >= first) & (columns < stop) for first, _, stop in spans])
+            inputs = {"input_ids": _ordinary_tokens(torch.stack(rows), decoder), "attention_mask": kept.long()}
             try:
-                set_paused(True)
+                context.paused = True
                 expected = _run(decoder, inputs)[kept]
-                set_paused(False)
+                context.paused = False
                 found = _run(decoder, inputs)[kept]
             except Exception:  # if it is the model's own error, an unshared call raises it again
                 differing = kind
@@ -164,37 +139,6 @@ def differing_padding(decoder: PreTrainedModel, set_paused: Callable[[bool], Non
                 break
             differing = kind
     return differing
-
-
-def _padded_batch(decoder: PreTrainedModel, left: int) -> dict[str, Tensor]:
-    """Two groups of two rows, shape [4, 18]; the first group's prompt begins after `left` columns of padding."""
-    columns = torch.arange(18, device=decoder.device)
-    spans = [(left, 12, 18), (left, 12, 15), (0, 13, 18), (0, 13, 17)]  # start, start of the completion, end
-    rows = [
-        columns + 20 * (number // 2) + 7 * number * (columns >= start) for number, (_, start, _) in enumerate(spans)
-    ]
-    kept = [(columns >= first) & (columns < stop) for first, _, stop in spans]
-    return {"input_ids": _ordinary_tokens(torch.stack(rows), decoder), "attention_mask": torch.stack(kept).long()}
-
-
-def _what_differs(found: Tensor, expected: Tensor, difference: float, selects: bool) -> tuple[str, ...]:
-    """Explain why two runs of the same tokens differ, or which run has NaN, and what to do."""
-    shared, repeated = (not bool(states.isfinite().all()) for states in (found, expected))
-    if repeated:
-        where = "with a shared prefix as well" if shared else "with a shared prefix it does not"
-        return (
-            f"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in "
-            f"{found.dtype}; {where}.",
-            "Check its weights, or load it in another dtype (float32) or with another attn_implementation.",
-        )
-    if shared:
-        return (
-            "its hidden states of a few tokens are NaN or infinite with a shared prefix, and not with a repeated one.",
-        )
-    return (
-        "its hidden states of a few tokens differ between a shared and a repeated prefix by a relative "
-        f"{difference:.1e}, so it mixes tokens{', or selects them,' if selects else ''} in an unknown way.",
-    )
 
 
 def _is_shift_invariant(decoder: PreTrainedModel, tokens: Tensor) -> bool:
@@ -224,3 +168,35 @@ def _without_remedy(reason: str) -> str:
 
 def _run(decoder: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return decoder(**inputs, use_cache=False, return_dict=True).last_hidden_state
+
+
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's layers: its longest list of modules."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+@contextmanager
+def tracking_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yields the decoder's layers; a layer leaves the list when it runs."""
+    idle = layers_of(decoder)
+
+    def note(layer: nn.Module, args: Any) -> None:
+        if any(layer is one for one in idle):
+            idle.remove(layer)
+
+    handles = [layer.register_forward_pre_hook(note) for layer in idle]
+    try:
+        yield idle
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_packed_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook of layers that do not run in the check, such as cross-attention to images, about which it says nothing."""
+    if kwargs.get("prefix_layout") is not None or any(map(is_marker, (*args, *kwargs.values()))):
+        raise NotImplementedError(
+            f"{type(layer).__name__} did not run on text alone, so it was not compared between a shared and a repeated "
+            "prefix; train this model with sharing='repeated'."
+        )

@@ -1,4 +1,18 @@
-"""Masks of packed rows: markers and dense masks for transformers, and the rules read from its own."""
+"""Masks of packed rows: markers and dense masks for transformers, and the rules read from its own.
+
+transformers composes a mask from small functions (causal, window, chunk, blocks) and passes the composition to the mask
+function registered for the attention implementation. We read windows and chunks from that composition, so they come
+from the model itself, not from a list of models, and raise at unknown parts. In a packed row our mask function then
+returns a *marker*: a small tensor that carries the layer's pattern and the call's layout to the attention function,
+through any layer, whatever else the layer passes on. Activation checkpointing saves it with the layer's input, so a
+layer that is recomputed in the backward pass finds the call that it belongs to.
+
+Layers that compute with the mask themselves (they score keys and keep the best, for example) cannot read a marker. They
+get the forest as a dense mask [1, 1, T, T], in the form of the wrapped attention implementation, which then runs them
+as it runs an ordinary row, and so select only tokens of the query's own sequence.
+
+Legend: T tokens of the packed row, S of them that run.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +30,6 @@ from pl_grouprl.attention.backends.interface import AttentionRule, visibility_fu
 from pl_grouprl.attention.call import LayoutCall
 from pl_grouprl.packing import SharedPrefixLayout
 
-# Reads a layer's attention pattern from transformers' mask function, without a dense mask.
-#
-# transformers composes a mask from small functions (causal, window, chunk, blocks) and passes the composition to the
-# mask function registered for the attention implementation. We read windows and chunks from that composition, so they
-# come from the model itself, not from a list of models. Compositions with unknown parts are refused.
-
 
 @dataclass(frozen=True)
 class MaskRule:
@@ -31,11 +39,6 @@ class MaskRule:
     chunk: int | None = None
     blocks: tuple[int, ...] | None = None
     window_bounds_blocks: bool = True
-
-    def without_options(self) -> AttentionRule:
-        """The pattern alone, without the options of a layer's attention."""
-        bounded = self.window_bounds_blocks
-        return AttentionRule(1.0, self.window, self.chunk, blocks=self.blocks, window_bounds_blocks=bounded)
 
 
 def read_mask_function(function: Callable[..., Any]) -> MaskRule:
@@ -47,8 +50,6 @@ def read_mask_function(function: Callable[..., Any]) -> MaskRule:
     kind, parts = _parse(function)
     if kind == "causal":
         return MaskRule()
-    if kind == "and":
-        return _all_of(parts)
     if kind == "or":
         plain = [part for part in parts if _parse(part)[0] != "blocks"]
         blocks = [_parse(part)[1] for part in parts if _parse(part)[0] == "blocks"]
@@ -56,10 +57,8 @@ def read_mask_function(function: Callable[..., Any]) -> MaskRule:
             rule = read_mask_function(plain[0])
             if rule.blocks is None:
                 return MaskRule(rule.window, rule.chunk, blocks[0], window_bounds_blocks=False)
-    raise _unknown(function)
-
-
-def _all_of(parts: list[Callable[..., Any]]) -> MaskRule:
+    if kind != "and":
+        raise _unknown(function)
     limits: dict[str, int] = {}
     base: MaskRule | None = None
     for part in parts:
@@ -70,18 +69,19 @@ def _all_of(parts: list[Callable[..., Any]]) -> MaskRule:
             base = read_mask_function(part)
         else:
             raise _unknown(part)
-    if base is None or (base.blocks is not None and "chunk" in limits):
+    if base is None or (base.blocks is not None and ("chunk" in limits or (base.window and "window" in limits))):
         raise _unknown(parts[0])
     window = min((w for w in (base.window, limits.get("window")) if w is not None), default=None)
-    if base.window is not None and base.blocks is not None and "window" in limits:
-        raise _unknown(parts[0])
     return MaskRule(window, limits.get("chunk", base.chunk), base.blocks, window_bounds_blocks=True)
 
 
 def _parse(function: Callable[..., Any]) -> tuple[str, Any]:
     """Which of transformers' mask functions this is, and its closure."""
     name = getattr(function, "__qualname__", type(function).__name__)
-    closed = _closure(function)
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    closed: dict[str, Any] = {}
+    if code is not None and cells is not None:
+        closed = {variable: cell.cell_contents for variable, cell in zip(code.co_freevars, cells, strict=True)}
     if name == "causal_mask_function":
         return "causal", None
     if name == "and_masks.<locals>.and_mask":
@@ -97,13 +97,6 @@ def _parse(function: Callable[..., Any]) -> tuple[str, Any]:
     raise _unknown(function)
 
 
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None:
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-
-
 def _unknown(function: Callable[..., Any]) -> NotImplementedError:
     name = getattr(function, "__qualname__", type(function).__name__)
     return NotImplementedError(
@@ -112,13 +105,11 @@ def _unknown(function: Callable[..., Any]) -> NotImplementedError:
     )
 
 
-# Keywords that a layer passes to its attention function, combined with the mask into a rule.
-
 OWN_MASK = (
     "has its own mask or bias, which shared-prefix attention does not support; train this model with "
     "sharing='repeated'."
 )
-"""Why a layer with a mask other than ours is refused."""
+"""Why a layer with a mask other than ours cannot share prefixes."""
 
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "position_embeddings", "output_attentions", "output_hidden_states"),
@@ -194,17 +185,8 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     return options
 
 
-# Our mask function for transformers: in a packed row it returns a marker, or a dense mask, not an ordinary mask.
-#
-# A *marker* is a small tensor that carries a layer's attention pattern (see `mask_rule`) and the call's layout to the
-# attention function, through any layer, whatever else the layer passes on. Activation checkpointing saves it with the
-# layer's input, so a layer that is recomputed in the backward pass finds the call that it belongs to.
-#
-# Layers that compute with the mask themselves (they score keys and keep the best, for example) cannot read a marker.
-# They
-# get the forest as a dense mask, in the form of the wrapped attention implementation, which then runs them.
-#
-# Legend: S tokens of the packed row that run (all but the given ones).
+DENSE = "dense mask"
+"""Reported as the kind of layers that compute with the mask themselves."""
 
 _MAGIC = 0x5E95
 """First number of a marker; a model's own mask never has it."""
@@ -233,18 +215,13 @@ _MARKED: WeakValueDictionary[int, MarkedLayer] = WeakValueDictionary()
 _NUMBERS = count(1)
 
 
-def start_packed_masks(call: LayoutCall) -> None:
-    """Make `mask_function` return markers, or dense masks, of a packed row from now on."""
+def set_packed_row(call: LayoutCall | None) -> None:
+    """From now on, make `mask_function` return the masks of a packed row; ordinary masks if None."""
     _PACKED_ROW.set(call)
 
 
-def end_packed_masks() -> None:
-    """Make `mask_function` return ordinary masks again."""
-    _PACKED_ROW.set(None)
-
-
 def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make our mask function; outside packed rows it calls that of the wrapped implementation, if any."""
+    """Make our mask function; outside packed rows it calls the wrapped implementation's, if any."""
 
     @torch.compiler.disable(reason="reads the model's mask function in Python")
     def make_mask(*args: Any, **kwargs: Any) -> Any:
@@ -253,18 +230,13 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
             return None if wrapped is None else wrapped(*args, **kwargs)
         rule = read_mask_function(kwargs["mask_function"])
         if call.dense:
-            return forest_mask(rule.without_options().simplified(call.layout), call, wrapped, kwargs)
-        return mark(rule, call)
+            return _forest_mask(rule, call, wrapped, kwargs)
+        number = next(_NUMBERS)
+        marker = to_marker(rule, call.layout, number)
+        marker.marked = _MARKED[number] = MarkedLayer(call, rule)  # type: ignore[attr-defined]  # lives as long
+        return marker
 
     return make_mask
-
-
-def mark(rule: MaskRule, call: LayoutCall) -> Tensor:
-    """Make the marker that a layer gets in place of its mask in a packed call; see `to_marker`."""
-    number = next(_NUMBERS)
-    marker = to_marker(rule, call.layout, number)
-    marker.marked = _MARKED[number] = MarkedLayer(call, rule)  # type: ignore[attr-defined]  # lives as long
-    return marker
 
 
 def marked_layer(mask: Any) -> MarkedLayer | None:
@@ -324,76 +296,18 @@ def forest_of_marker(marker: Tensor) -> tuple[tuple[int, ...], tuple[int | None,
     return tuple(lengths), tuple(None if parent < 0 else parent for parent in parents)
 
 
-# Packed rows for layers that compute with the attention mask themselves, such as those that select tokens by score.
-#
-# Such a layer gets the forest as a dense mask [1, 1, T, T], so it scores and selects only tokens of the query's own
-# sequence. The wrapped attention implementation then runs the layer, as it runs an ordinary row.
-#
-# Legend: B rows, T tokens (of the packed row, if there is one), S query tokens, H query heads, K key/value heads, D
-# head
-# size, N selected tokens.
-
-DENSE = "dense mask"
-"""Reported as the kind of such layers."""
-
-
-def forest_mask(
-    rule: AttentionRule, call: LayoutCall, make_mask: Callable[..., Any] | None, kwargs: dict[str, Any]
-) -> Any:
-    """Make the dense mask of a forest in the form of the wrapped implementation: bool, or added to the scores.
-
-    Args:
-        rule: Windows, chunks and blocks of the mask; its other options have no effect.
-        call: The call on the packed row.
-        make_mask: The wrapped implementation's mask function.
-        kwargs: Arguments with which the model calls it.
-
-    Raises:
-        NotImplementedError: If the implementation makes no masks, or the row is split over ranks or calls.
-    """
+def _forest_mask(rule: MaskRule, call: LayoutCall, make_mask: Callable[..., Any] | None, kwargs: dict[str, Any]) -> Any:
+    """The dense mask of a forest in the form of the wrapped implementation: bool, or added to the scores."""
     if make_mask is None or call.shards is not None or call.states is not None:
         raise NotImplementedError(
             "layers that compute with the attention mask themselves need a dense mask of the whole row; use "
             "attn_implementation='sdpa' or 'eager', sequence_parallel_size=1 and a larger token budget."
         )
-    visible = visibility_function(call.layout, rule, torch.device(kwargs["device"]))
+    plain = LayerOptions(1.0, None, None, None).rule(rule, call.layout).simplified(call.layout)
+    visible = visibility_function(call.layout, plain, torch.device(kwargs["device"]))
 
-    def mask_function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible(query, key)
 
-    ours = {"mask_function": mask_function, "attention_mask": None, "allow_is_causal_skip": False, "use_vmap": False}
+    ours = {"mask_function": sees, "attention_mask": None, "allow_is_causal_skip": False, "use_vmap": False}
     return make_mask(**kwargs | ours)
-
-
-def check_dense(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Any, call: LayoutCall, kwargs: dict[str, Any]
-) -> None:
-    """Refuse a layer whose keys or mask are not those of the row, or that passes unknown keywords.
-
-    Args:
-        module: The attention layer.
-        query: Shape [1, H, T, D].
-        key: Shape [1, K, T, D].
-        mask: The layer's mask, shape [1, 1 or H, T, T].
-        call: The call on the packed row.
-        kwargs: Further keywords of the layer.
-
-    Raises:
-        NotImplementedError: If the mask has another shape, or a keyword is unknown.
-    """
-    read_layer_options(module, query, {name: value for name, value in kwargs.items() if name != "indices"})
-    tokens = call.layout.num_tokens
-    if not isinstance(mask, Tensor) or mask.shape[-2:] != (tokens, tokens) or key.shape[2] != tokens:
-        raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
-
-
-def only_selected(indices: Tensor, mask: Tensor) -> Tensor:
-    """Hide from each query the tokens that it did not select.
-
-    Args:
-        indices: Tokens that each query selected, shape [B, S, N].
-        mask: Shape [B, 1 or H, S, T], bool, or added to the scores.
-    """
-    selected = torch.zeros(*indices.shape[:2], mask.shape[-1], dtype=torch.bool, device=mask.device)
-    selected = selected.scatter(-1, indices.long(), True)[:, None]
-    return mask & selected if mask.dtype == torch.bool else mask.masked_fill(~selected, torch.finfo(mask.dtype).min)

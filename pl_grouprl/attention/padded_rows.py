@@ -1,4 +1,7 @@
-"""Ordinary padded batches as packed forests: which calls share prefixes, and the way there and back."""
+"""Ordinary padded batches as packed forests: which calls share prefixes, and the way there and back.
+
+Legend: B rows, L their padded length, T packed tokens, D hidden size, E experts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +21,6 @@ from pl_grouprl.packing import SharedPrefixLayout, build_trie
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.utilities import internals
 
-# Converts an ordinary padded batch to a packed forest and back; compares tokens to find shared prefixes.
-#
-# Legend: B rows, L their padded length, T packed tokens, D hidden size.
-
 
 @dataclass(frozen=True)
 class SharedRows:
@@ -33,7 +31,7 @@ class SharedRows:
         input_ids: The packed tokens, shape [1, T].
         position_ids: Their positions, shape [1, T].
         packed_index: Index in the packed row of each token of each row, shape [B, L]; 0 at padding.
-        kept: Where the rows have tokens, shape [B, L]; None if there is no padding.
+        kept: Where the rows have tokens, shape [B, L]; None without padding.
         columns_T: Columns of the packed tokens in their rows, shape [T], if rows were compared by column.
     """
 
@@ -57,7 +55,7 @@ class SharedRows:
         """
         if packed.dim() != 3 or packed.shape[0] != 1:
             raise NotImplementedError(
-                f"hidden states of shape {list(packed.shape)} cannot be returned row by row; leave out "
+                f"hidden states of shape {list(packed.shape)} cannot be returned row by row; omit "
                 "output_hidden_states, or call the model outside of shared_prefix."
             )
         rows = packed[0].index_select(0, self.packed_index.flatten()).unflatten(0, self.packed_index.shape)
@@ -96,7 +94,7 @@ def unpack_router_logits(output: Any, rows: SharedRows) -> None:
         if logits_TE.dim() != 2 or len(logits_TE) != tokens:
             raise RuntimeError(
                 f"router logits have shape {tuple(logits_TE.shape)} for {tokens} packed tokens, so they cannot be "
-                "returned row by row; leave out output_router_logits."
+                "returned row by row; omit output_router_logits."
             )
     output["router_logits"] = tuple(rows.unpack(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
 
@@ -124,7 +122,7 @@ def share_rows(
         by_column: Whether the model counts columns, including padding, instead of positions, so only tokens in the
             same column can be shared.
         min_saved_tokens: A prefix is shared only if that saves at least this many tokens.
-        max_depth: Maximum depth of the forest; None for no limit.
+        max_depth: Maximum depth of the forest; no limit if None.
 
     Returns:
         The packed rows, or None if nothing is saved.
@@ -148,11 +146,26 @@ def share_rows(
     compared = [tokens, flat_positions, *([columns.flatten()] if by_column else [])]
     values = torch.stack(compared, dim=1).numpy()
     rows = [values[index.numpy()] for index in source]
-    names: list[Hashable] = [0] * batch if group_ids is None else _names(group_ids)
-    layout, spans, leaves = _forest(rows, names, min_saved_tokens, max_depth)
+    names: Sequence[Hashable] = [0] * batch
+    if group_ids is not None:
+        names = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
+    lengths: list[int] = []
+    parents: list[int | None] = []
+    segment_names: list[Hashable] = []
+    taken_runs: list[Tensor] = []
+    leaves: dict[int, int] = {}  # by row
+    for name in dict.fromkeys(names):
+        members = [row for row, own in enumerate(names) if own == name]
+        trie, above = build_trie([rows[row] for row in members], min_saved_tokens, max_depth=max_depth), len(lengths)
+        leaves |= {row: above + leaf for row, leaf in zip(members, trie.leaves, strict=True)}
+        for node in trie.nodes:
+            lengths.append(node.length)
+            parents.append(None if node.parent is None else above + node.parent)
+            segment_names.append(name)
+            taken_runs.append(source[members[node.sequence]][node.start : node.stop])
+    layout, taken = SharedPrefixLayout(lengths, parents, segment_names), torch.cat(taken_runs)
     if layout.num_tokens == sum(map(len, rows)):
         return None
-    taken = torch.cat([source[row][start:stop] for row, start, stop in spans])
     packed_index = torch.zeros(batch, width, dtype=torch.long)
     for row, leaf in leaves.items():
         packed_index[row][kept[row]] = layout.path(leaf)
@@ -167,35 +180,6 @@ def share_rows(
     )
 
 
-def _forest(
-    rows: Sequence[np.ndarray], names: Sequence[Hashable], min_saved_tokens: int, max_depth: int | None
-) -> tuple[SharedPrefixLayout, list[tuple[int, int, int]], dict[int, int]]:
-    """The tries of each group's rows: their layout, the row and tokens of each segment, and the leaf of each row."""
-    lengths: list[int] = []
-    parents: list[int | None] = []
-    group_ids: list[Hashable] = []
-    spans: list[tuple[int, int, int]] = []
-    leaves: dict[int, int] = {}
-    for name in dict.fromkeys(names):
-        members = [row for row, own in enumerate(names) if own == name]
-        trie, first = build_trie([rows[row] for row in members], min_saved_tokens, max_depth=max_depth), len(lengths)
-        leaves |= {row: first + leaf for row, leaf in zip(members, trie.leaves, strict=True)}
-        for node in trie.nodes:
-            lengths.append(node.length)
-            parents.append(None if node.parent is None else first + node.parent)
-            group_ids.append(name)
-            spans.append((members[node.sequence], node.start, node.stop))
-    return SharedPrefixLayout(lengths, parents, group_ids), spans, leaves
-
-
-def _names(group_ids: Sequence[Hashable] | Tensor) -> list[Hashable]:
-    return group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
-
-
-# Decides which ordinary decoder calls on padded rows share prefixes, and why the others go through untouched.
-#
-# Legend: B rows, L their padded length.
-
 CACHE_IN_USE = "a cache is in use"
 """Why calls during generation go through untouched."""
 
@@ -208,7 +192,7 @@ class RowSharing:
     Args:
         decoder: The decoder.
         min_saved_tokens: Minimum number of tokens that sharing a prefix must save.
-        max_depth: Maximum depth of the forest; None for no limit.
+        max_depth: Maximum depth of the forest; no limit if None.
 
     Attributes:
         positions_are_relative: Whether rows whose positions differ by a constant may share a prefix.
@@ -251,45 +235,47 @@ class RowSharing:
             group_ids: One per row; only rows of the same group share. None compares all rows.
             layers: The backend of each kind of layer, as in `SharedPrefix.layers`.
         """
-        reason = unsharable(kwargs, self._decoder.config, self._decoder) or self._refusal(
-            kwargs.get("attention_mask"), layers
-        )
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        reason = unsharable(kwargs, self._decoder.config, self._decoder) or self._why_padding_differs(mask, layers)
         if reason is not None:
             return reason
+        if positions is None and mask is not None and self._positions_count_mask:
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         shared = share_rows(
-            kwargs["input_ids"], kwargs.get("attention_mask"), self._positions(kwargs), group_ids,
+            kwargs["input_ids"], mask, positions, group_ids,
             positions_are_relative=self.positions_are_relative, by_column=self.scales_by_row,
             min_saved_tokens=self.min_saved_tokens, max_depth=self._max_depth,
         )  # fmt: skip
         if shared is None:
             return "no rows of the batch share a prefix"
-        if self._has_dynamic_rope and not _same_largest_position(shared, kwargs):
-            return "its rotary frequencies depend on the largest position, which is that of padding"
+        if self._has_dynamic_rope:
+            given = kwargs.get("position_ids")
+            largest = kwargs["input_ids"].shape[1] - 1 if given is None else int(given.max())
+            if int(shared.position_ids.max()) != largest:
+                return "its rotary frequencies depend on the largest position, which is that of padding"
         return shared
 
-    def _refusal(self, mask: Tensor | None, layers: dict[str, tuple[str, int]]) -> str | None:
-        """Why rows with this padding cannot be packed for this model."""
+    def _why_padding_differs(self, mask: Tensor | None, layers: dict[str, tuple[str, int]]) -> str | None:
         if self._labels_need_padding:
             return "its labels train tokens that padding predicts"
-        if _count_columns(layers) and has_holes(mask):
+        if mask is None:
+            return None
+        kept = mask.bool()
+        starts = kept & ~torch.nn.functional.pad(kept, (1, 0))[:, :-1]
+        # Layers that count padding between tokens; those of an unknown model may.
+        counts_columns = not layers or any(
+            "window" in kind or "chunks" in kind or kind == DENSE or ran == STATEFUL
+            for kind, (ran, _) in layers.items()
+        )
+        if counts_columns and bool((starts.sum(dim=1) > 1).any()):
             return "its padding lies between tokens, which windows, chunks and states count"
-        if self._padding_reaches_states and pads_left(mask):
+        left = ~kept[:, 0]
+        if self._padding_reaches_states and bool(left.any()):
             return "its padding on the left reaches the states of its layers through a bias"
-        if self._differs_through_padding(mask):
+        hidden = ~kept if self.differing_padding == "padding" else left
+        if self.differing_padding is not None and bool(hidden.any()):
             return f"a trial on a few tokens with {self.differing_padding} differed from the unshared run"
         return None
-
-    def _differs_through_padding(self, mask: Tensor | None) -> bool:
-        if self.differing_padding is None:
-            return False
-        return has_padding(mask) if self.differing_padding == "padding" else pads_left(mask)
-
-    def _positions(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Positions that the decoder would use for the caller's rows; None means columns."""
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if positions is None and mask is not None and self._positions_count_mask:
-            return (mask.cumsum(dim=1) - 1).clamp(min=0)
-        return positions
 
 
 def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None = None) -> str | None:
@@ -307,6 +293,7 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
     def asked_for(option: str) -> bool:
         return bool(arguments[option] if arguments.get(option) is not None else getattr(config, option, False))
 
+    by_name = arguments.get("return_dict", getattr(config, "return_dict", True)) is not False
     findings = {
         CACHE_IN_USE: internals.holds_cache(arguments) or bool(arguments.get("use_cache")),
         "embeddings cannot be compared": input_ids is None,
@@ -316,46 +303,9 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
             mask is not None and getattr(mask, "shape", None) != getattr(input_ids, "shape", None),
         "attention weights are requested": asked_for("output_attentions"),
         "router logits are requested":
-            asked_for("output_router_logits") and not _can_return_router_logits(arguments, config, decoder),
+            asked_for("output_router_logits")  # returned row by row only if the loss ignores padding
+            and not (decoder is not None and by_name and masks_balancing_loss(decoder)),
         "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
         f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
     }  # fmt: skip
     return next((reason for reason, found in findings.items() if found), None)
-
-
-def _can_return_router_logits(arguments: dict[str, Any], config: Any, decoder: nn.Module | None) -> bool:
-    """Whether router logits can be returned for packed rows: only if the loss ignores padding."""
-    by_name = arguments.get("return_dict", getattr(config, "return_dict", True)) is not False
-    return decoder is not None and by_name and masks_balancing_loss(decoder)
-
-
-def has_holes(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] has padding between its tokens."""
-    if attention_mask is None:
-        return False
-    kept = attention_mask.bool()
-    starts = kept & ~torch.nn.functional.pad(kept, (1, 0))[:, :-1]
-    return bool((starts.sum(dim=1) > 1).any())
-
-
-def has_padding(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] has padding."""
-    return attention_mask is not None and not bool(attention_mask.all())
-
-
-def pads_left(attention_mask: Tensor | None) -> bool:
-    """Whether a row of a padding mask [B, L] begins with padding."""
-    return attention_mask is not None and bool((attention_mask[:, 0] == 0).any())
-
-
-def _count_columns(layers: dict[str, tuple[str, int]]) -> bool:
-    """Whether layers count padding between tokens (windows, chunks, states); True if they are not known yet."""
-    return not layers or any(
-        "window" in kind or "chunks" in kind or kind == DENSE or ran == STATEFUL for kind, (ran, _) in layers.items()
-    )
-
-
-def _same_largest_position(shared: SharedRows, kwargs: dict[str, Any]) -> bool:
-    positions = kwargs.get("position_ids")
-    largest = kwargs["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
-    return int(shared.position_ids.max()) == largest

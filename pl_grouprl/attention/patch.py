@@ -1,4 +1,10 @@
-"""`shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once."""
+"""`shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once.
+
+Callers that build packed rows pass `prefix_layout`. Others pass an ordinary padded batch: rows with common prefixes are
+detected, packed, run once and unpacked.
+
+Legend: B rows, L their padded length, T packed tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import ORACLE, get_backend
-from pl_grouprl.attention.call import LayoutCall, check_prefix_states
+from pl_grouprl.attention.call import LayoutCall, PrefixStates
 from pl_grouprl.attention.function import register
 from pl_grouprl.attention.layer_check import (
     Padding,
@@ -26,10 +32,10 @@ from pl_grouprl.attention.layer_check import (
     refuse_packed_row,
     tracking_idle_layers,
 )
-from pl_grouprl.attention.masks import end_packed_masks, start_packed_masks
+from pl_grouprl.attention.masks import set_packed_row
 from pl_grouprl.attention.padded_rows import RowSharing, SharedRows, unpack_output
 from pl_grouprl.attention.sequence_parallel import gather_output, shard_call
-from pl_grouprl.attention.stateful import STATEFUL, install
+from pl_grouprl.attention.stateful import STATEFUL, StatefulHandle
 from pl_grouprl.attention.support import (
     LayersFailedError,
     check_supported,
@@ -45,82 +51,6 @@ from pl_grouprl.utilities.modes import is_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Checks the arguments passed to a model with an explicit layout.
-
-
-def check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout) -> None:
-    """Refuse arguments that contradict an explicit layout.
-
-    Raises:
-        ValueError: If input or positions do not match the packed row, a mask hides tokens, or a cache is requested.
-    """
-    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    rows = tokens.shape if kwargs.get("input_ids") is not None else tokens.shape[:-1]
-    length = layout.num_queries
-    if tuple(rows) not in ((length,), (1, length)):
-        raise ValueError(
-            f"prefix_layout has {length} tokens, but the model was given input of shape {list(rows)}; "
-            f"pass one packed row, of shape [1, {length}]."
-        )
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is not None and not (
-        positions.shape[-1] == length and (positions.dim() == 3 or positions.numel() == length)
-    ):
-        raise ValueError(
-            f"position_ids has shape {list(positions.shape)} for a prefix_layout of {length} tokens; pass "
-            "prefix_layout.position_ids, or leave it out."
-        )
-    if positions is not None and positions.dim() < 3:
-        _check_positions(positions.flatten(), layout)
-    if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
-        raise ValueError(
-            "attention_mask hides tokens of a packed row, where prefix_layout alone decides what is seen; leave it out."
-        )
-    if internals.holds_cache(kwargs) or kwargs.get("use_cache"):
-        raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
-
-
-def _check_positions(positions_T: Tensor, layout: SharedPrefixLayout) -> None:
-    """Accept the layout's positions plus a constant per tree, as for callers that count from 1.
-
-    Synchronizes with the device, unless they are the layout's own tensor, as from `pack`.
-    """
-    own_T = layout.positions_on(positions_T.device)[layout.num_prefilled :]
-    if positions_T.is_set_to(own_T):
-        return
-    offsets_T = positions_T - own_T
-    roots = layout.memo("roots", lambda: _first_tokens_of_roots(layout)).to(positions_T.device)[layout.num_prefilled :]
-    if not torch.equal(offsets_T, offsets_T[roots]):
-        raise ValueError(
-            "position_ids do not continue from a prefix to its suffixes; pass prefix_layout.position_ids, or "
-            "leave them out."
-        )
-
-
-def _first_tokens_of_roots(layout: SharedPrefixLayout) -> Tensor:
-    """The first token of each token's tree, shape [T]."""
-    first: list[int] = []
-    for segment in layout.segments:
-        first.append(segment.start if segment.parent is None else first[segment.parent])
-    return layout.per_token(first)
-
-
-def media_arguments(kwargs: dict[str, Any]) -> list[str]:
-    """Names of arguments with images or videos."""
-    return [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
-
-
-def row_of_positions(positions: Tensor) -> Tensor:
-    """Reshape [T] or [1, T] to [1, T]; keeps the [kinds, 1, T] of images (time, height, width)."""
-    return positions if positions.dim() == 3 else positions.reshape(1, -1)
-
-
-# `shared_prefix(model)`: inside this context, the model's decoder encodes shared prefixes once.
-#
-# Callers that build packed rows pass `prefix_layout`. Others pass an ordinary padded batch: rows with common prefixes
-# are
-# detected, packed, run once and unpacked.
 
 _LOG = logging.getLogger(__name__)
 
@@ -139,9 +69,9 @@ class CallReport:
     """
 
     layout: SharedPrefixLayout | None
-    reason: str | None
-    input_ids: Tensor = field(repr=False)
-    position_ids: Tensor | None = field(repr=False)
+    reason: str | None = None
+    input_ids: Tensor = field(kw_only=True, repr=False)
+    position_ids: Tensor | None = field(kw_only=True, repr=False)
     padding_fraction: float = 0.0
     part: Literal["prompt", "slice"] | None = None
 
@@ -214,7 +144,7 @@ class SharedPrefix:
             decoder.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             decoder.register_forward_hook(_Hook(self._after), with_kwargs=True),
             decoder.register_forward_hook(_Hook(_end_masks), with_kwargs=True, always_call=True),
-            install(decoder),
+            StatefulHandle(decoder),
         ]
         if backbone is not decoder:
             self._handles += [
@@ -256,18 +186,17 @@ class SharedPrefix:
         if placeholder := next((value for value in kwargs.values() if isinstance(value, _NoCache)), None):
             placeholder.get_seq_length()  # raises
         if layout is not None:
-            check_packed_row(kwargs, layout)
             return (), self._start_packed_row(kwargs, layout)
         if self.paused:
             return (), kwargs
         shared = self._row_sharing.pack(kwargs, group_ids, self.layers)
         if isinstance(shared, str):
-            self._report(kwargs, None, shared)
+            self._report(kwargs, None, reason=shared)
             return (), kwargs
         kwargs |= {"input_ids": shared.input_ids, "position_ids": shared.position_ids}
         kwargs |= self._as_packed_row(kwargs, shared.layout, shared)
         self._report(kwargs, shared.layout, padding_fraction=shared.padding_fraction)
-        start_packed_masks(kwargs["prefix_layout"])
+        set_packed_row(kwargs["prefix_layout"])
         return (), kwargs
 
     @torch.compiler.disable(reason="reads the layout in Python; the decoder's layers compile")
@@ -279,8 +208,7 @@ class SharedPrefix:
         layout = kwargs.get("prefix_layout")
         if not self._handles or layout is None or isinstance(layout, LayoutCall):
             return (), kwargs
-        check_packed_row(kwargs, layout)
-        media = media_arguments(kwargs)
+        media = [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
         if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and media:
             raise ValueError(
                 f"{', '.join(media)} passed without position_ids: {type(backbone).__name__} would count positions "
@@ -291,21 +219,21 @@ class SharedPrefix:
     def _start_packed_row(self, kwargs: dict[str, Any], layout: SharedPrefixLayout) -> dict[str, Any]:
         """Arguments of the call on a row packed by the caller, or on this rank's part of it."""
         group, states = kwargs.pop("sequence_group", None), kwargs.pop("prefix_states", None)
-        check_prefix_states(states, layout)
+        _check_packed_row(kwargs, layout, states)
         kwargs |= self._as_packed_row(kwargs, layout)
         kwargs["prefix_layout"].states = states
         records = states is not None and states.records
         self._report(kwargs, layout, part="prompt" if records else "slice" if layout.num_prefilled else None)
         if group is not None:
             kwargs |= shard_call(self.model, kwargs, group)
-        start_packed_masks(kwargs["prefix_layout"])
+        set_packed_row(kwargs["prefix_layout"])
         return kwargs
 
     def _note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
         if labels is not None and kwargs.get("prefix_layout") is not None:
             raise ValueError(
-                "labels are shifted by one token along the packed row, from one rollout into the next; leave them out "
+                "labels are shifted by one token along the packed row, from one rollout into the next; omit them "
                 "and compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
             )
         self._row_sharing.note_labels(labels, mask)
@@ -317,17 +245,22 @@ class SharedPrefix:
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         positions = kwargs.get("position_ids")
         positions = layout.position_ids[layout.num_prefilled :] if positions is None else positions
+        positions = positions.to(tokens.device)
         expects_cache = kwargs.get("use_cache") is None and bool(getattr(self.decoder.config, "use_cache", False))
-        columns_T = None if rows is None else rows.columns_T
-        call = _DecoderCall(
-            layout, only=self.only, owner=self, rows=rows, expects_cache=expects_cache, columns_T=columns_T,
-            dense=self.dense,
-        )  # fmt: skip
         changed = {
-            "position_ids": row_of_positions(positions.to(tokens.device)),
+            # Those of images stay [kinds, 1, T] (time, height, width).
+            "position_ids": positions if positions.dim() == 3 else positions.reshape(1, -1),
             # A 2-d mask of ones makes the model create its masks, by our mask function.
             "attention_mask": torch.ones(1, layout.num_queries, dtype=torch.long, device=tokens.device),
-            "prefix_layout": call,
+            "prefix_layout": LayoutCall(
+                layout,
+                only=self.only,
+                dense=self.dense,
+                columns_T=None if rows is None else rows.columns_T,
+                owner=self,
+                rows=rows,
+                expects_cache=expects_cache,
+            ),
             "use_cache": False,
         }
         if kwargs.get("input_ids") is not None and tokens.dim() == 1:
@@ -337,30 +270,23 @@ class SharedPrefix:
     @torch.compiler.disable(reason="unpacks hidden states in Python; the decoder's layers compile")
     def _after(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = kwargs.get("prefix_layout")
-        if not isinstance(call, _DecoderCall) or call.owner is not self:
+        if not isinstance(call, LayoutCall) or call.owner is not self:
             return None
-        self._account_for_layers(decoder, call)
+        # Every layer that mixes tokens must have followed the layout. Compiled attention does not report; the check on
+        # entry covers it. With a dense mask, attention needs no layout.
+        if not self.layers or any(ran != STATEFUL for _, ran in call.ran.values()):
+            layers = [] if call.dense else [layer for layer in layers_of(decoder) if layer not in self._idle]
+            missing = why_not_reached(decoder, layers, call.ran)
+            if missing is not None:
+                raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
+            self.layers = call.kinds()
         if call.states is not None:
-            call.states.close()
+            call.states.records = False
         if call.shards is not None:
             output = gather_output(output, call.shards)
         if call.expects_cache and isinstance(output, dict):
             output[internals.cache_argument(type(decoder).forward) or "past_key_values"] = _NoCache()
         return output if call.rows is None else unpack_output(output, call.rows)
-
-    def _account_for_layers(self, decoder: nn.Module, call: LayoutCall) -> None:
-        """Raise unless every layer that mixes tokens followed the layout.
-
-        Compiled attention does not report; the check on entry covers it.
-        """
-        if self.layers and all(ran == STATEFUL for _, ran in call.ran.values()):
-            return
-        # With a dense mask, attention needs no layout.
-        layers = [] if call.dense else [layer for layer in layers_of(decoder) if layer not in self._idle]
-        missing = why_not_reached(decoder, layers, call.reached)
-        if missing is not None:
-            raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
-        self.layers = call.kinds()
 
     def _check_layers(self) -> None:
         """Compare shared and repeated prefixes on a few tokens, once per decoder and backend."""
@@ -395,29 +321,22 @@ class SharedPrefix:
         last_call, paused, min_saved_tokens = self.last_call, self.paused, self._row_sharing.min_saved_tokens
         try:
             self.paused = True
-            relative = self._compare_with_marker_or_dense_mask()
+            with tracking_idle_layers(self.decoder) as self._idle:
+                try:
+                    relative = check_layers(self.model, self._max_depth)
+                except LayersFailedError:  # with a dense mask, if markers fail
+                    if self.backend not in ("auto", ORACLE.name) or self._row_sharing.scales_by_row:
+                        raise
+                    self.dense = True
+                    relative = check_layers(self.model, self._max_depth, selects=True)
             self._row_sharing.learn(relative, None)
             self._row_sharing.min_saved_tokens = 1
-            padding = differing_padding(self.decoder, self._set_paused)
+            padding = differing_padding(self)
             idle = [index for index, layer in enumerate(layers_of(self.decoder)) if layer in self._idle]
             return _LayerFindings(self.layers, relative, padding, self.dense, tuple(idle))
         finally:
             self.listeners, self.last_call, self.paused = listeners, last_call, paused
             self._row_sharing.min_saved_tokens = min_saved_tokens
-
-    def _compare_with_marker_or_dense_mask(self) -> bool:
-        """Check the layers, with a dense mask if markers fail; return whether positions are relative."""
-        with tracking_idle_layers(self.decoder) as self._idle:
-            try:
-                return check_layers(self.model, self._max_depth)
-            except LayersFailedError:
-                if self.backend not in ("auto", ORACLE.name) or self._row_sharing.scales_by_row:
-                    raise
-            self.dense = True
-            return check_layers(self.model, self._max_depth, selects=True)
-
-    def _set_paused(self, paused: bool) -> None:
-        self.paused = paused
 
     def describe(self) -> str:
         """Which backend runs which layers, such as `window 512: cascade (20 layers); full: cascade (4 layers)`."""
@@ -426,19 +345,65 @@ class SharedPrefix:
         ]
         return "; ".join(parts) or f"{self.backend}, chosen at the first call"
 
-    def _report(
-        self,
-        kwargs: dict[str, Any],
-        layout: SharedPrefixLayout | None,
-        reason: str | None = None,
-        padding_fraction: float = 0.0,
-        part: Literal["prompt", "slice"] | None = None,
-    ) -> None:
+    def _report(self, kwargs: dict[str, Any], layout: SharedPrefixLayout | None, **how: Any) -> None:
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
         positions = kwargs.get("position_ids") if layout is not None else None
-        self.last_call = CallReport(layout, reason, tokens.detach(), positions, padding_fraction, part)
+        self.last_call = CallReport(layout, input_ids=tokens.detach(), position_ids=positions, **how)
         for listener in self.listeners:
             listener(self.last_call)
+
+
+def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout, states: PrefixStates | None) -> None:
+    """Raise if the arguments of a call contradict its layout, which would silently give wrong results."""
+    has_ids = kwargs.get("input_ids") is not None
+    rows = kwargs["input_ids"].shape if has_ids else kwargs["inputs_embeds"].shape[:-1]
+    length = layout.num_queries
+    if tuple(rows) not in ((length,), (1, length)):
+        raise ValueError(
+            f"prefix_layout has {length} tokens, but the model was given input of shape {list(rows)}; "
+            f"pass one packed row, of shape [1, {length}]."
+        )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
+        raise ValueError(
+            "attention_mask hides tokens of a packed row, where prefix_layout alone decides what is seen; omit it."
+        )
+    if internals.holds_cache(kwargs) or kwargs.get("use_cache"):
+        raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
+    if states is None and layout.num_prefilled:
+        raise ValueError(
+            f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states of these tokens as prefix_states."
+        )
+    if (
+        states is not None
+        and states.records
+        and sum(s.length > 0 for s in layout.segments[layout.num_prefilled > 0 :]) > 1
+    ):
+        raise ValueError(
+            "prefix_states can record a row of one prompt or one branch only; pass its layout, without rollouts."
+        )
+    positions = kwargs.get("position_ids")
+    if positions is None or positions.dim() == 3:
+        return
+    # Accepts the layout's positions plus a constant per tree, as for callers that count from 1. Synchronizes with the
+    # device, unless they are the layout's own tensor, as from `pack`.
+    positions_T = positions.flatten()
+    own_T = layout.positions_on(positions_T.device)[layout.num_prefilled :]
+    if positions_T.is_set_to(own_T):
+        return
+
+    def first_tokens_of_roots() -> Tensor:
+        first: list[int] = []
+        for segment in layout.segments:
+            first.append(segment.start if segment.parent is None else first[segment.parent])
+        return layout.per_token(first)
+
+    roots_T = layout.memo("roots", first_tokens_of_roots).to(positions_T.device)[layout.num_prefilled :]
+    offsets_T = positions_T - own_T if len(positions_T) == len(own_T) else None
+    if offsets_T is None or not torch.equal(offsets_T, offsets_T[roots_T]):
+        raise ValueError(
+            "position_ids do not continue from a prefix to its suffixes; pass prefix_layout.position_ids, or omit them."
+        )
 
 
 def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_tokens: int = 16) -> SharedPrefix:
@@ -486,9 +451,6 @@ _IN_FORCE: WeakKeyDictionary[nn.Module, list[SharedPrefix]] = WeakKeyDictionary(
 """The active contexts of each decoder, outermost first."""
 
 
-_Kinds = dict[str, tuple[str, int]]
-
-
 class _LayerFindings(NamedTuple):
     """Result of the check on entry.
 
@@ -500,7 +462,7 @@ class _LayerFindings(NamedTuple):
         idle: Indices of the layers that did not run.
     """
 
-    layers: _Kinds
+    layers: dict[str, tuple[str, int]]
     relative: bool
     padding: Padding | None
     dense: bool
@@ -509,13 +471,6 @@ class _LayerFindings(NamedTuple):
 
 _CHECKED: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], _LayerFindings | None]] = WeakKeyDictionary()
 """For each decoder, by backend and modules; None if it could not be checked."""
-
-
-@dataclass
-class _DecoderCall(LayoutCall):
-    owner: SharedPrefix | None = None
-    rows: SharedRows | None = None
-    expects_cache: bool = False
 
 
 class _NoCache:
@@ -532,13 +487,10 @@ class _NoCache:
 
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if isinstance(kwargs.get("prefix_layout"), LayoutCall):
-        end_packed_masks()
+        set_packed_row(None)
 
 
-# Times one decoder call with shared and with repeated prefixes.
-
-
-def measure_speedup(patch: SharedPrefix, report: CallReport, *, repeats: int = 2) -> float:
+def measure_speedup(patch: SharedPrefix, report: CallReport) -> float:
     """Seconds of the repeated run over seconds of the shared one, decoder forward and backward.
 
     Leaves no gradients and does not change the random state. Runs alternate and the fastest of each kind counts, so the
@@ -547,37 +499,30 @@ def measure_speedup(patch: SharedPrefix, report: CallReport, *, repeats: int = 2
     Args:
         patch: The active context.
         report: A call of its decoder that shared a prefix.
-        repeats: Runs of each kind.
     """
-    layout = report.layout
+    layout, decoder = report.layout, patch.decoder
     assert layout is not None
     assert report.position_ids is not None
     shared = {"input_ids": report.input_ids, "position_ids": report.position_ids, "prefix_layout": layout}
     repeated = repeat_rows(layout, report.input_ids)
-    seconds: dict[str, list[float]] = {"shared": [], "repeated": []}
-    devices = [report.input_ids.device] if report.input_ids.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        for _ in range(repeats):
-            for name, inputs in (("repeated", repeated), ("shared", shared)):
-                seconds[name].append(_time_call(patch, inputs))
-    return min(seconds["repeated"]) / min(seconds["shared"])
+    weights = [weight for weight in decoder.parameters() if weight.requires_grad]
 
-
-def _time_call(patch: SharedPrefix, inputs: dict[str, Any]) -> float:
-    weights = [weight for weight in patch.decoder.parameters() if weight.requires_grad]
-    listeners, patch.listeners = patch.listeners, []
-    try:
-        start = _now(patch)
+    def seconds(inputs: dict[str, Any]) -> float:
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)
+        start = time.perf_counter()
         with sharing_paused(patch.model), torch.set_grad_enabled(bool(weights)):
-            hidden = patch.decoder(**inputs, use_cache=False).last_hidden_state
+            hidden = decoder(**inputs, use_cache=False).last_hidden_state
             if weights:
                 torch.autograd.grad(hidden.float().sum(), weights, allow_unused=True)
-        return _now(patch) - start
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)
+        return time.perf_counter() - start
+
+    listeners, patch.listeners = patch.listeners, []
+    try:
+        with torch.random.fork_rng(devices=[report.input_ids.device] if report.input_ids.is_cuda else []):
+            runs = [(seconds(repeated), seconds(shared)) for _ in range(2)]
     finally:
         patch.listeners = listeners
-
-
-def _now(patch: SharedPrefix) -> float:
-    if patch.decoder.device.type == "cuda":
-        torch.cuda.synchronize(patch.decoder.device)
-    return time.perf_counter()
+    return min(slow for slow, _ in runs) / min(fast for _, fast in runs)

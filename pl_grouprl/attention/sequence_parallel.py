@@ -1,9 +1,9 @@
 """A decoder call on the peers of a sequence group: pads and splits the row, then gathers the output.
 
-The peers of a group run the same packed row together, each running the decoder on its own tokens (`row_shards`). All
-get the hidden states of the whole row, so each computes the row's whole loss and **weights it by 1 / s**. Summed over
-ranks, gradients then equal those of one process: in the decoder, each peer contributes those of its tokens; after the
-decoder, each contributes 1 / s of the total.
+The peers of a group run the same packed row together, each running the decoder on its own tokens (`call.RowShards`).
+All get the hidden states of the whole row, so each computes the row's whole loss and **weights it by 1 / s**. Summed
+over ranks, gradients then equal those of one process: in the decoder, each peer contributes those of its tokens; after
+the decoder, each contributes 1 / s of the total.
 
 Legend: T packed tokens that run, t = ceil(T / s) tokens of a peer.
 """
@@ -57,10 +57,10 @@ def sequence_mesh(sequence_parallel_size: int, device_type: str) -> DeviceMesh:
 
 
 def check_sequence_parallel_size(sequence_parallel_size: int, num_ranks: int) -> None:
-    """Refuse a size that does not divide the ranks.
+    """Check that a size divides the ranks.
 
     Raises:
-        ValueError: Gives both numbers.
+        ValueError: If it does not.
     """
     if sequence_parallel_size < 1 or num_ranks % sequence_parallel_size:
         raise ValueError(
@@ -70,7 +70,7 @@ def check_sequence_parallel_size(sequence_parallel_size: int, num_ranks: int) ->
 
 
 def check_sequence_parallel(model: PreTrainedModel, sequence_parallel_size: int) -> None:
-    """Refuse a model whose tokens cannot be split over ranks; called at setup, and checked again in each call.
+    """Check that a model's tokens can be split over ranks; called at setup, and again in each call.
 
     Raises:
         NotImplementedError: If its layers are stateful, compiled, or depend on the row in a way that cannot be split.
@@ -79,7 +79,16 @@ def check_sequence_parallel(model: PreTrainedModel, sequence_parallel_size: int)
     if sequence_parallel_size == 1:
         return
     decoder = find_decoder(model)
-    reason = _why_not(decoder)
+    reason = None
+    stateful = sorted({type(mixer).__name__ for mixer in stateful_mixers(decoder)})
+    if stateful:
+        reason = f"the state of its layers {', '.join(stateful)} runs from token to token, over all ranks"
+    elif any(scales_by_row(module) for module in decoder.modules()):
+        reason = "it scales queries by their index in the row, which differs in a rank's part of it"
+    elif has_dynamic_rope(decoder):
+        reason = "its rotary frequencies depend on the largest position, which differs between the parts of a row"
+    elif any(getattr(module, "_compiled_call_impl", None) is not None for module in decoder.modules()):
+        reason = "its layers are compiled, where tokens cannot be exchanged (compile_layers)"
     if reason is not None:
         raise NotImplementedError(
             f"sequence_parallel_size={sequence_parallel_size} for {type(decoder).__name__}: {reason}; use "
@@ -88,19 +97,6 @@ def check_sequence_parallel(model: PreTrainedModel, sequence_parallel_size: int)
     num_heads = getattr(decoder.config, "num_attention_heads", None)
     if isinstance(num_heads, int):
         check_heads(num_heads, sequence_parallel_size)
-
-
-def _why_not(decoder: nn.Module) -> str | None:
-    stateful = sorted({type(mixer).__name__ for mixer in stateful_mixers(decoder)})
-    if stateful:
-        return f"the state of its layers {', '.join(stateful)} runs from token to token, over all ranks"
-    if any(scales_by_row(module) for module in decoder.modules()):
-        return "it scales queries by their index in the row, which differs in a rank's part of it"
-    if has_dynamic_rope(decoder):
-        return "its rotary frequencies depend on the largest position, which differs between the parts of a row"
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in decoder.modules()):
-        return "its layers are compiled, where tokens cannot be exchanged (compile_layers)"
-    return None
 
 
 def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
@@ -126,19 +122,26 @@ def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGro
             f"sequence_parallel_size={group.size()} with {', '.join(refused)}: only rows of text can be split; use "
             "sequence_parallel_size=1."
         )
-    shards = RowShards(group, call.layout.num_queries)
-    _check_same_row(kwargs["input_ids"], call.layout, shards)
+    layout = call.layout
+    shards = RowShards(group, layout.num_queries)
+    _check_same_row(kwargs["input_ids"], layout, shards)
     split = {
         name: nn.functional.pad(kwargs[name], (0, shards.num_padding))[..., shards.own_tokens]
         for name in _SPLIT_ARGUMENTS
         if kwargs.get(name) is not None
     }
-    mask = torch.ones_like(split["input_ids"], dtype=torch.long)
-    return {
-        **split,
-        "attention_mask": mask,
-        "prefix_layout": replace(call, layout=_with_padding(call.layout, shards.num_padding), shards=shards),
-    }
+    split["attention_mask"] = torch.ones_like(split["input_ids"], dtype=torch.long)
+
+    def with_padding() -> SharedPrefixLayout:
+        """The layout with a padding segment at its end, which no token attends to."""
+        lengths = [segment.length for segment in layout.segments]
+        parents = [segment.parent for segment in layout.segments]
+        parent = 0 if layout.num_prefilled else None  # prefilled tokens are the root of all other segments
+        padded, above = [*lengths, shards.num_padding], [*parents, parent]
+        return SharedPrefixLayout(padded, above, num_prefilled=layout.num_prefilled)
+
+    extended = layout.memo(("padding", shards.num_padding), with_padding) if shards.num_padding else layout
+    return {**split, "prefix_layout": replace(call, layout=extended, shards=shards)}
 
 
 def gather_output(output: Any, shards: RowShards) -> Any:
@@ -157,20 +160,6 @@ def gather_output(output: Any, shards: RowShards) -> Any:
         is_tensor = isinstance(value, Tensor)
         output[name] = shards.gather(value, dim) if is_tensor else tuple(shards.gather(one, dim) for one in value)
     return output
-
-
-def _with_padding(layout: SharedPrefixLayout, num_padding: int) -> SharedPrefixLayout:
-    """Append a padding segment to the layout, which no token attends to."""
-    if not num_padding:
-        return layout
-
-    def extended() -> SharedPrefixLayout:
-        lengths = [segment.length for segment in layout.segments]
-        parents = [segment.parent for segment in layout.segments]
-        parent = 0 if layout.num_prefilled else None  # prefilled tokens are the root of all other segments
-        return SharedPrefixLayout([*lengths, num_padding], [*parents, parent], num_prefilled=layout.num_prefilled)
-
-    return layout.memo(("padding", num_padding), extended)
 
 
 def _check_same_row(input_ids: Tensor, layout: SharedPrefixLayout, shards: RowShards) -> None:

@@ -1,11 +1,11 @@
-"""Reads a model's structure, and refuses architectures that cannot share prefixes."""
+"""Reads a model's structure, and tells apart architectures that cannot share prefixes."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from pl_grouprl.utilities import internals
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-# Finds a model's decoder, and refuses architectures that cannot share prefixes.
 
 _MIXERS = re.compile("attn|attention|mixer", re.IGNORECASE)
 """Class names of modules that mix tokens."""
@@ -51,15 +49,14 @@ def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
     For multimodal models, the parent of decoder and vision tower; for text models, the decoder.
     """
     decoder = find_decoder(model)
-    modules = _without_adapter_wrapper(model).modules()
-    parents = (module for module in modules if any(child is decoder for child in module.children()))
-    return next(filter(_is_composite, parents), decoder)
-
-
-def _is_composite(module: Any) -> bool:
-    """Whether a module's config holds a separate one for its text decoder."""
-    config: Any = getattr(module, "config", None)
-    return hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not config
+    for module in _without_adapter_wrapper(model).modules():
+        if not any(child is decoder for child in module.children()):
+            continue
+        config: Any = getattr(module, "config", None)
+        # Its config holds a separate one for its text decoder.
+        if hasattr(config, "get_text_config") and config.get_text_config(decoder=True) is not config:
+            return module
+    return decoder
 
 
 def _without_adapter_wrapper(model: Any) -> Any:
@@ -87,7 +84,8 @@ def positions_are_relative(decoder: PreTrainedModel) -> bool:
     config = decoder.config
     absolute = (
         config.model_type.startswith("hunyuan")
-        or _scales_by_position(config)
+        or bool(getattr(config, "attn_temperature_tuning", False))
+        or "llama_4_scaling_beta" in (getattr(config, "rope_parameters", None) or {})
         or "chunked_attention" in (getattr(config, "layer_types", None) or ())
         or has_dynamic_rope(decoder)
     )
@@ -100,13 +98,12 @@ def has_dynamic_rope(decoder: nn.Module) -> bool:
     In such a model, a sequence's values depend on the longest sequence of the batch. A packed row has the same largest
     position as the padded batch of the same sequences, and so the same values.
     """
-    types = [str(kind) for module in decoder.modules() for kind in _rope_types(module)]
-    return any("dynamic" in kind or kind == "longrope" for kind in types)
-
-
-def _rope_types(module: nn.Module) -> Iterator[Any]:
-    rope_type = getattr(module, "rope_type", None)
-    yield from rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    for module in decoder.modules():
+        rope_type = getattr(module, "rope_type", None)
+        types = map(str, rope_type.values() if isinstance(rope_type, dict) else [rope_type])
+        if any("dynamic" in kind or kind == "longrope" for kind in types):
+            return True
+    return False
 
 
 def takes_positions(decoder: nn.Module) -> bool:
@@ -123,12 +120,7 @@ def counts_tokens_itself(decoder: nn.Module) -> str | None:
     return None
 
 
-def _scales_by_position(config: Any) -> bool:
-    rope = getattr(config, "rope_parameters", None) or {}
-    return bool(getattr(config, "attn_temperature_tuning", False)) or "llama_4_scaling_beta" in rope
-
-
-def why_not_reached(decoder: nn.Module, layers: Sequence[nn.Module], reached: set[int]) -> str | None:
+def why_not_reached(decoder: nn.Module, layers: Sequence[nn.Module], reached: Collection[int]) -> str | None:
     """Say how many attention or stateful layers did not follow the layout; None if all did.
 
     Args:
@@ -148,15 +140,25 @@ def why_not_reached(decoder: nn.Module, layers: Sequence[nn.Module], reached: se
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse models whose architecture rules out exact prefix sharing.
+    """Check that a model's architecture does not rule out exact prefix sharing.
 
     Further checks run the model: `shared_prefix` compares both paths on a few tokens when first entered, and attention
-    refuses unknown masks and arguments.
+    raises at unknown masks and arguments.
 
     Raises:
         UnsupportedModelError: Names the model, the reason and the remedy.
     """
-    reason = _reason(find_decoder(model))
+    decoder = find_decoder(model)
+    if getattr(decoder.config, "is_encoder_decoder", False):
+        reason: str | None = "it is an encoder-decoder."
+    elif mixers := unsupported_mixers(decoder):
+        reason = f"its layers {', '.join(mixers)} carry a state, which would leak from one rollout into the next."
+    elif not internals.uses_attention_functions(decoder):
+        reason = "its attention does not go through transformers' AttentionInterface, so the layout would not arrive."
+    elif bool(getattr(decoder.config, "alibi", False)):
+        reason = "it biases scores by distance (config.alibi)."
+    else:
+        reason = counts_tokens_itself(decoder)
     if reason is not None:
         raise refusal(model, reason)
 
@@ -181,25 +183,6 @@ def refusal(
     )
 
 
-def _reason(decoder: PreTrainedModel) -> str | None:
-    config = decoder.config
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder."
-    mixers = unsupported_mixers(decoder)
-    if mixers:
-        return f"its layers {', '.join(mixers)} carry a state, which would leak from one rollout into the next."
-    if not internals.uses_attention_functions(decoder):
-        return "its attention does not go through transformers' AttentionInterface, so the layout would not arrive."
-    if bool(getattr(config, "alibi", False)):
-        return "it biases scores by distance (config.alibi)."
-    return counts_tokens_itself(decoder)
-
-
-# Determines whether transformers' load-balancing loss applies to the router logits of a mixture of experts.
-#
-# Families differ: some choose experts by sigmoid scores and a correction bias, which balances them without a loss; some
-# do not record the logits of all tokens. The model itself is inspected, not a list of names.
-
 _STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
@@ -208,49 +191,44 @@ def masks_balancing_loss(decoder: nn.Module) -> bool:
 
     If so, router logits at padding may have any value.
     """
-    return _records_router_logits(decoder) and _balancing_loss_arguments(decoder) == _STANDARD
+    return _why_no_standard_loss(decoder) is None
 
 
 def why_not_balanced(decoder: nn.Module) -> str | None:
-    """Why the standard load-balancing loss does not apply to a decoder, or None if it does."""
-    if not _records_router_logits(decoder):
-        return "its decoder has no router logits to record"
-    arguments = _balancing_loss_arguments(decoder)
-    if arguments is None:
-        return "transformers has no load-balancing loss for it"
-    if arguments != _STANDARD:
-        return "transformers computes another load-balancing loss for it"
-    if any(name.endswith("correction_bias") for name, _ in (*decoder.named_parameters(), *decoder.named_buffers())):
+    """Why the standard load-balancing loss does not apply to a decoder, or None if it does.
+
+    Families differ: some choose experts by sigmoid scores and a correction bias, which balances them without a loss;
+    some do not record the logits of all tokens. The model itself is inspected, not a list of names.
+    """
+    names = (name for name, _ in (*decoder.named_parameters(), *decoder.named_buffers()))
+    reason = _why_no_standard_loss(decoder)
+    if reason is None and any(name.endswith("correction_bias") for name in names):
         return "its routers choose by a correction bias, so the logits do not say which experts are used"
-    return None
+    return reason
 
 
-def _records_router_logits(decoder: nn.Module) -> bool:
+def _why_no_standard_loss(decoder: nn.Module) -> str | None:
     classes = tuple(getattr(recorder, "target_class", recorder) for recorder in internals.router_recorders(decoder))
-    return any(isinstance(module, classes) for module in decoder.modules())
-
-
-def _balancing_loss_arguments(decoder: nn.Module) -> list[str] | None:
-    """Argument names of the load-balancing loss in the file defining the decoder."""
+    if not any(isinstance(module, classes) for module in decoder.modules()):
+        return "its decoder has no router logits to record"
     # A wrapped decoder's class is created on the fly from the class in the family's file.
     for kind in type(decoder).__mro__:
         loss = getattr(sys.modules.get(kind.__module__), "load_balancing_loss_func", None)
         if loss is not None:
-            return list(inspect.signature(loss).parameters)
-    return None
+            is_standard = list(inspect.signature(loss).parameters) == _STANDARD
+            return None if is_standard else "transformers computes another load-balancing loss for it"
+    return "transformers has no load-balancing loss for it"
 
-
-# Lets a check on a few tokens exercise layers that select tokens by score, such as an indexer.
 
 MAX_SELECTED = 3
 """Tokens that a layer selects in the check, fewer than any of its sequences has."""
 
 
 class SmallSelections(TorchFunctionMode):
-    """Limits `topk` to a few in functions that take the attention mask; few tokens would all be selected.
+    """Limits `topk` in functions that take the attention mask, as indexers do; of few tokens, all would be selected.
 
     Args:
-        most: Tokens that a layer selects; None leaves the number as it is, and only notes which functions select.
+        most: Tokens that a layer selects; if None, only notes which functions select.
     """
 
     def __init__(self, most: int | None = MAX_SELECTED) -> None:
@@ -289,8 +267,6 @@ def _selects(code: CodeType) -> bool:
     return "topk" in code.co_names and "attention_mask" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-# Compiles decoder layers one by one, so all layers and batches share few graphs.
-
 COMPILER_BACKEND = "inductor"
 """Compiler backend for a layer's graph; torch.compile's default."""
 
@@ -323,21 +299,13 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
-        f"{type(decoder).__name__} has no list of {count} layers (its config's num_hidden_layers) to compile; leave "
-        "out compile_layers."
+        f"{type(decoder).__name__} has no list of {count} layers (its config's num_hidden_layers) to compile; omit "
+        "compile_layers."
     )
 
 
-# Recognizes transformers' sequence and token classifiers, used as reward models, and finds their head.
-
-
-def is_sequence_classifier(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint was saved from a `...ForSequenceClassification`."""
-    return is_classifier(config, "SequenceClassification")
-
-
-def is_classifier(config: PretrainedConfig, kind: str) -> bool:
-    """Whether a checkpoint was saved from a `...For{kind}`, such as `SequenceClassification`."""
+def is_classifier(config: PretrainedConfig, kind: str = "SequenceClassification") -> bool:
+    """Whether a checkpoint was saved from a `...For{kind}`; reward models are such classifiers."""
     return any(name.endswith(f"For{kind}") for name in config.architectures or ())
 
 

@@ -1,8 +1,7 @@
 """Self-checks that compare fast paths with plain ones.
 
 - `parity`: shared against repeated prefixes;
-- `decoding_check`: sampling with a cache against forwards without one;
-- `sampler_parity`: a separate sampler against the policy;
+- `sampling`: sampling with a cache against forwards without one, and a separate sampler against the policy;
 - `model_introspection`: facts about a model from a short run of it.
 
 The check of layers, which `shared_prefix` runs when first entered, is `attention.layer_check`. All tolerances are in

@@ -7,8 +7,6 @@ Legend: L tokens of a probe, D hidden size, C labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,12 +26,12 @@ def hidden_size(decoder: Any) -> int:
     Args:
         decoder: A transformers decoder without a language model head, in any mode, patched or not.
     """
-    with _undisturbed(decoder):
+    with examining(decoder), sharing_paused(decoder):
         return _states(decoder, _probe_rows(decoder)[0]).shape[-1]
 
 
 def check_causal(decoder: Any, owner: str) -> None:
-    """Refuse a model whose state at a token depends on later tokens.
+    """Check that a model's state at a token does not depend on later tokens.
 
     Two sequences that differ only in their last token must have the same states before it.
 
@@ -44,9 +42,8 @@ def check_causal(decoder: Any, owner: str) -> None:
     Raises:
         ValueError: If the states differ by more than rounding.
     """
-    first, second = _probe_rows(decoder)
-    with _undisturbed(decoder):
-        one, other = (_states(decoder, row)[:-1] for row in (first, second))
+    with examining(decoder), sharing_paused(decoder):
+        one, other = (_states(decoder, row)[:-1] for row in _probe_rows(decoder))
     error = compare(other, one).relative_largest
     if not error <= tolerance_of(decoder.dtype).causal:
         raise ValueError(
@@ -56,13 +53,13 @@ def check_causal(decoder: Any, owner: str) -> None:
 
 
 def check_score_head(model: Any, head: nn.Linear, owner: str, kind: str = "SequenceClassification") -> None:
-    """Refuse a classifier whose scores are not its head applied to the state at the (last) token.
+    """Check that a classifier's scores are its head applied to the state at the (last) token.
 
     Encoders score differently: they read the first token, or have a pooler before the head.
 
     Args:
         model: A `...ForSequenceClassification` or `...ForTokenClassification`.
-        head: Its linear layer; see `models.sequence_classifier.score_head`.
+        head: Its linear layer; see `attention.support.score_head`.
         owner: The option that the model belongs to, for the error.
         kind: `SequenceClassification` or `TokenClassification`.
 
@@ -71,7 +68,7 @@ def check_score_head(model: Any, head: nn.Linear, owner: str, kind: str = "Seque
     """
     decoder = find_decoder(model)
     for row in _probe_rows(model):
-        with _undisturbed(model):
+        with examining(model), sharing_paused(model):
             logits = model(input_ids=row).logits.float()
             expected_C = logits.reshape(-1, logits.shape[-1])[-1]  # of the last token, if there are scores per token
             states_LD = _states(decoder, row)
@@ -80,36 +77,26 @@ def check_score_head(model: Any, head: nn.Linear, owner: str, kind: str = "Seque
         scale = (head.weight.float().norm(dim=1) * states_LD[-1].norm()).max()
         error = compare(read_C, expected_C).largest / max(scale.item(), 1e-30)
         if not error <= tolerance_of(model.dtype).score:
+            scores, read = ([round(value, 4) for value in values.tolist()] for values in (expected_C, read_C))
             raise ValueError(
-                f"{owner}: {type(model).__name__} scores the tokens {row[0].tolist()} with {_rounded(expected_C)}, and "
-                f"its head gives {_rounded(read_C)} at the last of them: it reads its score elsewhere, or through "
+                f"{owner}: {type(model).__name__} scores the tokens {row[0].tolist()} with {scores}, and "
+                f"its head gives {read} at the last of them: it reads its score elsewhere, or through "
                 f"further layers, as encoders do. Use a decoder's For{kind}, such as "
                 f"Qwen2For{kind}; a custom reward function can call any other model."
             )
 
 
-def _probe_rows(model: Any) -> tuple[Tensor, Tensor]:
+def _probe_rows(model: Any) -> list[Tensor]:
     """Two sequences [1, L] that differ in their last token; without the padding token, which classifiers skip."""
     embeddings = model.get_input_embeddings()
     pad = model.config.get_text_config().pad_token_id
     known = [token for token in range(min(embeddings.num_embeddings, _LENGTH + 2)) if token != pad]
     first = [known[index % len(known)] for index in range(_LENGTH)]
     second = [*first[:-1], known[_LENGTH % len(known)]]
-    return tuple(torch.tensor([row], device=embeddings.weight.device) for row in (first, second))  # type: ignore[return-value]
+    return [torch.tensor([row], device=embeddings.weight.device) for row in (first, second)]
 
 
 def _states(decoder: Any, row: Tensor) -> Tensor:
     """States of one sequence, shape [L, D], float32 or wider."""
     states = decoder(input_ids=row, use_cache=False, return_dict=True).last_hidden_state[0]
     return states.to(torch.promote_types(states.dtype, torch.float32))
-
-
-@contextmanager
-def _undisturbed(model: Any) -> Iterator[None]:
-    """Run a model in evaluation mode, without sharing."""
-    with examining(model), sharing_paused(model):
-        yield
-
-
-def _rounded(values_C: Tensor) -> list[float]:
-    return [round(value, 4) for value in values_C.tolist()]

@@ -1,18 +1,22 @@
-"""Compares log-probabilities and gradients on the repeated and the shared path."""
+"""Compares log-probabilities and gradients of a small group on the repeated and the shared path.
+
+Legend: N response tokens of all rollouts, concatenated; R rows of a padded batch, C columns of completions, V
+vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.patch import SharedPrefix, in_force, shared_prefix, sharing_paused
+from pl_grouprl.attention.patch import in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.support import find_decoder, has_dynamic_rope
 from pl_grouprl.packing import ScoringBatch, pack
 from pl_grouprl.types import Rollout, RolloutGroup
@@ -23,21 +27,14 @@ from pl_grouprl.utilities.tolerances import Tolerance, compare, computing_dtype,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Log-probabilities and a loss for the checks.
+MAX_COMPARED_WEIGHTS = 200_000_000
+"""In larger models, only gradients of the first and last decoder layers are compared."""
 
+MAX_SPANNED = {"cpu": 1024, "cuda": 8192}
+"""The default groups are longer than the model's windows and chunks, unless these exceed this length."""
 
-def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities of tokens, in float32 or wider: logits [..., V] and targets [...] to [...]."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide).log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0]
-
-
-def weighted_sum(values_N: Tensor) -> Tensor:
-    """A loss whose gradient differs from token to token, so errors do not cancel."""
-    return (values_N * torch.linspace(0.5, 1.5, len(values_N), device=values_N.device)).sum()
-
-
-# Results of a parity check, and whether rounding explains them.
+_MARGIN = 8
+"""Columns of padding in front of the longest prompt of the padded batch."""
 
 
 class ParityError(RuntimeError):
@@ -45,21 +42,7 @@ class ParityError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class LayerParity:
-    """Differences if layers of one kind run the chosen backend, and all other attention the `reference`.
-
-    Attributes:
-        kind: Kind of the layers: `full`, `window 512, sinks`, `with a state` and so on.
-        count: Number of layers of that kind.
-        backend: What ran them.
-        max_logprob_difference: As in `ParityReport`.
-        mean_logprob_difference: As in `ParityReport`.
-        gradient_difference: As in `ParityReport`, over all gradients of the model.
-    """
-
-    kind: str
-    count: int
-    backend: str
+class _Differences:
     max_logprob_difference: float
     mean_logprob_difference: float
     gradient_difference: float
@@ -71,7 +54,25 @@ class LayerParity:
 
 
 @dataclass(frozen=True)
-class PaddedParity:
+class LayerParity(_Differences):
+    """Differences if layers of one kind run the chosen backend, and all other attention the `reference`.
+
+    Attributes:
+        max_logprob_difference: As in `ParityReport`.
+        mean_logprob_difference: As in `ParityReport`.
+        gradient_difference: As in `ParityReport`, over all gradients of the model.
+        kind: Kind of the layers: `full`, `window 512, sinks`, `with a state` and so on.
+        count: Number of layers of that kind.
+        backend: What ran them.
+    """
+
+    kind: str
+    count: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class PaddedParity(_Differences):
     """Differences between a padded batch inside and outside a `shared_prefix` context, measured as in `ParityReport`.
 
     Attributes:
@@ -81,29 +82,21 @@ class PaddedParity:
         reason: Why the batch went through untouched, or None if its prefixes were shared.
     """
 
-    max_logprob_difference: float
-    mean_logprob_difference: float
-    gradient_difference: float
     reason: str | None = None
-
-    @property
-    def differences(self) -> tuple[float, float, float]:
-        """The three differences."""
-        return self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference
 
 
 @dataclass(frozen=True)
-class ParityReport:
+class ParityReport(_Differences):
     """Differences between the shared and the repeated path.
 
     Attributes:
+        max_logprob_difference: Largest difference of a response token's log-probability, in nats.
+        mean_logprob_difference: Mean of the same.
+        gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
         model: Class of the model.
         backend: Attention backend of the shared path.
         dtype: Compute dtype: that of the weights, or of autocast if it is on.
         device: Where it ran.
-        max_logprob_difference: Largest difference of a response token's log-probability, in nats.
-        mean_logprob_difference: Mean of the same.
-        gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
         compared_weights: Weights whose gradients were compared.
         token_ratio: Tokens of the repeated path over tokens of the shared one.
         tolerance: Largest differences that rounding explains.
@@ -119,9 +112,6 @@ class ParityReport:
     backend: str
     dtype: torch.dtype
     device: torch.device
-    max_logprob_difference: float
-    mean_logprob_difference: float
-    gradient_difference: float
     compared_weights: int
     token_ratio: float
     tolerance: Tolerance
@@ -134,25 +124,18 @@ class ParityReport:
     @property
     def passed(self) -> bool:
         """Whether rounding explains all differences (never a NaN)."""
-        overall = (self.max_logprob_difference, self.mean_logprob_difference, self.gradient_difference)
-        parts: list[LayerParity | PaddedParity] = [*self.layers, *([self.padded] if self.padded else [])]
-        return all(self._within(*differences) for differences in (overall, *(part.differences for part in parts)))
+        return all(map(self._explained, (self, *self.layers, *([self.padded] if self.padded else []))))
 
-    def _within(self, largest: float, mean: float, gradient: float) -> bool:
+    def _explained(self, part: _Differences) -> bool:
         exact = self.dtype in (torch.float32, torch.float64)
-        return (largest if exact else mean) <= self.tolerance.logprob and gradient <= self.tolerance.gradient
+        logprob = part.max_logprob_difference if exact else part.mean_logprob_difference
+        return logprob <= self.tolerance.logprob and part.gradient_difference <= self.tolerance.gradient
 
     def __str__(self) -> str:
         """A table with a line per kind of layer, then the whole model."""
-        whole = LayerParity(
-            "whole model",
-            sum(layer.count for layer in self.layers),
-            self.backend,
-            self.max_logprob_difference,
-            self.mean_logprob_difference,
-            self.gradient_difference,
-        )
-        kinds = max(len(kind) for kind in ("kind of layer", *(layer.kind for layer in (whole, *self.layers))))
+        count = sum(layer.count for layer in self.layers)
+        rows = [*self.layers, LayerParity(*self.differences, "whole model", count, self.backend)]
+        kinds = max(len(kind) for kind in ("kind of layer", *(layer.kind for layer in rows)))
         lines = [
             f"parity of shared and repeated prefix: {'passed' if self.passed else 'FAILED'} ({self.model}, "
             f"{self.dtype}, {self.device}, sequences of up to {self.longest_sequence} tokens)",
@@ -160,25 +143,24 @@ class ParityReport:
             f"weights; allowed: {self.tolerance.logprob:.0e} and {self.tolerance.gradient:.0e}",
             f"  {'kind of layer':<{kinds}}  layers  {'backend':<18}  max      mean     gradient  token ratio",
         ]
-        for layer in (*self.layers, whole):
-            verdict = "" if self._within(*layer.differences) else "  FAILED"
+        for layer in rows:
+            verdict = "" if self._explained(layer) else "  FAILED"
             largest, mean, gradient = (f"{difference:.1e}" for difference in layer.differences)
             lines.append(
                 f"  {layer.kind:<{kinds}}  {layer.count:>6}  {layer.backend:<18}  {largest}  {mean}  {gradient}   "
                 f"{self.token_ratio:>11.2f}{verdict}"
             )
-        if self.padded is not None:
-            lines.append(self._padded_line(self.padded))
+        if self.padded is not None and self.padded.reason is not None:
+            lines.append(f"  a padded batch goes through untouched: {self.padded.reason}")
+        elif self.padded is not None:
+            verdict = "" if self._explained(self.padded) else "  FAILED"
+            largest, mean, gradient = (f"{difference:.1e}" for difference in self.padded.differences)
+            lines.append(
+                f"  tokens of a padded batch differ by {largest} (mean {mean}), gradients by {gradient}{verdict}"
+            )
         if self.longest_span >= self.longest_sequence:
             lines.append(f"  no sequence was longer than the model's window or chunk of {self.longest_span} tokens")
         return "\n".join(lines)
-
-    def _padded_line(self, padded: PaddedParity) -> str:
-        if padded.reason is not None:
-            return f"  a padded batch goes through untouched: {padded.reason}"
-        largest, mean, gradient = (f"{difference:.1e}" for difference in padded.differences)
-        verdict = "" if self._within(*padded.differences) else "  FAILED"
-        return f"  tokens of a padded batch differ by {largest} (mean {mean}), gradients by {gradient}{verdict}"
 
     def raise_if_failed(self) -> None:
         """Raise if the paths differ.
@@ -188,91 +170,6 @@ class ParityReport:
         """
         if not self.passed:
             raise ParityError(f"{self}\nTrain this model with sharing='repeated', or choose another attention backend.")
-
-
-# Compares an ordinary padded batch inside and outside `shared_prefix`: log-probabilities and gradients of a few rows.
-#
-# Legend: R rows, C tokens of the longest completion, N response tokens of all rows, concatenated.
-
-_MARGIN = 8
-"""Columns of padding in front of the longest prompt."""
-
-
-class _Rows(NamedTuple):
-    """Prompts padded on the left, completions on the right; prompts are in the columns before `start`."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    start: int
-
-    def logprobs(self, model: PreTrainedModel) -> Tensor:
-        """Log-probabilities of the completions' tokens, shape [N]."""
-        logits = model(
-            input_ids=self.input_ids, attention_mask=self.attention_mask, use_cache=False, return_dict=True
-        ).logits[:, self.start - 1 : -1]
-        kept_RC = self.attention_mask[:, self.start :].bool()
-        return token_logprobs(logits, self.input_ids[:, self.start :])[kept_RC]
-
-
-def padded_parity(
-    model: PreTrainedModel,
-    patch: SharedPrefix,
-    groups: Sequence[RolloutGroup],
-    weights: Sequence[nn.Parameter],
-    longest: int | None = None,
-) -> PaddedParity:
-    """Run one padded batch of all rollouts with and without a `shared_prefix` context, and compare.
-
-    Args:
-        model: A causal language model.
-        patch: A context that is not active.
-        groups: A few short prompts with their rollouts.
-        weights: The parameters whose gradients are compared.
-        longest: Maximum length of a row in tokens; None for no limit.
-    """
-    rows = _pad(groups, longest, model.device)
-
-    def run(context: AbstractContextManager[Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
-        with context:
-            logprobs_N = rows.logprobs(model)
-            gradients = torch.autograd.grad(weighted_sum(logprobs_N), weights, allow_unused=True)
-            return logprobs_N.detach(), gradients
-
-    expected_N, expected = run(sharing_paused(model))
-    found_N, found = run(patch)
-    difference = compare(found_N, expected_N)
-    call = (in_force(model) or patch).last_call  # an outer context, if any, runs the calls
-    return PaddedParity(
-        difference.largest,
-        difference.mean,
-        gradient_difference(found, expected),
-        reason=None if call is None else call.reason,
-    )
-
-
-def _pad(groups: Sequence[RolloutGroup], longest: int | None, device: torch.device) -> _Rows:
-    sequences = [(group.prompt_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
-    start = max(len(prompt) for prompt, _ in sequences)
-    width = max(len(completion) for _, completion in sequences)
-    start += _MARGIN if longest is None else max(min(_MARGIN, longest - start - width), 0)
-
-    def laid_out(prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-        return pad(torch.tensor([*prompt, *completion]), (start - len(prompt), width - len(completion)))
-
-    tokens = torch.stack([laid_out(prompt, completion) for prompt, completion in sequences])
-    mask = torch.stack([laid_out([1] * len(prompt), [1] * len(completion)) for prompt, completion in sequences])
-    return _Rows(tokens.to(device), mask.to(device), start)
-
-
-# Compares log-probabilities and gradients of a small group on the repeated and the shared path.
-#
-# Legend: N response tokens of all rollouts, concatenated.
-
-MAX_COMPARED_WEIGHTS = 200_000_000
-"""In larger models, only gradients of the first and last decoder layers are compared."""
-
-MAX_SPANNED = {"cpu": 1024, "cuda": 8192}
-"""The default groups are longer than the model's windows and chunks, unless these exceed this length."""
 
 
 def check_parity(
@@ -311,15 +208,7 @@ def check_parity(
         return token_logprobs(logits.index_select(0, batch.predict_index_N), batch.targets_N)
 
     report = compare_paths(model, from_sequence, from_batch, groups, backend=backend)
-    return replace(report, padded=_padded(model, backend)) if padded_rows else report
-
-
-def _padded(model: PreTrainedModel, backend: str) -> PaddedParity:
-    config = find_decoder(model).config
-    longest = getattr(config, "max_position_embeddings", None)
-    groups = random_groups(config.vocab_size, longest=longest)
-    with _comparable_mode(model), torch.enable_grad():
-        return padded_parity(model, shared_prefix(model, backend), groups, _compared_weights(model), longest)
+    return replace(report, padded=_padded_parity(model, backend)) if padded_rows else report
 
 
 def compare_paths(
@@ -343,101 +232,105 @@ def compare_paths(
         quantity: Name of the quantity in the report.
     """
     decoder = find_decoder(model)
-    spans = _spans(decoder.config)
+    config = decoder.config
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    spans = [span for span in (window, getattr(config, "attention_chunk_size", None)) if isinstance(span, int)]
     if groups is None:
         limit = MAX_SPANNED.get(model.device.type, 0)
         groups = random_groups(
-            decoder.config.vocab_size,
+            config.vocab_size,
             spanned=max((span for span in spans if span <= limit), default=0),
-            longest=getattr(decoder.config, "max_position_embeddings", None),
+            longest=getattr(config, "max_position_embeddings", None),
         )
     batch = pack(groups, min_saved_tokens=get_backend(backend).min_saved_tokens, device=model.device)
-    weights = _compared_weights(model)
-    dtype = computing_dtype(model)
-    patch = shared_prefix(model, backend)
-    # If frequencies depend on the longest sequence of a call, pad all sequences to the longest.
-    width = max(batch.layout.repeated_lengths) if has_dynamic_rope(decoder) else 0
+    longest = max(batch.layout.repeated_lengths)
+    weights, dtype, patch = _compared_weights(model), computing_dtype(model), shared_prefix(model, backend)
+
+    def repeated() -> Tensor:
+        parts = []
+        for group in groups:
+            for rollout in group.rollouts:
+                tokens = torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device)
+                # If frequencies depend on the longest sequence of a call, pad all sequences to the longest.
+                padding = longest - tokens.shape[1] if has_dynamic_rope(decoder) else 0
+                found = from_sequence(pad(tokens, (0, padding)), len(group.prompt_ids))
+                parts.append(found[: len(rollout.token_ids)])
+        return torch.cat(parts)
+
+    def run(quantity: Callable[[], Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        found_N = quantity()
+        return found_N.detach(), torch.autograd.grad(weighted_sum(found_N), weights, allow_unused=True)
+
+    def shared(kind: str | None) -> tuple[float, float, float]:
+        """The differences if attention of all other kinds runs the reference; None runs the model as in training."""
+        patch.only = kind
+        try:
+            # Compiled layers cannot choose a backend by kind.
+            with nullcontext() if kind is None else torch.compiler.set_stance("force_eager"):
+                found_N, found = run(lambda: from_batch(batch))
+        finally:
+            patch.only = None
+        difference = compare(found_N, expected_N)
+        return difference.largest, difference.mean, gradient_difference(found, expected)
+
     with _comparable_mode(model), torch.enable_grad():
-        repeated_N = torch.cat(
-            [_repeated(from_sequence, tokens, start, width) for tokens, start in _sequences(groups, model)]
-        )
-        repeated = repeated_N.detach(), torch.autograd.grad(weighted_sum(repeated_N), weights, allow_unused=True)
-        del repeated_N
+        expected_N, expected = run(repeated)
         with patch:
-            overall = _shared_run(patch, from_batch, batch, weights, repeated, None)
+            overall = shared(None)
             layers = patch.layers
-            by_kind = (
-                [overall]
-                if len(layers) == 1
-                else [_shared_run(patch, from_batch, batch, weights, repeated, kind) for kind in layers]
-            )
+            by_kind = [overall] if len(layers) == 1 else [shared(kind) for kind in layers]
     return ParityReport(
+        *overall,
         model=type(model).__name__,
         backend=backend,
         dtype=dtype,
         device=model.device,
-        max_logprob_difference=overall[0],
-        mean_logprob_difference=overall[1],
-        gradient_difference=overall[2],
         compared_weights=sum(weight.numel() for weight in weights),
         token_ratio=batch.layout.token_ratio,
         tolerance=tolerance_of(dtype),
         quantity=quantity,
-        longest_sequence=max(batch.layout.repeated_lengths),
+        longest_sequence=longest,
         longest_span=max(spans, default=0),
         layers=tuple(
-            LayerParity(kind, count, ran, *differences)
+            LayerParity(*differences, kind, count, ran)
             for (kind, (ran, count)), differences in zip(layers.items(), by_kind, strict=True)
         ),
     )
 
 
-def _sequences(groups: Sequence[RolloutGroup], model: PreTrainedModel) -> Iterator[tuple[Tensor, int]]:
-    """The tokens [1, L] of each sequence, and the start of its rollout."""
-    for group in groups:
-        for rollout in group.rollouts:
-            tokens = torch.tensor([group.prompt_ids + rollout.token_ids], device=model.device)
-            yield tokens, len(group.prompt_ids)
+def _padded_parity(model: PreTrainedModel, backend: str) -> PaddedParity:
+    """Run a padded batch of a few short rollouts with and without a `shared_prefix` context, and compare."""
+    config = find_decoder(model).config
+    longest = getattr(config, "max_position_embeddings", None)
+    groups = random_groups(config.vocab_size, longest=longest)
+    sequences = [(group.prompt_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
+    start = max(len(prompt) for prompt, _ in sequences)  # of the completions
+    width = max(len(completion) for _, completion in sequences)
+    start += _MARGIN if longest is None else max(min(_MARGIN, longest - start - width), 0)
 
+    def laid_out(prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+        return pad(torch.tensor([*prompt, *completion]), (start - len(prompt), width - len(completion)))
 
-def _repeated(from_sequence: Callable[[Tensor, int], Tensor], tokens: Tensor, start: int, width: int) -> Tensor:
-    padding = max(width - tokens.shape[1], 0)
-    return from_sequence(torch.nn.functional.pad(tokens, (0, padding)), start)[: tokens.shape[1] - start]
+    tokens = torch.stack([laid_out(*sequence) for sequence in sequences]).to(model.device)
+    mask = torch.stack([laid_out([1] * len(prompt), [1] * len(completion)) for prompt, completion in sequences])
+    mask = mask.to(model.device)
+    weights, patch = _compared_weights(model), shared_prefix(model, backend)
 
+    def run(context: AbstractContextManager[Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        with context:
+            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True).logits
+            logprobs_RC = token_logprobs(logits[:, start - 1 : -1], tokens[:, start:])
+            logprobs_N = logprobs_RC[mask[:, start:].bool()]
+            gradients = torch.autograd.grad(weighted_sum(logprobs_N), weights, allow_unused=True)
+            return logprobs_N.detach(), gradients
 
-def _shared_run(
-    patch: SharedPrefix,
-    from_batch: Callable[[ScoringBatch], Tensor],
-    batch: ScoringBatch,
-    weights: list[nn.Parameter],
-    repeated: tuple[Tensor, Sequence[Tensor | None]],
-    kind: str | None,
-) -> tuple[float, float, float]:
-    """Largest and mean difference of the quantity, and relative difference of the gradients.
-
-    With a kind of layer, attention of all other kinds runs the reference; None runs the model as in training.
-    """
-    patch.only = kind
-    # Compiled layers cannot choose a backend by kind.
-    stance = nullcontext() if kind is None else torch.compiler.set_stance("force_eager")
-    try:
-        with stance:
-            shared_N = from_batch(batch)
-            gradients = torch.autograd.grad(weighted_sum(shared_N), weights, allow_unused=True)
-    finally:
-        patch.only = None
-    difference = compare(shared_N, repeated[0])
-    return difference.largest, difference.mean, gradient_difference(gradients, repeated[1])
-
-
-def _spans(config: Any) -> list[int]:
-    """The model's windows and chunks, in tokens."""
-    has_window = getattr(config, "use_sliding_window", True)
-    spans = [
-        getattr(config, "sliding_window", None) if has_window else None,
-        getattr(config, "attention_chunk_size", None),
-    ]
-    return [span for span in spans if isinstance(span, int)]
+    with _comparable_mode(model), torch.enable_grad():
+        expected_N, expected = run(sharing_paused(model))
+        found_N, found = run(patch)
+        difference = compare(found_N, expected_N)
+        call = (in_force(model) or patch).last_call  # an outer context, if any, runs the calls
+    reason = None if call is None else call.reason
+    return PaddedParity(difference.largest, difference.mean, gradient_difference(found, expected), reason)
 
 
 def random_groups(
@@ -479,3 +372,14 @@ def _comparable_mode(model: PreTrainedModel) -> AbstractContextManager[None]:
     )
     reentrant = any(internals.checkpoints_reentrantly(module) for module in model.modules())
     return evaluating(model) if drops or attention_drops or reentrant else nullcontext()
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of tokens, in float32 or wider: logits [..., V] and targets [...] to [...]."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).log_softmax(dim=-1).gather(-1, targets[..., None])[..., 0]
+
+
+def weighted_sum(values_N: Tensor) -> Tensor:
+    """A loss whose gradient differs from token to token, so errors do not cancel."""
+    return (values_N * torch.linspace(0.5, 1.5, len(values_N), device=values_N.device)).sum()

@@ -1,4 +1,13 @@
-"""Compares the log-probabilities of samplers with those of forward passes."""
+"""Compares the log-probabilities of samplers with those of forward passes.
+
+Configs do not say whether decoding from a padded, copied cache is exact: models may keep extra states, interpret masks
+differently, or compute single tokens differently. So `HFRolloutEngine` samples a few tokens and compares. Layers that
+select tokens by score select few of them in this check, as its rows are short; not in half precision, where rounding
+alone changes which ones.
+
+Nor do equal weights imply equal models. Another program may interpret the config differently (a window one token
+longer, rotary embeddings on a part of each head), and its samples would be scored as if they were the policy's.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +27,6 @@ from pl_grouprl.checks.parity import token_logprobs
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.modes import is_whole, uncompiled
 from pl_grouprl.utilities.tolerances import compare, computing_dtype, tolerance_of
-
-# Samples a few tokens as in rollouts, and compares their log-probabilities with those of forwards without a cache.
-#
-# Configs do not say whether decoding from a padded, copied cache is exact: models may keep extra states, interpret
-# masks
-# differently, or compute single tokens differently. Layers that select tokens by score select few of them in the check,
-# as its rows are short; not in half precision, where rounding alone changes which ones.
 
 LENGTHS = (3, 8, 9)
 """Prompt lengths. The last two prompts are padded to one batch if the model allows it; all three are decoded in one."""
@@ -65,7 +67,7 @@ def check_decoding(
     Args:
         model: A transformers decoder, in evaluation mode, without gradients, that can serve `LONGEST` tokens.
         sample: Samples one rollout per prompt or more, without end tokens.
-        limit: Most tokens that the model can serve; None if unlimited.
+        limit: Maximum number of tokens that the model can serve; no limit if None.
         placeholders: Tokens that `sample` never draws (image placeholders).
         scoring: Context of the forwards without a cache.
 
@@ -76,40 +78,31 @@ def check_decoding(
     if not is_whole(model) or _precision(model) in passed:
         return
     decoder = find_decoder(model)
+    factors = [f for f in (1, *LONGER) if limit is None or max(LENGTHS) * f + SAMPLING.max_new_tokens <= limit]
     with _selecting_few(model) as selections:
-        for factor in (1, *LONGER):
-            if limit is None or max(LENGTHS) * factor + SAMPLING.max_new_tokens <= limit:
-                _check_prompts(model, sample, _prompts(model, placeholders, factor), placeholders, scoring)
-            if not (untried := selections.untried(decoder)):
+        untried = selections.untried(decoder)
+        for factor in factors:
+            prompts = _prompts(model, placeholders, factor)
+            try:
+                groups = sample(prompts, SAMPLING)
+            except (AttributeError, KeyError, IndexError, TypeError, NotImplementedError) as error:
+                reason = f"with transformers' cache it fails ({type(error).__name__}: {error})."
+                raise _refusal(model, reason) from error
+            turns = [(p.token_ids, r) for p, group in zip(prompts, groups, strict=True) for r in group]
+            with scoring():
+                worst = max(_difference(model, prompt, rollout, placeholders) for prompt, rollout in turns)
+            if not worst <= _allowed(model):
+                raise _refusal(
+                    model,
+                    f"with its cache a log-probability differs by {worst:.1e} from that of a forward over the whole "
+                    "sequence, so rollouts would not match their scores.",
+                )
+            untried = selections.untried(decoder)
+            if not untried:
                 break
     if untried:
         raise _refusal(model, f"its {', '.join(untried)} selects tokens in long rows only, which cannot be tried.")
     passed.add(_precision(model))
-
-
-def _check_prompts(
-    model: Any,
-    sample: Sample,
-    prompts: list[Prompt],
-    placeholders: Collection[int],
-    scoring: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    try:
-        groups = sample(prompts, SAMPLING)
-    except (AttributeError, KeyError, IndexError, TypeError, NotImplementedError) as error:
-        raise _refusal(model, f"with transformers' cache it fails ({type(error).__name__}: {error}).") from error
-    with scoring():
-        worst = max(
-            _difference(model, prompt.token_ids, rollout, placeholders)
-            for prompt, group in zip(prompts, groups, strict=True)
-            for rollout in group
-        )
-    if not worst <= _allowed(model):
-        raise _refusal(
-            model,
-            f"with its cache a log-probability differs by {worst:.1e} from that of a forward over the whole sequence, "
-            "so rollouts would not match their scores.",
-        )
 
 
 def _refusal(model: Any, reason: str) -> ValueError:
@@ -193,11 +186,6 @@ def _precision(model: Any) -> torch.dtype:
     return dtype
 
 
-# Compares the log-probabilities of a separate sampler with the policy's.
-#
-# Equal weights do not imply equal models. Another program may interpret the config differently (a window one token
-# longer, rotary embeddings on a part of each head), and its samples would be scored as if they were the policy's.
-
 _ROLLOUTS = 8
 
 Score = Callable[[RolloutGroup], Sequence[Tensor]]
@@ -220,8 +208,17 @@ def sampler_difference(score: Score, groups: Sequence[RolloutGroup], sampling: S
     Returns:
         The difference, or None if no rollout has tokens with log-probabilities.
     """
-    chosen = _longest(groups)
-    return None if chosen is None else mean_difference(score(chosen), chosen, sampling)
+    candidates = []
+    for group in groups:
+        scored = [r for r in group.rollouts if r.num_sampled_tokens and r.logprobs is not None]
+        longest = sorted(scored, key=lambda rollout: len(rollout.token_ids), reverse=True)[:_ROLLOUTS]
+        if longest:
+            rows = [replace(rollout, episode=None) for rollout in longest]  # compared one by one, in this order
+            candidates.append(RolloutGroup(group.prompt_ids, rows, media=group.media))
+    if not candidates:
+        return None
+    chosen = max(candidates, key=lambda group: len(group.prompt_ids) + len(group.rollouts[0].token_ids))
+    return mean_difference(score(chosen), chosen, sampling)
 
 
 def mean_difference(expected: Sequence[Tensor], group: RolloutGroup, sampling: SamplingConfig) -> float:
@@ -238,19 +235,3 @@ def mean_difference(expected: Sequence[Tensor], group: RolloutGroup, sampling: S
     theirs = torch.cat([torch.tensor(r.logprobs, dtype=torch.float64) for r in rollouts])[sampled]
     explained = -math.log(sampling.top_p) if sampling.temperature else 0.0
     return compare(theirs - (theirs - ours).clamp(0, explained), ours).mean
-
-
-def _longest(groups: Sequence[RolloutGroup]) -> RolloutGroup | None:
-    """The group with the longest sequence, with its longest rollouts; None if there is nothing to compare."""
-    candidates = []
-    for group in groups:
-        scored = [r for r in group.rollouts if r.num_sampled_tokens and r.logprobs is not None]
-        longest = sorted(scored, key=_num_tokens, reverse=True)[:_ROLLOUTS]
-        if longest:
-            rows = [replace(rollout, episode=None) for rollout in longest]  # compared one by one, in this order
-            candidates.append(RolloutGroup(group.prompt_ids, rows, media=group.media))
-    return max(candidates, key=lambda group: len(group.prompt_ids) + _num_tokens(group.rollouts[0]), default=None)
-
-
-def _num_tokens(rollout: Rollout) -> int:
-    return len(rollout.token_ids)

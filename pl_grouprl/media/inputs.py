@@ -1,4 +1,8 @@
-"""Image and video arguments of models, and rotary positions of prompts that have them."""
+"""Image and video arguments of models, and rotary positions of prompts that have them.
+
+Legend: B rollouts, T packed tokens, L padded length, S prompts of a batch: those of a packed row, or one for each of
+the B padded rows.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pl_grouprl.attention import find_backbone
-from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout
+from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.packing.layout import repeat_values
 from pl_grouprl.types import Media, is_per_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Checks the image and video arguments of models, and creates them for one prompt.
-#
-# Legend: S tokens of one prompt.
 
 PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 """Names in a model's config of the placeholder tokens for images, videos and sound."""
@@ -49,38 +49,28 @@ def _unknown_arguments(model: Any, names: Collection[str]) -> list[str]:
 
 
 def check_prompt_media(model: Any, prompts: Sequence[Sequence[int]], media: Sequence[Media]) -> None:
-    """Refuse a request with media that the model does not take.
+    """Check that a model takes the media of a request.
 
     Raises:
-        ValueError: If there is not one entry per prompt, a value is not a tensor or has the wrong shape, or the model
-            has no such argument.
+        ValueError: If the model has no such argument, or a per-token value has the wrong length.
     """
-    if len(media) != len(prompts):
-        raise ValueError(
-            f"media has {len(media)} entries for {len(prompts)} prompts; pass one for each, {{}} for text."
-        )
-    if not any(media):
-        return
-    unknown = _unknown_arguments(model, {name for prompt_media in media for name in prompt_media})
-    for index, (prompt, prompt_media) in enumerate(zip(prompts, media, strict=True)):
-        for name, value in prompt_media.items():
-            where = f"media[{index}][{name!r}]"
+    unknown = _unknown_arguments(model, {name for own in media for name in own}) if any(media) else []
+    for index, (prompt, own) in enumerate(zip(prompts, media, strict=True)):
+        for name, value in own.items():
             if name in unknown:
                 raise ValueError(
-                    f"{where} is given, but {type(find_backbone(model)).__name__} takes no {name}; use the processor "
-                    "that belongs to the model, or a model that reads images and videos."
+                    f"media[{index}][{name!r}] is given, but {type(find_backbone(model)).__name__} takes no {name}; "
+                    "use the processor that belongs to the model, or a model that reads images and videos."
                 )
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{where} is of type {type(value).__name__}; pass a tensor.")
             if is_per_token(name) and value.shape != (len(prompt),):
                 raise ValueError(
-                    f"{where} has shape {list(value.shape)} for a prompt of {len(prompt)} tokens; pass one entry per "
-                    "token."
+                    f"media[{index}][{name!r}] has shape {list(value.shape)} for a prompt of {len(prompt)} tokens; "
+                    "pass one entry per token."
                 )
 
 
 def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
-    """Refuse a batch whose images and videos the model cannot place.
+    """Check that a model can place a batch's images and videos.
 
     Raises:
         ValueError: If the model has no such argument, or a rollout contains a placeholder token.
@@ -110,8 +100,8 @@ def media_inputs(model: Any, prompt: Sequence[int], media: Media) -> tuple[dict[
         media: Its images and videos.
 
     Returns:
-        Keyword arguments, on the model's device; and positions of the prompt, shape [3, 1, S], on the CPU, if the model
-        has positions in time, height and width, otherwise None.
+        Keyword arguments, on the model's device; and positions of the prompt, shape [3, 1, tokens], on the CPU, if the
+        model has positions in time, height and width, otherwise None.
     """
     rows = {name: value[None] if is_per_token(name) else value for name, value in media.items()}
     backbone, positions = find_backbone(model), None
@@ -120,12 +110,6 @@ def media_inputs(model: Any, prompt: Sequence[int], media: Media) -> tuple[dict[
         positions = prompt_positions(backbone, input_ids, torch.ones_like(input_ids), rows)
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in rows.items()}, positions
-
-
-# Rotary positions of prompts with images and videos, and of the rollouts that continue them.
-#
-# Legend: B rollouts, T packed tokens, L padded length, S prompts of a batch: those of a packed row, or one for each of
-# the B padded rows.
 
 
 class PromptPositions(NamedTuple):
@@ -171,7 +155,19 @@ def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | 
     media = {name: prompts(value) if is_per_token(name) else value for name, value in media.items()}
     tokens = input_ids.cpu()
     positions = prompt_positions(backbone, prompts(tokens), prompts(torch.ones_like(tokens)), media)
-    packed_T3 = _continued(batch.layout, positions, places).T
+    in_order = iter(places)
+    runs: list[Tensor] = []
+    following: list[Tensor] = []  # per segment, the position after its last token
+    for segment in batch.layout.segments:
+        if segment.parent is None:
+            prompt = next(in_order)
+            runs.append(positions.position_ids[:, prompt, : segment.length])
+            following.append(positions.next_position_S[prompt])
+        else:
+            start = following[segment.parent]
+            runs.append((start + torch.arange(segment.length)).expand(3, -1))
+            following.append(start + segment.length)
+    packed_T3 = torch.cat(runs, dim=1).T
     rows = packed_T3[None] if batch.sharing == "shared" else repeat_values(batch.layout, packed_T3)
     return rows.permute(2, 0, 1).to(input_ids.device)
 
@@ -200,20 +196,3 @@ def prompt_positions(
     ends_in_text_S = types_SL[rows_S, last_S] == 0
     largest_S = attention_mask_SL.sum(dim=1) + deltas_S1.flatten()
     return PromptPositions(position_ids, torch.where(ends_in_text_S, after_last_S, largest_S))
-
-
-def _continued(layout: SharedPrefixLayout, positions: PromptPositions, places: Sequence[int]) -> Tensor:
-    """Continue the positions of the layout's prompts, found at `places`, in their rollouts, shape [3, T]."""
-    prompts = iter(places)
-    runs: list[Tensor] = []
-    following: list[Tensor] = []  # per segment, the position after its last token
-    for segment in layout.segments:
-        if segment.parent is None:
-            prompt = next(prompts)
-            runs.append(positions.position_ids[:, prompt, : segment.length])
-            following.append(positions.next_position_S[prompt])
-            continue
-        start = following[segment.parent]
-        runs.append((start + torch.arange(segment.length)).expand(3, -1))
-        following.append(start + segment.length)
-    return torch.cat(runs, dim=1)

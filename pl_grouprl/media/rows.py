@@ -16,7 +16,7 @@ from pl_grouprl.media.inputs import PLACEHOLDERS
 from pl_grouprl.types import Media, Messages, Prompt, is_per_token
 from pl_grouprl.utilities.text import shorten
 
-# Reads images and videos in the formats of data sets: PIL images, paths, dictionaries with bytes or a path.
+# Images and videos in the formats of data sets: PIL images, paths, dictionaries with bytes or a path.
 
 
 def as_list(value: Any) -> list[Any]:
@@ -84,10 +84,6 @@ def _open(image: Any) -> Any:
     image = _unwrap(image, "image")
     if isinstance(image, Image.Image):
         return image
-    if not isinstance(image, (str, Path, bytes)):
-        raise ValueError(
-            f"an image of type {type(image).__name__} is not a PIL image, a path, or a dictionary with bytes or a path"
-        )
     with _errors_naming(image):
         return Image.open(io.BytesIO(image) if isinstance(image, bytes) else _path(image))
 
@@ -125,8 +121,6 @@ def _errors_naming(image: Any) -> Iterator[None]:
         raise ValueError(f"{name} cannot be read: {error}") from error
 
 
-# Where images and videos are in a prompt: parts of its messages, tags in its text, the model's tokens.
-
 KINDS = ("image", "video")
 _TAGS = re.compile("(<image>|<video>)")
 _OTHER_TYPES = ("image_url", "video_url", "input_image", "input_video")
@@ -145,26 +139,28 @@ def check_contents(messages: Messages, where: str) -> None:
             part has an image in the format of a web API.
     """
     for number, message in enumerate(messages):
-        content, place = message["content"], f"{where}: messages[{number}].content"
+        content, problem = message["content"], None
+        place = f"{where}: messages[{number}].content"
         if content is None and message["role"] in ("user", "system"):
-            raise ValueError(f"{place} is None; write what the {message['role']} says, or remove the message.")
-        if message["role"] == "tool" or content is None:
+            problem = f"is None; write what the {message['role']} says, or remove the message."
+        elif message["role"] == "tool" or content is None or isinstance(content, str):
             continue
-        if not isinstance(content, (str, list, tuple)):
-            raise ValueError(f"{place} is {shorten(str(content))}, not a string or a list of parts; correct the row.")
-        for index, part in enumerate(() if isinstance(content, str) else content):
-            if not _is_part(part):
-                raise ValueError(
-                    f"{place}[{index}] is {shorten(str(part))}; a part is a dictionary with a 'type', such as "
-                    "{'type': 'text', 'text': ...} or {'type': 'image'}."
-                )
-            if part["type"] == "text" and not isinstance(part.get("text"), str):
-                raise ValueError(f"{place}[{index}].text is {shorten(str(part.get('text')))}, not a string.")
-            if part["type"] in _OTHER_TYPES:
-                raise ValueError(
-                    f"{place}[{index}] has the type {part['type']!r}; put its content in the column of "
-                    "images or videos, and write {'type': 'image'} or {'type': 'video'} here."
-                )
+        elif not isinstance(content, (list, tuple)):
+            problem = f"is {shorten(str(content))}, not a string or a list of parts; correct the row."
+        else:
+            for index, part in enumerate(content):
+                if not _is_part(part) or (part["type"] == "text" and not isinstance(part.get("text"), str)):
+                    problem = (
+                        f"[{index}] is {shorten(str(part))}; a part is a dictionary with a 'type', such as "
+                        "{'type': 'text', 'text': ...} or {'type': 'image'}."
+                    )
+                elif part["type"] in _OTHER_TYPES:
+                    problem = (
+                        f"[{index}] has the type {part['type']!r}; put its content in the column of images or videos, "
+                        "and write {'type': 'image'} or {'type': 'video'} here."
+                    )
+        if problem is not None:
+            raise ValueError(f"{place}{'' if problem.startswith('[') else ' '}{problem}")
 
 
 def has_parts(messages: Messages) -> bool:
@@ -175,7 +171,9 @@ def has_parts(messages: Messages) -> bool:
 def has_tags(prompt: str | Messages) -> bool:
     """Whether a text has the tag of an image or video (verl)."""
     contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    return any(_TAGS.search(text) for content in contents for text in _texts(content))
+    texts: list[Any] = list(contents)
+    texts += [part.get("text") for content in contents if not isinstance(content, str) for part in _own_parts(content)]
+    return any(isinstance(text, str) and _TAGS.search(text) for text in texts)
 
 
 def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Messages:
@@ -241,13 +239,13 @@ def check_tokens(counts: Mapping[str, int], text: str, processor: Any, where: st
 
 def without_empty_keys(messages: Messages) -> Messages:
     """Remove the empty keys that parquet adds to parts, because templates test which keys exist."""
-    return [{**message, "content": _without_none(message["content"])} for message in messages]
-
-
-def _without_none(content: Any) -> Any:
-    if not _own_parts(content):
-        return content
-    return [{name: value for name, value in part.items() if value is not None} for part in content]
+    cleaned = []
+    for message in messages:
+        content = message["content"]
+        if _own_parts(content):
+            content = [{name: value for name, value in part.items() if value is not None} for part in content]
+        cleaned.append({**message, "content": content})
+    return cleaned
 
 
 def _parts(content: Any) -> Any:
@@ -258,19 +256,14 @@ def _parts(content: Any) -> Any:
         content = [{"type": "text", "text": content}]
     if len(_own_parts(content)) != len(content):
         return content
-    return [piece for part in content for piece in _split(part)]
-
-
-def _split(part: dict[str, Any]) -> list[dict[str, Any]]:
-    if part["type"] != "text" or not isinstance(part.get("text"), str):
-        return [part]
-    pieces = [piece for piece in _TAGS.split(part["text"]) if piece]
-    return [{"type": p[1:-1]} if _TAGS.fullmatch(p) else {**part, "text": p} for p in pieces]
-
-
-def _texts(content: Any) -> list[str]:
-    texts = [content] if isinstance(content, str) else [part.get("text") for part in _own_parts(content)]
-    return [text for text in texts if isinstance(text, str)]
+    pieces: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            pieces.append(part)
+            continue
+        texts = [text for text in _TAGS.split(part["text"]) if text]
+        pieces += [{"type": t[1:-1]} if _TAGS.fullmatch(t) else {**part, "text": t} for t in texts]
+    return pieces
 
 
 def _own_parts(content: Any) -> Sequence[dict[str, Any]]:
@@ -282,8 +275,6 @@ def _own_parts(content: Any) -> Sequence[dict[str, Any]]:
 def _is_part(part: Any) -> bool:
     return isinstance(part, Mapping) and isinstance(part.get("type"), str)
 
-
-# Loads the processor of a multimodal model, and checks its options.
 
 _GIVEN = ("text", "images", "videos", "return_tensors")
 """Arguments passed to the processor for each prompt."""
@@ -337,20 +328,14 @@ def load_processor(source: Any) -> Any:
     from transformers import AutoProcessor
 
     options = {name: getattr(source, name) for name in ("revision", "trust_remote_code") if hasattr(source, name)}
-    try:
-        processor = AutoProcessor.from_pretrained(str(Path(path).expanduser()) if path[:1] == "~" else path, **options)
-    except (ImportError, OSError, ValueError) as error:
-        raise ValueError(
-            f"the processor of {path!r} cannot be loaded: {error} (Many need torchvision: "
-            "`pip install 'pl-grouprl[vlm]'`.)"
-        ) from error
+    processor = AutoProcessor.from_pretrained(str(Path(path).expanduser()) if path[:1] == "~" else path, **options)
     if not hasattr(processor, "image_processor"):
         raise ValueError(f"{path!r} has no image processor ({type(processor).__name__}); choose a model with one.")
     return processor
 
 
 def check_processor_options(processor: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that a processor would ignore, or refuse only later.
+    """Check that a processor takes its options, instead of ignoring them, or failing only later.
 
     Args:
         processor: A transformers processor; if it does not declare its arguments, it must check them itself.
@@ -362,33 +347,20 @@ def check_processor_options(processor: Any, options: Mapping[str, Any]) -> None:
     groups = getattr(getattr(processor, "valid_processor_kwargs", None), "__annotations__", None)
     if groups is None:
         return
-    known = {name: _names_in(processor, name, group) for name, group in groups.items()}
+    parts = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}
+    known: dict[str, set[str]] = {}  # by group such as `images_kwargs`, as declared by the class and its parts
+    for group, declared in groups.items():
+        own = getattr(getattr(processor, parts.get(group, ""), None), "valid_kwargs", None)
+        known[group] = {name for source in (declared, own) for name in getattr(source, "__annotations__", ())}
     anywhere = {*known, *(name for names in known.values() for name in names), "common_kwargs"} - {*_GIVEN}
-    for name, value in options.items():
-        if name not in anywhere:
-            raise _unknown(name, processor, sorted(name for name, names in known.items() if names))
-        if known.get(name) and not isinstance(value, Mapping):
-            raise ValueError(f"processor_kwargs[{name!r}] is {value!r}; it must be a mapping.")
-        for inner in value if known.get(name) else ():
-            if inner not in known[name]:
-                raise _unknown(f"{name}.{inner}", processor, sorted(known[name]))
-
-
-def _names_in(processor: Any, group: str, declared: Any) -> set[str]:
-    """Options of a group such as `images_kwargs`, as declared by the processor's class and its parts."""
-    part = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}.get(group, "")
-    both = (declared, getattr(getattr(processor, part, None), "valid_kwargs", None))
-    return {name for source in both for name in getattr(source, "__annotations__", ())}
-
-
-def _unknown(name: str, processor: Any, known: list[str]) -> ValueError:
-    return ValueError(
-        f"processor_kwargs: {type(processor).__name__} takes no {name!r}, or it is already set; choose among "
-        f"{', '.join(known)}."
-    )
-
-
-# Prompts with images and videos: checks a row's media, and processes them on demand.
+    unknown = [name for name in options if name not in anywhere]
+    for group, names in known.items():
+        unknown += [f"{group}.{name}" for name in options.get(group) or () if names and name not in names]
+    if unknown:
+        raise ValueError(
+            f"processor_kwargs: {type(processor).__name__} takes no {', '.join(map(repr, unknown))}, or it is already "
+            "set; see its documentation."
+        )
 
 
 @dataclass
@@ -414,7 +386,7 @@ class MediaPrompt(Prompt):
         """Read and process the images and videos.
 
         Raises:
-            ValueError: If one cannot be read, or the processor refuses them; names the row.
+            ValueError: If one cannot be read or processed; names the row.
         """
         token_ids, media = self.encode()
         return Prompt(token_ids, self.prompt, self.columns, self.data_source, media, self.where)

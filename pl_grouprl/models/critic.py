@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder, in_force
-from pl_grouprl.attention.support import is_sequence_classifier, score_head
+from pl_grouprl.attention.support import is_classifier, score_head
 from pl_grouprl.checks import ParityReport, compare_paths
 from pl_grouprl.checks.model_introspection import check_causal, check_score_head, hidden_size
 from pl_grouprl.models.adapters import (
@@ -304,7 +304,7 @@ class PretrainedCritic:
         """
         owner = f"PretrainedCritic(path={self.path!r})"
         config = self.load_config()
-        if is_sequence_classifier(config) and config.num_labels == 1:
+        if is_classifier(config) and config.num_labels == 1:
             model = self._checkpoint.load_as("AutoModelForSequenceClassification")
             trunk, score = find_decoder(model), score_head(model)
             check_causal(trunk, owner)

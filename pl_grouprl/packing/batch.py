@@ -1,301 +1,22 @@
-"""Turns rollout groups into decoder inputs and scoring indices, with prompts shared or repeated."""
+"""Turns rollout groups into decoder inputs and scoring indices, with prompts shared or repeated per rollout.
+
+Legend: B rollouts, T packed tokens, L longest sequence, N response tokens of all rollouts, concatenated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pl_grouprl.packing.layout import SharedPrefixLayout, repeat_rows, repeat_values
-from pl_grouprl.packing.trie import MIN_SAVED_TOKENS, Forest, SharedTokens, lay_out_forest
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS, SharedTokens, lay_out_forest
 from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
-
-# Joins images and videos of several prompts into the keyword arguments of one model call.
-#
-# Legend: B rollouts, T packed tokens, L longest sequence.
-
-
-def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: str) -> dict[str, Tensor]:
-    """Join the media of all groups, in the order of their prompts in the batch.
-
-    Args:
-        groups: Prompts with at least one rollout each, with or without media.
-        layout: Layout of these groups.
-        sharing: `shared` takes each group's media once, `repeated` once per rollout.
-
-    Returns:
-        A tensor per name: images, videos or patches, concatenated; or, for per-token tensors, the packed row [1, T] or
-        padded rows [B, L] with zeros for text, rollouts and padding. Empty without any media.
-
-    Raises:
-        ValueError: If a per-token tensor has the wrong length, or images of different shapes cannot be joined.
-    """
-    names = list(dict.fromkeys(name for group in groups for name in group.media))
-    for number, group in enumerate(groups):
-        _check(group, number if group.group_id is None else group.group_id)
-    return {
-        name: _per_token(name, groups, layout, sharing) if is_per_token(name) else _joined(name, groups, sharing)
-        for name in names
-    }
-
-
-def _check(group: RolloutGroup, name_of_group: object) -> None:
-    for name, value in group.media.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"group {name_of_group!r}: media[{name!r}] is of type {type(value).__name__}; pass a tensor (call the "
-                "processor with return_tensors='pt')."
-            )
-        if is_per_token(name) and value.shape != (len(group.prompt_ids),):
-            raise ValueError(
-                f"group {name_of_group!r}: media[{name!r}] has shape {list(value.shape)} for a prompt of "
-                f"{len(group.prompt_ids)} tokens; pass one entry per token of the prompt."
-            )
-
-
-def _joined(name: str, groups: Sequence[RolloutGroup], sharing: str) -> Tensor:
-    parts: list[Tensor] = []
-    for group in groups:
-        if name in group.media:
-            parts += [group.media[name]] * (1 if sharing == "shared" else len(group.rollouts))
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"media[{name!r}] of different groups have items of shapes {sorted(shapes)}, which cannot be concatenated; "
-            "let the processor resize images to one size, or put these prompts into batches of one group."
-        )
-    return torch.cat(parts)
-
-
-def _per_token(name: str, groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: str) -> Tensor:
-    """Entries of the prompts' tokens, shape [1, T] or [B, L]; zeros for text, rollouts and padding."""
-    packed_T = torch.zeros(layout.num_tokens, dtype=torch.long)
-    prompts = (segment for segment in layout.segments if segment.parent is None)
-    for segment, group in zip(prompts, groups, strict=True):
-        packed_T[segment.start : segment.stop] = group.media.get(name, 0)
-    return packed_T[None] if sharing == "shared" else repeat_values(layout, packed_T)
-
-
-# Moves many small tensors to a device in one asynchronous copy.
-
-_Name = TypeVar("_Name")
-
-
-def move_together(tensors: Mapping[_Name, Tensor], device: torch.device | str) -> dict[_Name, Tensor]:
-    """Move CPU tensors to a device as one block of bytes.
-
-    For CUDA the block is in pinned memory, so the copy is asynchronous; copies from pageable memory would synchronize
-    for each tensor.
-
-    Args:
-        tensors: Tensors by name, of any dtypes and shapes.
-        device: Target device; for the CPU the tensors are returned unchanged.
-
-    Returns:
-        The tensors by name, in the same order. Those moved together share a storage.
-    """
-    device = torch.device(device)
-    if device.type == "cpu" or not tensors:
-        return dict(tensors)
-    block = _transfer_joined(tensors)
-    if device.type == "cuda":
-        block = block.pin_memory()
-    return _separated(block.to(device, non_blocking=True), tensors)
-
-
-def _transfer_joined(tensors: Mapping[_Name, Tensor]) -> Tensor:
-    """Concatenate into one block of bytes, widest dtypes first to keep each tensor aligned."""
-    return torch.cat([_bytes(tensors[name]) for name in _widest_first(tensors)])
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """All elements as bytes."""
-    # An expanded tensor of one element is contiguous, but its stride may be 0, which `view` refuses.
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _separated(block: Tensor, tensors: Mapping[_Name, Tensor]) -> dict[_Name, Tensor]:
-    """Split a block from `_joined` into views of these tensors."""
-    order = _widest_first(tensors)
-    pieces = block.split([tensors[name].nbytes for name in order])
-    moved = {
-        name: piece.view(tensors[name].dtype).view(tensors[name].shape)
-        for name, piece in zip(order, pieces, strict=True)
-    }
-    return {name: moved[name] for name in tensors}
-
-
-def _widest_first(tensors: Mapping[_Name, Tensor]) -> list[_Name]:
-    return sorted(tensors, key=lambda name: -tensors[name].element_size())
-
-
-# Truncates rollouts for decoder calls that only need results up to a certain token of each.
-#
-# A causal decoder's result at a token does not depend on later tokens, so tokens after the last result needed do not
-# have
-# to run, forward or backward. GROUP PPO trains its critic at the starts of token groups only.
-#
-# Legend: B rollouts, N response tokens of all rollouts, concatenated, M of them that are kept.
-
-
-class TruncatedGroups(NamedTuple):
-    """Groups with truncated rollouts, and the original indices of their tokens.
-
-    Attributes:
-        groups: The same prompts with the first tokens of each rollout.
-        kept_index_M: Index of each kept token among the original N, int64, ascending: `tensor_N[kept_index_M]` selects
-            the truncated groups' part of any tensor of shape [N].
-    """
-
-    groups: list[RolloutGroup]
-    kept_index_M: Tensor
-
-
-def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -> TruncatedGroups:
-    """Keep the first tokens of each rollout.
-
-    The value V[t] is read where token t is predicted, so for values up to token s of a rollout keep s + 1 tokens (one
-    more than strictly needed, to keep the packed indices of `pack`).
-
-    Args:
-        groups: Prompts with their rollouts; unchanged. Only tokens and loss masks are copied.
-        lengths_B: Number of tokens to keep of each rollout, over all groups in order.
-
-    Raises:
-        ValueError: If there is not one length per rollout, or one is negative or longer than its rollout.
-    """
-    lengths = [int(length) for length in lengths_B]
-    full = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
-    if len(lengths) != len(full):
-        raise ValueError(f"lengths_B has {len(lengths)} entries for {len(full)} rollouts; pass one per rollout.")
-    for number, (length, tokens) in enumerate(zip(lengths, full, strict=True)):
-        if not 0 <= length <= tokens:
-            raise ValueError(
-                f"lengths_B[{number}] is {length}, but the rollout has {tokens} tokens; pass 0 to {tokens}."
-            )
-    remaining = iter(lengths)
-    truncated = [
-        RolloutGroup(
-            group.prompt_ids,
-            [_first_tokens(rollout, next(remaining)) for rollout in group.rollouts],
-            group.group_id,
-            media=group.media,
-        )
-        for group in groups
-    ]
-    return TruncatedGroups(truncated, _kept_index(full, lengths))
-
-
-def _first_tokens(rollout: Rollout, length: int) -> Rollout:
-    mask = rollout.loss_mask
-    return Rollout(rollout.token_ids[:length], loss_mask=None if mask is None else mask[:length])
-
-
-def _kept_index(full: list[int], lengths: list[int]) -> Tensor:
-    index: list[int] = []
-    start = 0
-    for tokens, length in zip(full, lengths, strict=True):
-        index += range(start, start + length)
-        start += tokens
-    return torch.tensor(index, dtype=torch.long)
-
-
-# Packs a slice of a group: rollouts that continue a prompt or branch that ran in an earlier call.
-#
-# Legend: B rollouts of the slice, N their response tokens, P tokens of the path (the prompt and the branches above the
-# slice), K response tokens of the path, S tokens of the slice after the path, D hidden size.
-
-
-class PathRun(Protocol):
-    """A pass over the path that slices continue; `models.PrefixPass` is one.
-
-    Attributes:
-        num_tokens: P.
-        batch: The prompt or the lowest branch, without the path above it.
-    """
-
-    num_tokens: int
-    batch: ScoringBatch
-
-    @property
-    def path_ids(self) -> list[int]:
-        """The K response tokens of the path."""
-
-
-def pack_slice(
-    group: RolloutGroup,
-    rollout_indices: Sequence[int],
-    prefix: PathRun,
-    device: torch.device | str = "cpu",
-    *,
-    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
-) -> ScoringBatch:
-    """Lay out some rollouts of a group for a decoder call that continues `prefix`.
-
-    Args:
-        group: The group; its prompt is not read.
-        rollout_indices: The rollouts to lay out, in this order. Each begins with `prefix.path_ids`, or is a prefix of
-            them.
-        prefix: The pass over the prompt or branch that they continue.
-        device: Device of the batch's tensors.
-        min_saved_tokens: As in `pack`.
-
-    Returns:
-        A batch whose indices refer to hidden states [1 + K + S, D]: of the prompt's last token, of the K tokens, and of
-        the slice's S tokens. If no token is left to run, one unused token runs, so every slice calls the decoder.
-
-    Raises:
-        ValueError: If `rollout_indices` is empty.
-    """
-    rollouts = [group.rollouts[index] for index in rollout_indices]
-    if not rollouts:
-        raise ValueError("rollout_indices is empty; a slice has at least one rollout.")
-    # Packing after a one-token stand-in for the prompt gives exactly these indices.
-    path, num_prefilled = prefix.path_ids, prefix.num_tokens
-    stand_in = RolloutGroup([0], rollouts, 0 if group.group_id is None else group.group_id)
-    batch = pack([stand_in], path=path, min_saved_tokens=min_saved_tokens, device=device)
-    num_merged = 2 if path else 1  # the stand-in and the path become one prefilled segment
-    segments = batch.layout.segments[num_merged:]
-    lengths = [num_prefilled, *(segment.length for segment in segments)]
-    parents = [None, *(segment.parent - num_merged + 1 for segment in segments if segment.parent is not None)]
-    tokens = batch.model_inputs["input_ids"][:, 1 + len(path) :]
-    if not tokens.numel():
-        tokens, lengths = tokens.new_zeros(1, 1), [*lengths[:-1], 1]
-    layout = SharedPrefixLayout(lengths, parents, [stand_in.group_id] * len(lengths), num_prefilled=num_prefilled)
-    return _after(prefix, batch, tokens, layout)
-
-
-def pack_branch(token_ids: Sequence[int], prefix: PathRun, device: torch.device | str = "cpu") -> ScoringBatch:
-    """Lay out a run of shared tokens for a decoder call that continues `prefix`, as a prompt that has no rollouts.
-
-    Args:
-        token_ids: Its tokens.
-        prefix: The pass over the prompt or branch that it continues.
-        device: Device of the batch's tensors.
-    """
-    batch = pack([RolloutGroup(list(token_ids), [Rollout([])])], device=device)
-    layout = SharedPrefixLayout([prefix.num_tokens, len(token_ids), 0], [None, 0, 1], num_prefilled=prefix.num_tokens)
-    return _after(prefix, batch, batch.model_inputs["input_ids"], layout)
-
-
-def _after(prefix: PathRun, batch: ScoringBatch, tokens: Tensor, layout: SharedPrefixLayout) -> ScoringBatch:
-    """A batch whose tokens continue those of `prefix`, in another layout."""
-    inputs = {
-        "input_ids": tokens,
-        "position_ids": layout.position_ids[None, layout.num_prefilled :].to(tokens.device),
-        "prefix_layout": layout,
-    }
-    return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix, sequence_group=prefix.batch.sequence_group)
-
-
-# Turns rollout groups into decoder inputs and scoring indices, with prompts shared or repeated per rollout.
-#
-# Legend: B rollouts, T packed tokens, L longest sequence, N response tokens of all rollouts, concatenated.
 
 Sharing = Literal["shared", "repeated"]
 """`shared` encodes each prompt once; `repeated` is the usual padded batch with the prompt in every row."""
@@ -402,7 +123,8 @@ def pack(
         device: Device of the tensors.
 
     Raises:
-        ValueError: If there are no rollouts, `sharing` is unknown, or media do not match their prompt or each other.
+        ValueError: If there are no rollouts, `sharing` is unknown, or media cannot be shared or do not match their
+            prompt.
     """
     groups = [group for group in groups if group.rollouts]
     if not groups:
@@ -414,17 +136,20 @@ def pack(
     forest = lay_out_forest(
         groups, share_across_groups=share_across_groups, min_saved_tokens=min_saved_tokens, path=path
     )
-    return _batch(groups, forest, sharing, device)
-
-
-def _batch(
-    groups: Sequence[RolloutGroup], forest: Forest, sharing: Sharing, device: torch.device | str
-) -> ScoringBatch:
-    """The tensors of laid-out groups, moved to a device together."""
+    layout = forest.layout
+    tokens = _int64(forest.token_ids)[None]
+    if sharing == "shared":
+        row = {"input_ids": tokens, "position_ids": layout.position_ids[None]}
+        predict_index_N, final_index_B = forest.predict_index_N, forest.final_index_B
+    else:
+        row = repeat_rows(layout, tokens)
+        width = row["input_ids"].shape[1]
+        last = [number * width + length - 1 for number, length in enumerate(layout.repeated_lengths)]
+        sizes = [layout.segments[leaf].length for leaf in layout.leaves]
+        predict_index_N = _int64([range(end - size, end) for end, size in zip(last, sizes, strict=True)])
+        final_index_B = torch.tensor(last)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    layout = forest.layout
-    row, predict_index_N, final_index_B = _encode(forest, sharing)
     indices = {
         "predict_index_N": predict_index_N,
         "targets_N": _int64([rollout.token_ids for rollout in rollouts]),
@@ -450,22 +175,41 @@ def _batch(
     )
 
 
-def _encode(forest: Forest, sharing: Sharing) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The decoder's text inputs, `predict_index_N` and `final_index_B`."""
-    layout = forest.layout
-    tokens = _int64(forest.token_ids)[None]
-    if sharing == "shared":
-        row = {"input_ids": tokens, "position_ids": layout.position_ids[None]}
-        return row, forest.predict_index_N, forest.final_index_B
-    return repeat_rows(layout, tokens), *_indices_in_padded_rows(layout)
+def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: Sharing) -> dict[str, Tensor]:
+    """Join the images and videos of all groups, in the order of their prompts in the batch.
 
+    Args:
+        groups: Prompts with at least one rollout each, with or without media.
+        layout: Layout of these groups.
+        sharing: `shared` takes each group's media once, `repeated` once per rollout.
 
-def _indices_in_padded_rows(layout: SharedPrefixLayout) -> tuple[Tensor, Tensor]:
-    """`predict_index_N` and `final_index_B` for the flattened rows, [B * L]."""
-    width = max(layout.repeated_lengths)
-    last = [row * width + length - 1 for row, length in enumerate(layout.repeated_lengths)]
-    lengths = [layout.segments[leaf].length for leaf in layout.leaves]
-    return _int64([range(end - length, end) for end, length in zip(last, lengths, strict=True)]), torch.tensor(last)
+    Returns:
+        A tensor per name: images, videos or patches, concatenated; or, for per-token tensors, the packed row [1, T] or
+        padded rows [B, L] with zeros for text, rollouts and padding. Empty without any media.
+
+    Raises:
+        ValueError: If a per-token tensor has the wrong length.
+    """
+    joined: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for group in groups for name in group.media):
+        holders = [group for group in groups if name in group.media]
+        if not is_per_token(name):
+            copies = [1 if sharing == "shared" else len(group.rollouts) for group in holders]
+            parts = [[group.media[name]] * count for group, count in zip(holders, copies, strict=True)]
+            joined[name] = torch.cat(list(chain.from_iterable(parts)))
+            continue
+        packed_T = torch.zeros(layout.num_tokens, dtype=torch.long)
+        prompts = (segment for segment in layout.segments if segment.parent is None)
+        for segment, group in zip(prompts, groups, strict=True):
+            value = group.media.get(name)
+            if value is not None and value.shape != (segment.length,):
+                raise ValueError(
+                    f"media[{name!r}] of group {group.group_id!r} has shape {list(value.shape)} for a prompt of "
+                    f"{segment.length} tokens; pass one entry per token of the prompt."
+                )
+            packed_T[segment.start : segment.stop] = 0 if value is None else value
+        joined[name] = packed_T[None] if sharing == "shared" else repeat_values(layout, packed_T)
+    return joined
 
 
 def loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
@@ -479,3 +223,152 @@ def loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
 def _int64(parts: Sequence[Sequence[int]]) -> Tensor:
     """Concatenate lists of integers, using NumPy, which reads lists three times as fast as `torch.tensor`."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64, sum(map(len, parts))))
+
+
+# Slices of a group, which continue a prompt or branch that ran in an earlier call. Legend: P tokens of the path (the
+# prompt and the branches above the slice), K response tokens of it, S tokens of the slice after it, D hidden size.
+
+
+def pack_slice(
+    group: RolloutGroup,
+    rollout_indices: Sequence[int],
+    prefix: Any,
+    device: torch.device | str = "cpu",
+    *,
+    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
+) -> ScoringBatch:
+    """Lay out some rollouts of a group for a decoder call that continues `prefix`.
+
+    Args:
+        group: The group; its prompt is not read.
+        rollout_indices: The rollouts to lay out, in this order. Each begins with `prefix.path_ids`, or is a prefix of
+            them.
+        prefix: The `models.PrefixPass` over the prompt or branch that they continue: its `num_tokens` (P), its
+            `path_ids` (the K response tokens), and its own `batch`.
+        device: Device of the batch's tensors.
+        min_saved_tokens: As in `pack`.
+
+    Returns:
+        A batch whose indices refer to hidden states [1 + K + S, D]: of the prompt's last token, of the K tokens, and of
+        the slice's S tokens. If no token is left to run, one unused token runs, so every slice calls the decoder.
+    """
+    # Packing after a one-token stand-in for the prompt gives exactly these indices.
+    path, num_prefilled = prefix.path_ids, prefix.num_tokens
+    rollouts = [group.rollouts[index] for index in rollout_indices]
+    stand_in = RolloutGroup([0], rollouts, 0 if group.group_id is None else group.group_id)
+    batch = pack([stand_in], path=path, min_saved_tokens=min_saved_tokens, device=device)
+    num_merged = 2 if path else 1  # the stand-in and the path become one prefilled segment
+    segments = batch.layout.segments[num_merged:]
+    lengths = [num_prefilled, *(segment.length for segment in segments)]
+    parents = [None, *(segment.parent - num_merged + 1 for segment in segments if segment.parent is not None)]
+    tokens = batch.model_inputs["input_ids"][:, 1 + len(path) :]
+    if not tokens.numel():
+        tokens, lengths = tokens.new_zeros(1, 1), [*lengths[:-1], 1]
+    layout = SharedPrefixLayout(lengths, parents, [stand_in.group_id] * len(lengths), num_prefilled=num_prefilled)
+    return _continuing(prefix, batch, tokens, layout)
+
+
+def pack_branch(token_ids: Sequence[int], prefix: Any, device: torch.device | str = "cpu") -> ScoringBatch:
+    """Lay out a run of shared tokens for a decoder call that continues `prefix`, as a prompt that has no rollouts.
+
+    Args:
+        token_ids: Its tokens.
+        prefix: The `models.PrefixPass` over the prompt or branch that it continues.
+        device: Device of the batch's tensors.
+    """
+    batch = pack([RolloutGroup(list(token_ids), [Rollout([])])], device=device)
+    layout = SharedPrefixLayout([prefix.num_tokens, len(token_ids), 0], [None, 0, 1], num_prefilled=prefix.num_tokens)
+    return _continuing(prefix, batch, batch.model_inputs["input_ids"], layout)
+
+
+def _continuing(prefix: Any, batch: ScoringBatch, tokens: Tensor, layout: SharedPrefixLayout) -> ScoringBatch:
+    inputs = {
+        "input_ids": tokens,
+        "position_ids": layout.position_ids[None, layout.num_prefilled :].to(tokens.device),
+        "prefix_layout": layout,
+    }
+    return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix, sequence_group=prefix.batch.sequence_group)
+
+
+class TruncatedGroups(NamedTuple):
+    """Groups with truncated rollouts, and the original indices of their M tokens.
+
+    Attributes:
+        groups: The same prompts with the first tokens of each rollout.
+        kept_index_M: Index of each kept token among the original N, int64, ascending: `tensor_N[kept_index_M]` selects
+            the truncated groups' part of any tensor of shape [N].
+    """
+
+    groups: list[RolloutGroup]
+    kept_index_M: Tensor
+
+
+def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] | Tensor) -> TruncatedGroups:
+    """Keep the first tokens of each rollout, for a decoder call that only needs results up to there.
+
+    A causal decoder's result does not depend on later tokens, so those do not have to run: GROUP PPO trains its critic
+    at the starts of token groups only. The value V[t] is read where token t is predicted, so for values up to token s
+    of a rollout keep s + 1 tokens (one more than strictly needed, to keep the packed indices of `pack`).
+
+    Args:
+        groups: Prompts with their rollouts; unchanged. Only tokens and loss masks are copied.
+        lengths_B: Number of tokens to keep of each rollout, over all groups in order.
+
+    Raises:
+        ValueError: If there is not one length per rollout, or one is negative or longer than its rollout.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    short: list[Rollout] = []
+    kept: list[int] = []
+    start = 0
+    for number, (rollout, given) in enumerate(zip(rollouts, lengths_B, strict=True)):
+        length, tokens, mask = int(given), rollout.token_ids, rollout.loss_mask
+        if not 0 <= length <= len(tokens):
+            raise ValueError(
+                f"lengths_B[{number}] is {length}, but the rollout has {len(tokens)} tokens; pass 0 to {len(tokens)}."
+            )
+        short.append(Rollout(tokens[:length], loss_mask=None if mask is None else mask[:length]))
+        kept += range(start, start + length)
+        start += len(tokens)
+    remaining = iter(short)
+    truncated = [
+        RolloutGroup(group.prompt_ids, [next(remaining) for _ in group.rollouts], group.group_id, media=group.media)
+        for group in groups
+    ]
+    return TruncatedGroups(truncated, torch.tensor(kept, dtype=torch.long))
+
+
+_Name = TypeVar("_Name")
+
+
+def move_together(tensors: Mapping[_Name, Tensor], device: torch.device | str) -> dict[_Name, Tensor]:
+    """Move CPU tensors to a device as one block of bytes.
+
+    For CUDA the block is in pinned memory, so the copy is asynchronous; copies from pageable memory would synchronize
+    for each tensor.
+
+    Args:
+        tensors: Tensors by name, of any dtypes and shapes.
+        device: Target device; for the CPU the tensors are returned unchanged.
+
+    Returns:
+        The tensors by name, in the same order. Those moved together share a storage.
+    """
+    device = torch.device(device)
+    return dict(tensors) if device.type == "cpu" or not tensors else _move_as_block(tensors, device)
+
+
+def _move_as_block(tensors: Mapping[_Name, Tensor], device: torch.device) -> dict[_Name, Tensor]:
+    # Widest dtypes first, so each tensor stays aligned.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    # An expanded tensor of one element is contiguous, but its stride may be 0, which `view` does not take.
+    flat = [tensors[name].contiguous().as_strided((tensors[name].numel(),), (1,)) for name in order]
+    block = torch.cat([tensor.view(torch.uint8) for tensor in flat])
+    if device.type == "cuda":
+        block = block.pin_memory()
+    pieces = block.to(device, non_blocking=True).split([tensor.nbytes for tensor in flat])
+    moved = {
+        name: piece.view(tensors[name].dtype).view(tensors[name].shape)
+        for name, piece in zip(order, pieces, strict=True)
+    }
+    return {name: moved[name] for name in tensors}

@@ -1,4 +1,7 @@
-"""Describes a packed row as a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth)."""
+"""A packed row as a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth).
+
+Legend: T packed tokens, S segments, B sequences (a leaf each), L the longest of them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-# Describes a packed row as a forest of segments (Prefix Grouper, arXiv:2506.05433, at any depth).
-#
-# Legend: T packed tokens, S segments.
 
 _Value = TypeVar("_Value")
 
@@ -49,7 +48,7 @@ class SharedPrefixLayout:
     Args:
         lengths: Tokens of each segment, in row order.
         parents: Index of each segment's parent, or None for a root.
-        group_ids: A name for each segment's group; by default the index of its root.
+        group_ids: A name for each segment's group; defaults to the index of its root.
         num_prefilled: Number of leading tokens that ran in an earlier call, whose states are passed in: they are
             keys, but not queries. 0, or the length of the first segment, which must then be the only root.
 
@@ -69,17 +68,32 @@ class SharedPrefixLayout:
         *,
         num_prefilled: int = 0,
     ) -> None:
-        _check_forest(lengths, parents, group_ids)
-        _check_prefilled(num_prefilled, lengths, parents)
-        group_ids = _roots(parents) if group_ids is None else group_ids
         segments: list[Segment] = []
-        ends: list[int] = []  # tokens from the root to the end of each segment
+        open_path: list[int] = []
         start = 0
-        for length, parent, group_id in zip(lengths, parents, group_ids, strict=True):
-            position = 0 if parent is None else ends[parent]
-            segments.append(Segment(start, length, parent, position, group_id))
-            ends.append(position + length)
+        names = [None] * len(lengths) if group_ids is None else group_ids
+        for index, (length, parent, name) in enumerate(zip(lengths, parents, names, strict=True)):
+            if length < 0:
+                raise ValueError(f"lengths[{index}] is {length}; a segment has 0 tokens or more.")
+            while open_path and open_path[-1] != parent:
+                open_path.pop()
+            if parent is not None and not open_path:
+                raise ValueError(
+                    f"parents[{index}] is {parent}, which is not an open segment there; list segments depth-first: "
+                    "a parent, then each of its children with all of its descendants."
+                )
+            open_path.append(index)
+            above = None if parent is None else segments[parent]
+            if group_ids is None:
+                name = index if above is None else above.group_id
+            position = 0 if above is None else above.position + above.length
+            segments.append(Segment(start, length, parent, position, name))
             start += length
+        if num_prefilled and (num_prefilled != lengths[0] or list(parents).count(None) > 1):
+            raise ValueError(
+                f"num_prefilled is {num_prefilled}; it must be the length of the first segment ({lengths[0]}), which "
+                "all others continue, or 0."
+            )
         self.segments: tuple[Segment, ...] = tuple(segments)
         self.num_tokens: int = start
         self.num_prefilled = num_prefilled
@@ -97,22 +111,21 @@ class SharedPrefixLayout:
 
         Args:
             groups: Prompt length and rollout lengths of each group.
-            group_ids: A name for each group; by default its root's index.
+            group_ids: A name for each group; defaults to the index of its root.
             num_prefilled: Length of the only group's prompt, if it ran in an earlier call.
 
         Raises:
             ValueError: If `group_ids` does not have one entry per group.
         """
-        if group_ids is not None and len(group_ids) != len(groups):
-            raise ValueError(f"group_ids has {len(group_ids)} entries for {len(groups)} groups; pass one per group.")
         lengths: list[int] = []
         parents: list[int | None] = []
         names: list[Hashable] = []
-        for number, (prefix_len, suffix_lens) in enumerate(groups):
+        given = [None] * len(groups) if group_ids is None else group_ids
+        for (prefix_len, suffix_lens), name in zip(groups, given, strict=True):
             root = len(lengths)
             lengths += [prefix_len, *suffix_lens]
             parents += [None, *[root] * len(suffix_lens)]
-            names += [root if group_ids is None else group_ids[number]] * (1 + len(suffix_lens))
+            names += [root if group_ids is None else name] * (1 + len(suffix_lens))
         return cls(lengths, parents, names, num_prefilled=num_prefilled)
 
     @property
@@ -212,20 +225,10 @@ class SharedPrefixLayout:
             self._memo[key] = make()
         return self._memo[key]
 
-    def per_token(self, per_segment: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    def per_token(self, per_segment: Sequence[int]) -> Tensor:
         """Repeat per-segment numbers for each token, shape [T], int64."""
         lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.long)
-        return torch.tensor(per_segment, dtype=torch.long).repeat_interleave(lengths).to(device)
-
-    def subtree_bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Start of each token's segment, and stop of its subtree, shape [T] each."""
-        return self.memo(
-            ("subtree_bounds", device),
-            lambda: (
-                self.per_token([segment.start for segment in self.segments], device),
-                self.per_token(self.subtree_stops, device),
-            ),
-        )
+        return torch.tensor(per_segment, dtype=torch.long).repeat_interleave(lengths)
 
     def visibility(self, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
         """Which token sees which, according to the forest alone.
@@ -235,11 +238,16 @@ class SharedPrefixLayout:
             segment is the query's or an ancestor's, and the key is not after the query. It closes over tensors only,
             so it can be compiled.
         """
-        starts, stops = self.subtree_bounds(device)
+
+        def bounds() -> tuple[Tensor, Tensor]:
+            starts, stops = [segment.start for segment in self.segments], self.subtree_stops
+            return self.per_token(starts).to(device), self.per_token(stops).to(device)
+
+        starts_T, stops_T = self.memo(("subtree_bounds", device), bounds)
 
         def sees(query: Tensor, key: Tensor) -> Tensor:
             # In depth-first order, a segment's descendants lie between its start and its subtree's stop.
-            return (query >= starts[key]) & (query < stops[key]) & (key <= query)
+            return (query >= starts_T[key]) & (query < stops_T[key]) & (key <= query)
 
         return sees
 
@@ -248,44 +256,6 @@ class SharedPrefixLayout:
             f"SharedPrefixLayout(tokens={self.num_tokens}, segments={len(self.segments)}, "
             f"token_ratio={self.token_ratio:.2f})"
         )
-
-
-def _roots(parents: Sequence[int | None]) -> list[int]:
-    """Index of each segment's root."""
-    roots: list[int] = []
-    for index, parent in enumerate(parents):
-        roots.append(index if parent is None else roots[parent])
-    return roots
-
-
-def _check_prefilled(num_prefilled: int, lengths: Sequence[int], parents: Sequence[int | None]) -> None:
-    if num_prefilled and (num_prefilled != lengths[0] or list(parents).count(None) > 1):
-        raise ValueError(
-            f"num_prefilled is {num_prefilled}; it must be the length of the first segment ({lengths[0]}), which all "
-            "others continue, or 0."
-        )
-
-
-def _check_forest(lengths: Sequence[int], parents: Sequence[int | None], group_ids: Sequence[Hashable] | None) -> None:
-    if len(parents) != len(lengths):
-        raise ValueError(f"parents has {len(parents)} entries for {len(lengths)} lengths; pass one per segment.")
-    if group_ids is not None and len(group_ids) != len(lengths):
-        raise ValueError(f"group_ids has {len(group_ids)} entries for {len(lengths)} lengths; pass one per segment.")
-    open_path: list[int] = []
-    for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
-        if length < 0:
-            raise ValueError(f"lengths[{index}] is {length}; a segment has 0 tokens or more.")
-        while open_path and open_path[-1] != parent:
-            open_path.pop()
-        if parent is not None and not open_path:
-            raise ValueError(
-                f"parents[{index}] is {parent}, which is not an open segment there; list segments depth-first: "
-                "a parent, then each of its children with all of its descendants."
-            )
-        open_path.append(index)
-
-
-# Draws the forest of a packed row as text.
 
 
 def draw_forest(layout: SharedPrefixLayout) -> str:
@@ -302,11 +272,6 @@ def draw_forest(layout: SharedPrefixLayout) -> str:
         lines.append(f"{branch}{segment.length}")
         margins.append(margin)
     return "\n".join(lines)
-
-
-# Expands a packed row into the padded rows that it represents.
-#
-# Legend: B sequences, L the longest of them, T packed tokens.
 
 
 def repeat_rows(layout: SharedPrefixLayout, input_ids: Tensor) -> dict[str, Tensor]:

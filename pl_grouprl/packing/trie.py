@@ -1,4 +1,8 @@
-"""Shared prefixes of token sequences as a radix tree, and groups laid out as a forest."""
+"""Shared prefixes of token sequences as a radix tree, and groups laid out as a forest.
+
+Legend: B rollouts, T packed tokens, N response tokens of all rollouts, concatenated, M response tokens of the row,
+C numbers per token in array sequences (tokens are equal if all C are).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,6 @@ from torch import Tensor
 
 from pl_grouprl.packing.layout import Segment, SharedPrefixLayout
 from pl_grouprl.types import RolloutGroup
-
-# Builds a radix tree (compressed trie) of token sequences, which holds each shared prefix once.
-#
-# Legend: C numbers per token in array sequences; tokens are equal if all C are.
 
 MIN_SAVED_TOKENS = 16
 """Minimum number of tokens that a shared node must save.
@@ -78,7 +78,7 @@ def build_trie(
         sequences: Token ids, or arrays of shape [tokens] or [tokens, C]; of any number and length.
         min_saved_tokens: A node of n tokens that k sequences share saves (k - 1) n; if that is less, each branch keeps
             its own copy. At least 1; None shares nothing.
-        max_depth: Maximum number of nodes above a leaf; None for no limit. 0 shares nothing.
+        max_depth: Maximum number of nodes above a leaf; no limit if None. 0 shares nothing.
 
     Raises:
         ValueError: If `min_saved_tokens` is less than 1.
@@ -87,24 +87,32 @@ def build_trie(
         return separate([len(tokens) for tokens in sequences])
     if min_saved_tokens < 1:
         raise ValueError(f"min_saved_tokens is {min_saved_tokens}; pass 1 or more, or None to share nothing.")
-    radix_nodes = _radix_tree(sequences)
+    tree = _radix_tree(sequences)
     nodes: list[Node] = []
     leaves = [0] * len(sequences)
     # Stack of (radix node, first token not yet in a node, parent, depth).
-    pending: list[tuple[int, int, int | None, int]] = [(0, 0, None, 0)] if radix_nodes else []
+    pending: list[tuple[int, int, int | None, int]] = [(0, 0, None, 0)] if tree else []
     while pending:
         index, start, parent, depth = pending.pop()
-        radix_node = radix_nodes[index]
-        first = radix_node.members[0]
-        if not radix_node.children:
+        members, stop, children = tree[index]
+        first = members[0]
+        if not children:
             leaves[first] = len(nodes)
-            nodes.append(Node(parent, first, start, radix_node.stop))
+            nodes.append(Node(parent, first, start, stop))
             continue
         depth_left = None if max_depth is None else max_depth - depth
-        if _is_kept(radix_nodes, index, start, min_saved_tokens, depth_left):
-            nodes.append(Node(parent, first, start, radix_node.stop))
-            start, parent, depth = radix_node.stop, len(nodes) - 1, depth + 1
-        children = radix_node.children if max_depth is None or depth < max_depth else _leaves(radix_nodes, index)
+        saved = (len(members) - 1) * (stop - start)
+        # On the deepest level it competes with longer nodes that fewer sequences share.
+        if (
+            saved >= min_saved_tokens
+            and depth_left != 0
+            and (depth_left != 1 or saved >= _most_saved_below(tree, index, start, min_saved_tokens))
+        ):
+            nodes.append(Node(parent, first, start, stop))
+            start, parent, depth = stop, len(nodes) - 1, depth + 1
+        if max_depth is not None and depth >= max_depth:  # only leaves follow, in the order of their sequences
+            below = (number for number in _subtree(tree, index) if not tree[number].children)
+            children = sorted(below, key=lambda number: tree[number].members)
         pending += [(child, start, parent, depth) for child in reversed(children)]
     return Trie(tuple(nodes), tuple(leaves))
 
@@ -131,28 +139,32 @@ class _RadixNode(NamedTuple):
 
 def _radix_tree(sequences: Sequence[Tokens | np.ndarray]) -> list[_RadixNode]:
     """The nodes of the full radix tree, parents first."""
-    nodes = [_make_radix_node(sequences, list(range(len(sequences))), 0)] if sequences else []
+
+    def node(members: list[int], num_equal: int) -> _RadixNode:
+        """A node whose members are known to be equal in their first `num_equal` tokens."""
+        first, *others = members
+        stop = len(sequences[first])
+        for other in others:
+            if stop == num_equal:
+                break
+            stop = _common_length(sequences[first], sequences[other], num_equal, stop)
+        return _RadixNode(members, stop, [])
+
+    nodes = [node(list(range(len(sequences))), 0)] if sequences else []
     for members, stop, children in nodes:  # grows meanwhile
         if len(members) == 1:
             continue
         branches: dict[object, list[int]] = {}
         for member in members:
-            branches.setdefault(_branch_key(sequences[member], stop, member), []).append(member)
+            tokens = sequences[member]
+            key: object = "end", member  # a sequence that ends here has its own branch
+            if stop < len(tokens):
+                key = tokens[stop].tobytes() if isinstance(tokens, np.ndarray) else tokens[stop]
+            branches.setdefault(key, []).append(member)
         for branch in branches.values():
             children.append(len(nodes))
-            nodes.append(_make_radix_node(sequences, branch, stop))
+            nodes.append(node(branch, stop))
     return nodes
-
-
-def _make_radix_node(sequences: Sequence[Tokens | np.ndarray], members: list[int], num_equal: int) -> _RadixNode:
-    """A node without its children. Its members are known to be equal in their first `num_equal` tokens."""
-    first, *others = members
-    stop = len(sequences[first])
-    for other in others:
-        if stop == num_equal:
-            break
-        stop = _common_length(sequences[first], sequences[other], num_equal, stop)
-    return _RadixNode(members, stop, [])
 
 
 def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start: int, stop: int) -> int:
@@ -173,56 +185,23 @@ def _common_length(left: Tokens | np.ndarray, right: Tokens | np.ndarray, start:
     return stop
 
 
-def _branch_key(tokens: Tokens | np.ndarray, position: int, sequence: int) -> object:
-    """Equal for sequences with the same token at `position`; unique for one that ends there."""
-    if position == len(tokens):
-        return "end", sequence
-    return tokens[position].tobytes() if isinstance(tokens, np.ndarray) else tokens[position]
-
-
-def _is_kept(
-    radix_nodes: list[_RadixNode], index: int, start: int, min_saved_tokens: int, depth_left: int | None
-) -> bool:
-    """Whether the tokens from `start` to the end of a radix node become a node of the trie."""
-    saved = _saved(radix_nodes[index], start)
-    if saved < min_saved_tokens or depth_left == 0:
-        return False
-    # On the deepest level it competes with longer nodes that fewer sequences share.
-    return depth_left != 1 or saved >= _best_below(radix_nodes, index, start, min_saved_tokens)
-
-
-def _saved(radix_node: _RadixNode, start: int) -> int:
-    """Tokens saved by sharing those from `start` to the end of a radix node."""
-    return (len(radix_node.members) - 1) * (radix_node.stop - start)
-
-
-def _best_below(radix_nodes: list[_RadixNode], index: int, start: int, min_saved_tokens: int) -> int:
-    """Most tokens that a single level of nodes below this one can save."""
+def _most_saved_below(tree: list[_RadixNode], index: int, start: int, min_saved_tokens: int) -> int:
+    """Maximum number of tokens that a single level of nodes below this one can save."""
     best: dict[int, int] = {}
-    for number in reversed(_subtree(radix_nodes, index)):
-        below = sum(best[child] for child in radix_nodes[number].children)
-        saved = _saved(radix_nodes[number], start)
+    for number in reversed(_subtree(tree, index)):
+        members, stop, children = tree[number]
+        below = sum(best[child] for child in children)
+        saved = (len(members) - 1) * (stop - start)
         best[number] = max(below, saved if saved >= min_saved_tokens and number != index else 0)
     return best[index]
 
 
-def _subtree(radix_nodes: list[_RadixNode], index: int) -> list[int]:
+def _subtree(tree: list[_RadixNode], index: int) -> list[int]:
     """A radix node and its descendants, parents first."""
     found = [index]
     for number in found:
-        found += radix_nodes[number].children
+        found += tree[number].children
     return found
-
-
-def _leaves(radix_nodes: list[_RadixNode], index: int) -> list[int]:
-    """The leaves below a radix node, in the order of their sequences."""
-    leaves = (number for number in _subtree(radix_nodes, index) if not radix_nodes[number].children)
-    return sorted(leaves, key=lambda number: radix_nodes[number].members)
-
-
-# Lays out rollout groups as a forest: each prompt once, and below it its rollouts, with what they share once.
-#
-# Legend: B rollouts, T packed tokens, N response tokens of all rollouts, concatenated, M response tokens of the row.
 
 
 class SharedTokens(NamedTuple):
@@ -283,119 +262,73 @@ class Forest(NamedTuple):
 
 
 def lay_out_forest(
-    groups: Sequence[RolloutGroup],
-    *,
-    share_across_groups: bool = False,
-    min_saved_tokens: int | None = MIN_SAVED_TOKENS,
-    path: Tokens = (),
+    groups: Sequence[RolloutGroup], *, share_across_groups: bool, min_saved_tokens: int | None, path: Tokens
 ) -> Forest:
-    """Lay out each prompt once, followed by its rollouts, which share their common tokens.
-
-    Args:
-        groups: Groups with at least one rollout each.
-        share_across_groups: Also share common prefixes of different prompts.
-        min_saved_tokens: Minimum number of tokens that a shared segment must save, see `build_trie`; None shares only
-            prompts.
-        path: Response tokens to lay out as one segment after the prompt. Every rollout begins with them, or is a prefix
-            of them.
-
-    Raises:
-        ValueError: If prompts to be compared have images or videos.
-    """
+    """Lay out each prompt once, followed by its rollouts, which share their common tokens; arguments as in `pack`."""
     if share_across_groups and any(group.media for group in groups):
         raise ValueError(
             "share_across_groups=True compares prompts by their tokens, which are alike for different images and "
             "videos; pass False."
         )
-    group_ids = [number if group.group_id is None else group.group_id for number, group in enumerate(groups)]
+    lengths: list[int] = []
+    parents: list[int | None] = []
+    group_ids: list[Hashable] = []
+    token_ids: list[Tokens] = []
+
+    def add(tokens: Tokens, parent: int | None, group: int) -> int:
+        """Append a segment; return its index."""
+        lengths.append(len(tokens))
+        parents.append(parent)
+        group_ids.append(group if groups[group].group_id is None else groups[group].group_id)
+        token_ids.append(tokens)
+        return len(lengths) - 1
+
     prompts = build_trie([group.prompt_ids for group in groups], min_saved_tokens if share_across_groups else None)
     group_of = {leaf: number for number, leaf in enumerate(prompts.leaves)}
-    row = _Row()
-    prompt_segments: list[int] = []
-    ends: dict[int, list[_RolloutEnd]] = {}
+    segments: list[int] = []  # of each node of the prompts
+    ends: dict[int, tuple[int, list[int]]] = {}  # by group, the last segments of its prompt and of each rollout
     for index, node in enumerate(prompts.nodes):
-        parent = None if node.parent is None else prompt_segments[node.parent]
         tokens = groups[node.sequence].prompt_ids[node.start : node.stop]
-        prompt_segments.append(row.add(tokens, parent, group_ids[node.sequence]))
-        if index in group_of:
-            number = group_of[index]
-            rollouts = [rollout.token_ids for rollout in groups[number].rollouts]
-            ends[number] = row.add_rollouts(rollouts, path, min_saved_tokens, prompt_segments[-1], group_ids[number])
-    layout = SharedPrefixLayout(row.lengths, row.parents, row.group_ids)
-    num_prompt_tokens = sum(row.lengths[segment] for segment in prompt_segments)
-    in_order = [end for number in range(len(groups)) for end in ends[number]]
-    return Forest(layout, row.token_ids, num_prompt_tokens, *_places(layout, in_order))
+        segments.append(add(tokens, None if node.parent is None else segments[node.parent], node.sequence))
+        if index not in group_of:
+            continue
+        number = group_of[index]
+        root = add(path, segments[-1], number) if path else segments[-1]
+        after_path = [rollout.token_ids[len(path) :] for rollout in groups[number].rollouts]
+        first, trie = len(lengths), build_trie(after_path, min_saved_tokens)
+        for own in trie.nodes:
+            tokens = after_path[own.sequence][own.start : own.stop]
+            add(tokens, root if own.parent is None else first + own.parent, number)
+        ends[number] = segments[-1], [first + leaf for leaf in trie.leaves]
+    layout = SharedPrefixLayout(lengths, parents, group_ids)
+    num_prompt_tokens = sum(lengths[segment] for segment in segments)
+    places = _places(layout, groups, [ends[number] for number in range(len(groups))])
+    return Forest(layout, token_ids, num_prompt_tokens, *places)
 
 
-class _RolloutEnd(NamedTuple):
-    """Index of the last segment of a rollout's prompt and of the rollout, and the rollout's number of tokens."""
-
-    prompt: int
-    leaf: int
-    length: int
-
-
-class _Row:
-    """Segments of a packed row, in the order in which they are added."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self.parents: list[int | None] = []
-        self.group_ids: list[Hashable] = []
-        self.token_ids: list[Tokens] = []
-
-    def add(self, tokens: Tokens, parent: int | None, group_id: Hashable) -> int:
-        """Append a segment; return its index."""
-        self.lengths.append(len(tokens))
-        self.parents.append(parent)
-        self.group_ids.append(group_id)
-        self.token_ids.append(tokens)
-        return len(self.lengths) - 1
-
-    def add_rollouts(
-        self,
-        rollouts: Sequence[Tokens],
-        path: Tokens,
-        min_saved_tokens: int | None,
-        prompt: int,
-        group_id: Hashable,
-    ) -> list[_RolloutEnd]:
-        """Append the path, if any, and the trie of what rollouts have after it, below a prompt's last segment."""
-        root = self.add(path, prompt, group_id) if path else prompt
-        after_path = [ids[len(path) :] for ids in rollouts]
-        first, trie = len(self.lengths), build_trie(after_path, min_saved_tokens)
-        for node in trie.nodes:
-            tokens = after_path[node.sequence][node.start : node.stop]
-            self.add(tokens, root if node.parent is None else first + node.parent, group_id)
-        return [_RolloutEnd(prompt, first + leaf, len(ids)) for leaf, ids in zip(trie.leaves, rollouts, strict=True)]
-
-
-def _places(layout: SharedPrefixLayout, ends: Sequence[_RolloutEnd]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return `places_N`, `before_B` and `lengths_B` of a `Forest`."""
+def _places(
+    layout: SharedPrefixLayout, groups: Sequence[RolloutGroup], ends: Sequence[tuple[int, list[int]]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`places_N`, `before_B` and `lengths_B` of a `Forest`."""
     runs: list[tuple[int, int]] = []  # first token and number of tokens
     before: list[int] = []
-    last_of_prompt: dict[int, int] = {}
-    for prompt, leaf, remaining in ends:
-        below: list[Segment] = []
-        index: int | None = leaf
-        while index is not None and index > prompt:  # parents precede their children
-            below.append(layout.segments[index])
-            index = below[-1].parent
-        for segment in reversed(below):
-            length = min(segment.length, remaining)  # a rollout that is a prefix of the path ends within it
-            runs.append((segment.start, length))
-            remaining -= length
-        if prompt not in last_of_prompt:
-            last_of_prompt[prompt] = _last_token(layout, prompt)
-        before.append(last_of_prompt[prompt])
+    for group, (prompt, leaves) in zip(groups, ends, strict=True):
+        last = layout.segments[prompt]
+        while last.length == 0 and last.parent is not None:  # an empty segment has no last token
+            last = layout.segments[last.parent]
+        before += [last.stop - 1] * len(leaves)
+        for rollout, leaf in zip(group.rollouts, leaves, strict=True):
+            below: list[Segment] = []
+            index: int | None = leaf
+            while index is not None and index > prompt:  # parents precede their children
+                below.append(layout.segments[index])
+                index = below[-1].parent
+            remaining = len(rollout.token_ids)
+            for segment in reversed(below):
+                length = min(segment.length, remaining)  # a rollout that is a prefix of the path ends within it
+                runs.append((segment.start, length))
+                remaining -= length
     starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
     places_N = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return places_N, np.array(before, np.int64), np.array([end.length for end in ends], np.int64)
-
-
-def _last_token(layout: SharedPrefixLayout, index: int) -> int:
-    """Index in the row of the last token up to the end of a segment, which may itself be empty."""
-    segment = layout.segments[index]
-    while segment.length == 0 and segment.parent is not None:
-        segment = layout.segments[segment.parent]
-    return segment.stop - 1
+    lengths_B = np.array([len(rollout.token_ids) for group in groups for rollout in group.rollouts], np.int64)
+    return places_N, np.array(before, np.int64), lengths_B

@@ -18,15 +18,10 @@ from torch import Tensor, nn
 from pl_grouprl.utilities.distributed import gather_plain, local_shard
 from pl_grouprl.utilities.internals import float32_parts
 
-# Dtypes that a device has.
-
 
 def widest_dtype(device: torch.device) -> torch.dtype:
     """The widest floating dtype of a device: float64, or float32 on Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-# Contexts that run a model for a check and leave it unchanged.
 
 
 @contextmanager
@@ -216,16 +211,16 @@ def nonfinite_parameters(
 @torch.no_grad()
 def nonfinite_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Name the tensors that contain NaN or inf on this rank; see `nonfinite_parameters`."""
-    largest = {name: _largest(tensor) for name, tensor in named_tensors if _can_be_nonfinite(tensor)}
+    largest = {
+        name: _largest(tensor)
+        for name, tensor in named_tensors
+        if tensor.numel() and not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
+    }
     if not largest:
         return []
     first = next(iter(largest.values())).device
     finite = torch.stack([value.to(first, widest_dtype(first)) for value in largest.values()]).isfinite().tolist()
     return [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
-
-
-def _can_be_nonfinite(tensor: Tensor) -> bool:
-    return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ SCALE = 0.25
 RULE = AttentionRule(SCALE)
 CPU = torch.device("cpu")
 
-KERNELS = {"cpu": CPUKernel(), "eager": EagerKernel(), "flash": CUDAKernel()}
+KERNELS = {"cpu": CPUKernel(SCALE), "eager": EagerKernel(SCALE), "flash": CUDAKernel(SCALE)}
 
 
 class Recorder:
@@ -31,9 +31,9 @@ class Recorder:
     def __init__(self, kernel):
         self.kernel, self.calls = kernel, []
 
-    def forward(self, query, key, value, call, scale):
+    def forward(self, query, key, value, call):
         self.calls.append(call)
-        return self.kernel.forward(query, key, value, call, scale)
+        return self.kernel.forward(query, key, value, call)
 
 
 @pytest.fixture(params=KERNELS)
@@ -90,7 +90,7 @@ def test_plan_with_each_kernel(kernel, depth):
         forest = random_forest(seed, depth, roots=1 + seed)
         tensors = packed_inputs(sum(forest.lengths), heads)
         plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
-        out = cascade_attention(*tensors, plan, SCALE, kernel)
+        out = cascade_attention(*tensors, plan, kernel)
         compare(out, by_sequence(*tensors, forest), tensors, 1e-12)
 
 
@@ -102,7 +102,7 @@ def test_windows_and_chunks_with_each_kernel(kernel, limit, depth):
         tensors = packed_inputs(sum(forest.lengths), heads)
         sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_()
         plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, **limit), CPU)
-        out = cascade_attention(*tensors, plan, SCALE, kernel, sinks)
+        out = cascade_attention(*tensors, plan, kernel, sinks)
         compare(out, by_definition(*tensors, forest, **limit, sinks_H=sinks), (*tensors, sinks), 1e-11)
 
 
@@ -112,7 +112,7 @@ def test_soft_caps_in_the_cascade(depth, window):
     forest = random_forest(1, depth)
     tensors = packed_inputs(sum(forest.lengths), (4, 2))
     plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, window=window, softcap=0.7), CPU)
-    out = cascade_attention(*tensors, plan, SCALE, EagerKernel(softcap=0.7))
+    out = cascade_attention(*tensors, plan, EagerKernel(SCALE, softcap=0.7))
     compare(out, by_definition(*tensors, forest, window=window, softcap=0.7), tensors, 1e-11)
 
 
@@ -122,7 +122,7 @@ def test_bfloat16_with_each_kernel(kernel, window):
     tensors = packed_inputs(sum(forest.lengths), (4, 2), torch.bfloat16)
     wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
     plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, window=window), CPU)
-    out = cascade_attention(*tensors, plan, SCALE, kernel)
+    out = cascade_attention(*tensors, plan, kernel)
     expected = by_definition(*wide, forest, window=window)
     grads = torch.autograd.grad(out.sum(), tensors), torch.autograd.grad(expected.sum(), wide)
     for one, other in zip((out, *grads[0]), (expected, *grads[1]), strict=True):
@@ -156,7 +156,7 @@ def test_what_selective_checkpointing_saves_stays_as_the_kernel_returned_it(kern
         for sinks in ([], [torch.ones(heads[0], dtype=torch.float64, requires_grad=True)]):
             out = checkpoint(
                 lambda query, key, value, *sinks, plan=plan: (
-                    cascade_attention(query, key, value, plan, SCALE, kernel, *sinks) * 1.0
+                    cascade_attention(query, key, value, plan, kernel, *sinks) * 1.0
                 ),
                 *tensors, *sinks, use_reentrant=False, context_fn=contexts,
             )  # fmt: skip
@@ -180,8 +180,8 @@ def test_one_call_for_all_chains_and_one_for_each_depth_with_descendants():
     # Prompts of 4 and 5 continue the chain of 9. The rollouts are too short to copy 13 and 14; 6 is a prompt alone.
     assert own == [VarlenCall((9, 4, 2, 3, 5, 1, 1, 6, 2), (9, 13, 2, 3, 14, 1, 1, 6, 2), causal=True)]
     assert ancestors == [VarlenCall((5, 2, 2), (13, 14, 6), causal=False)]
-    kernel = Recorder(CPUKernel())
-    cascade_attention(*packed_inputs(layout.num_tokens, (2, 2)), plan, SCALE, kernel)
+    kernel = Recorder(CPUKernel(SCALE))
+    cascade_attention(*packed_inputs(layout.num_tokens, (2, 2)), plan, kernel)
     assert kernel.calls == own + ancestors
 
 
@@ -196,7 +196,7 @@ def test_long_runs_below_a_prefix_get_separate_calls_on_slices(kernel):
     ]
     assert calls_of(plan)[1][0] == VarlenCall((160,), (5,), causal=False)
     tensors = packed_inputs(sum(forest.lengths), (4, 2))
-    compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+    compare(cascade_attention(*tensors, plan, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
 
 
 def test_chains_are_bounded(kernel):
@@ -208,7 +208,7 @@ def test_chains_are_bounded(kernel):
     assert ancestors == [VarlenCall((80,), (200,), causal=False)]
     assert plan.others[0].keys == slice(0, 200)
     tensors = packed_inputs(280, (4, 2))
-    compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+    compare(cascade_attention(*tensors, plan, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
 
 
 def test_all_children_of_a_piece_continue_its_chain_or_none(kernel):
@@ -217,7 +217,7 @@ def test_all_children_of_a_piece_continue_its_chain_or_none(kernel):
     tensors = packed_inputs(sum(forest.lengths), (4, 2))
     plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
     assert plan.own.key_lens == (5, 25, 65, 9, 3, 1, 28, 15, 24, 245)
-    compare(cascade_attention(*tensors, plan, SCALE, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+    compare(cascade_attention(*tensors, plan, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
 
 
 def test_prompts_with_rollouts_have_no_chains():

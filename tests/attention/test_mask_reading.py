@@ -16,12 +16,11 @@ from pl_grouprl.attention.call import LayoutCall
 from pl_grouprl.attention.function import register
 from pl_grouprl.attention.masks import (
     MaskRule,
-    end_packed_masks,
     forest_of_marker,
     from_marker,
     mask_function,
     read_mask_function,
-    start_packed_masks,
+    set_packed_row,
     to_marker,
 )
 from pl_grouprl.packing import SharedPrefixLayout
@@ -159,11 +158,11 @@ def create(name, implementation, size=4, **extra):
 
 def create_packed(make):
     """A mask created in a packed call."""
-    start_packed_masks(LayoutCall(LAYOUT))
+    set_packed_row(LayoutCall(LAYOUT))
     try:
         return make(register("auto", "sdpa"))
     finally:
-        end_packed_masks()
+        set_packed_row(None)
 
 
 def same_as_transformers(make):

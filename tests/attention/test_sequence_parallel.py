@@ -36,7 +36,7 @@ REFUSALS = [
     ({"family": "llama", "compile": True}, "sequence_parallel_size=2 for LlamaModel: its layers are compiled"),
     (
         {"family": "llama", "options": {"num_attention_heads": 1, "num_key_value_heads": 1}},
-        "sequence_parallel_size=2 does not divide the 1 query heads of an attention layer; choose one of 1.",
+        "sequence_parallel_size=2 does not divide the 1 query heads of an attention layer; choose a divisor.",
     ),
 ]
 
@@ -116,5 +116,5 @@ def test_models_whose_tokens_cannot_be_split_are_refused(family, options, messag
 
 
 def test_heads_that_do_not_divide_are_refused_at_setup():
-    with pytest.raises(ValueError, match=r"sequence_parallel_size=3 does not divide the 4 query heads .* 1, 2, 4\."):
+    with pytest.raises(ValueError, match="sequence_parallel_size=3 does not divide the 4 query heads"):
         check_sequence_parallel(tiny_model("llama"), 3)

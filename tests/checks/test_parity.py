@@ -141,10 +141,7 @@ def test_nan_fails():
         for one in (model, other):
             one.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
     assert not check_parity(model).passed
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"the model itself gives NaN or infinity for a few tokens .* with a shared prefix as well",
-    ):
+    with pytest.raises(UnsupportedModelError, match="the model itself gives NaN or infinity"):
         check_parity(other)
 
 

@@ -142,7 +142,7 @@ def test_processors_are_loaded_where_a_policy_is_from(tmp_path):
     processor.save_pretrained(tmp_path / "gemma")
     assert type(load_processor(str(tmp_path / "gemma"))) is type(processor)
     processor.tokenizer.save_pretrained(tmp_path / "text")
-    with pytest.raises(ValueError, match=r"(has no image processor|cannot be loaded)"):
+    with pytest.raises((ValueError, OSError), match="text"):
         load_processor(str(tmp_path / "text"))
     with pytest.raises(ValueError, match="does not name a processor"):
         load_processor(object())

@@ -197,7 +197,7 @@ def test_the_limit_counts_the_tokens_of_images():
         ),
         ({"prompt": "what?", "images": [1]}, r"has 1 images, and its rendered text has the image token .* 0 times"),
         ({"prompt": user("what?"), "images": ["missing.png"]}, r"images\[0\]: 'missing.png' cannot be read"),
-        ({"prompt": user("what?"), "images": [tiny_image(0), 3]}, r"images\[1\]: an image of type int"),
+        ({"prompt": user("what?"), "images": [tiny_image(0), 3]}, r"images\[1\]: .* cannot be read"),
         (
             {"prompt": "<|image_pad|><|image_pad|>", "images": [tiny_image(0)]},
             r"has 1 images, .* rendered text has .* 2 times",

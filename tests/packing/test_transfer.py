@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pl_grouprl.packing import batch as transfer
+from pl_grouprl.packing.batch import _move_as_block, move_together
 
 TENSORS = {
     "mask": torch.tensor([True, False, True]),
@@ -15,7 +15,7 @@ TENSORS = {
 
 
 def test_joined_tensors_are_separated_again():
-    separated = transfer._separated(transfer._joined(TENSORS), TENSORS)
+    separated = _move_as_block(TENSORS, torch.device("cpu"))
     assert list(separated) == list(TENSORS)
     for name, tensor in TENSORS.items():
         assert separated[name].dtype == tensor.dtype
@@ -23,16 +23,16 @@ def test_joined_tensors_are_separated_again():
 
 
 def test_on_the_cpu_nothing_is_copied():
-    moved = transfer.move_together(TENSORS, "cpu")
+    moved = move_together(TENSORS, "cpu")
     assert all(moved[name] is tensor for name, tensor in TENSORS.items())
 
 
 def test_nothing_moves_to_another_device():
-    assert transfer.move_together({}, "meta") == {}
+    assert move_together({}, "meta") == {}
 
 
 def test_another_device_gets_every_shape_and_dtype():
-    moved = transfer.move_together(TENSORS, "meta")
+    moved = move_together(TENSORS, "meta")
     assert {name: (own.shape, own.dtype) for name, own in moved.items()} == {
         name: (own.shape, own.dtype) for name, own in TENSORS.items()
     }
@@ -41,6 +41,6 @@ def test_another_device_gets_every_shape_and_dtype():
 
 @pytest.mark.gpu
 def test_a_gpu_gets_the_same_numbers():
-    moved = transfer.move_together(TENSORS, "cuda")
+    moved = move_together(TENSORS, "cuda")
     for name, tensor in TENSORS.items():
         assert torch.equal(moved[name].cpu(), tensor)

@@ -59,7 +59,7 @@ def test_nothing_is_shared_without_a_threshold():
 
 @pytest.mark.parametrize("least", [0, -3])
 def test_a_threshold_below_one_is_refused(least):
-    with pytest.raises(ValueError, match=f"min_saved_tokens is {least}; pass 1 or more, or None to share nothing"):
+    with pytest.raises(ValueError, match="min_saved_tokens"):
         build_trie([[1]], least)
 
 

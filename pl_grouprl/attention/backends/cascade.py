@@ -1,4 +1,20 @@
-"""Shared-prefix attention from two primitives and a merge; reads each long prefix's keys and values once."""
+"""Shared-prefix attention from two primitives and a merge; reads each long prefix's keys and values once, copies none.
+
+Each segment of the row (or piece of one, see below) attends to itself; all its descendants attend to all of it as one
+long run of queries; partial outputs are merged by their log-sum-exp. Short segments in the middle of a deep tree are
+copied into the calls of their descendants instead, which takes less time than merging. In the backward pass each
+partial call gets the final output and log-sum-exp, so the partial gradients add up. Splitting attention over keys and
+merging by log-sum-exp comes from FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
+
+The plan of a row: segments are cut into *pieces* at chunk borders, across which there is no attention. Short pieces
+that follow each other down the forest form a *chain* (see `CHAIN`). Every piece attends causally to its chain, which
+ends with the piece; all descendants that start chains of their own attend to all of it, as one long run of queries.
+Under a window, each segment attends in one call to itself and to the part of its prefix within the window. Tokens of a
+block (an image) attend to later ones by a causal call on the block in reverse order.
+
+Legend: T packed tokens, S of them that run, N of them that are merged, H query heads, K key/value heads, D head size of
+keys, V of values.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +44,6 @@ from pl_grouprl.attention.backends.kernels import (
 )
 from pl_grouprl.packing import SharedPrefixLayout
 
-# Plans the attention calls for a forest under a layer's rule.
-#
-# Segments are cut into *pieces* at chunk borders, across which there is no attention. Short pieces that follow each
-# other
-# down the forest form a *chain* (see `CHAIN`). Every piece attends causally to its chain, which ends with the piece;
-# all
-# descendants that start chains of their own attend to all of it, as one long run of queries. Under a window, each
-# segment
-# attends in one call to itself and to the part of its prefix within the window. Tokens of a block (an image) attend to
-# later ones by a causal call on the block in reverse order.
-
 LONG_RUN = {"cpu": 128, "cuda": 4096}
 """A piece with at least this many descendant queries gets a separate call, on slices. The others share one call per
 depth, for which their tokens are gathered.
@@ -49,9 +54,8 @@ gradients of a token with 32 heads of 128 takes about 20 nanoseconds at 3 TB/s, 
 calls not much longer do not fill a GPU.
 """
 
-
 CHAIN = {"cpu": 256, "cuda": 0}
-"""Most keys of a chain of several pieces; 0 makes no chains.
+"""Maximum number of keys of a chain of several pieces; 0 makes no chains.
 
 Each piece gets a copy of the keys of the pieces above it in its chain; in return, there are fewer calls and partial
 outputs to merge. `python -m benchmarks forests` shows what they gain (docs/performance.md#forests). On CUDA chains are
@@ -59,7 +63,7 @@ not measured, so there are none.
 """
 
 MOST_COPIES = 4
-"""Most keys that a chain copies for the children of a piece, per token of theirs."""
+"""Maximum number of keys that a chain copies for the children of a piece, per token of theirs."""
 
 
 @dataclass(frozen=True)
@@ -79,28 +83,106 @@ class CascadePlan:
     parts_of_key: int
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive tokens of a segment.
+def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> CascadePlan:
+    """Turn a layout into calls, once per layout, rule and device. Prefilled tokens do not query."""
+    if rule.window is None:
+        own, others = _forest_calls(layout, rule.chunk, device)
+    else:
+        own, others = _windowed_call(layout, rule.window), []
+    blocks = [(start, stop) for start, stop in _spans(rule.blocks or ()) if stop - start > 1]
+    if blocks:  # in reverse order, a causal call that excludes the token itself: each token attends to later ones
+        queries = torch.cat([torch.arange(stop - 2, start - 1, -1) for start, stop in blocks])
+        keys = torch.cat([torch.arange(stop - 1, start, -1) for start, stop in blocks])
+        lengths = tuple(stop - start - 1 for start, stop in blocks)
+        others.append(VarlenCall(lengths, lengths, causal=True, queries=queries, keys=keys))
 
-    Attributes:
-        start: Index of its first token in the row.
-        stop: Index after its last token.
-        parent: The piece that it continues, or None if it sees no earlier tokens.
-    """
+    def most_frequent(indices: list[Index], num_tokens: int) -> int:
+        counts = torch.zeros(num_tokens, dtype=torch.long)
+        for index in indices:
+            if isinstance(index, slice):
+                counts[index].add_(1)
+            else:
+                counts += index.bincount(minlength=num_tokens)
+        return int(counts.max()) if num_tokens else 0
+
+    calls = (own, *others)
+    return CascadePlan(
+        own.to(device),
+        tuple(call.to(device) for call in others),
+        parts_of_query=most_frequent([call.queries for call in calls], layout.num_queries),
+        parts_of_key=most_frequent([call.keys for call in calls], layout.num_tokens),
+    )
+
+
+def _spans(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Start and stop of each block."""
+    runs, start = [], 0
+    for number, members in groupby(blocks):
+        stop = start + sum(1 for _ in members)
+        if number >= 0:
+            runs.append((start, stop))
+        start = stop
+    return runs
+
+
+def _forest_calls(
+    layout: SharedPrefixLayout, chunk: int | None, device: torch.device
+) -> tuple[VarlenCall, list[VarlenCall]]:
+    """The call in which every piece attends to its chain, and those in which pieces attend to the chains above."""
+    pieces = _cut(layout, chunk)
+    chains = _chains(pieces, CHAIN.get(device.type, CHAIN["cpu"]))
+    long_run, first = LONG_RUN.get(device.type, LONG_RUN["cpu"]), layout.num_prefilled
+    queries: list[list[slice]] = []
+    keys: list[list[slice]] = []
+    below: dict[int, list[slice]] = {}  # by piece, the queries that attend to all of its chain
+    for piece, chain in zip(pieces, chains, strict=True):
+        if piece.start < first:
+            continue
+        run = slice(piece.start - first, piece.stop - first)
+        queries.append([run])
+        keys.append(chain.keys)
+        above = chain.parent
+        while above is not None:
+            _extend(below.setdefault(above, []), run)
+            above = chains[above].parent
+    others = []
+    for depth in sorted({chains[number].depth for number in below}):
+        numbers = [number for number in sorted(below) if chains[number].depth == depth]
+        alone = [n for n in numbers if len(below[n]) == 1 and _length(below[n]) >= long_run]
+        together = [number for number in numbers if number not in alone]
+        for group in [*([number] for number in alone), *([together] if together else [])]:
+            others.append(_call([below[n] for n in group], [chains[n].keys for n in group], causal=False))
+    return _call(queries, keys, causal=True), others
+
+
+class _Piece(NamedTuple):
+    """Consecutive tokens of a segment; `parent` is the piece that it continues, None if it sees no earlier tokens."""
 
     start: int
     stop: int
     parent: int | None
 
-    @property
-    def tokens(self) -> slice:
-        """Its tokens in the row."""
-        return slice(self.start, self.stop)
+
+def _cut(layout: SharedPrefixLayout, chunk: int | None) -> list[_Piece]:
+    """Cut segments into pieces, in row order."""
+    pieces: list[_Piece] = []
+    last_of_segment: list[int | None] = []
+    for segment in layout.segments:
+        last = None if segment.parent is None else last_of_segment[segment.parent]
+        left_of_chunk = segment.length if chunk is None else chunk - segment.position % chunk
+        inner = range(segment.start + left_of_chunk, segment.stop, chunk or 1)
+        for start, stop in pairwise([segment.start, *inner, segment.stop]):
+            if start == stop:
+                continue
+            position = segment.position + start - segment.start
+            forgets = chunk is not None and position % chunk == 0
+            pieces.append(_Piece(start, stop, None if forgets else last))
+            last = len(pieces) - 1
+        last_of_segment.append(last)
+    return pieces
 
 
-@dataclass(frozen=True)
-class Chain:
+class _Chain(NamedTuple):
     """A piece and its nearest ancestors, to which it attends in one call.
 
     Attributes:
@@ -114,83 +196,7 @@ class Chain:
     depth: int
 
 
-def plan_cascade(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> CascadePlan:
-    """Turn a layout into calls, once per layout, rule and device. Prefilled tokens do not query."""
-    if rule.window is None:
-        pieces = cut(layout, rule.chunk)
-        chains = _chains(pieces, CHAIN.get(device.type, CHAIN["cpu"]))
-        own = _own_call(pieces, chains, layout.num_prefilled)
-        others = _ancestor_calls(pieces, chains, layout.num_prefilled, LONG_RUN.get(device.type, LONG_RUN["cpu"]))
-    else:
-        own, others = _windowed(layout, rule.window), []
-    others += [] if rule.blocks is None else _calls_ahead_in_blocks(rule.blocks)
-    calls = (own, *others)
-    return CascadePlan(
-        own.to(device),
-        tuple(call.to(device) for call in others),
-        parts_of_query=_max_count([call.queries for call in calls], layout.num_queries),
-        parts_of_key=_max_count([call.keys for call in calls], layout.num_tokens),
-    )
-
-
-def _max_count(indices: list[Index], tokens: int) -> int:
-    """How many of the indices contain the most frequent token."""
-    counts = torch.zeros(tokens, dtype=torch.long)
-    for index in indices:
-        if isinstance(index, slice):
-            counts[index].add_(1)
-        else:
-            counts += index.bincount(minlength=tokens)
-    return int(counts.max()) if tokens else 0
-
-
-def cut(layout: SharedPrefixLayout, chunk: int | None) -> list[Piece]:
-    """Cut segments into pieces, in row order."""
-    pieces: list[Piece] = []
-    last_of_segment: list[int | None] = []
-    for segment in layout.segments:
-        last = None if segment.parent is None else last_of_segment[segment.parent]
-        left_of_chunk = segment.length if chunk is None else chunk - segment.position % chunk
-        inner = range(segment.start + left_of_chunk, segment.stop, chunk or 1)
-        borders = [segment.start, *inner, segment.stop]
-        for start, stop in pairwise(borders):
-            if start == stop:
-                continue
-            position = segment.position + start - segment.start
-            forgets = chunk is not None and position % chunk == 0
-            pieces.append(Piece(start, stop, None if forgets else last))
-            last = len(pieces) - 1
-        last_of_segment.append(last)
-    return pieces
-
-
-def longest_block(blocks: tuple[int, ...]) -> int:
-    """Length of the longest block."""
-    return max((stop - start for start, stop in _blocks(blocks)), default=0)
-
-
-def _blocks(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
-    runs, start = [], 0
-    for number, members in groupby(blocks):
-        stop = start + sum(1 for _ in members)
-        if number >= 0:
-            runs.append((start, stop))
-        start = stop
-    return runs
-
-
-def _calls_ahead_in_blocks(blocks: tuple[int, ...]) -> list[VarlenCall]:
-    """Each token of a block attends to later ones: in reverse order, a causal call that excludes the token itself."""
-    runs = [(start, stop) for start, stop in _blocks(blocks) if stop - start > 1]
-    if not runs:
-        return []
-    queries = torch.cat([torch.arange(stop - 2, start - 1, -1) for start, stop in runs])
-    keys = torch.cat([torch.arange(stop - 1, start, -1) for start, stop in runs])
-    lengths = tuple(stop - start - 1 for start, stop in runs)
-    return [VarlenCall(lengths, lengths, causal=True, queries=queries, keys=keys)]
-
-
-def _chains(pieces: list[Piece], most_keys: int) -> list[Chain]:
+def _chains(pieces: list[_Piece], most_keys: int) -> list[_Chain]:
     """The chain that ends with each piece. Either all children of a piece continue its chain, or none.
 
     Rollouts do not continue the chain of their prompt, a root below which there is nothing else: they are one long run
@@ -200,124 +206,79 @@ def _chains(pieces: list[Piece], most_keys: int) -> list[Chain]:
     for number, piece in enumerate(pieces):
         if piece.parent is not None:
             children[piece.parent].append(number)
-    chains: dict[int, Chain] = {}
+    chains: dict[int, _Chain] = {}
     for number, piece in enumerate(pieces):
-        chain = chains.setdefault(number, Chain([piece.tokens], None, 0))  # of a root; others have theirs by now
-        lengths = [_length([pieces[child].tokens]) for child in children[number]]
+        # Of a root; others have theirs by now.
+        chain = chains.setdefault(number, _Chain([slice(piece.start, piece.stop)], None, 0))
+        num_keys, lengths = _length(chain.keys), [pieces[c].stop - pieces[c].start for c in children[number]]
         deeper = piece.parent is not None or any(children[child] for child in children[number])
-        joined = deeper and _worth_copying(_length(chain.keys), lengths, most_keys)
+        joined = (
+            deeper
+            and num_keys + max(lengths, default=0) <= most_keys
+            and num_keys * len(lengths) <= MOST_COPIES * sum(lengths)
+        )
         for child in children[number]:
-            keys = chain.keys.copy() if joined else []
-            _extend(keys, pieces[child].tokens)
-            chains[child] = Chain(keys, chain.parent, chain.depth) if joined else Chain(keys, number, chain.depth + 1)
+            own = slice(pieces[child].start, pieces[child].stop)
+            if joined:
+                keys = chain.keys.copy()
+                _extend(keys, own)
+                chains[child] = chain._replace(keys=keys)
+            else:
+                chains[child] = _Chain([own], number, chain.depth + 1)
     return [chains[number] for number in range(len(pieces))]
 
 
-def _worth_copying(num_keys: int, lengths: list[int], most_keys: int) -> bool:
-    """Whether the children of a piece, of these lengths, get a copy of the keys of its chain."""
-    return num_keys + max(lengths, default=0) <= most_keys and num_keys * len(lengths) <= MOST_COPIES * sum(lengths)
-
-
-def _own_call(pieces: list[Piece], chains: list[Chain], num_prefilled: int) -> VarlenCall:
-    """The call in which every piece attends to its chain."""
-    queries = [
-        slice(piece.start - num_prefilled, piece.stop - num_prefilled)
-        for piece in pieces
-        if piece.start >= num_prefilled
-    ]
-    keys = [chain.keys for piece, chain in zip(pieces, chains, strict=True) if piece.start >= num_prefilled]
-    return _call([[run] for run in queries], keys, causal=True)
-
-
-def _ancestor_calls(pieces: list[Piece], chains: list[Chain], num_prefilled: int, long_run: int) -> list[VarlenCall]:
-    below: dict[int, list[slice]] = {}
-    for piece, chain in zip(pieces, chains, strict=True):
-        above = chain.parent if piece.start >= num_prefilled else None
-        while above is not None:
-            _extend(below.setdefault(above, []), slice(piece.start - num_prefilled, piece.stop - num_prefilled))
-            above = chains[above].parent
-    calls = []
-    for depth in sorted({chains[number].depth for number in below}):
-        short = []
-        for number in sorted(below):
-            if chains[number].depth != depth:
-                continue
-            if len(below[number]) == 1 and _length(below[number]) >= long_run:
-                calls.append(_unmasked(chains, below, [number]))
-            else:
-                short.append(number)
-        if short:
-            calls.append(_unmasked(chains, below, short))
-    return calls
-
-
-def _unmasked(chains: list[Chain], below: dict[int, list[slice]], numbers: list[int]) -> VarlenCall:
-    """A call in which the queries below each of these pieces attend to all of its chain."""
-    return _call([below[number] for number in numbers], [chains[number].keys for number in numbers], causal=False)
+def _windowed_call(layout: SharedPrefixLayout, window: int) -> VarlenCall:
+    queries, keys = [], []
+    for segment in layout.segments:
+        if not segment.length or segment.start < layout.num_prefilled:
+            continue
+        queries.append([slice(segment.start - layout.num_prefilled, segment.stop - layout.num_prefilled)])
+        runs, parent, wanted = [slice(segment.start, segment.stop)], segment.parent, window - 1
+        while parent is not None and wanted > 0:
+            above = layout.segments[parent]
+            taken = min(wanted, above.length)
+            if taken:
+                runs.append(slice(above.stop - taken, above.stop))
+            wanted, parent = wanted - taken, above.parent
+        keys.append(runs[::-1])
+    return _call(queries, keys, causal=True, window=window)
 
 
 def _call(queries: list[list[slice]], keys: list[list[slice]], causal: bool, window: int | None = None) -> VarlenCall:
     """A call with these runs of the row for each problem."""
-    return VarlenCall(
-        tuple(map(_length, queries)), tuple(map(_length, keys)), causal, window, _index(queries), _index(keys)
-    )
+
+    def index(problems: list[list[slice]]) -> Index:
+        joined: list[slice] = []
+        for run in (run for runs in problems for run in runs):
+            _extend(joined, run)
+        if len(joined) < 2:
+            return joined[0] if joined else slice(0, 0)
+        return torch.cat([torch.arange(run.start, run.stop) for run in joined])
+
+    query_lens, key_lens = tuple(map(_length, queries)), tuple(map(_length, keys))
+    return VarlenCall(query_lens, key_lens, causal, window, index(queries), index(keys))
 
 
 def _length(runs: list[slice]) -> int:
     return sum(run.stop - run.start for run in runs)
 
 
-def _windowed(layout: SharedPrefixLayout, window: int) -> VarlenCall:
-    queries, keys = [], []
-    for segment in layout.segments:
-        if not segment.length or segment.start < layout.num_prefilled:
-            continue
-        queries.append([slice(segment.start - layout.num_prefilled, segment.stop - layout.num_prefilled)])
-        keys.append([*_tail(layout, segment.parent, window - 1), slice(segment.start, segment.stop)])
-    return _call(queries, keys, causal=True, window=window)
-
-
-def _tail(layout: SharedPrefixLayout, index: int | None, wanted: int) -> list[slice]:
-    """The last tokens of the path ending with a segment, in order."""
-    runs: list[slice] = []
-    while index is not None and wanted > 0:
-        segment = layout.segments[index]
-        taken = min(wanted, segment.length)
-        if taken:
-            runs.append(slice(segment.stop - taken, segment.stop))
-        wanted -= taken
-        index = segment.parent
-    return runs[::-1]
-
-
 def _extend(runs: list[slice], run: slice) -> None:
+    """Append a run, or lengthen the last one if they follow each other."""
     if runs and runs[-1].stop == run.start:
         runs[-1] = slice(runs[-1].start, run.stop)
     else:
         runs.append(run)
 
 
-def _index(problems: list[list[slice]]) -> Index:
-    joined: list[slice] = []
-    for run in (run for runs in problems for run in runs):
-        _extend(joined, run)
-    if len(joined) < 2:
-        return joined[0] if joined else slice(0, 0)
-    return torch.cat([torch.arange(run.start, run.stop) for run in joined])
-
-
-# Merges partial attention outputs by their log-sum-exp, in place and in one pass.
-#
-# Legend: S packed tokens that run, N of them that are merged, H query heads, E head size of values.
-
-
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
     """Fold a partial softmax over more keys into another (Cascade Inference, FlashInfer, 2024), in place.
 
     Args:
-        out: Output over the keys so far, shape [S, H, E].
+        out: Output over the keys so far, shape [S, H, V].
         lse: Log-sum-exp of the scores so far, shape [H, S], float32 or wider.
-        part: Output over the new keys, shape [N, H, E].
+        part: Output over the new keys, shape [N, H, V].
         part_lse: Log-sum-exp of their scores, shape [H, N].
         where: The N tokens to merge, without repetitions.
     """
@@ -344,7 +305,7 @@ def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor, Index], None] | None:
 
 
 def merge_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Fold a partial softmax into another: outputs [..., E] with log-sum-exps [...], element by element."""
+    """Fold a partial softmax into another: outputs [..., V] with log-sum-exps [...], element by element."""
     share = torch.sigmoid(part_lse - lse)[..., None]
     if out.dtype == part.dtype == share.dtype:
         out.lerp_(part, share)
@@ -361,27 +322,8 @@ def non_sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
     return torch.sigmoid(lse - sinks.to(lse.dtype))
 
 
-# Shared-prefix attention from two primitives and a merge; reads each long prefix's keys and values once, copies none.
-#
-# Each segment of the row (or piece of one, see `cascade_plan`) attends to itself; all its descendants attend to all
-# of it
-# as one long run of queries; partial outputs are merged by their log-sum-exp. Short segments in the middle of a deep
-# tree
-# are copied into the calls of their descendants instead, which takes less time than merging. In the backward pass each
-# partial call gets the final output and log-sum-exp, so the partial gradients add up. Splitting attention over keys and
-# merging by log-sum-exp comes from FlashAttention (arXiv:2205.14135) and Cascade Inference (FlashInfer, 2024).
-#
-# Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
-
-
 def cascade_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: CascadePlan,
-    scale: float,
-    kernel: VarlenKernel,
-    sinks_H: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, kernel: VarlenKernel, sinks_H: Tensor | None = None
 ) -> Tensor:
     """Run a plan on packed tensors, differentiably.
 
@@ -390,79 +332,53 @@ def cascade_attention(
         key: Shape [T, K, D].
         value: Shape [T, K, V].
         plan: The calls of the row's layout.
-        scale: Multiplies the scores.
         kernel: The two primitives.
         sinks_H: See `AttentionRule`.
 
     Returns:
         Shape [S, H, V].
     """
-    return _Cascade.apply(query, key, value, sinks_H, plan, scale, kernel)
+    return _Cascade.apply(query, key, value, sinks_H, plan, kernel)
 
 
 class _Cascade(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks_H: Tensor | None,
-        plan: CascadePlan,
-        scale: float,
-        kernel: VarlenKernel,
-    ) -> Tensor:
-        out, lse = cascade_forward(query, key, value, sinks_H, plan, scale, kernel)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, value, sinks_H, ctx.plan, ctx.kernel = inputs
+        out, lse = cascade_forward(query, key, value, sinks_H, ctx.plan, ctx.kernel)
         ctx.save_for_backward(query, key, value, sinks_H, out, lse)
-        ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks_H, out, lse = ctx.saved_tensors
-        plan, scale, kernel = ctx.plan, ctx.scale, ctx.kernel
-        found = cascade_backward(grads[0], query, key, value, sinks_H, out, lse, plan, scale, kernel)
-        return (*found, None, None, None)
+        found = cascade_backward(grads[0], query, key, value, sinks_H, out, lse, ctx.plan, ctx.kernel)
+        return *found, None, None
 
 
 def cascade_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks_H: Tensor | None,
-    plan: CascadePlan,
-    scale: float,
-    kernel: VarlenKernel,
+    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, plan: CascadePlan, kernel: VarlenKernel
 ) -> tuple[Tensor, Tensor]:
     """The output, shape [S, H, V], and the log-sum-exp of all scores, sinks included, shape [H, S]."""
-    out, lse = _own_output(query, key, value, plan, scale, kernel)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype = wide if plan.parts_of_query > 2 else query.dtype  # merged more than once: round only at the end
+    out = query.new_empty(*query.shape[:2], value.shape[2], dtype=dtype)
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
+    for queries, part, part_lse in kernel.forward(query, key, value, plan.own):
+        if len(part) == len(query):
+            # Copies if anything is merged into them: selective checkpointing may have saved the kernel's own.
+            out, lse = part.to(dtype, copy=bool(plan.others)), part_lse.clone()
+        else:
+            put(out, queries, part.to(dtype))
+            put(lse.t(), queries, part_lse.t())
     for call in plan.others:
-        for queries, part, part_lse in kernel.forward(query, key, value, call, scale):
+        for queries, part, part_lse in kernel.forward(query, key, value, call):
             merge(out, lse, part, part_lse, queries)
     if sinks_H is not None:  # one more key for every query, with a value of zero
         sinks_H1 = sinks_H.to(lse.dtype)[:, None]
         out = out * non_sink_share(lse, sinks_H1).t()[..., None]
         lse = torch.logaddexp(lse, sinks_H1)
     return out.to(query.dtype), lse
-
-
-def _own_output(
-    query: Tensor, key: Tensor, value: Tensor, plan: CascadePlan, scale: float, kernel: VarlenKernel
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the first call, in which every token queries.
-
-    They are copies if anything is merged into them: selective checkpointing may have saved the kernel's own.
-    """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    dtype = wide if plan.parts_of_query > 2 else query.dtype  # merged more than once: round only at the end
-    out = query.new_empty(*query.shape[:2], value.shape[2], dtype=dtype)
-    lse = query.new_empty(query.shape[1], query.shape[0], dtype=wide)
-    for queries, part, part_lse in kernel.forward(query, key, value, plan.own, scale):
-        if len(part) == len(query):
-            return part.to(dtype, copy=bool(plan.others)), part_lse.clone()
-        put(out, queries, part.to(dtype))
-        put(lse.t(), queries, part_lse.t())
-    return out, lse
 
 
 def cascade_backward(
@@ -474,14 +390,13 @@ def cascade_backward(
     out: Tensor,
     lse: Tensor,
     plan: CascadePlan,
-    scale: float,
     kernel: VarlenKernel,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and sinks, from the output's gradient and the results of the forward pass."""
     grad = grad.contiguous()
     sums = [_Sum(query, plan.parts_of_query), _Sum(key, plan.parts_of_key), _Sum(value, plan.parts_of_key)]
     for call in (plan.own, *plan.others):
-        for queries, keys, *parts in kernel.backward(grad, query, key, value, out, lse, call, scale):
+        for queries, keys, *parts in kernel.backward(grad, query, key, value, out, lse, call):
             for total, index, part in zip(sums, (queries, keys, keys), parts, strict=True):
                 total.add(index, part)
     grad_sinks = None
@@ -526,29 +441,18 @@ def has_fast_kernel(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRu
     return rule.softcap is None and has_fused_kernel(query, key, value)
 
 
-def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
-    blocks_beyond = rule.blocks is not None and rule.window is not None and not rule.window_bounds_blocks
-    if blocks_beyond and longest_block(rule.blocks or ()) > (rule.window or 0):
-        return "it cannot run an image that reaches beyond the window; use backend 'flex' or 'reference'."
-    if rule.chunk is not None and (rule.blocks is not None or rule.window is not None):
-        return "it cannot run chunks together with windows or images; use backend 'flex' or 'reference'."
-    return None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
-    packed, plan, kernel = prepare(query, key, value, layout, rule)
-    return cascade_attention(*packed, plan, rule.scale, kernel, rule.sinks_H)[None, ..., : value.shape[-1]]
-
-
 def prepare(
     query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
 ) -> tuple[tuple[Tensor, Tensor, Tensor], CascadePlan, VarlenKernel]:
     """Arguments of `cascade_attention`, from tensors of shape [1, H or K, T, D or V]; may pad heads with zeros."""
     plan = layout.memo(("cascade", query.device, rule.visibility), lambda: plan_cascade(layout, rule, query.device))
-    kernel: VarlenKernel = EagerKernel(rule.softcap)
+    kernel: VarlenKernel = EagerKernel(rule.scale, rule.softcap)
     if has_fast_kernel(query, key, value, rule):
-        query, key, value = _same_head_size(query, key, value, multiple_of=head_multiple(query))
-        kernel = CUDAKernel() if query.is_cuda else CPUKernel()
+        kernel = CUDAKernel(rule.scale) if query.is_cuda else CPUKernel(rule.scale)
+        # Zeros change no score and no other component of the output.
+        size = max(tensor.shape[-1] for tensor in (query, key, value))
+        size += -size % head_multiple(query)
+        query, key, value = (t if t.shape[-1] == size else pad(t, (0, size - t.shape[-1])) for t in (query, key, value))
     # The fused CPU kernel assumes that heads are contiguous along D.
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     # squeeze instead of indexing, whose gradient is a copy into a tensor of zeros.
@@ -556,11 +460,9 @@ def prepare(
     return (query, key, value), plan, kernel
 
 
-def _same_head_size(*tensors: Tensor, multiple_of: int) -> list[Tensor]:
-    """Pad heads with zeros, which change no score and no other component of the output."""
-    size = max(tensor.shape[-1] for tensor in tensors)
-    size += -size % multiple_of
-    return [tensor if tensor.shape[-1] == size else pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
+    packed, plan, kernel = prepare(query, key, value, layout, rule)
+    return cascade_attention(*packed, plan, kernel, rule.sinks_H)[None, ..., : value.shape[-1]]
 
 
 def _forward(
@@ -568,7 +470,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """See `ExplicitGradient.forward`."""
     packed, plan, kernel = prepare(query, key, value, layout, rule)
-    out, lse = cascade_forward(*packed, rule.sinks_H, plan, rule.scale, kernel)
+    out, lse = cascade_forward(*packed, rule.sinks_H, plan, kernel)
     return out[None, ..., : value.shape[-1]].contiguous(), lse.contiguous()
 
 
@@ -585,14 +487,23 @@ def _backward(
     """See `ExplicitGradient.backward`."""
     packed, plan, kernel = prepare(query, key, value, layout, rule)
     padding = (0, packed[2].shape[-1] - value.shape[-1])
-    *found, for_sinks = cascade_backward(
-        pad(grad[0], padding), *packed, rule.sinks_H, pad(out[0], padding), lse, plan, rule.scale, kernel
-    )
+    grad, out = pad(grad[0], padding), pad(out[0], padding)
+    *found, for_sinks = cascade_backward(grad, *packed, rule.sinks_H, out, lse, plan, kernel)
     for_query, for_key, for_value = (
         part[..., : tensor.shape[-1]].transpose(0, 1)[None].contiguous()
         for part, tensor in zip(found, (query, key, value), strict=True)
     )
     return for_query, for_key, for_value, for_sinks
+
+
+def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
+    if rule.blocks is not None and rule.window is not None and not rule.window_bounds_blocks:
+        longest = max((stop - start for start, stop in _spans(rule.blocks)), default=0)
+        if longest > rule.window:
+            return "it cannot run an image that reaches beyond the window; use backend 'flex' or 'reference'."
+    if rule.chunk is not None and (rule.blocks is not None or rule.window is not None):
+        return "it cannot run chunks together with windows or images; use backend 'flex' or 'reference'."
+    return None
 
 
 def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int:

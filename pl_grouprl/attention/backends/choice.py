@@ -1,9 +1,12 @@
-"""The backends by name, and how `auto` chooses."""
+"""The backends by name, and how `auto` chooses; FlexAttention and the Prefix Grouper's package as backends.
+
+Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values,
+P groups, L tokens of the longest group.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,13 +24,64 @@ from pl_grouprl.attention.backends.interface import (
 )
 from pl_grouprl.packing import SharedPrefixLayout
 
-# FlexAttention with the layout's mask. PyTorch has no backward pass for it on CPU, so there it only serves scoring.
-#
-# On CUDA it is compiled with dynamic shapes: rows of other lengths and layouts run the same program. (A row of one
-# block
+
+def get_backend(name: str, argument: str = "backend") -> Backend:
+    """Find a backend by name.
+
+    Raises:
+        ValueError: If the name is unknown; names the caller's argument.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"{argument} is {name!r}; choose one of {', '.join(sorted(BACKENDS))}.")
+    return BACKENDS[name]
+
+
+def register_backend(backend: Backend) -> None:
+    """Register a backend under its name.
+
+    Args:
+        backend: Must have a new name. `auto` chooses it where its `preference` is highest.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+    if backend.name in BACKENDS:
+        raise ValueError(f"there is an attention backend named {backend.name!r} already; choose another name.")
+    BACKENDS[backend.name] = backend
+
+
+def choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: AttentionRule,
+    compiled: bool = False,
+    layout: SharedPrefixLayout | None = None,
+) -> Backend:
+    """Choose the backend that `auto` runs for a layer: of those that serve it, the one with the highest preference.
+
+    Args:
+        query: Shape [1, H, S, D].
+        key: Shape [1, K, T, D].
+        value: Shape [1, K, T, V].
+        rule: How the layer attends.
+        compiled: Whether the layer is compiled.
+        layout: Layout of the row; None omits backends that cannot run every layout.
+    """
+    candidates = [
+        (preference, backend)
+        for backend in BACKENDS.values()
+        if (backend.in_compiled_layers or not compiled)
+        and backend.runs(layout)
+        and (preference := backend.preference(query, key, value, rule)) is not None
+    ]
+    ordered = sorted(candidates, key=lambda entry: -entry[0])
+    return next(backend for _, backend in ordered if backend.refusal(query, key, value, rule) is None)
+
+
+# FlexAttention with the layout's mask. PyTorch has no backward pass for it on CPU, so there it only serves scoring. On
+# CUDA it is compiled with dynamic shapes: rows of other lengths and layouts run the same program. (A row of one block
 # compiles separately, as may the first row if it has as many blocks as heads.)
-#
-# Legend: T packed tokens, S of them that run, H query heads.
 
 BLOCK = 128
 """Size of a mask block, in queries and keys."""
@@ -84,15 +138,13 @@ def _counted(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
-def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+def _attend_flex(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    softcap = rule.softcap or 0.0
+
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
-
-    return capped
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
-    from torch.nn.attention.flex_attention import AuxRequest
 
     key_of_mask = ("block_mask", query.device, rule.visibility)
     mask = layout.memo(key_of_mask, lambda: block_mask(layout, rule, query.device))
@@ -104,7 +156,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
             query,
             key,
             value,
-            score_mod=None if rule.softcap is None else _soft_cap(rule.softcap),
+            score_mod=None if rule.softcap is None else capped,
             block_mask=mask,
             scale=rule.scale,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -115,7 +167,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayou
     return out.transpose(1, 2)
 
 
-def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
+def _flex_refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
     gradient = needs_gradient(query, key, value) or (rule.sinks_H is not None and needs_gradient(rule.sinks_H))
     if query.device.type == "mps":
         return "FlexAttention has neither gradients nor log-sum-exps on mps; use backend 'cascade'."
@@ -126,7 +178,7 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
     return None
 
 
-def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int | None:
+def _flex_preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int | None:
     """On CUDA, for what fused kernels lack: soft caps in half precision, bidirectional images under a window.
 
     Not in float32 where the cascade serves, whose matrix products need not be compiled first.
@@ -137,33 +189,37 @@ def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) 
 
 
 # Compiled layers call attention as an opaque operator, in which FlexAttention would run uncompiled and dense.
-FLEX = Backend("flex", _attend, _refusal, in_compiled_layers=False, preference=_preference)
+FLEX = Backend("flex", _attend_flex, _flex_refusal, in_compiled_layers=False, preference=_flex_preference)
 
 
-# The public package of the Prefix Grouper paper (arXiv:2506.05433), which verl uses, as a backend.
-#
-# It pads groups to one length, copies the prefix's keys and values for each rollout, and only supports prompts with
-# rollouts.
-#
-# Legend: T packed tokens, P groups, L tokens of the longest group, H query heads, K key/value heads, D head size.
+# The public package of the Prefix Grouper paper (arXiv:2506.05433), which verl uses. It pads groups to one length,
+# copies the prefix's keys and values for each rollout, and only supports prompts with rollouts.
 
 
-def _groups(layout: SharedPrefixLayout) -> list[list[int]]:
-    """Lengths of each root and its children. The package needs a child, so a root alone gets an empty one."""
-    groups: list[list[int]] = []
-    for segment in layout.segments:
-        if segment.parent is None:
-            groups.append([segment.length])
-        else:
+def _attend_prefix_grouper(
+    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
+) -> Tensor:
+    def plan() -> tuple[Any, Tensor]:
+        from prefix_grouper import PrefixGrouper
+
+        groups: list[list[int]] = []
+        for segment in layout.segments:
+            if segment.parent is None:
+                groups.append([])
             groups[-1].append(segment.length)
-    return [group if len(group) > 1 else [*group, 0] for group in groups]
+        # The package needs a child, so a root alone gets an empty one.
+        groups = [group if len(group) > 1 else [*group, 0] for group in groups]
+        grouper = PrefixGrouper(groups, device=query.device, padding_mode="right")
+        return grouper, grouper.padding_mask
 
-
-def _plan(layout: SharedPrefixLayout, device: torch.device) -> tuple[Any, Tensor]:
-    from prefix_grouper import PrefixGrouper
-
-    grouper = PrefixGrouper(_groups(layout), device=device, padding_mode="right")
-    return grouper, grouper.padding_mask
+    grouper, kept_PL = layout.memo(("prefix_grouper", query.device), plan)
+    padded = []
+    for tensor in (query, key, value):
+        batch = tensor.new_zeros(*kept_PL.shape, tensor.shape[1], tensor.shape[3])
+        batch = batch.index_put(kept_PL.nonzero(as_tuple=True), tensor[0].transpose(0, 1))
+        padded.append(batch.transpose(1, 2))
+    out_PLHD = grouper.forward(_sdpa, *padded, scale=rule.scale)
+    return out_PLHD[kept_PL][None]
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
@@ -179,19 +235,6 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: flo
     return out.transpose(1, 2)
 
 
-def _prefix_grouper_attend(
-    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
-) -> Tensor:
-    grouper, kept_PL = layout.memo(("prefix_grouper", query.device), lambda: _plan(layout, query.device))
-    padded = []
-    for tensor in (query, key, value):
-        batch = tensor.new_zeros(*kept_PL.shape, tensor.shape[1], tensor.shape[3])
-        batch = batch.index_put(kept_PL.nonzero(as_tuple=True), tensor[0].transpose(0, 1))
-        padded.append(batch.transpose(1, 2))
-    out_PLHD = grouper.forward(_sdpa, *padded, scale=rule.scale)
-    return out_PLHD[kept_PL][None]
-
-
 def _prefix_grouper_refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> str | None:
     if rule.features:
         return f"the package does not support {', '.join(rule.features)}; use backend 'auto'."
@@ -201,76 +244,15 @@ def _prefix_grouper_refusal(query: Tensor, key: Tensor, value: Tensor, rule: Att
 
 
 PREFIX_GROUPER = Backend(
-    "prefix_grouper", _prefix_grouper_attend, _prefix_grouper_refusal, max_depth=1, takes_prefilled=False
+    "prefix_grouper", _attend_prefix_grouper, _prefix_grouper_refusal, max_depth=1, takes_prefilled=False
 )
 
 
-# The backends by name, and how `auto` chooses.
-#
-# Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size of keys, V of values.
-
-
-def get_backend(name: str, argument: str = "backend") -> Backend:
-    """Find a backend by name.
-
-    Raises:
-        ValueError: If the name is unknown; mentions the caller's argument.
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"{argument} is {name!r}; choose one of {', '.join(sorted(BACKENDS))}.")
-    return BACKENDS[name]
-
-
-def register_backend(backend: Backend) -> None:
-    """Register a backend under its name.
-
-    Args:
-        backend: Must have a new name. `auto` chooses it where its `preference` is highest.
-
-    Raises:
-        ValueError: If the name is taken.
-    """
-    if backend.name in BACKENDS:
-        raise ValueError(f"there is an attention backend named {backend.name!r} already; choose another name.")
-    BACKENDS[backend.name] = backend
-
-
-def choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: AttentionRule,
-    compiled: bool = False,
-    layout: SharedPrefixLayout | None = None,
-) -> Backend:
-    """Choose the backend that `auto` runs for a layer: of those that serve it, the one with the highest preference.
-
-    Args:
-        query: Shape [1, H, S, D].
-        key: Shape [1, K, T, D].
-        value: Shape [1, K, T, V].
-        rule: How the layer attends.
-        compiled: Whether the layer is compiled.
-        layout: Layout of the row; None leaves out backends that cannot run every layout.
-    """
-    candidates = [
-        (preference, backend)
-        for backend in BACKENDS.values()
-        if (backend.in_compiled_layers or not compiled)
-        and backend.runs(layout)
-        and (preference := backend.preference(query, key, value, rule)) is not None
-    ]
-    ordered = sorted(candidates, key=lambda entry: -entry[0])
-    return next(backend for _, backend in ordered if backend.refusal(query, key, value, rule) is None)
-
-
-def _choice_attend(
-    query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
-) -> Tensor:
+def _attend_auto(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
     return choose(query, key, value, rule, layout=layout)(query, key, value, layout, rule)
 
 
-AUTO = Backend("auto", _choice_attend, choice=choose)
+AUTO = Backend("auto", _attend_auto, choice=choose)
 ORACLE = REFERENCE
 """The backend that all others are compared with."""
 

@@ -1,4 +1,8 @@
-"""The rule of a layer, and the interface of backends that compute it."""
+"""The rule of a layer, the interface of backends that compute it, and the reference that all are compared with.
+
+Legend: T packed tokens, S of them that run (all but the prefilled tokens), H query heads, K key/value heads (H is a
+multiple of K), D head size of keys, V of values.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,6 @@ from torch import Tensor
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 
-# How a layer's attention differs from plain causal softmax: window, chunk, soft cap, sinks, bidirectional blocks.
-#
-# Legend: T packed tokens, H query heads.
-
 Visible = Callable[[Tensor, Tensor], Tensor]
 """(query indices, key indices) -> whether the query sees the key."""
 
@@ -27,8 +27,8 @@ class AttentionRule:
 
     Attributes:
         scale: Multiplies the scores.
-        window: A token sees at most this many tokens of its sequence, including itself; None for no limit.
-        chunk: A token sees only tokens of its sequence in the same chunk of this many positions; None for no limit.
+        window: A token sees at most this many tokens of its sequence, including itself; no limit if None.
+        chunk: A token sees only tokens of its sequence in the same chunk of this many positions; no limit if None.
         softcap: Scores are softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2).
         sinks_H: One score per query head that takes part in the softmax but adds no value, shape [H] (gpt-oss).
         blocks: Block number of each of the T tokens, -1 for none. Tokens of a block (an image) see each other in both
@@ -68,19 +68,40 @@ class AttentionRule:
             NotImplementedError: If a block spans two segments (so the prefix would depend on what follows it), is not
                 contiguous, or follows prefilled tokens.
         """
-        longest = max(layout.repeated_lengths, default=0)
-        has_blocks = self.blocks is not None and _has_blocks(self.blocks, layout)
+        has_blocks = self.blocks is not None and max(self.blocks, default=-1) >= 0
         if has_blocks and layout.num_prefilled:
             raise NotImplementedError(
                 "the rollouts of a group that is run in slices have tokens with bidirectional attention; use a larger "
                 "token budget."
             )
+        if has_blocks:
+            self._check_blocks(self.blocks or (), layout)
+        longest = max(layout.repeated_lengths, default=0)
         return replace(
             self,
             window=None if self.window is not None and longest <= self.window else self.window,
             chunk=None if self.chunk is not None and longest <= self.chunk else self.chunk,
             blocks=self.blocks if has_blocks else None,
         )
+
+    @staticmethod
+    def _check_blocks(blocks: tuple[int, ...], layout: SharedPrefixLayout) -> None:
+        for segment in layout.segments:
+            if segment.parent is None or not segment.length or blocks[segment.start] < 0:
+                continue
+            above = layout.path(segment.parent)
+            if len(above) and blocks[int(above[-1])] >= 0:
+                raise NotImplementedError(
+                    f"token {segment.start} of the packed row is in the same block as the last token of its prefix (an "
+                    "image that is cut in two), so the prefix would depend on what follows it; end the prefix before "
+                    "or after the image."
+                )
+        runs = [number for number, _ in groupby(blocks) if number >= 0]
+        if len(runs) > len(set(runs)):
+            raise NotImplementedError(
+                "tokens with bidirectional attention have others between them, which shared-prefix attention does not "
+                "support; train this model with sharing='repeated'."
+            )
 
     @property
     def visibility(self) -> tuple[object, ...]:
@@ -118,42 +139,14 @@ def visibility_function(layout: SharedPrefixLayout, rule: AttentionRule, device:
     return visible
 
 
-def _has_blocks(blocks: tuple[int, ...], layout: SharedPrefixLayout) -> bool:
-    """Whether any token that runs is in a block; refuses blocks that extend past a segment with children."""
-    if layout.num_prefilled:
-        return max(blocks, default=-1) >= 0
-    for segment in layout.segments:
-        if segment.parent is None or not segment.length:
-            continue
-        above = layout.path(segment.parent)
-        if len(above) and blocks[segment.start] >= 0 and blocks[int(above[-1])] >= 0:
-            raise NotImplementedError(
-                f"token {segment.start} of the packed row is in the same block as the last token of its prefix (an "
-                "image that is cut in two), so the prefix would depend on what follows it; end the prefix before or "
-                "after the image."
-            )
-    runs = [number for number, _ in groupby(blocks) if number >= 0]
-    if len(runs) > len(set(runs)):
-        raise NotImplementedError(
-            "tokens with bidirectional attention have others between them, which shared-prefix attention does not "
-            "support; train this model with sharing='repeated'."
-        )
-    return bool(runs)
-
-
-# The interface of attention backends.
-#
-# Legend: T packed tokens, S of them that run (all but the prefilled tokens), H query heads, K key/value heads (H is a
-# multiple of K), D head size.
-
 Attend = Callable[[Tensor, Tensor, Tensor, SharedPrefixLayout, AttentionRule], Tensor]
 """(query [1, H, S, D], key [1, K, T, D], value [1, K, T, V], layout, rule) -> output [1, S, H, V], differentiable."""
 
 Refusal = Callable[[Tensor, Tensor, Tensor, AttentionRule], str | None]
-"""Why a backend cannot serve these tensors under this rule, with the remedy, or None if it can."""
+"""Why a backend cannot serve these tensors under this rule, with the remedy; None if it can."""
 
 Preference = Callable[[Tensor, Tensor, Tensor, AttentionRule], "int | None"]
-"""Priority of a backend under `auto` for these tensors; the highest that does not refuse runs. None: never."""
+"""Priority of a backend under `auto` for these tensors, or None for never; the highest that can serve them runs."""
 
 Choice = Callable[[Tensor, Tensor, Tensor, AttentionRule, bool, SharedPrefixLayout], "Backend"]
 """(query, key, value, rule, inside a compiled layer, layout) -> the backend to run."""
@@ -180,7 +173,7 @@ class Backend:
         name: As passed to `shared_prefix(model, backend=...)`.
         attend: The computation.
         refusal: Says why it cannot serve given tensors.
-        max_depth: Maximum depth of a forest: 1 for prompts with rollouts; None for no limit.
+        max_depth: Maximum depth of a forest: 1 for prompts with rollouts; no limit if None.
         takes_prefilled: Whether it runs rows with prefilled tokens (`SharedPrefixLayout.num_prefilled`).
         in_compiled_layers: Whether it runs inside layers compiled by torch.compile.
         preference: Its priority under `auto`; by default never chosen.
@@ -231,7 +224,7 @@ class Backend:
         return self.attend(query, key, value, layout, rule)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> None:
-        """Refuse what the backend cannot run.
+        """Check that the backend can run these tensors.
 
         Raises:
             ValueError: If the row and the layout differ in tokens, or the forest is deeper than the backend can run.
@@ -263,11 +256,6 @@ def needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-# The oracle: attention over a packed row with a dense mask. Simple and slow; all backends are tested against it.
-#
-# Legend: T packed tokens, S of them that run, H query heads, K key/value heads, D head size.
-
-
 def dense_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.device) -> Tensor:
     """Which token (row) sees which (column), shape [S, T], bool."""
     tokens = torch.arange(layout.num_tokens, device=device)
@@ -275,7 +263,7 @@ def dense_mask(layout: SharedPrefixLayout, rule: AttentionRule, device: torch.de
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule) -> Tensor:
-    """Softmax attention under the layout's dense mask, in float32 or wider.
+    """Softmax attention under the layout's dense mask, in float32 or wider: simple and slow, the reference.
 
     Args:
         query: Shape [1, H, S, D].

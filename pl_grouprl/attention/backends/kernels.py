@@ -1,4 +1,8 @@
-"""The cascade's two primitives, variable-length attention forward and backward, for each device."""
+"""The cascade's two primitives, variable-length attention forward and backward, for each device.
+
+Legend: Q query tokens of a call, M key tokens of a call, H query heads, K key/value heads (H is a multiple of K),
+D head size of queries and keys, E head size of values; in dense batches, R runs of N queries and M keys each.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-
-# Variable-length attention calls, and the interface of kernels that run them.
-#
-# Legend: Q query tokens of a call, M key tokens of a call, H query heads, K key/value heads (H is a multiple of K),
-# D head size of queries and keys, E head size of values.
 
 _Made = TypeVar("_Made")
 
@@ -43,12 +42,9 @@ class VarlenCall:
         key_lens: Number of keys of each problem, likewise.
         causal: Whether a query sees only keys up to its position. The last query of a run is aligned with the last
             key: query i of n is at key i + m - n of m, and m >= n. Otherwise each query sees all keys.
-        window: Maximum number of keys that a query of a causal call sees, including its own; None for no limit.
+        window: Maximum number of keys that a query of a causal call sees, including its own; no limit if None.
         queries: The tokens of the packed row that query, problem by problem. No token queries twice.
         keys: The tokens whose keys and values they attend to, likewise; a token may be in several problems.
-
-    Raises:
-        ValueError: If the lengths do not match, or a window is below 1 or given without `causal`.
     """
 
     query_lens: tuple[int, ...]
@@ -58,21 +54,6 @@ class VarlenCall:
     queries: Index = field(default_factory=lambda: slice(None), compare=False)
     keys: Index = field(default_factory=lambda: slice(None), compare=False)
     _memo: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if len(self.query_lens) != len(self.key_lens):
-            raise ValueError(
-                f"query_lens has {len(self.query_lens)} runs and key_lens {len(self.key_lens)}; pass one run of keys "
-                "for each run of queries."
-            )
-        if min((*self.query_lens, *self.key_lens), default=1) < 1:
-            raise ValueError("query_lens or key_lens has a run without tokens; leave such a problem out of the call.")
-        if self.causal and any(m < n for n, m in zip(self.query_lens, self.key_lens, strict=True)):
-            raise ValueError("key_lens of a causal call has a run shorter than its queries; each query needs its key.")
-        if self.window is not None and not (self.causal and self.window >= 1):
-            raise ValueError(
-                f"window={self.window} with causal={self.causal}; a window is at least 1 and needs a causal call."
-            )
 
     def to(self, device: torch.device) -> VarlenCall:
         """Move the indices to a device."""
@@ -106,7 +87,7 @@ class VarlenKernel(Protocol):
     """
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """Yield queries, their output [N, H, E] and the log-sum-exp of their scores [H, N] (float32 or wider).
 
@@ -114,15 +95,7 @@ class VarlenKernel(Protocol):
         """
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenCall,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
         """Yield queries, keys and gradients of query [N, H, D], key [M, K, D] and value [M, K, E], to be added up.
 
@@ -151,12 +124,9 @@ def head_multiple(query: Tensor) -> int:
     return CUDA_HEAD_MULTIPLE if query.is_cuda else 1
 
 
-# A variable-length call as a few dense batches, for kernels without variable lengths.
-#
-# Short runs of similar sizes are padded into one batch. Long runs that need a mask are cut into pieces of queries with
-# the keys they see, so work grows with queries times window.
-#
-# Legend: R runs of a batch, N queries of each, M keys of each, H heads of a packed tensor, D head size.
+# A variable-length call as a few dense batches, for kernels without variable lengths: short runs of similar sizes are
+# padded into one batch; long runs that need a mask are cut into pieces of queries with the keys they see, so work grows
+# with queries times window.
 
 SHORT = {"cpu": 64, "cuda": 128}
 """Runs of up to this many queries are padded into one batch per size.
@@ -236,7 +206,7 @@ class Block:
         plain_causal: Whether query i sees exactly the keys up to i, without a mask.
         last_keys: Index of the last key that each query sees, shape [R, N], or [1, N] if it is the same in all runs;
             None if no mask is needed.
-        window: Maximum number of keys that a query sees, including its own, if a mask is needed; None for no limit.
+        window: Maximum number of keys that a query sees, including its own, if a mask is needed; no limit if None.
     """
 
     queries: Runs
@@ -256,18 +226,6 @@ class Block:
         hidden = distance < 0
         return hidden if self.window is None else hidden | (distance >= self.window)
 
-    def cut(self, rows: int) -> Iterator[Block]:
-        """Cut this block into pieces of at most `rows` queries; a padded batch stays whole."""
-        assert not self.plain_causal
-        if self.queries.count > 1:
-            yield self
-            return
-        for start in range(0, self.queries.length, rows):
-            stop = min(start + rows, self.queries.length)
-            queries = Runs.one(_part(self.queries.tokens, start, stop))
-            last_keys = None if self.last_keys is None else self.last_keys[:, start : start + rows]
-            yield Block(queries, self.keys, last_keys=last_keys, window=self.window)
-
 
 def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
     """Plan a call as dense batches, once per call and device.
@@ -277,7 +235,30 @@ def dense_blocks(call: VarlenCall, device: torch.device, plain_causal: bool) -> 
         device: Device of the indices.
         plain_causal: Whether the kernel runs causal runs of equal lengths without a mask.
     """
-    return call.memo(("blocks", device, plain_causal), lambda: _plan(call, device, plain_causal))
+
+    def plan() -> list[Block]:
+        blocks: list[Block] = []
+        batches: dict[tuple[int, int, bool], list[_Piece]] = {}
+        for piece in _pieces(call, plain_causal):
+            if piece.num_queries > SHORT.get(device.type, SHORT["cuda"]) or piece.num_keys > MANY_KEYS:
+                blocks.append(_unpadded(piece, call, device))
+                continue
+            size = 1 << (piece.num_queries - 1).bit_length()
+            size = min(size, -(-piece.num_queries // 16) * 16)  # 33 to 48 tokens are padded to 48, not 64
+            step = max(16, (1 << (piece.num_keys - 1).bit_length()) // 4)  # rounds up by at most a quarter
+            num_keys = size if piece.plain_causal else -(-piece.num_keys // step) * step
+            batches.setdefault((size, num_keys, piece.plain_causal), []).append(piece)
+        for (num_queries, num_keys, _), pieces in batches.items():
+            most = max(1, BATCH // (num_queries * num_keys))
+            for start in range(0, len(pieces), most):
+                batch = pieces[start : start + most]
+                if len(batch) == 1:
+                    blocks.append(_unpadded(batch[0], call, device))
+                else:
+                    blocks.append(_padded(batch, num_queries, num_keys, call, device))
+        return blocks
+
+    return call.memo(("blocks", device, plain_causal), plan)
 
 
 class _Piece(NamedTuple):
@@ -290,57 +271,33 @@ class _Piece(NamedTuple):
     plain_causal: bool
 
 
-def _plan(call: VarlenCall, device: torch.device, plain_causal: bool) -> list[Block]:
-    blocks: list[Block] = []
-    batches: dict[tuple[int, int, bool], list[_Piece]] = {}
-    for piece in _pieces(call, plain_causal):
-        if piece.num_queries <= SHORT.get(device.type, SHORT["cuda"]) and piece.num_keys <= MANY_KEYS:
-            size = 1 << (piece.num_queries - 1).bit_length()
-            size = min(size, -(-piece.num_queries // 16) * 16)  # 33 to 48 tokens are padded to 48, not 64
-            num_keys = size if piece.plain_causal else _rounded_up(piece.num_keys)
-            batches.setdefault((size, num_keys, piece.plain_causal), []).append(piece)
-        else:
-            blocks.append(_single(piece, call, device))
-    for (num_queries, num_keys, _), pieces in batches.items():
-        most = max(1, BATCH // (num_queries * num_keys))
-        for start in range(0, len(pieces), most):
-            batch = pieces[start : start + most]
-            alone = len(batch) == 1
-            blocks.append(
-                _single(batch[0], call, device) if alone else _padded(batch, num_queries, num_keys, call, device)
-            )
-    return blocks
-
-
 def _pieces(call: VarlenCall, plain_causal: bool) -> Iterator[_Piece]:
-    query_starts, key_starts = accumulate(call.query_lens, initial=0), accumulate(call.key_lens, initial=0)
-    for query_start, key_start, n, m in zip(query_starts, key_starts, call.query_lens, call.key_lens, strict=False):
+    query_start = key_start = 0
+    for n, m in zip(call.query_lens, call.key_lens, strict=True):
         window = m if call.window is None else min(call.window, m)
         if not call.causal or (plain_causal and n == m == window):
             yield _Piece(query_start, n, key_start, m, call.causal)
-            continue
-        for start in range(0, n, PIECE):
-            stop = min(start + PIECE, n)
-            first = max(0, start + m - n - window + 1)
-            yield _Piece(query_start + start, stop - start, key_start + first, stop + m - n - first, False)
+        else:
+            for start in range(0, n, PIECE):
+                stop = min(start + PIECE, n)
+                first = max(0, start + m - n - window + 1)
+                yield _Piece(query_start + start, stop - start, key_start + first, stop + m - n - first, False)
+        query_start, key_start = query_start + n, key_start + m
 
 
-def _single(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
-    queries = Runs.one(_joined(_part(call.queries, piece.query_start, piece.query_start + piece.num_queries)))
-    keys = Runs.one(_joined(_part(call.keys, piece.key_start, piece.key_start + piece.num_keys)))
+def _unpadded(piece: _Piece, call: VarlenCall, device: torch.device) -> Block:
+    def run(tokens: Index, start: int, length: int) -> Runs:
+        part = _part(tokens, start, start + length)
+        if isinstance(part, Tensor) and bool((part.diff() == 1).all()):
+            part = slice(int(part[0]), int(part[-1]) + 1)
+        return Runs.one(part)
+
+    queries = run(call.queries, piece.query_start, piece.num_queries)
+    keys = run(call.keys, piece.key_start, piece.num_keys)
     if not call.causal or piece.plain_causal:
         return Block(queries, keys, plain_causal=piece.plain_causal)
     last_keys = torch.arange(piece.num_keys - piece.num_queries, piece.num_keys, device=device)[None]
     return Block(queries, keys, last_keys=last_keys, window=call.effective_window)
-
-
-def largest_piece(call: VarlenCall, device: torch.device) -> Block:
-    """A piece as large as any of a causal call; the lower right corner of its mask contains all others' masks."""
-    num_queries = min(PIECE, max(call.query_lens))
-    num_keys = max(call.key_lens)
-    if call.window is not None:
-        num_keys = min(num_keys, num_queries + call.window - 1)
-    return _single(_Piece(0, num_queries, 0, num_keys, False), call, device)
 
 
 def _padded(pieces: list[_Piece], num_queries: int, num_keys: int, call: VarlenCall, device: torch.device) -> Block:
@@ -374,97 +331,84 @@ def _padded_runs(tokens: Index, runs: Sequence[tuple[int, int]], size: int, devi
 
 
 def _part(tokens: Index, start: int, stop: int) -> Index:
-    """Some of the tokens."""
     if isinstance(tokens, slice):
         first = tokens.start or 0
         return slice(first + start, first + stop)
     return tokens[start:stop]
 
 
-def _joined(tokens: Index) -> Index:
-    """As a slice if they follow each other."""
-    if isinstance(tokens, slice) or not bool((tokens.diff() == 1).all()):
-        return tokens
-    return slice(int(tokens[0]), int(tokens[-1]) + 1)
-
-
-def _rounded_up(num_keys: int) -> int:
-    """Round up by at most a quarter, so runs of similar sizes share a batch."""
-    step = max(16, (1 << (num_keys - 1).bit_length()) // 4)
-    return -(-num_keys // step) * step
-
-
-# Attention forward and backward in plain PyTorch: any device and dtype, another head size for values, capped scores.
-#
-# Legend: R runs of a batch, N queries of each, M keys of each, H query heads, K key/value heads, G = H / K, D head size
-# of queries and keys, E head size of values.
-
 MAX_SCORES = 2**24
-"""Approximate limit on the number of scores in memory at a time."""
+"""Approximate limit on the number of the eager kernel's scores in memory at a time."""
 
 
 @dataclass(frozen=True)
 class EagerKernel:
-    """Matrix products and exponentials in float32 or wider.
+    """Matrix products and exponentials in float32 or wider: any device and dtype, and another head size for values.
 
     Attributes:
+        scale: Multiplies the scores.
         softcap: If set, a score s becomes softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118, sec. 2).
     """
 
+    scale: float
     softcap: float | None = None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """See `VarlenKernel.forward`."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        for block in _blocks(query, call):
-            with _without_autocast(query):
+        for block in self.blocks(query, call):
+            # Autocast would round the factors of matrix products.
+            with torch.autocast(query.device.type, enabled=False):
                 keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
                 queries = _fold(block.queries.take(query).to(wide), keys.shape[1])
-                scores, _ = self._scores(queries, keys, block, query.shape[1], scale)
+                scores, _ = self._scores(queries, keys, block, query.shape[1])
                 part_lse = scores.logsumexp(-1, keepdim=True)
                 part = scores.sub_(part_lse).exp_() @ values
                 out, lse = _unfold(part, query.shape[1]), _unfold(part_lse, query.shape[1])[..., 0]
             yield block.queries.tokens, block.queries.flat(out).to(query.dtype), block.queries.flat_lse(lse)
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenCall,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
         """See `VarlenKernel.backward`."""
         wide = torch.promote_types(query.dtype, torch.float32)
         heads, kv_heads = query.shape[1], key.shape[1]
-        for block in _blocks(query, call):
-            with _without_autocast(query):
+        for block in self.blocks(query, call):
+            with torch.autocast(query.device.type, enabled=False):
                 keys, values = (block.keys.take(tensor).to(wide) for tensor in (key, value))
                 queries = _fold(block.queries.take(query).to(wide), kv_heads)
                 grads = block.queries.take(grad, blank=True).to(wide)
                 delta = _fold((grads * block.queries.take(out)).sum(-1, keepdim=True), kv_heads)
                 grads = _fold(grads, kv_heads)
-                scores, slope = self._scores(queries, keys, block, heads, scale)
+                scores, slope = self._scores(queries, keys, block, heads)
                 weights = scores.sub_(_fold(block.queries.take_lse(lse)[..., None], kv_heads)).exp_()
                 grad_scores = (grads @ values.mT).sub_(delta).mul_(weights)
                 if slope is not None:
                     grad_scores.mul_(slope)
-                for_query = _unfold((grad_scores @ keys).mul_(scale), heads)
-                for_key = (grad_scores.mT @ queries).mul_(scale)
+                for_query = _unfold((grad_scores @ keys).mul_(self.scale), heads)
+                for_key = (grad_scores.mT @ queries).mul_(self.scale)
                 for_value = weights.mT @ grads
             flat_key, flat_value = block.keys.flat(for_key), block.keys.flat(for_value)
             yield block.queries.tokens, block.keys.tokens, block.queries.flat(for_query), flat_key, flat_value
 
-    def _scores(
-        self, queries: Tensor, keys: Tensor, block: Block, heads: int, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def blocks(self, query: Tensor, call: VarlenCall) -> Iterator[Block]:
+        """The blocks of a call, cut by queries to about `MAX_SCORES` scores at most; padded batches stay whole."""
+        for block in dense_blocks(call, query.device, plain_causal=False):
+            if block.queries.count > 1:
+                yield block
+                continue
+            rows = max(1, MAX_SCORES // (query.shape[1] * block.keys.length))
+            for start in range(0, block.queries.length, rows):
+                stop = min(start + rows, block.queries.length)
+                queries = Runs.one(_part(block.queries.tokens, start, stop))
+                last_keys = None if block.last_keys is None else block.last_keys[:, start : start + rows]
+                yield Block(queries, block.keys, last_keys=last_keys, window=block.window)
+
+    def _scores(self, queries: Tensor, keys: Tensor, block: Block, heads: int) -> tuple[Tensor, Tensor | None]:
         """Scores of a block, minus infinity where hidden, and the cap's slope, if any: [R, K, G * N, M] each."""
-        scores = queries @ keys.mT * scale  # a copy: selective checkpointing may have saved the product
+        scores = queries @ keys.mT * self.scale  # a copy: selective checkpointing may have saved the product
         slope = None
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_()
@@ -477,19 +421,8 @@ class EagerKernel:
         return scores, slope
 
 
-def _without_autocast(query: Tensor) -> torch.autocast:
-    """Disable autocast, which would round the factors of matrix products."""
-    return torch.autocast(query.device.type, enabled=False)
-
-
-def _blocks(query: Tensor, call: VarlenCall) -> Iterator[Block]:
-    """Blocks of queries and keys, cut to about `MAX_SCORES` scores at most; padded batches stay whole."""
-    for block in dense_blocks(call, query.device, plain_causal=False):
-        yield from block.cut(max(1, MAX_SCORES // (query.shape[1] * block.keys.length)))
-
-
 def _fold(batch: Tensor, kv_heads: int) -> Tensor:
-    """[R, H, N, D] -> [R, K, G * N, D]: the queries of all heads that share a key/value head as one run."""
+    """[R, H, N, D] -> [R, K, G * N, D]: the queries of the G heads that share a key/value head as one run."""
     return batch.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
@@ -498,33 +431,29 @@ def _unfold(batch: Tensor, heads: int) -> Tensor:
     return batch.unflatten(2, (heads // batch.shape[1], -1)).flatten(1, 2)
 
 
-# The primitives on CPU: PyTorch's flash attention for CPU, one dense batch at a time.
-
-
+@dataclass(frozen=True)
 class CPUKernel:
-    """PyTorch's flash attention for CPU; float32, float64 and bfloat16, one head size for queries, keys and values."""
+    """PyTorch's flash attention for CPU, one dense batch at a time: float32, float64, bfloat16, and one head size.
+
+    Attributes:
+        scale: Multiplies the scores.
+    """
+
+    scale: float
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """See `VarlenKernel.forward`."""
         for block in dense_blocks(call, query.device, plain_causal=True):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 block.queries.take(query), block.keys.take(key), block.keys.take(value),
-                0.0, block.plain_causal, attn_mask=_mask(block, call, query.dtype), scale=scale,
+                0.0, block.plain_causal, attn_mask=_mask(block, call, query.dtype), scale=self.scale,
             )  # fmt: skip
             yield block.queries.tokens, block.queries.flat(out), block.queries.flat_lse(lse)
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenCall,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
         """See `VarlenKernel.backward`."""
         for block in dense_blocks(call, query.device, plain_causal=True):
@@ -532,87 +461,92 @@ class CPUKernel:
             for_query, for_key, for_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 queries.take(grad, blank=True), queries.take(query), keys.take(key), keys.take(value),
                 queries.take(out), queries.take_lse(lse),
-                0.0, block.plain_causal, attn_mask=_mask(block, call, query.dtype), scale=scale,
+                0.0, block.plain_causal, attn_mask=_mask(block, call, query.dtype), scale=self.scale,
             )  # fmt: skip
             yield queries.tokens, keys.tokens, queries.flat(for_query), keys.flat(for_key), keys.flat(for_value)
 
 
 def _mask(block: Block, call: VarlenCall, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask of a block's scores, shape [R or 1, 1, N, M]: minus infinity where a key is hidden.
-
-    All unpadded runs share one mask, because the last query of each is aligned with its last key.
-    """
+    """Additive mask of a block's scores, shape [R or 1, 1, N, M]: minus infinity where a key is hidden."""
     if block.last_keys is None:
         return None
-    if block.queries.count > 1:
-        return call.memo(("mask", id(block), dtype), lambda: _additive_mask(block.hidden(), dtype))
     device = block.last_keys.device
-    corner = call.memo(("mask", dtype), lambda: _additive_mask(largest_piece(call, device).hidden(), dtype))
+
+    def additive(block: Block) -> Tensor:
+        hidden = block.hidden()
+        assert hidden is not None
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+    if block.queries.count > 1:
+        return call.memo(("mask", id(block), dtype), lambda: additive(block))
+
+    def largest_piece() -> Tensor:
+        num_queries, num_keys = min(PIECE, max(call.query_lens)), max(call.key_lens)
+        if call.window is not None:
+            num_keys = min(num_keys, num_queries + call.window - 1)
+        return additive(_unpadded(_Piece(0, num_queries, 0, num_keys, False), call, device))
+
+    # All unpadded runs share one mask, because the last query of each is aligned with its last key.
+    corner = call.memo(("mask", dtype), largest_piece)
     return corner[..., -block.queries.length :, -block.keys.length :]
 
 
-def _additive_mask(hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
-    assert hidden is not None
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
-# The primitives on CUDA: FlashAttention, which natively supports variable lengths, causal runs and windows.
-
-
+@dataclass(frozen=True)
 class CUDAKernel:
-    """FlashAttention as shipped with PyTorch or replaced by `torch.nn.attention.activate_flash_attention_impl`.
+    """FlashAttention, which natively supports variable lengths, causal runs and windows.
 
-    FlashAttention-3 ("FA3", on Hopper GPUs, from the package `flash_attn_interface`) registers itself for the same two
-    operators; it raises on GPUs it does not support.
+    As shipped with PyTorch or replaced by `torch.nn.attention.activate_flash_attention_impl`. FlashAttention-3 ("FA3",
+    on Hopper GPUs, from the package `flash_attn_interface`) registers itself for the same two operators; it raises on
+    GPUs it does not support.
 
     Both versions take bfloat16 and float16, with one head size for queries, keys and values: a multiple of 8 up to 256.
+
+    Attributes:
+        scale: Multiplies the scores.
     """
 
+    scale: float
+
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Tensor, Tensor]]:
         """See `VarlenKernel.forward`."""
         query, key, value = take(query, call.queries), take(key, call.keys), take(value, call.keys)
         cu_query, cu_key = call.cumulative(query.device)
+        causal, window = _flash_options(call)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, cu_query, cu_key, max(call.query_lens), max(call.key_lens),
-            0.0, _plain_causal(call), False, scale=scale, **_window(call),
+            0.0, causal, False, scale=self.scale, **window,
         )  # fmt: skip
         yield call.queries, out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: VarlenCall,
-        scale: float,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
         """See `VarlenKernel.backward`."""
         grad, query, out = (take(tensor, call.queries) for tensor in (grad, query, out))
         key, value = take(key, call.keys), take(value, call.keys)
         lse = lse[:, call.queries] if isinstance(call.queries, slice) else lse.index_select(1, call.queries)
-        cu_query, cu_key = call.cumulative(query.device)
-        random_state, unused = call.memo(("random_state", query.device), lambda: _no_dropout(query.device))
+        device = query.device
+        cu_query, cu_key = call.cumulative(device)
+        random_state, unused = call.memo(
+            ("random_state", device),
+            lambda: (torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)),
+        )
+        causal, window = _flash_options(call)
         grads = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse.contiguous(), cu_query, cu_key, max(call.query_lens), max(call.key_lens),
-            0.0, _plain_causal(call), random_state, unused, scale=scale, **_window(call),
+            0.0, causal, random_state, unused, scale=self.scale, **window,
         )  # fmt: skip
         yield call.queries, call.keys, *grads
 
 
-def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+def _flash_options(call: VarlenCall) -> tuple[bool, dict[str, int]]:
+    """Whether the call is causal without a window, and its window.
 
-
-def _plain_causal(call: VarlenCall) -> bool:
-    return call.causal and call.effective_window is None
-
-
-def _window(call: VarlenCall) -> dict[str, int]:
-    """FlashAttention counts the keys to the left of a query's own, and aligns the last query with the last key."""
+    FlashAttention counts the keys to the left of a query's own, and aligns the last query with the last key.
+    """
     window = call.effective_window
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    if window is None:
+        return call.causal, {}
+    return False, {"window_size_left": window - 1, "window_size_right": 0}

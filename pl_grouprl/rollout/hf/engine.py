@@ -340,7 +340,7 @@ class HFRolloutEngine:
             ValueError: If no model is bound, the request is invalid (`engine.check_request`,
                 `media.inputs.check_prompt_media`), stop strings are given without a tokenizer, a layer's state cannot
                 be copied (`kv_cache.gather_cache`), or the model's decoding differs from its scoring
-                (`checks.decoding_check.check_decoding`, in the first call for a model).
+                (`checks.sampling.check_decoding`, in the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
         if self.model is None:
@@ -446,7 +446,7 @@ class HFRolloutEngine:
         inside it.
 
         Prompts with images or videos are encoded from the start. So are all prompts of a model that does not continue
-        its cache exactly (`checks.decoding_check.continues_exactly`), or takes too few tokens to check that.
+        its cache exactly (`checks.sampling.continues_exactly`), or takes too few tokens to check that.
 
         The caches belong to this object; a copy of the engine starts without any.
 
