@@ -343,27 +343,21 @@ class FSDP1Support(ShardedSupport):
 
     def check(self, module: LightningModule) -> None:
         """Reject what FSDP1 cannot do; see `StrategySupport.check`."""
+        if not self.trainer.strategy.kwargs.get("use_orig_params", True):  # type: ignore[attr-defined]
+            raise ValueError("FSDPStrategy has use_orig_params=False, which rules out parameter groups; omit it.")
         budget = getattr(module, "max_tokens_per_micro_batch", None)
         warm_up = getattr(module, "critic_warmup_steps", 0)
-        has_adapter = getattr(getattr(module, "policy_source", None), "adapter", None) is not None
-        kwargs: dict[str, Any] = self.trainer.strategy.kwargs  # type: ignore[attr-defined]
-        instead = "use ModelParallelStrategy (strategy/fsdp2.yaml)"
-        if not kwargs.get("use_orig_params", True):
-            raise ValueError("FSDPStrategy has use_orig_params=False, which rules out parameter groups; omit it.")
-        if budget is not None:
-            raise ValueError(
-                f"max_tokens_per_micro_batch is {budget} under FSDPStrategy, which runs a step's backward in one pass; "
-                f"omit it, or {instead}."
-            )
-        if warm_up:
-            raise ValueError(
-                f"critic_warmup_steps is {warm_up} under FSDPStrategy, which cannot save an optimizer that has not "
-                f"stepped all parameters; set it to 0, or {instead}."
-            )
-        if has_adapter:
-            raise ValueError(
-                f"policy has an adapter, whose frozen base FSDPStrategy cannot leave out of checkpoints; {instead}."
-            )
+        adapter = getattr(getattr(module, "policy_source", None), "adapter", None)
+        for name, value, why in (
+            ("max_tokens_per_micro_batch", budget, "runs a step's backward in one pass"),
+            ("critic_warmup_steps", warm_up, "cannot save an optimizer that has not stepped all parameters"),
+            ("policy's adapter", adapter, "cannot leave its frozen base out of checkpoints"),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name} is {value} under FSDPStrategy, which {why}; omit it, or use ModelParallelStrategy "
+                    "(strategy/fsdp2.yaml)."
+                )
         super().check(module)
 
     def shard(self, module: LightningModule) -> None:

@@ -37,7 +37,7 @@ def checkpoint_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
     separate adapter see `base_weights` and `adapter_weights`.
 
     Args:
-        model: A transformers model, with or without PEFT layers, or a `PeftModel`.
+        model: A transformers model, not quantized, with or without PEFT layers, or a `PeftModel`.
         weights: Names, as in `model.named_parameters()`, and whole values of all parameters and persistent buffers, on
             any device. A tied weight comes once. The weights of a module are consecutive, and must not change until the
             last of them was read. They are not modified.
@@ -46,8 +46,8 @@ def checkpoint_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
         Name and detached value. Each may be released when the next is requested.
 
     Raises:
-        ValueError: Before reading, if the model is quantized or transformers cannot reverse its form; while reading, if
-            a weight of the stream is missing, repeated, or not in the model.
+        ValueError: Before reading, if transformers cannot reverse the model's form; while reading, if a weight of the
+            stream is missing, repeated, or not in the model.
         TypeError: If PEFT wrapped modules in a way that cannot be merged.
         RuntimeError: If weights are tied but not declared as tied by its class.
     """
@@ -353,18 +353,12 @@ def _in_checkpoint_form(model: Any, names: Iterable[str], weights: Iterator[Name
         weights: The stream.
 
     Raises:
-        ValueError: At once, if the model is quantized or its form cannot be reversed; or while reading, if the form of
-            a weight cannot.
+        ValueError: At once, if the model's form cannot be reversed; or while reading, if the form of a weight cannot.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
     owner = type(model).__name__
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(
-            f"{owner} is quantized (quantization_config), so its weights are not those of a checkpoint; load it "
-            "without quantization."
-        )
     conversions = internals.weight_conversions(model)
     if conversions is None:
         # As in `revert_weight_conversion`: a model that was not loaded from a checkpoint is saved without prefixes.

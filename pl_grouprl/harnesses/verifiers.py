@@ -267,17 +267,12 @@ class _TaskReward(EnvironmentReward):
 
 def _messages(task: Any) -> Messages:
     """The messages that open a task's episode, only for display and length checks: the harness makes its own."""
-    if task.prompt is None:
-        raise ValueError(
-            f"task {task.name or task.idx!r} has no prompt, because its user opens the conversation; Verifiers needs "
-            "tasks with a prompt."
-        )
     opening = [] if task.system_prompt is None else [{"role": "system", "content": task.system_prompt}]
     if isinstance(task.prompt, str):
         return [*opening, {"role": "user", "content": task.prompt}]
-    messages = [message.model_dump(exclude_none=True) for message in task.prompt]
-    if any(not isinstance(message["content"], str) for message in messages):
-        raise ValueError(f"task {task.name or task.idx!r} has a prompt with parts, such as images; it must be text.")
+    messages = [message.model_dump(exclude_none=True) for message in task.prompt or ()]
+    if not messages or any(not isinstance(message["content"], str) for message in messages):
+        raise ValueError(f"task {task.name or task.idx!r} opens without a prompt of text, which Verifiers needs.")
     return [*opening, *messages]
 
 
@@ -293,18 +288,12 @@ def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
     """
     from pydantic import ValidationError
     from verifiers.v1.configs.agent import agent_config_fields
-    from verifiers.v1.utils.loaders import resolve_env_config, taskset_class
+    from verifiers.v1.utils.loaders import resolve_env_config
 
     try:
-        taskset_class(taskset)
-    except (ModuleNotFoundError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"Verifiers.taskset is {taskset!r}, which the library verifiers cannot load ({error}); install its package."
-        ) from error
-    try:
         read = resolve_env_config({**config, "taskset": {**(config.get("taskset") or {}), "id": taskset}})
-    except (ValidationError, ModuleNotFoundError, TypeError) as error:
-        raise ValueError(f"Verifiers.config is rejected by the library verifiers: {error}") from error
+    except (ValidationError, ModuleNotFoundError, TypeError, AttributeError) as error:
+        raise ValueError(f"Verifiers({taskset!r}) is rejected by the library verifiers: {error}") from error
     for name, agent in agent_config_fields(read).items():
         if agent.client is None and agent.sampling is not None:
             raise ValueError(

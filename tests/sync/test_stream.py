@@ -330,10 +330,6 @@ def test_refusals_come_before_anything_is_read():
         TypeError, match=r"TrainableTokensWrapper of PEFT at 'model.embed_tokens' can neither be merged"
     ):
         checkpoint_weights(tokens, never())
-    quantized = tiny_model()
-    quantized.hf_quantizer = object()
-    with pytest.raises(ValueError, match=r"is quantized \(quantization_config\), so its weights are not those of a ch"):
-        checkpoint_weights(quantized, never())
 
 
 def test_a_form_that_cannot_be_reversed():

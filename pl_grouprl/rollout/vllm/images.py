@@ -44,7 +44,8 @@ def media_engine_args(model: Any) -> dict[str, Any]:
         Arguments; none for text models.
 
     Raises:
-        ValueError: If vLLM cannot run such a model without its processor, or cannot import it.
+        ValueError: If vLLM cannot run such a model without its processor.
+        ImportError: If vLLM cannot import the model.
     """
     model = base_of(model)
     family = model.config.model_type
@@ -57,13 +58,7 @@ def media_engine_args(model: Any) -> dict[str, Any]:
         )
     from pl_grouprl.rollout.vllm.image_models import register
 
-    try:
-        architecture = register(_ARCHITECTURES[family], images=family in _WITH_IMAGES)
-    except ImportError as error:
-        raise ValueError(
-            f"vLLM cannot import its model {_ARCHITECTURES[family]}: {error}. Install what is missing (vLLM's models "
-            f"that read images need torchvision), or {_ELSEWHERE}."
-        ) from error
+    architecture = register(_ARCHITECTURES[family], images=family in _WITH_IMAGES)
     tied = {"tie_word_embeddings": bool(model.config.tie_word_embeddings)}  # vLLM only reads the text config's
     return {"hf_overrides": {"architectures": [architecture], "text_config": tied}, "mm_processor_cache_gb": 0}
 
@@ -80,8 +75,7 @@ def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModal
         media: Its images; see `Media`.
 
     Raises:
-        ValueError: If the media are not only images, the model's images are not supported, or placeholders and images
-            do not match.
+        ValueError: If the media are not only images, or placeholders and images do not match.
     """
     from vllm.inputs.engine import mm_input, tokens_input
     from vllm.multimodal.inputs import PlaceholderRange
@@ -92,11 +86,6 @@ def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModal
     if not media:
         return tokens_input(tokens)
     config = base_of(model).config
-    if config.model_type not in _WITH_IMAGES:
-        raise ValueError(
-            f"images for vLLM are not supported with models of the family {config.model_type}, only with "
-            f"{', '.join(_WITH_IMAGES)}; {_ELSEWHERE}."
-        )
     others = sorted(name for name in media if name not in _IMAGES and not is_per_token(name))
     if others:
         raise ValueError(

@@ -233,19 +233,6 @@ def test_families_that_vllm_cannot_be_started_with(monkeypatch):
         media_engine_args(model)
 
 
-def test_a_model_that_vllm_cannot_import(monkeypatch):
-    from vllm.model_executor.models import ModelRegistry
-
-    class Broken:
-        def load_model_cls(self):
-            raise ModuleNotFoundError("No module named 'torchvision'")
-
-    monkeypatch.delitem(ModelRegistry.models, "PreprocessedQwen3VLForConditionalGeneration", raising=False)
-    monkeypatch.setitem(ModelRegistry.models, "Qwen3VLForConditionalGeneration", Broken())
-    with pytest.raises(ValueError, match="cannot import its model Qwen3VLForConditionalGeneration: No module"):
-        media_engine_args(tiny_vision_model("qwen3_vl"))
-
-
 def test_patches_without_images_are_refused():
     with pytest.raises(ValueError, match="whose products add up to the patches"):
         image_items({"pixel_values": torch.zeros(3, 4), "image_grid_thw": torch.tensor([[1, 2, 2]])})
