@@ -51,7 +51,7 @@ class ControlTokens:
 
     Args:
         tokenizer: A transformers tokenizer.
-        template: The chat template; None is the tokenizer's. In results of tools, added tokens that are not special,
+        template: The chat template; by default the tokenizer's. In results of tools, added tokens that are not special,
             such as `</tool_response>`, are text as well if the template writes them.
         split: Whether to do anything; otherwise control tokens in text act as such.
     """
@@ -93,7 +93,7 @@ class ControlTokens:
         return text.replace(MARK, self._mark_text)
 
     def kept(self, token_ids: Sequence[int], text: str) -> list[bool]:
-        """Which tokens of `with_tokens(text)` are those of the text."""
+        """Which tokens of `with_tokens(text)` belong to the text."""
         found = re.findall(f"{re.escape(MARK)}|{re.escape(self._mark_text)}", text) if MARK in text else ()
         marks = iter([one == MARK for one in found])
         return [token != self._mark_id or not next(marks, False) for token in token_ids]
@@ -110,7 +110,7 @@ class ControlTokens:
 
 
 def _any_of(texts: Any) -> re.Pattern[str]:
-    """Matches any of these texts; those of one character cannot be broken."""
+    """Matches any of these texts; a single character cannot be broken."""
     longest_first = sorted({text for text in texts if len(text) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -144,10 +144,8 @@ def read_template(chat_template: str) -> str:
     if chat_template not in builtin and ("{{" in chat_template or "{%" in chat_template):
         return chat_template
     if not path.is_file():
-        raise ValueError(
-            f"chat_template is {chat_template!r}, which is neither a file, nor a Jinja template (it has no "
-            f"'{{{{' or '{{%'), nor a built-in one: {', '.join(sorted(builtin))}."
-        )
+        names = ", ".join(sorted(builtin))
+        raise ValueError(f"chat_template is {chat_template!r}; pass a file, the text of a template, or one of {names}.")
     return path.read_text(encoding="utf-8")
 
 
@@ -206,7 +204,7 @@ class ChatFormat:
         self._dummy_prefixes: dict[str, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the worker process."""
+        """Omit the worker process."""
         return vars(self) | {"_template_parser": None}
 
     def close(self) -> None:
@@ -219,7 +217,7 @@ class ChatFormat:
         """Check that the template renders calls and results, and is prefix-preserving; else training is silently wrong.
 
         Args:
-            may_rewrite: Accept one that changes earlier messages once others follow.
+            may_rewrite: Accept a template that changes earlier messages once others follow.
 
         Raises:
             ValueError: If the template cannot be used, or no parser knows its calls; names the remedy.
@@ -265,10 +263,7 @@ class ChatFormat:
         prefix_ids = self._encode(before, add_generation_prompt=False)
         cut = len(full_ids) - len(result_ids)
         if full_ids[:cut] != prefix_ids[:cut]:
-            raise ValueError(
-                "the chat template is not prefix-preserving: it renders a turn of the model differently once a result "
-                "follows"
-            )
+            raise ValueError("the chat template is not prefix-preserving: a result changes how a turn looks")
         if full_ids[cut:] != result_ids:
             raise ValueError("the chat template renders results differently at different positions of a conversation")
 
@@ -309,7 +304,7 @@ class ChatFormat:
             tools: Schemas of the tools that the model may call.
 
         Raises:
-            ValueError: If there is no chat template, or it refuses the messages.
+            ValueError: If there is no chat template, or it rejects the messages.
         """
         return self._control.without_marks(self._render_prompt(messages, tools))
 
@@ -332,7 +327,7 @@ class ChatFormat:
             tools: Schemas of the tools that the model may call.
 
         Raises:
-            ValueError: If the template refuses the messages.
+            ValueError: If the template rejects the messages.
         """
         text = self._render_prompt(messages, tools)
         past = self.tokenizer.decode(history_ids, clean_up_tokenization_spaces=False)
@@ -353,7 +348,7 @@ class ChatFormat:
             results: Messages `{"role": "tool", "name": ..., "content": ...}`, at least one.
 
         Raises:
-            ValueError: If the chat template refuses them, or is not prefix-preserving.
+            ValueError: If the chat template rejects them, or is not prefix-preserving.
         """
         results = plain_data(results)
         name = results[0]["name"]
@@ -363,10 +358,7 @@ class ChatFormat:
             if token_ids[: len(prefix_ids)] == prefix_ids:
                 return token_ids[len(prefix_ids) :]
             self._dummy_prefixes.clear()  # the template may render the date, which may have changed
-        raise ValueError(
-            f"the chat template is not prefix-preserving: it renders a call of {name!r} differently once its result "
-            "follows"
-        )
+        raise ValueError(f"the chat template is not prefix-preserving: a result changes how a call of {name!r} looks")
 
     def parse(
         self, token_ids: Sequence[int], prefix_ids: Sequence[int] = (), tools: Sequence[Schema] = ()
@@ -444,11 +436,6 @@ class ChatFormat:
         return self._apply(messages, chat_template=self.source, **options)
 
     def _apply(self, messages: Messages, **options: Any) -> Any:
-        if not self.source:
-            raise ValueError(
-                "the tokenizer has no chat template; use a tokenizer that has one, set tokenizer.chat_template, or "
-                "pass chat_template"
-            )
         if self.chat_template is not None:
             options.setdefault("chat_template", self.chat_template)
         try:

@@ -74,9 +74,7 @@ class KeptPrompts:
         line += f", {self.num_truncated} truncated"
         if self.num_truncated:
             line += f" (to max_prompt_length={max_prompt_length})"
-        return line + (
-            f"; each epoch leaves out {in_no_batch} that do not fill a batch (drop_last)" if in_no_batch else ""
-        )
+        return line + (f"; each epoch omits {in_no_batch} that do not fill a batch (drop_last)" if in_no_batch else "")
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,8 @@ class LengthPolicy:
         if len(overlong) > self.max_dropped_share * len(prompts):
             shortest = min(prompt.num_tokens for prompt in prompts)
             raise ValueError(
-                f"PromptDataModule(`{split}`): {len(overlong)} of {len(prompts)} prompts are longer than "
-                f"max_prompt_length={limit} (the shortest has {shortest} tokens), more than max_dropped_share="
-                f"{self.max_dropped_share}; raise the limit or set overlong_prompts='truncate'."
+                f"PromptDataModule(`{split}`): {len(overlong)} of {len(prompts)} prompts exceed max_prompt_length="
+                f"{limit} (the shortest has {shortest} tokens), more than max_dropped_share={self.max_dropped_share}."
             )
         dropped = set(overlong)
         rows = [index for index in everything if index not in dropped]
@@ -283,9 +280,8 @@ def encode_rows(
         )
     for encoded in prompts:
         if not encoded.token_ids and not (chat.may_be_empty and encoded.prompt == EMPTY_PROMPT):
-            raise ValueError(
-                f"{encoded.where}: the prompt has no tokens; remove the row or fill its {options.prompt_column!r}."
-            )
+            column = options.prompt_column
+            raise ValueError(f"{encoded.where}: the prompt has no tokens; remove the row or fill its {column!r}.")
     return prompts
 
 
@@ -295,20 +291,13 @@ def _read_prompt(row: SourceRow, options: EncodingOptions, chat: ChatOptions) ->
     if column not in values and chat.may_be_empty:
         return [dict(message) for message in EMPTY_PROMPT]
     if column not in values:
-        raise ValueError(
-            f"{where}: no column {column!r}; the row has {sorted(values)}. Name the right one with prompt_column."
-        )
+        raise ValueError(f"{where}: no column {column!r}; set prompt_column to one of {sorted(values)}.")
     for name in ("prompts", "completions", "completion_ids"):
         if name in values and name != column:
-            raise ValueError(
-                f"{where}: the column {name!r} has the name of an argument of reward functions; rename it."
-            )
+            raise ValueError(f"{where}: column {name!r} is named like an argument of reward functions; rename it.")
     model = values.get("reward_model")
     if model is not None and not isinstance(model, Mapping):
-        raise ValueError(
-            f"{where}: column 'reward_model' is {shorten(model)}; write a mapping such as {{'ground_truth': ...}}, or "
-            "rename the column."
-        )
+        raise ValueError(f"{where}: column 'reward_model' is {shorten(model)}, not a mapping; correct or rename it.")
     references = {name: values.get(name) for name in ("ground_truth", "answer")}
     references["reward_model.ground_truth"] = (model or {}).get("ground_truth")
     for name, reference in references.items():
@@ -317,20 +306,15 @@ def _read_prompt(row: SourceRow, options: EncodingOptions, chat: ChatOptions) ->
     prompt = values[column]
     if isinstance(prompt, str):
         if chat.needs_messages is not None:
-            raise ValueError(
-                f"{where}: column {column!r} is a string, and {chat.needs_messages}; write it as messages: "
-                '[{"role": "user", "content": "..."}].'
-            )
+            raise ValueError(f"{where}: column {column!r} is a string, and {chat.needs_messages}; write messages.")
         return prompt
     are_messages = isinstance(prompt, Sequence) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         for message in prompt
     )
     if not prompt or not are_messages:
-        raise ValueError(
-            f"{where}: column {column!r} is {shorten(prompt)}; it must be a string or a list of messages, each with "
-            "'role' and 'content'."
-        )
+        wanted = "a string or a list of messages, each with 'role' and 'content'"
+        raise ValueError(f"{where}: column {column!r} is {shorten(prompt)}; it must be {wanted}.")
     messages = [dict(message) for message in prompt]
     check_contents(messages, where)
     return messages
@@ -342,9 +326,8 @@ def _check_places(row: SourceRow, prompt: str | Messages, columns: Mapping[str, 
     if tags or (not isinstance(prompt, str) and has_parts(prompt)):
         names = " and ".join(repr(name) for name in columns.values())
         raise ValueError(
-            f"{row.where}: the prompt has places for images or videos (parts of a message, or tags <image> and "
-            f"<video>), and the columns {names} are empty; put the images there, name the columns with image_column "
-            "and video_column, or remove the places."
+            f"{row.where}: the prompt has places for images or videos, and the columns {names} are empty; fill them, "
+            "name others with image_column and video_column, or remove the places."
         )
 
 
@@ -357,9 +340,8 @@ def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: Enc
         problem = str(error)
     names = " or ".join(repr(name) for name in options.media_columns(row.values).values())
     raise ValueError(
-        f"{row.where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=... to "
-        "PromptDataModule, train a model that reads images, remove the column, or, if it has other contents, set "
-        "image_column and video_column to other names."
+        f"{row.where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=..., remove the "
+        "column, or, if it has other contents, set image_column and video_column to other names."
     )
 
 
@@ -377,10 +359,8 @@ def _render(
         return prompt
     more = chat.of_row(row.values)
     if not (getattr(template, "chat_template", None) or more):
-        raise ValueError(
-            f"{row.where}: the prompt is a list of messages and the tokenizer has no chat template; use a tokenizer "
-            "that has one, set tokenizer.chat_template, or pass prompts as strings."
-        )
+        problem = "the prompt is a list of messages and the tokenizer has no chat template"
+        raise ValueError(f"{row.where}: {problem}; set tokenizer.chat_template, or pass prompts as strings.")
     open_ended = prompt[-1]["role"] == "assistant"
     try:
         return template.apply_chat_template(

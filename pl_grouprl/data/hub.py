@@ -75,10 +75,8 @@ class HubDataset:
         require(DATASETS_AVAILABLE, "HubDataset", "datasets")
         splits = dict.fromkeys(DEFAULT_SPLITS, split) if isinstance(split, str) else dict(split or {})
         if unknown := sorted(splits.keys() - DEFAULT_SPLITS.keys()):
-            raise ValueError(
-                f"HubDataset.split has {unknown[0]!r}; it maps {', '.join(DEFAULT_SPLITS)} to splits of the data set, "
-                "such as {'val': 'test[:200]'}."
-            )
+            ours = ", ".join(DEFAULT_SPLITS)
+            raise ValueError(f"HubDataset.split has {unknown[0]!r}; it maps {ours} to splits of the data set.")
         self.path, self.name = path, name
         self.splits = DEFAULT_SPLITS | splits
         self.columns = dict(columns or {})
@@ -118,10 +116,7 @@ class HubDataset:
             ("messages", self._prompt_columns, names),
         ):
             if missing := [name for name in wanted if name not in known]:
-                raise ValueError(
-                    f"{self}: {option} has the column {missing[0]!r}, and the split {self.splits[split]!r} has "
-                    f"{sorted(known)}; name one of them."
-                )
+                raise ValueError(f"{self}: {option} has the column {missing[0]!r}; name one of {sorted(known)}.")
         return BlockRows(data, names, self, f"{self}, split {self.splits[split]!r}")
 
     def convert(self, row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -139,10 +134,8 @@ class HubDataset:
             matches = list(pattern.finditer(value)) if isinstance(value, str) else []
             found = matches[-1].group(1 if pattern.groups else 0) if matches else None
             if found is None:
-                raise ValueError(
-                    f"{where}: column {column!r} is {shorten(value)}, which extract does not match with "
-                    f"{pattern.pattern!r}; correct the pattern or the row."
-                )
+                problem = f"is {shorten(value)}, which extract does not match with {pattern.pattern!r}"
+                raise ValueError(f"{where}: column {column!r} {problem}; correct the pattern or the row.")
             row[column] = found.strip()
         if missing := [name for name in self._prompt_columns if row[name] is None]:
             raise ValueError(f"{where}: column {missing[0]!r} is null, and messages need it; remove the row.")

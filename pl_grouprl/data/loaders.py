@@ -43,7 +43,7 @@ class EpochOrder:
         return self._drawn[1]
 
     def rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: rows in use, and those of batches begun before the length limit changed."""
+        """The order of an epoch: rows in use, and rows of batches begun before the length limit changed."""
         order = self.kept(self.all_rows(epoch))
         if self._begun is None or self._begun[0] != epoch:
             return order
@@ -151,15 +151,11 @@ class TrainPromptLoader:
         if batch_size < num_replicas:
             raise ValueError(f"batch_size={batch_size} leaves some of {num_replicas} ranks without a prompt; raise it.")
         if drop_last and len(prompts) < batch_size:
-            raise ValueError(
-                f"The training data has {len(prompts)} prompts, fewer than batch_size={batch_size}; lower batch_size, "
-                "add data, or set drop_last=False to train on a smaller batch."
-            )
+            have = f"The training data has {len(prompts)} prompts, fewer than batch_size={batch_size}"
+            raise ValueError(f"{have}; lower batch_size, add data, or set drop_last=False.")
         if not drop_last and 0 < rest < num_replicas:
-            raise ValueError(
-                f"With drop_last=False the last batch of an epoch has {rest} prompts for {num_replicas} ranks "
-                f"({len(prompts)} prompts, batch_size={batch_size}); set drop_last=True or change batch_size."
-            )
+            have = f"With drop_last=False the last batch of an epoch has {rest} prompts for {num_replicas} ranks"
+            raise ValueError(f"{have}; set drop_last=True, or another batch_size than {batch_size}.")
         rows = range(len(prompts)) if rows is None else rows
         self._order = EpochOrder(rows, self._settings["num_prompts"], seed=seed, shuffle=shuffle)
         self._epoch = 0
@@ -234,13 +230,7 @@ class TrainPromptLoader:
 
         Returns:
             This rank's share: every `num_replicas`-th of `count` prompts in random order, or of all if there are fewer.
-
-        Raises:
-            ValueError: If an argument is negative.
         """
-        for name, value in (("count", count), ("rollout_number", rollout_number), ("attempt", attempt)):
-            if value < 0:
-                raise ValueError(f"draw_extra: {name} is {value}; it must be 0 or larger.")
         # The last number keeps this stream apart from those of the epochs' orders: seeds are padded with zeros.
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
         order = self._eligible(rng.permutation(self._order.num_rows), rollout_number)
@@ -278,8 +268,8 @@ class TrainPromptLoader:
         ]
         if differences:
             raise ValueError(
-                f"The checkpoint was saved with other training data: {'; '.join(differences)}. Its position in the "
-                "data is meaningless here; restore these settings, or start a new run from the checkpoint's weights."
+                f"The checkpoint's position in the data is meaningless here, because {'; '.join(differences)}; restore "
+                "these settings, or start a new run from the checkpoint's weights."
             )
         epoch, position = state_dict["epoch"], state_dict["position"]
         batches = -(-position // self._settings["updates_per_rollout"])
@@ -397,7 +387,7 @@ class LevelSchedule:
 class LevelPromptLoader(TrainPromptLoader):
     """Yields batches of prompts of a single level, set by a schedule.
 
-    Each pass over the prompts of a level has a new order; prompts that do not fill a batch are left out of that pass.
+    Each pass over the prompts of a level has a new order; prompts that do not fill a batch are not in that pass.
     An epoch is as long as without levels. A resumed run must have the same rows in use.
 
     Args:
@@ -418,10 +408,7 @@ class LevelPromptLoader(TrainPromptLoader):
         levels: list[Any] = [prompt.columns.get(column) for prompt in prompts]
         for prompt, level in zip(prompts, levels, strict=True):
             if isinstance(level, bool) or not isinstance(level, int) or level < 0:
-                raise ValueError(
-                    f"{prompt.where}: column {column!r} is {level!r}; a curriculum needs the level of each row there, "
-                    "an integer from 0."
-                )
+                raise ValueError(f"{prompt.where}: column {column!r} is {level!r}; write the level, an integer from 0.")
         self._counts = np.bincount(levels)  # prompts of each level
         self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 for rows not in use
         self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
@@ -429,10 +416,8 @@ class LevelPromptLoader(TrainPromptLoader):
         if not self._settings["drop_last"]:
             raise ValueError("drop_last is False; a curriculum trains on full batches of one level, so set it to True.")
         if small := {level: int(count) for level, count in enumerate(self._counts) if count < size}:
-            raise ValueError(
-                f"The training data has {small} prompts of these levels, fewer than batch_size={size}; add rows, or "
-                "lower batch_size."
-            )
+            have = f"The training data has {small} prompts of these levels, fewer than batch_size={size}"
+            raise ValueError(f"{have}; add rows, or lower batch_size.")
 
     @property
     def num_levels(self) -> int:

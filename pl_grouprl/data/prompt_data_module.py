@@ -56,9 +56,9 @@ class PromptDataModule(LightningDataModule):
         prompt_column: Column of the prompt.
         image_column: Column with one or several images. Rows without `images` may have `image` (TRL).
         video_column: Column with one or several videos. Rows without `videos` may have `video`.
-        max_prompt_length: Maximum prompt length in tokens, including template, images and videos; None for no limit.
+        max_prompt_length: Maximum prompt length in tokens, including template, images and videos; no limit if None.
         overlong_prompts: How to treat longer prompts: `drop` skips them, `truncate` keeps their last
-            `max_prompt_length` tokens (an error with images), `error` refuses the data. The counts are printed at the
+            `max_prompt_length` tokens (an error with images), `error` raises an error. The counts are printed at the
             start and logged as `data/...`. Both options may change when a run is resumed.
         max_dropped_share: Maximum fraction of a split's prompts that `drop` may skip, from 0 to 1; more is an error.
         add_special_tokens: Begin string prompts with the tokenizer's special tokens, such as BOS, unless they have
@@ -146,10 +146,8 @@ class PromptDataModule(LightningDataModule):
         facts = {split: kept.num_rows for split, kept in self.kept.items()} | self.resume_facts()
         for rank, theirs in enumerate(gather_plain(facts, device)):
             for name in (name for name in facts if theirs.get(name) != facts[name]):
-                raise ValueError(
-                    f"PromptDataModule: {name} is {facts[name]!r} here and {theirs.get(name)!r} on rank {rank}; all "
-                    "ranks must read the same rows with the same options."
-                )
+                values = f"{name} is {facts[name]!r} here and {theirs.get(name)!r} on rank {rank}"
+                raise ValueError(f"PromptDataModule: {values}; all ranks must read the same rows.")
 
     def _set_up(self, stage: str) -> None:
         splits = (self._predicted(),) if stage == "predict" else _SPLITS_OF_STAGE[stage]
@@ -207,7 +205,6 @@ class PromptDataModule(LightningDataModule):
         Raises:
             ValueError: If a row has no level, or a level has too few rows.
         """
-        self._require_train("train_by_level")
         self._levels = {"schedule": schedule, "column": column}
         loader = self.train_dataloader()
         assert isinstance(loader, LevelPromptLoader)
@@ -256,11 +253,7 @@ class PromptDataModule(LightningDataModule):
 
         Returns:
             This rank's share of `count` prompts, or of all if there are fewer.
-
-        Raises:
-            ValueError: If the training data is not loaded or an argument is negative.
         """
-        self._require_train("draw_extra")
         return self._loader().draw_extra(count, rollout_number=rollout_number, attempt=attempt)
 
     def val_dataloader(self) -> EvalPromptLoader | list[EvalPromptLoader]:
@@ -290,13 +283,6 @@ class PromptDataModule(LightningDataModule):
         """The loader that training reads; outside a run, a fresh one."""
         return self._train_loader or self.train_dataloader()
 
-    def _require_train(self, method: str) -> None:
-        if "train" not in self.prompts:
-            raise ValueError(
-                f"PromptDataModule.{method}: the training prompts are not loaded; call setup('fit') first, or fit "
-                "with this data module."
-            )
-
     def _chat(self) -> ChatOptions:
         """The LightningModule's requirements on conversations."""
         options: ChatOptions = getattr(getattr(self._module(), "episodes", None), "chat_options", ChatOptions())
@@ -317,10 +303,7 @@ class PromptDataModule(LightningDataModule):
             self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         tokenizer = self.tokenizer if self.tokenizer is not None else getattr(self._module(), "tokenizer", None)
         if tokenizer is None:
-            raise ValueError(
-                "PromptDataModule.tokenizer is None and there is no LightningModule with a `tokenizer`; "
-                "pass tokenizer=... or attach the data module to a Trainer whose module has one."
-            )
+            raise ValueError("PromptDataModule.tokenizer is None and there is no LightningModule with one; pass one.")
         return tokenizer
 
     def _processor(self) -> Any:

@@ -60,7 +60,7 @@ class EpisodeLimits:
 
 
 def smallest(*limits: int | None) -> int | None:
-    """The smallest of some limits, where None is no limit."""
+    """The smallest limit; no limit if all are None."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -97,7 +97,7 @@ class EpisodeRow:
         return self.prompt_ids + self.token_ids
 
     def add(self, token_ids: Sequence[int], turn: Rollout | None = None) -> None:
-        """Append tokens: those of a turn that the model wrote, or else tokens that it reads."""
+        """Append tokens that the model wrote in a turn, or else reads."""
         count = len(token_ids)
         logprobs = [0.0] * count if turn is None else turn.logprobs
         versions = [NOT_SAMPLED] * count if turn is None else turn.weight_versions
@@ -310,8 +310,8 @@ class EpisodeLoop:
             longest = max((len(episode.row.prompt_ids) for episode in episodes), default=0)
             if sampler.max_length is not None and longest >= sampler.max_length:  # setup checked the dataset's prompts
                 raise ValueError(
-                    f"a prompt has {longest} tokens including what its environment's reset returned, but the model and "
-                    f"its sampler take at most {sampler.max_length} including the answer; return less text from reset."
+                    f"a prompt has {longest} tokens including what reset returned, and the model takes at most "
+                    f"{sampler.max_length} including the answer; return less text from reset."
                 )
 
         try:
@@ -339,7 +339,7 @@ class EpisodeLoop:
         observation, messages = episode.session.observation, prompt.prompt
         if observation is None and not self._chat.encodes_prompts and not self._may_rewrite:
             return
-        assert not isinstance(messages, str)  # refused when the data was read
+        assert not isinstance(messages, str)  # checked when the data was read
         if observation is not None:
             *before, last = messages
             content = last["content"]

@@ -205,7 +205,7 @@ class ToolRunner:
         self._get_executors()
 
     def close(self) -> None:
-        """Stop the workers and the threads, except those that hang, and drop the environments."""
+        """Stop the workers and all threads that do not hang, and drop the environments."""
         executors, self._executors = self._executors, None
         if executors is not None:
             executors.close()
@@ -252,8 +252,8 @@ class ToolRunner:
         then async ones concurrently; without an environment, all run concurrently.
 
         Returns:
-            Per request: the results of sync tools and of unsupported calls in order, then those of async tools in
-            order, as in TRL.
+            Per request: results of sync tools and of unsupported calls in order, then results of async tools in order,
+            as in TRL.
         """
         turns = [[self._prepare(session, call) for call in calls] for session, calls in requests]
         operations = [one for turn in turns for one in turn if isinstance(one, Operation)]
@@ -301,7 +301,7 @@ class ToolRunner:
             self.release(running)
 
     def release(self, sessions: Sequence[Session]) -> None:
-        """End episodes without a reward, such as after losing the sampler; no effect on those that have ended."""
+        """End episodes without a reward, such as after losing the sampler; no effect on ended ones."""
         with self._lock:
             for session in sessions:
                 if session._number is not None:
@@ -417,7 +417,7 @@ class Operation:
         return isinstance(error, OperationError) and error.is_stuck
 
     def coroutine(self, host: EnvironmentHost) -> Coroutine[Any, Any, Any]:
-        """The coroutine that runs it; one that never waits if it is not async."""
+        """The coroutine that runs it, which never waits if it is not async."""
         running: Coroutine[Any, Any, Any] = getattr(host, self.method)(*self.arguments)
         return running
 
@@ -471,7 +471,7 @@ class _Executors:
             raise
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Run operations until all have a result; the executor of one that exceeds its limit is replaced."""
+        """Run operations until all have a result; an executor past its limit is replaced."""
         executors: dict[Operation, _Threads | _Loop] = {}
         try:
             for operation in operations:

@@ -36,7 +36,7 @@ class ToolCall:
 
     Attributes:
         name: Name of the tool.
-        arguments: Its keyword arguments, as parsed; anything but a mapping with strings as keys is refused.
+        arguments: Its keyword arguments, as parsed; anything but a mapping with string keys is an error.
         kind: Type of the call; only `function` is supported.
     """
 
@@ -190,7 +190,7 @@ def _limit_length(name: str, text: str, failure: FailureKind | None) -> tuple[st
     if len(text) > MAX_RESULT_CHARACTERS:
         allowed = f"at most {MAX_RESULT_CHARACTERS} are allowed."
         return f"The result of tool {name} has {len(text)} characters; {allowed}", "too_long"
-    return str.encode(text, "utf-8", "replace").decode(), failure  # tokenizers refuse lone surrogates
+    return str.encode(text, "utf-8", "replace").decode(), failure  # tokenizers reject lone surrogates
 
 
 def _takes(function: Callable[..., Any], arguments: Any) -> bool:
@@ -344,10 +344,7 @@ class EnvironmentHost:
                 if number not in self.instances:
                     made = described.factory()
                     if any(made is other for other in list(self.instances.values())):
-                        raise ValueError(
-                            "environment_factory returned an instance that another episode uses, so they would share "
-                            "its state; make one per call"
-                        )
+                        raise ValueError("environment_factory returned an instance that another episode uses")
                     self.instances[number] = made
                 observation = self.instances[number].reset(**private_copy(dict(row)))
                 if described.async_reset:
@@ -362,10 +359,8 @@ class EnvironmentHost:
         if not isinstance(observation, str) or len(observation) > MAX_RESULT_CHARACTERS:
             is_text = isinstance(observation, str)
             returned = f"{len(observation)} characters" if is_text else f"a {type(observation).__name__}"
-            raise RuntimeError(
-                f"{described.class_name}.reset returned {returned} for the row {row_text}; it must return None, or "
-                f"text of at most {MAX_RESULT_CHARACTERS} characters that is appended to the prompt."
-            )
+            expected = f"it must return None, or text of at most {MAX_RESULT_CHARACTERS} characters"
+            raise RuntimeError(f"{described.class_name}.reset returned {returned} for the row {row_text}; {expected}.")
         return str.encode(observation, "utf-8", "replace").decode()
 
     async def reward(self, number: int, kind: str | None) -> float:

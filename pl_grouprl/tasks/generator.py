@@ -88,7 +88,7 @@ def generate(request: dict[str, Any]) -> list[dict[str, Any]]:
         and entries are dictionaries with `question`, `answer` and the encoded `entry`.
 
     Raises:
-        GeneratorError: If a task is unknown, refuses its configuration, or has too few different questions.
+        GeneratorError: If a task is unknown, rejects its configuration, or has too few different questions.
         RuntimeError: If the process dies.
     """
     path = os.pathsep.join(folder for folder in sys.path if folder)
@@ -104,8 +104,8 @@ def generate(request: dict[str, Any]) -> list[dict[str, Any]]:
             f"The process that generates the tasks ended with code {process.returncode}:\n{process.stderr[-4000:]}"
         )
     received = json.loads(process.stdout)
-    if "refused" in received:
-        raise GeneratorError(f"ReasoningGym: {received['refused']}")
+    if "rejected" in received:
+        raise GeneratorError(f"ReasoningGym: {received['rejected']}")
     tasks: list[dict[str, Any]] = received["tasks"]
     return tasks
 
@@ -120,11 +120,11 @@ def main() -> None:
 
 
 def respond(request: dict[str, Any]) -> dict[str, Any]:
-    """Generate in this process; returns `tasks`, the result of `generate`, or `refused`, the reason."""
+    """Generate in this process; returns `tasks`, the result of `generate`, or `rejected`, the reason."""
     try:
         return {"tasks": [_generate_task(task, request) for task in request["tasks"]]}
     except GeneratorError as error:
-        return {"refused": str(error)}
+        return {"rejected": str(error)}
 
 
 def _generate_task(task: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _draw(name: str, config: dict[str, Any], count: int, seed: int, asked: set[s
     except (TypeError, ValueError, AssertionError) as error:
         fields = dataclasses.fields(DATASETS[name][1])
         options = [field.name for field in fields if field.name not in ("seed", "size")]
-        raise GeneratorError(f"task {name!r} refuses {config}: {error}; its options are {options}.") from error
+        raise GeneratorError(f"task {name!r} rejects {config}: {error}; its options are {options}.") from error
     for index in range(attempts):
         _seed_global_generators(seed + index)
         entry = dataset[index]

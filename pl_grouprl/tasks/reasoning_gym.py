@@ -28,7 +28,7 @@ def extract_answer(template: str, completion: str, num_lines: int | None = None)
         template: Text with `{answer}`, such as `Answer: {answer}` or `<answer>{answer}</answer>`. White space at its
             ends and around the answer is ignored.
         completion: What the model wrote.
-        num_lines: Number of lines in the answer if the template ends with `{answer}`; None for all remaining lines.
+        num_lines: Number of lines in the answer if the template ends with `{answer}`; all remaining lines if None.
 
     Returns:
         The stripped answer, or None if the template's text is not in the completion.
@@ -143,9 +143,7 @@ class ReasoningGym:
             configs = options if isinstance(options, list) else [options or {}]
             weights = {config.get("weight", 1) for config in configs}
             if len(weights) != 1 or not min(weights) > 0:
-                raise ValueError(
-                    f"ReasoningGym.tasks: the weight of {name!r} must be one number larger than 0, not {weights}."
-                )
+                raise ValueError(f"ReasoningGym.tasks has the weights {weights} for {name!r}; pass one number above 0.")
             configs = [{key: value for key, value in config.items() if key != "weight"} for config in configs]
             self.tasks[name] = {"weight": weights.pop(), "configs": configs}
         listed = {name: len(task["configs"]) for name, task in self.tasks.items()}
@@ -213,17 +211,14 @@ class ReasoningGym:
     def _rows_of_task(self, name: str, generated: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         examples, levels = generated["examples"], generated["levels"]
         if any(entry["answer"] is None for entry in examples):
-            raise ValueError(
-                f"ReasoningGym.num_examples is {self.num_examples}, and task {name!r} has no reference answers; set it "
-                "to 0, or omit the task."
-            )
+            number = f"ReasoningGym.num_examples is {self.num_examples}"
+            raise ValueError(f"{number}, and task {name!r} has no reference answers; set it to 0, or omit the task.")
         for entry in [*examples, *(entry for part in levels for entry in part["entries"])]:
             answer = entry["answer"]
             if answer is not None and not is_recovered(self.answer_format, str(answer)):
                 raise ValueError(
-                    f"ReasoningGym.answer_format is {self.answer_format!r}, in which an answer of task {name!r}, "
-                    f"{answer!r}, cannot be told apart from the template; use another, such as "
-                    "'<answer>{answer}</answer>'."
+                    f"ReasoningGym.answer_format is {self.answer_format!r}, and {answer!r}, an answer of {name!r}, "
+                    "contains parts of it; use another, such as '<answer>{answer}</answer>'."
                 )
         turns = [] if self.system_prompt is None else [("system", self.system_prompt)]
         for entry in examples:

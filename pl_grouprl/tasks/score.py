@@ -107,7 +107,7 @@ class ReasoningGymScore:
         self._scorers: dict[tuple[str, str], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the library's objects, which are recreated when needed."""
+        """Omit the library's objects, which are recreated when needed."""
         return vars(self) | {"_scorers": {}}
 
     def set_up(self) -> None:

@@ -52,7 +52,7 @@ GOOD = '{"prompt": "1"}'
             '{"prompt": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
             r"messages\[0\]\.content\[0\]\.text is 'None', not a string",
         ),
-        ('{"prompt": "1", "completions": ["2"]}', "the column 'completions'"),
+        ('{"prompt": "1", "completions": ["2"]}', "column 'completions'"),
         ('{"prompt": "1", "reward_model": "{}"}', "column 'reward_model' is"),
         (
             '{"prompt": "1", "reward_model": {"ground_truth": NaN}}',

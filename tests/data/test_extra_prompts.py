@@ -127,19 +127,11 @@ def test_a_loader_that_does_not_shuffle_draws_beside_its_batch():
     assert sorted(draw(loader, 4, 4)) == [0, 1, 4, 5]  # the same batch in the next epoch
 
 
-@pytest.mark.parametrize("arguments", [(-1, 0, 0), (1, -1, 0), (1, 0, -2)])
-def test_refusals(arguments):
-    with pytest.raises(ValueError, match=r"draw_extra: \w+ is -\d; it must be 0 or larger"):
-        draw(make_loaders(4, 2)[0], *arguments)
-
-
 def test_data_module_draws_for_the_rank_of_its_trainer():
     rows = [{"prompt": str(number)} for number in range(8)]
     drawn = []
     for rank in range(2):
         data = PromptDataModule(rows, batch_size=2, seed=3, tokenizer=MostFrequentDigit().tokenizer())
-        with pytest.raises(ValueError, match=r"the training prompts are not loaded; call setup\('fit'\)"):
-            data.draw_extra(1, rollout_number=0)
         data.trainer = SimpleNamespace(
             distributed_sampler_kwargs={"num_replicas": 2, "rank": rank},
             lightning_module=SimpleNamespace(updates_per_rollout=2),

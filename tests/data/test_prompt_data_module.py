@@ -180,7 +180,7 @@ def test_overlong_prompts_refused(tokenizer):
         ValueError, match=r"train, row 1: the prompt has 3 tokens, more than max_prompt_length=2 \(2 of 4"
     ):
         prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts="error")
-    with pytest.raises(ValueError, match=r"2 of 2 prompts are longer than max_prompt_length=1 .*the shortest has 2"):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts .*max_prompt_length=1 .*the shortest has 2"):
         prompts_of([{"prompt": "11"}, {"prompt": "222"}], tokenizer, max_prompt_length=1)
 
 
@@ -189,7 +189,7 @@ def test_overlong_prompts_refused(tokenizer):
     [
         (
             {"question": "1"},
-            r"val, row 1: no column 'prompt'; the row has \['question'\]. Name the right one with prompt_c",
+            r"val, row 1: no column 'prompt'; set prompt_column to one of \['question'\]",
         ),
         ({"prompt": None}, "val, row 1: column 'prompt' is None"),
         ({"prompt": ""}, r"val, row 1: the prompt has no tokens"),

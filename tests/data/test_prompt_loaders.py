@@ -94,7 +94,7 @@ def test_an_iteration_that_was_broken_off_is_not_continued():
     ("options", "message"),
     [
         ({"batch_size": 2, "num_replicas": 3}, "batch_size=2 leaves some of 3 ranks without a prompt"),
-        ({"batch_size": 6}, "has 5 prompts, fewer than batch_size=6; lower batch_size"),
+        ({"batch_size": 6}, "has 5 prompts, fewer than batch_size=6"),
         ({"batch_size": 4, "num_replicas": 2, "drop_last": False}, "the last batch of an epoch has 1 prompts for 2"),
     ],
 )

@@ -114,7 +114,7 @@ def test_resume_with_epochs_cut_short_and_validation_within(tmp_path, step):
 
 
 def test_resume_with_other_data_is_refused(whole_run):
-    message = r"batch_size was 2 and is 3.*is meaningless here"
+    message = "batch_size was 2 and is 3"
     with pytest.raises(ValueError, match=message):
         fit(make_data(batch_size=3), checkpoint=whole_run[0] / "step4.ckpt", max_epochs=EPOCHS)
     with pytest.raises(ValueError, match="updates_per_rollout was 2 and is 1"):
@@ -163,5 +163,5 @@ def test_validation_sees_every_prompt_once():
 def test_errors_come_before_the_first_step():
     with pytest.raises(ValueError, match=r"`train`\) is None, and this stage needs it"):
         fit(PromptDataModule(), max_steps=1)
-    with pytest.raises(ValueError, match=r"1 prompts, fewer than batch_size=8; lower batch_size"):
+    with pytest.raises(ValueError, match=r"1 prompts, fewer than batch_size=8"):
         fit(PromptDataModule([{"prompt": "1"}]), max_steps=1)

@@ -233,9 +233,9 @@ def answer_to(tasks):
         ("composite", "there is no task 'composite'"),
         (
             {"gcd": {"max_numbres": 3}},
-            "task 'gcd' refuses {'max_numbres': 3}: .*; its options are ['min_numbers', 'max_numb",
+            "task 'gcd' rejects {'max_numbres': 3}: .*; its options are ['min_numbers', 'max_numb",
         ),
-        ({"gcd": {"min_numbers": 1}}, "task 'gcd' refuses {'min_numbers': 1}: "),
+        ({"gcd": {"min_numbers": 1}}, "task 'gcd' rejects {'min_numbers': 1}: "),
         (
             {"gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 2}},
             "has too few different questions: 4 of 20 in 1400 attempts",
@@ -244,7 +244,7 @@ def answer_to(tasks):
 )
 def test_tasks_that_are_refused(tasks, message, monkeypatch):
     monkeypatch.setattr(generator, "_seed_global_generators", lambda seed: None)
-    refused = answer_to(tasks)["refused"]
+    refused = answer_to(tasks)["rejected"]
     assert all(part in refused for part in message.split(".*"))
 
 
