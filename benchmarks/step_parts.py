@@ -18,9 +18,8 @@ from lightning.pytorch.trainer import call as hooks
 
 from benchmarks.measure import now
 from pl_grouprl.algorithms import group_ppo, ppo
-from pl_grouprl.training import collector
-from pl_grouprl.training import micro_batches as micro_batch
-from pl_grouprl.training import micro_batches as micro_batch_schedule
+from pl_grouprl.rewards import PendingRewards
+from pl_grouprl.training import collector, micro_batches
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.metrics import StepTimer
 from pl_grouprl.training.objective import LossAccumulator
@@ -121,11 +120,10 @@ def timed_functions(trainer: Trainer, module: Any) -> list[tuple[Any, str, str |
         (module, "score", ("forward", "scoring")),
         (torch.Tensor, "backward", "backward"),
         (module.rewarder, "start", "rewards"),
-        (module.collector, "_wait", "rewards"),
-        (micro_batch_schedule, "lay_out", "packing"),
-        (micro_batch, "lay_out", "packing"),
-        (micro_batch_schedule.MicroBatchSchedule, "__init__", "packing"),
-        (micro_batch_schedule.MicroBatchSchedule, "_micro_batch", "packing"),
+        (PendingRewards, "wait", "rewards"),
+        (micro_batches, "lay_out", "packing"),
+        (micro_batches.MicroBatchSchedule, "__init__", "packing"),
+        (micro_batches.MicroBatchSchedule, "_micro_batch", "packing"),
         (RolloutBuffer, "__init__", "packing"),
         (RolloutBuffer, "select", "packing"),
         (RolloutBuffer, "in_order", "packing"),

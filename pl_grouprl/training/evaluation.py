@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
 from pl_grouprl.rewards.base import PreparedReward, completion_text, hook_of, reward_metrics
 from pl_grouprl.training.metrics import Record, episode_metrics, summarize
-from pl_grouprl.types import RolloutGroup
+from pl_grouprl.types import Rollout, RolloutGroup
 from pl_grouprl.utilities.distributed import gather_plain
 from pl_grouprl.utilities.options import check_finite
 from pl_grouprl.utilities.text import metric_name
@@ -43,11 +43,10 @@ class AnswerExtractor:
 
     def answers(self, group: RolloutGroup) -> Answers:
         """The answer of each episode; None, with a warning the first time, where the method raises."""
-        rows = [episode.last for episode in group.episodes]
-        texts = [row.text or "" if row.messages is None else completion_text(row.messages) for row in rows]
-        return [self._answer(text, group.columns) for text in texts]
+        return [self._answer(episode.last, group.columns) for episode in group.episodes]
 
-    def _answer(self, text: str, columns: Mapping[str, Any]) -> str | None:
+    def _answer(self, row: Rollout, columns: Mapping[str, Any]) -> str | None:
+        text = (row.text or "") if row.messages is None else completion_text(row.messages)
         if self._hook is None:
             return text.strip()
         try:

@@ -52,12 +52,12 @@ def _copied(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, (list, tuple)):
         if kind is list and _ATOMS.issuperset(map(type, value)):  # token ids, mostly
-            return value.copy()
+            return list(value)
         items = [private_copy(item) for item in value]
         if kind is list:
             return items
         if isinstance(value, list):
-            copied = copy.copy(value)
+            copied: Any = copy.copy(value)
             copied[:] = items
             return copied
         if hasattr(value, "_make"):
@@ -65,7 +65,7 @@ def _copied(value: Any) -> Any:
         return tuple(items) if kind is tuple else value  # constructors of other tuple types are unknown
     if isinstance(value, (dict, MutableMapping)):  # an abstract class alone would take a microsecond
         if kind is dict and _ATOMS.issuperset(map(type, value.values())):
-            return value.copy()
+            return dict(value)
         mapping: Any = {} if kind is dict else copy.copy(value)
         for key, held in value.items():
             mapping[key] = private_copy(held)

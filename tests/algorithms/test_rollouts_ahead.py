@@ -131,13 +131,13 @@ def test_errors_of_the_thread_end_the_run(make_module, make_data, make_trainer, 
 @pytest.mark.parametrize(
     ("options", "trainer_options", "message"),
     [
-        ({"max_staleness": 1}, {}, "max_staleness is 1, but .* importance_sampling"),
+        ({"max_staleness": 1}, {}, "importance_sampling"),
         (
             {**AHEAD, "engine": True},
             {},
-            "max_staleness is 1, but engine is ScriptedEngine",
+            "engine is ScriptedEngine",
         ),
-        (AHEAD, {"precision": "bf16-true"}, "max_staleness is 1, but precision=bf16-true"),
+        (AHEAD, {"precision": "bf16-true"}, "precision=bf16-true"),
     ],
 )
 def test_incompatible_options_are_refused(
