@@ -1,4 +1,11 @@
-"""Tables in Lightning's loggers, and a logger for trackio."""
+"""Tables in Lightning's loggers, and a logger for trackio.
+
+Each call of `log_table` adds rows, and rows of earlier steps stay. To support another class of logger, or replace a
+function:
+
+    @log_table.register
+    def _(logger: MyLogger, table: Table) -> None: ...
+"""
 
 from __future__ import annotations
 
@@ -21,13 +28,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from pl_grouprl.utilities.checkpoint_files import append_whole
 from pl_grouprl.utilities.optional import TRACKIO_AVAILABLE, require
 
-# Tables in Lightning's loggers: each call adds rows, and rows of earlier steps stay.
-#
-# `log_table` has one function per class of logger. To support another class, or replace a function:
-#
-#     @log_table.register
-#     def _(logger: MyLogger, table: Table) -> None: ...
-
 
 @dataclass(frozen=True)
 class Table:
@@ -38,7 +38,7 @@ class Table:
         step: Optimizer steps done.
         columns: Names of the columns.
         rows: The values of each row in the order of the columns: strings, numbers or None. A column may mix them.
-        markdown: What text-only loggers show; None shows all the rows.
+        markdown: What text-only loggers show; defaults to all the rows.
     """
 
     name: str
@@ -49,16 +49,8 @@ class Table:
 
     def portable_rows(self) -> list[list[Any]]:
         """The rows, with integers beyond 64 bits as text: MLflow and trackio cannot store them."""
-        return [[_portable(value) for value in row] for row in self.rows]
-
-    def by_column(self) -> dict[str, list[Any]]:
-        """The values of each column of `portable_rows`."""
-        rows = self.portable_rows()
-        return {name: [row[place] for row in rows] for place, name in enumerate(self.columns)}
-
-
-def _portable(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
+        is_large = lambda value: isinstance(value, int) and not -(2**63) <= value < 2**63  # noqa: E731
+        return [[str(value) if is_large(value) else value for value in row] for row in self.rows]
 
 
 def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -132,14 +124,15 @@ def _(logger: WandbLogger, table: Table) -> None:
 
 @log_table.register
 def _(logger: MLFlowLogger, table: Table) -> None:
-    logger.experiment.log_table(logger.run_id, table.by_column(), f"{table.name}.json")
-
-
-# A Lightning logger for trackio, which keeps runs on this machine or in a Hugging Face Space.
+    rows = table.portable_rows()
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(table.columns)}
+    logger.experiment.log_table(logger.run_id, columns, f"{table.name}.json")
 
 
 class TrackioLogger(Logger):
-    """Log metrics, options and tables with trackio; `trackio show` opens the dashboard.
+    """Log metrics, options and tables with trackio, which keeps runs on this machine or in a Hugging Face Space.
+
+    `trackio show` opens the dashboard.
 
     Args:
         project: Name of the project.
@@ -205,7 +198,7 @@ class TrackioLogger(Logger):
 
 
 @log_table.register
-def _trackio_(logger: TrackioLogger, table: Table) -> None:
+def _(logger: TrackioLogger, table: Table) -> None:
     import trackio
 
     logger.log_metrics({table.name: trackio.Table(list(table.columns), table.portable_rows())}, table.step)

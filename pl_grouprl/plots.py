@@ -1,4 +1,7 @@
-"""The token groups of GROUP PPO over the tokens of a response."""
+"""Figures of one response: its text in lines like a paragraph, and above each token what is known about it.
+
+Legend: B rollouts, L length of the longest row, T tokens of the response.
+"""
 
 from __future__ import annotations
 
@@ -16,255 +19,23 @@ from pl_grouprl.functional.token_groups import ENDED_BY_LAST, ENDED_BY_SIZE, END
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The tokens of a response as readable text, set in lines like a paragraph.
-
-COLUMNS = 96
-"""Characters of a line."""
-
-_WIDEST = 4
-"""By how much the tokens of a response that fills less than a line are spread."""
-
-_MOST = 24
-"""Characters of a token that are shown."""
-
-_CONTEXT = 8
-"""Tokens that are decoded before a token, so that it gets its space and its part of a character."""
-
-_VISIBLE = {"\n": "↵", "\r": "␍", "\t": "→"}
-
-
-class Cell(NamedTuple):
-    """A token on its line.
-
-    Attributes:
-        number: Place in the response, from 0.
-        start: Column at which it begins.
-        width: Columns.
-        text: What is shown.
-    """
-
-    number: int
-    start: int
-    width: int
-    text: str
-
-
-def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the text that each token adds to a response.
-
-    Args:
-        token_ids: Tokens of one response, length T.
-        tokenizer: A tokenizer of transformers.
-
-    Returns:
-        T strings, special tokens by name. A character made of several tokens is that of the last one; the others
-        are empty.
-    """
-    texts = []
-    for index in range(len(token_ids)):
-        first = max(0, index - _CONTEXT)
-        before = _decoded(tokenizer, token_ids[first:index])
-        texts.append(_decoded(tokenizer, token_ids[first : index + 1])[len(before) :])
-    return texts
-
-
-def _decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text without the beginning of an unfinished character."""
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text.rstrip("�")
-
-
-def lines_of(texts: Sequence[str], columns: int = COLUMNS) -> list[list[Cell]]:
-    """Set tokens in lines, without splitting one; a new line follows each line break in the text."""
-    shown = list(map(_shown, texts))
-    widths = [max(1, sum(map(_width, text))) for text in shown]
-    spread = max(1, min(_WIDEST, columns // sum(widths)))
-    lines: list[list[Cell]] = [[]]
-    for index, width in enumerate(spread * width for width in widths):
-        last = lines[-1][-1] if lines[-1] else None
-        start = last.start + last.width if last else 0
-        if last and (start + width > columns or "\n" in texts[last.number]):
-            lines.append([])
-            start = 0
-        lines[-1].append(Cell(index, start, width, shown[index]))
-    return lines
-
-
-def _shown(text: str) -> str:
-    visible = "".join(_VISIBLE.get(character, character if character.isprintable() else "·") for character in text)
-    return visible if len(visible) <= _MOST else visible[: _MOST - 1] + "…"
-
-
-def _width(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-# A figure of one response: lines of tokens, and above each token what is known about it.
-#
-# Legend: T tokens of the response.
-
-MARKERS = ("o", "D", "^", "s")
-GREY, FAINT = "#868e96", "#dee2e6"
-
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.85, 0.2, 0.75, 0.25
-_COLUMN, _BARS, _TEXT, _GAP = 0.088, 0.85, 0.26, 0.16
-"""Inches: margins of the figure, a character, the bars of a line, its text, and what is between lines."""
-
-TEXT_HEIGHT = _TEXT / _BARS
-"""Height of the text below the bars, in heights of the bars."""
-
 Values = Sequence[float] | Tensor
 """A number for each token, shape [T]."""
 
+LIKELIER, LESS_LIKELY, UNTRAINED = "#4c8bf5", "#f08c4a", "#e9ecef"
+GREY, FAINT = "#868e96", "#dee2e6"
+MARKERS = ("o", "D", "^", "s")
 
-class Response:
-    """An empty figure of a response, to be filled by `bars`, `points`, `tint` and `finish`.
+DARK = ("#4c8bf5", "#f08c4a", "#3fa65a", "#d6568a", "#8a6fe8", "#22a6b3")
+LIGHT = ("#d6e4fd", "#fce0cc", "#d0ecd7", "#f8d6e3", "#e3dcfb", "#cdeef1")
+"""Colors of neighboring groups: of their bars, and behind their text."""
 
-    Args:
-        tokens: Text of each token, length T.
-        series: Numbers per token by name, each of shape [T]; all share the scale of the figure.
-        max_tokens: Tokens shown; a note says how many there are.
-
-    Raises:
-        ValueError: If there is nothing to draw, or a series has another length than the tokens.
-    """
-
-    def __init__(self, tokens: Sequence[str], series: Mapping[str, Values], max_tokens: int) -> None:
-        if not tokens or not series:
-            raise ValueError(f"tokens={list(tokens)!r} with {len(series)} series: there is nothing to draw.")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; it must be 1 or larger.")
-        self.series = {name: _numbers(name, values, len(tokens)) for name, values in series.items()}
-        self.lines = lines_of(tokens[:max_tokens])
-        self.note = f"the first {max_tokens} of {len(tokens)} tokens" if len(tokens) > max_tokens else ""
-        shown = [own[cell.number] for own in self.series.values() for line in self.lines for cell in line]
-        self.figure, self.axes = _empty_figure(len(self.lines), _limits(shown))
-        for axes, line in zip(self.axes, self.lines, strict=True):
-            _write(axes, line)
-
-    def cells(self) -> list[tuple[Any, Cell]]:
-        """Every token shown, with the axes of its line."""
-        return [(axes, cell) for axes, line in zip(self.axes, self.lines, strict=True) for cell in line]
-
-    def bars(self, values: Sequence[float], colors: Sequence[str]) -> None:
-        """Draw a bar over each token; none where the value is NaN."""
-        for axes, line in zip(self.axes, self.lines, strict=True):
-            drawn = [cell for cell in line if math.isfinite(values[cell.number])]
-            axes.bar(
-                [cell.start + 0.06 for cell in drawn],
-                [values[cell.number] for cell in drawn],
-                [cell.width - 0.12 for cell in drawn],
-                align="edge",
-                color=[colors[cell.number] for cell in drawn],
-                linewidth=0,
-            )
-
-    def points(self, values: Sequence[float], marker: str) -> Any:
-        """Draw a point over the middle of each token."""
-        drawn: Any = None
-        for axes, line in zip(self.axes, self.lines, strict=True):
-            middles, heights = [cell.start + cell.width / 2 for cell in line], [values[cell.number] for cell in line]
-            (drawn,) = axes.plot(middles, heights, marker, color="black", markersize=3.5, markerfacecolor="white")
-        return drawn
-
-    def tint(self, colors: Sequence[str]) -> None:
-        """Put a color behind the text of each token."""
-        from matplotlib.patches import Rectangle
-
-        for axes, cell in self.cells():
-            place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 0, "linewidth": 0}
-            corner = (cell.start, -TEXT_HEIGHT)
-            axes.add_patch(Rectangle(corner, cell.width, TEXT_HEIGHT, color=colors[cell.number], **place))
-
-    def finish(self, title: str, label: str, handles: Sequence[tuple[Any, str]]) -> Figure:
-        """Add what explains the figure and return it."""
-        height = self.figure.get_figheight()
-        heading = ", ".join(part for part in (title, self.note) if part)
-        left = _LEFT / self.figure.get_figwidth()
-        self.figure.text(left, 1 - 0.1 / height, heading, va="top", fontsize=11, fontweight="bold", parse_math=False)
-        self.figure.text(0.12 / self.figure.get_figwidth(), 0.5, label, rotation=90, va="center", fontsize=9)
-        if handles:
-            drawn, names = zip(*handles, strict=True)
-            style: dict[str, Any] = {"fontsize": 8, "frameon": False, "borderaxespad": 0, "ncols": len(names)}
-            legend = self.figure.legend(
-                drawn, names, loc="upper left", bbox_to_anchor=(left, 1 - 0.33 / height), **style
-            )
-            for text in legend.get_texts():
-                text.set_parse_math(False)
-        return self.figure
-
-
-def _numbers(name: str, values: Values, length: int) -> list[float]:
-    flat = torch.as_tensor(values).detach().cpu().double()
-    if flat.shape != (length,):
-        raise ValueError(f"{name} has shape {tuple(flat.shape)}; there are {length} tokens, so pass ({length},).")
-    return [float(value) for value in flat]
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min([0.0, *finite]), max([0.0, *finite])
-    if low == high:
-        return -1.0, 1.0
-    room = 0.08 * (high - low)
-    return low - room if low < 0 else 0.0, high + room if high > 0 else 0.0
-
-
-def _empty_figure(num_lines: int, limits: tuple[float, float]) -> tuple[Figure, list[Any]]:
-    """A figure with one axes for each line, as wide as its characters are."""
-    from matplotlib.ticker import MaxNLocator
-
-    width = _LEFT + COLUMNS * _COLUMN + _RIGHT
-    pitch = _BARS + _TEXT + _GAP
-    height = _TOP + num_lines * pitch + _BOTTOM - _GAP
-    figure = _figure(width, height)
-    axes = []
-    for number in range(num_lines):
-        bottom = height - _TOP - number * pitch - _BARS
-        own = figure.add_axes((_LEFT / width, bottom / height, COLUMNS * _COLUMN / width, _BARS / height))
-        own.set(xlim=(0, COLUMNS), ylim=limits, xticks=[])
-        own.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3))
-        own.tick_params(labelsize=7, length=0)
-        own.spines[:].set_visible(False)
-        own.grid(axis="y", color=FAINT, linewidth=0.6)
-        own.set_axisbelow(True)
-        own.axhline(0, color=GREY, linewidth=0.7)
-        axes.append(own)
-    return figure, axes
-
-
-def _figure(width: float, height: float) -> Figure:
-    """A figure that notebooks show, whether pyplot was imported or not."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    class ResponseFigure(Figure):
-        def _repr_png_(self) -> bytes:
-            picture = io.BytesIO()
-            self.savefig(picture, format="png", dpi=110)
-            return picture.getvalue()
-
-    figure = ResponseFigure(figsize=(width, height), facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _write(axes: Any, line: Sequence[Cell]) -> None:
-    """The text of a line, below its bars, with the number of its first token in the margin."""
-    below = {"transform": axes.get_xaxis_transform(), "va": "center", "parse_math": False}
-    height = -0.5 * TEXT_HEIGHT
-    for cell in line:
-        middle = cell.start + cell.width / 2
-        axes.text(middle, height, cell.text, ha="center", family="monospace", fontsize=9.5, **below)
-    axes.text(-0.6, height, f"{line[0].number + 1}", ha="right", fontsize=7, color=GREY, **below)
-
-
-# Advantages over the tokens of a response.
-
-LIKELIER, LESS_LIKELY = "#4c8bf5", "#f08c4a"
-UNTRAINED = "#e9ecef"
+CAUSES = {
+    ENDED_BY_VARIANCE: ("the variance rule", "#212529"),
+    ENDED_BY_SIZE: ("its size", "#e03131"),
+    ENDED_BY_LAST: ("the end of the response or turn", "#adb5bd"),
+}
+"""By what a group was ended, in words, and the color of the line after its last token."""
 
 
 def plot_advantages(
@@ -294,58 +65,21 @@ def plot_advantages(
         it, and a notebook shows it.
 
     Raises:
-        ValueError: If there are no tokens, more kinds of advantages than five, or if shapes differ.
+        ValueError: If there are more kinds of advantages than five, or if shapes differ.
     """
-    named = dict(advantages) if isinstance(advantages, Mapping) else {label: advantages}
-    response = Response(tokens, named, max_tokens)
-    first = next(iter(response.series.values()))
-    response.bars(first, [LIKELIER if value > 0 else LESS_LIKELY for value in first])
+    from matplotlib.patches import Patch
+
+    response = Response(tokens, advantages, label, max_tokens)
+    first = response.first
+    response.bars([LIKELIER if value > 0 else LESS_LIKELY for value in first])
     response.tint([UNTRAINED if math.isnan(value) else "none" for value in first])
-    return response.finish(title, label, _sides(first) + compared(response))
-
-
-def _sides(values: Sequence[float]) -> list[tuple[Any, str]]:
-    from matplotlib.patches import Patch
-
-    present = {
-        "more likely": (LIKELIER, any(value > 0 for value in values)),
-        "less likely": (LESS_LIKELY, any(value < 0 for value in values)),
-        "not trained": (UNTRAINED, any(map(math.isnan, values))),
-    }
-    return [(Patch(color=color), words) for words, (color, shown) in present.items() if shown]
-
-
-def compared(response: Response) -> list[tuple[Any, str]]:
-    """Draw all series but the first as points; return what the legend says of them, the first included.
-
-    Raises:
-        ValueError: If there are more series than markers.
-    """
-    from matplotlib.patches import Patch
-
-    bars, *others = response.series
-    if len(others) > len(MARKERS):
-        raise ValueError(f"{len(others) + 1} series were given; at most {len(MARKERS) + 1} can be told apart.")
-    if not others:
-        return []
-    points = [(response.points(response.series[name], m), name) for name, m in zip(others, MARKERS, strict=False)]
-    return [(Patch(color=GREY), bars), *points]
-
-
-# The token groups of GROUP PPO over the tokens of a response.
-#
-# Legend: B rollouts, L length of the longest row, T tokens of the response.
-
-DARK = ("#4c8bf5", "#f08c4a", "#3fa65a", "#d6568a", "#8a6fe8", "#22a6b3")
-LIGHT = ("#d6e4fd", "#fce0cc", "#d0ecd7", "#f8d6e3", "#e3dcfb", "#cdeef1")
-"""Colors of neighbouring groups: of their bars, and behind their text."""
-
-CAUSES = {
-    ENDED_BY_VARIANCE: ("the variance rule", "#212529"),
-    ENDED_BY_SIZE: ("its size", "#e03131"),
-    ENDED_BY_LAST: ("the end of the response or turn", "#adb5bd"),
-}
-"""By what a group was ended, in words, and the color of the line after its last token."""
+    explained = (
+        (LIKELIER, "more likely", any(value > 0 for value in first)),
+        (LESS_LIKELY, "less likely", any(value < 0 for value in first)),
+        (UNTRAINED, "not trained", any(map(math.isnan, first))),
+    )
+    handles = [(Patch(color=color), words) for color, words, is_shown in explained if is_shown]
+    return response.finish(title, label, handles + response.compare())
 
 
 def plot_token_groups(
@@ -379,49 +113,258 @@ def plot_token_groups(
         it, and a notebook shows it.
 
     Raises:
-        ValueError: If there are no tokens, more values than five, if shapes differ, or if the row has trained tokens
-            beyond T.
+        ValueError: If there are more values than five, if shapes differ, or if the row has trained tokens beyond T.
     """
-    index = _groups_of(groups, row, len(tokens))
-    response = Response(tokens, dict(values) if isinstance(values, Mapping) else {label: values}, max_tokens)
-    first = next(iter(response.series.values()))
-    response.bars(first, [_of_group(DARK, number) for number in index])
-    response.tint([_of_group(LIGHT, number) for number in index])
-    handles = _mark_ends(response, groups, row) + compared(response)
-    return response.finish(title, label, handles)
-
-
-def _groups_of(groups: TokenGroups, row: int, length: int) -> list[int]:
-    """The group of each token."""
-    num_rows, longest = groups.group_index.shape
-    if not 0 <= row < num_rows:
-        raise ValueError(f"row is {row}; groups has {num_rows} rows.")
-    index: list[int] = groups.group_index[row].tolist()
-    if longest < length or any(number >= 0 for number in index[length:]):
-        raise ValueError(f"tokens has {length} entries, which are not those of row {row} of groups ({longest} long).")
-    return index[:length]
-
-
-def _of_group(colors: Sequence[str], number: int) -> str:
-    return colors[number % len(colors)] if number >= 0 else UNTRAINED
-
-
-def _mark_ends(response: Response, groups: TokenGroups, row: int) -> list[tuple[Any, str]]:
-    """Draw a line after the last token of each group; return what the legend says of them."""
     from matplotlib.lines import Line2D
 
-    if groups.causes is None:
-        return []
-    causes = groups.causes[row].tolist()
-    style = {"linewidth": 2, "clip_on": False, "solid_capstyle": "butt"}
-    for axes, cell in response.cells():
-        if causes[cell.number]:
-            end = cell.start + cell.width
-            color = CAUSES[causes[cell.number]][1]
-            axes.plot([end, end], [-TEXT_HEIGHT, 0], color=color, transform=axes.get_xaxis_transform(), **style)
-    shown = {causes[cell.number] for _, cell in response.cells()}
-    return [
-        (Line2D([], [], color=color, linewidth=2), f"ended by {words}")
-        for cause, (words, color) in CAUSES.items()
-        if cause in shown
-    ]
+    index: list[int] = groups.group_index[row].tolist()
+    if len(index) < len(tokens) or any(number >= 0 for number in index[len(tokens) :]):
+        raise ValueError(
+            f"tokens has {len(tokens)} entries, which are not those of row {row} of groups ({len(index)} long)."
+        )
+    response = Response(tokens, values, label, max_tokens)
+    dark, light = (
+        [colors[number % len(colors)] if number >= 0 else UNTRAINED for number in index] for colors in (DARK, LIGHT)
+    )
+    response.bars(dark)
+    response.tint(light)
+    handles: list[tuple[Any, str]] = []
+    if groups.causes is not None:  # a line after the last token of each group
+        causes = groups.causes[row].tolist()
+        shown = set()
+        for axes, cell in response.cells():
+            if cause := causes[cell.number]:
+                shown.add(cause)
+                end, transform = cell.start + cell.width, axes.get_xaxis_transform()
+                style = {"color": CAUSES[cause][1], "linewidth": 2, "clip_on": False, "solid_capstyle": "butt"}
+                axes.plot([end, end], [-TEXT_HEIGHT, 0], transform=transform, **style)
+        for cause, (words, color) in CAUSES.items():
+            if cause in shown:
+                handles.append((Line2D([], [], color=color, linewidth=2), f"ended by {words}"))
+    return response.finish(title, label, handles + response.compare())
+
+
+# The figure.
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.85, 0.2, 0.75, 0.25
+_COLUMN, _BARS, _TEXT, _GAP = 0.088, 0.85, 0.26, 0.16
+"""Inches: margins of the figure, a character, the bars of a line, its text, and what is between lines."""
+
+TEXT_HEIGHT = _TEXT / _BARS
+"""Height of the text below the bars, in heights of the bars."""
+
+
+class Response:
+    """A figure of a response with its text, to be filled by `bars`, `tint`, `compare` and `finish`.
+
+    Args:
+        tokens: Text of each token, length T.
+        values: Numbers per token, of shape [T], or several by name; all share the scale of the figure.
+        label: Name of the numbers if they have none.
+        max_tokens: Tokens shown; a note says how many there are.
+
+    Raises:
+        ValueError: If there are too many series, or one has another length than the tokens.
+    """
+
+    def __init__(
+        self, tokens: Sequence[str], values: Values | Mapping[str, Values], label: str, max_tokens: int
+    ) -> None:
+        named = dict(values) if isinstance(values, Mapping) else {label: values}
+        if len(named) > len(MARKERS) + 1:
+            raise ValueError(f"{len(named)} series were given; at most {len(MARKERS) + 1} can be told apart.")
+        self.series: dict[str, list[float]] = {}
+        for name, own in named.items():
+            flat = torch.as_tensor(own).detach().cpu().double()
+            if flat.shape != (len(tokens),):
+                raise ValueError(f"{name} has shape {tuple(flat.shape)}; there are {len(tokens)} tokens.")
+            self.series[name] = flat.tolist()
+        self.first = next(iter(self.series.values()))
+        self.lines = lines_of(tokens[:max_tokens])
+        self.note = f"the first {max_tokens} of {len(tokens)} tokens" if len(tokens) > max_tokens else ""
+        self.figure, self.axes = self._draw_text()
+
+    def _draw_text(self) -> tuple[Figure, list[Any]]:
+        """A figure with one axes for each line, as wide as its characters are, and the text below the bars."""
+        from matplotlib.ticker import MaxNLocator
+
+        shown = [own[cell.number] for own in self.series.values() for line in self.lines for cell in line]
+        finite = [value for value in shown if math.isfinite(value)]
+        low, high = min([0.0, *finite]), max([0.0, *finite])
+        room = 0.08 * (high - low)
+        limits = (low - room if low < 0 else 0.0, high + room if high > 0 else 0.0) if low < high else (-1.0, 1.0)
+        width = _LEFT + COLUMNS * _COLUMN + _RIGHT
+        pitch = _BARS + _TEXT + _GAP
+        height = _TOP + len(self.lines) * pitch + _BOTTOM - _GAP
+        figure, every = _figure(width, height), []
+        for number, line in enumerate(self.lines):
+            bottom = height - _TOP - number * pitch - _BARS
+            axes = figure.add_axes((_LEFT / width, bottom / height, COLUMNS * _COLUMN / width, _BARS / height))
+            axes.set(xlim=(0, COLUMNS), ylim=limits, xticks=[])
+            axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3))
+            axes.tick_params(labelsize=7, length=0)
+            axes.spines[:].set_visible(False)
+            axes.grid(axis="y", color=FAINT, linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.axhline(0, color=GREY, linewidth=0.7)
+            below: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "va": "center", "parse_math": False}
+            for cell in line:
+                place = (cell.start + cell.width / 2, -0.5 * TEXT_HEIGHT)
+                axes.text(*place, cell.text, ha="center", family="monospace", fontsize=9.5, **below)
+            first = f"{line[0].number + 1}"  # in the margin
+            axes.text(-0.6, -0.5 * TEXT_HEIGHT, first, ha="right", fontsize=7, color=GREY, **below)
+            every.append(axes)
+        return figure, every
+
+    def cells(self) -> list[tuple[Any, Cell]]:
+        """Every token shown, with the axes of its line."""
+        return [(axes, cell) for axes, line in zip(self.axes, self.lines, strict=True) for cell in line]
+
+    def bars(self, colors: Sequence[str]) -> None:
+        """Draw a bar over each token for the first series; none where the value is NaN."""
+        for axes, line in zip(self.axes, self.lines, strict=True):
+            drawn = [cell for cell in line if math.isfinite(self.first[cell.number])]
+            axes.bar(
+                [cell.start + 0.06 for cell in drawn],
+                [self.first[cell.number] for cell in drawn],
+                [cell.width - 0.12 for cell in drawn],
+                align="edge",
+                color=[colors[cell.number] for cell in drawn],
+                linewidth=0,
+            )
+
+    def tint(self, colors: Sequence[str]) -> None:
+        """Put a color behind the text of each token."""
+        from matplotlib.patches import Rectangle
+
+        for axes, cell in self.cells():
+            place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 0, "linewidth": 0}
+            corner = (cell.start, -TEXT_HEIGHT)
+            axes.add_patch(Rectangle(corner, cell.width, TEXT_HEIGHT, color=colors[cell.number], **place))
+
+    def compare(self) -> list[tuple[Any, str]]:
+        """Draw all series but the first as points; return what the legend says of them, the first included."""
+        from matplotlib.patches import Patch
+
+        bars, *others = self.series
+        handles: list[tuple[Any, str]] = [(Patch(color=GREY), bars)] if others else []
+        for name, marker in zip(others, MARKERS, strict=False):
+            drawn: Any = None
+            for axes, line in zip(self.axes, self.lines, strict=True):
+                middles = [cell.start + cell.width / 2 for cell in line]
+                heights = [self.series[name][cell.number] for cell in line]
+                (drawn,) = axes.plot(middles, heights, marker, color="black", markersize=3.5, markerfacecolor="white")
+            handles.append((drawn, name))
+        return handles
+
+    def finish(self, title: str, label: str, handles: Sequence[tuple[Any, str]]) -> Figure:
+        """Add what explains the figure and return it."""
+        height = self.figure.get_figheight()
+        heading = ", ".join(part for part in (title, self.note) if part)
+        left = _LEFT / self.figure.get_figwidth()
+        self.figure.text(left, 1 - 0.1 / height, heading, va="top", fontsize=11, fontweight="bold", parse_math=False)
+        self.figure.text(0.12 / self.figure.get_figwidth(), 0.5, label, rotation=90, va="center", fontsize=9)
+        if handles:
+            drawn, names = zip(*handles, strict=True)
+            style: dict[str, Any] = {"fontsize": 8, "frameon": False, "borderaxespad": 0, "ncols": len(names)}
+            legend = self.figure.legend(
+                drawn, names, loc="upper left", bbox_to_anchor=(left, 1 - 0.33 / height), **style
+            )
+            for text in legend.get_texts():
+                text.set_parse_math(False)
+        return self.figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    """A figure that notebooks show, whether pyplot was imported or not."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    class ResponseFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png", dpi=110)
+            return picture.getvalue()
+
+    figure = ResponseFigure(figsize=(width, height), facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+# The text.
+
+COLUMNS = 96
+"""Characters of a line."""
+
+_WIDEST = 4
+"""By how much the tokens of a response that fills less than a line are spread."""
+
+_MOST = 24
+"""Characters of a token that are shown."""
+
+_CONTEXT = 8
+"""Tokens that are decoded before a token, so that it gets its space and its part of a character."""
+
+
+class Cell(NamedTuple):
+    """A token on its line.
+
+    Attributes:
+        number: Place in the response, from 0.
+        start: Column at which it begins.
+        width: Columns.
+        text: What is shown.
+    """
+
+    number: int
+    start: int
+    width: int
+    text: str
+
+
+def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Return the text that each token adds to a response.
+
+    Args:
+        token_ids: Tokens of one response, length T.
+        tokenizer: A tokenizer of transformers.
+
+    Returns:
+        T strings, special tokens by name. A character made of several tokens belongs to the last one; the others
+        are empty.
+    """
+
+    def decoded(start: int, end: int) -> str:
+        text: str = tokenizer.decode(
+            list(token_ids[start:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text.rstrip("�")  # without the beginning of an unfinished character
+
+    texts = []
+    for index in range(len(token_ids)):
+        first = max(0, index - _CONTEXT)
+        texts.append(decoded(first, index + 1)[len(decoded(first, index)) :])
+    return texts
+
+
+def lines_of(texts: Sequence[str], columns: int = COLUMNS) -> list[list[Cell]]:
+    """Set tokens in lines, without splitting one; a new line follows each line break in the text."""
+    shown, widths = [], []
+    for text in texts:
+        visible = "".join(
+            {"\n": "↵", "\r": "␍", "\t": "→"}.get(character, character if character.isprintable() else "·")
+            for character in text
+        )
+        shown.append(visible if len(visible) <= _MOST else visible[: _MOST - 1] + "…")
+        upright = [character for character in shown[-1] if not unicodedata.combining(character)]
+        widths.append(max(1, sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in upright)))
+    spread = max(1, min(_WIDEST, columns // sum(widths)))
+    lines: list[list[Cell]] = [[]]
+    for index, width in enumerate(spread * width for width in widths):
+        last = lines[-1][-1] if lines[-1] else None
+        start = last.start + last.width if last else 0
+        if last and (start + width > columns or "\n" in texts[last.number]):
+            lines.append([])
+            start = 0
+        lines[-1].append(Cell(index, start, width, shown[index]))
+    return lines

@@ -1,4 +1,4 @@
-"""`python -m pl_grouprl.report RUN... [--output FILE]`."""
+"""One self-contained HTML page of a run, or of several: `python -m pl_grouprl.report RUN... [--output FILE]`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from pl_grouprl.callbacks.curves import MetricHistory, filled_panels, other_metr
 from pl_grouprl.callbacks.run_summary import VALIDATION_PREFIXES
 from pl_grouprl.utilities.checkpoint_files import write_whole
 
-# Reads the files in a run folder.
-
 Row = dict[str, Any]
 
 OPTIONS_FILES = ("config.yaml", "options.json")
 """Files with options: of the command line, and of `RunSummary`; they name options differently."""
+
 
 _SHOWN_OF_COMPLETION = itemgetter("step", "prompt", "completion", "reward", "num_tokens", "finish_reason")
 """Required keys of a completion; the page shows them."""
@@ -102,25 +101,23 @@ def read_run(folder: Path, name: str | None = None, options_files: Sequence[str]
     history = _history(metrics)
     if not history.points:
         raise ValueError(f"{metrics} has no metrics yet.")
-    return RecordedRun(
-        name=name or folder.name,
-        folder=folder,
-        history=history,
-        options=_options([folder / file for file in options_files]),
-        completions=_completions(folder / "completions.jsonl"),
-        training_seconds=_training_seconds(folder / "summary.json"),
-    )
-
-
-def different_options(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Values of the options in which the runs differ, by name; None where a run has no such option.
-
-    Of runs whose options were not recorded nothing is known: they are left out of the comparison.
-    """
-    names = dict.fromkeys(name for run in runs for name in run.options)
-    values = {name: [run.options.get(name) for run in runs] for name in names}
-    known = [number for number, run in enumerate(runs) if run.options]
-    return {name: own for name, own in values.items() if any(own[number] != own[known[0]] for number in known)}
+    options: dict[str, Any] = {}
+    if path := next((folder / file for file in options_files if (folder / file).is_file()), None):
+        with _naming_file(path, "a configuration"):
+            text = path.read_text(encoding="utf-8")
+            config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+            options = dict(_flat("", config)) if config else {}
+    completions: list[Row] = []
+    if (path := folder / "completions.jsonl").is_file():
+        with _naming_file(path, "a file of completions"):
+            completions = [json.loads(line) for line in _whole_lines(path)]
+            for row in completions:
+                _SHOWN_OF_COMPLETION(row)
+    seconds = None
+    if (path := folder / "summary.json").is_file():
+        with _naming_file(path, "a summary"):
+            seconds = float(json.loads(path.read_text(encoding="utf-8"))["training_seconds"])
+    return RecordedRun(name or folder.name, folder, history, options, completions, seconds)
 
 
 @contextmanager
@@ -143,38 +140,24 @@ def _history(path: Path) -> MetricHistory:
     """Read the metrics. Lightning counts the current step from 0; the history counts the steps done."""
     history = MetricHistory()
     with _naming_file(path, "a file of metrics by step"):
-        rows = [(int(row.pop("step")), _values(row)) for row in csv.DictReader(_whole_lines(path))]
-        rows = [(step, values) for step, values in rows if values]
-        before = _rows_before_training(rows)
+        rows = []
+        for row in csv.DictReader(_whole_lines(path)):
+            step = int(row.pop("step"))
+            values = {name: float(value) for name, value in row.items() if value and name != "epoch"}
+            if values:
+                rows.append((step, values))
+        # Rows of a validation before the first step come first, and have the step of what follows.
+        training = (
+            number
+            for number, (_, values) in enumerate(rows)
+            if not all(name.startswith(VALIDATION_PREFIXES) for name in values)
+        )
+        first = next(training, len(rows))
+        steps = {0, *(step for step, _ in rows[first : first + 1])}
+        before = next((number for number, (step, _) in enumerate(rows[:first]) if step not in steps), first)
         for number, (step, values) in enumerate(rows):
             history.record(step if number < before else step + 1, values)
     return history
-
-
-def _values(row: Mapping[str, str]) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if value and name != "epoch"}
-
-
-def _rows_before_training(rows: Sequence[tuple[int, Mapping[str, float]]]) -> int:
-    """The number of rows that a validation before the first step wrote; they have the step of what follows."""
-    training = (number for number, (_, values) in enumerate(rows) if not _is_validation(values))
-    first = next(training, len(rows))
-    steps = {0, rows[first][0]} if first < len(rows) else {0}
-    return next((number for number, (step, _) in enumerate(rows[:first]) if step not in steps), first)
-
-
-def _is_validation(values: Mapping[str, float]) -> bool:
-    return all(name.startswith(VALIDATION_PREFIXES) for name in values)
-
-
-def _options(paths: Sequence[Path]) -> dict[str, Any]:
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return {}
-    with _naming_file(path, "a configuration"):
-        text = path.read_text(encoding="utf-8")
-        config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        return dict(_flat("", config)) if config else {}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -186,30 +169,23 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flat(f"{name}.{key}" if name else str(key), item)
 
 
-def _completions(path: Path) -> list[Row]:
-    if not path.is_file():
-        return []
-    with _naming_file(path, "a file of completions"):
-        rows = [json.loads(line) for line in _whole_lines(path)]
-        for row in rows:
-            _SHOWN_OF_COMPLETION(row)
-    return rows
+def different_options(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
+    """Values of the options in which the runs differ, by name; None where a run has no such option.
+
+    Runs whose options were not recorded are not compared.
+    """
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    values = {name: [run.options.get(name) for run in runs] for name in names}
+    known = [number for number, run in enumerate(runs) if run.options]
+    return {name: own for name, own in values.items() if any(own[number] != own[known[0]] for number in known)}
 
 
-def _training_seconds(path: Path) -> float | None:
-    if not path.is_file():
-        return None
-    with _naming_file(path, "a summary"):
-        return float(json.loads(path.read_text(encoding="utf-8"))["training_seconds"])
-
-
-# Writes the page: a self-contained HTML file that needs no network.
+# The page: a self-contained HTML file that needs no network.
 
 GENERATOR = '<meta name="generator" content="pl_grouprl.report">'
 """Marks pages written by this module; only these are replaced."""
 
-_MOST_STEPS = 6
-_MOST_ROWS = 16
+_MOST_STEPS, _MOST_ROWS = 6, 16
 
 _FIGURES = (
     ("reward", "reward", "{first:.3f} → {last:.3f}"),
@@ -247,79 +223,72 @@ def report_page(runs: Sequence[RecordedRun]) -> str:
     """The page as text."""
     title = " · ".join(run.name for run in runs)
     points = [run.history.points for run in runs]
-    sections = [
-        f"<h1>{escape(title)}</h1>",
-        _overview(runs),
-        f"<h2>Curves</h2>{_panels(runs, filled_panels(points))}",
-        _other_metrics(runs, other_metrics(points)),
-        _different(runs) if len(runs) > 1 else "",
-        *(_page_completions(run) for run in runs if run.completions),
-        *(_all_options(run) for run in runs if run.options),
-    ]
+    sections = [f"<h1>{escape(title)}</h1>", _overview(runs)]
+    sections.append(f"<h2>Curves</h2>{_panels(runs, filled_panels(points))}")
+    if names := other_metrics(points):
+        panels = _panels(runs, names)
+        sections.append(f"<details><summary>Other metrics ({len(names)})</summary>{panels}</details>")
+    if len(runs) > 1:
+        sections.append(_differences(runs))
+    sections += [_completions(run) for run in runs if run.completions]
+    for run in runs:
+        if run.options:
+            table = _table(["option", "value"], [[name, value] for name, value in run.options.items()], "options")
+            sections.append(f"<details><summary>All options of {escape(run.name)}</summary>{table}</details>")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(filter(None, sections)) + "\n</body></html>\n"
+        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(sections) + "\n</body></html>\n"
     )
 
 
 def _overview(runs: Sequence[RecordedRun]) -> str:
+    """The table at the top, a column per run."""
+    seconds = [run.training_seconds for run in runs]
+    times = ["not ended" if own is None else timedelta(seconds=round(own)) for own in seconds]
     rows: list[list[Any]] = [["folder", *(run.folder for run in runs)], ["last step", *(run.steps for run in runs)]]
-    rows.append(["training time", *(_duration(run.training_seconds) for run in runs)])
+    rows.append(["training time", *times])
     for metric, name, form in _FIGURES:
         if any(metric in run.history.points for run in runs):
-            rows.append([name, *(_figure(run, metric, form) for run in runs)])
+            has = [metric in run.history.points for run in runs]
+            cells = (
+                form.format(**run.history.statistics(metric)) if own else "" for run, own in zip(runs, has, strict=True)
+            )
+            rows.append([name, *cells])
     return _table(["", *(run.name for run in runs)], rows, "overview")
 
 
-def _duration(seconds: float | None) -> str:
-    return "not ended" if seconds is None else str(timedelta(seconds=round(seconds)))
-
-
-def _figure(run: RecordedRun, metric: str, form: str) -> str:
-    return form.format(**run.history.statistics(metric)) if metric in run.history.points else ""
-
-
 def _panels(runs: Sequence[RecordedRun], titles: Iterable[str]) -> str:
-    """Each panel as SVG, one grid column wide per axes, up to the full width."""
+    """Each panel as SVG with text as text, one grid column wide per axes, up to the full width."""
+    from matplotlib import rc_context
+
     points = {run.name: run.history.points for run in runs}
     panels = []
     for title in titles:
-        figure = panel_figure(title, points)
+        figure, drawing = panel_figure(title, points), io.StringIO()
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}):
+            figure.savefig(drawing, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        svg = drawing.getvalue()
+        svg = svg[svg.index("<svg") :]  # HTML has no XML declaration
         width = ("one", "two", "all")[min(len(figure.axes), 3) - 1]
-        panels.append(f'<figure class="{width}" aria-label="{escape(title)}">{_svg(figure)}</figure>')
+        panels.append(f'<figure class="{width}" aria-label="{escape(title)}">{svg}</figure>')
     return f'<div class="panels">{"".join(panels)}</div>'
 
 
-def _other_metrics(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
-    """A panel for each metric that the curves leave out, folded."""
-    if not names:
-        return ""
-    return f"<details><summary>Other metrics ({len(names)})</summary>{_panels(runs, names)}</details>"
-
-
-def _svg(figure: Any) -> str:
-    """A figure as an SVG element, with text as text rather than paths."""
-    from matplotlib import rc_context
-
-    drawing = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}):
-        figure.savefig(drawing, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = drawing.getvalue()
-    return text[text.index("<svg") :]  # HTML has no XML declaration
-
-
-def _different(runs: Sequence[RecordedRun]) -> str:
+def _differences(runs: Sequence[RecordedRun]) -> str:
     rows = [[name, *values] for name, values in different_options(runs).items()]
     unknown = [escape(run.name) for run in runs if not run.options]
-    found = _table(["option", *(run.name for run in runs)], rows, "options") if rows else "<p>None.</p>"
+    parts = ["<h2>Options that differ</h2>"]
     if unknown:
-        note = f"<p>Not recorded: {', '.join(unknown)} (no {' or '.join(OPTIONS_FILES)}).</p>"
-        found = note + (found if rows else "")
-    return f"<h2>Options that differ</h2>{found}"
+        parts.append(f"<p>Not recorded: {', '.join(unknown)} (no {' or '.join(OPTIONS_FILES)}).</p>")
+    if rows:
+        parts.append(_table(["option", *(run.name for run in runs)], rows, "options"))
+    elif not unknown:
+        parts.append("<p>None.</p>")
+    return "".join(parts)
 
 
-def _page_completions(run: RecordedRun) -> str:
+def _completions(run: RecordedRun) -> str:
     """The completions of a few steps; only the last step is expanded."""
     steps = sorted({row["step"] for row in run.completions})
     if len(steps) > _MOST_STEPS:
@@ -328,10 +297,12 @@ def _page_completions(run: RecordedRun) -> str:
     for step in steps:
         rows = [row for row in run.completions if row["step"] == step]
         cells = [_completion_cells(row) for row in rows[:_MOST_ROWS]]
+        previous = [None, *(row[0] for row in cells)]
+        cells = [  # a prompt is shown only where it changes
+            ["" if row[0] == before else row[0], *row[1:]] for row, before in zip(cells, previous, strict=False)
+        ]
         note = f" ({_MOST_ROWS} of {len(rows)})" if len(rows) > _MOST_ROWS else ""
-        table = _table(
-            ["prompt", "completion", "reward", "tokens", "end"], _without_repeated_prompts(cells), "completions"
-        )
+        table = _table(["prompt", "completion", "reward", "tokens", "end"], cells, "completions")
         is_open = " open" if step == steps[-1] else ""
         parts.append(f"<details{is_open}><summary>Step {step}{note}</summary>{table}</details>")
     return f"<h2>Completions of {escape(run.name)}</h2>{''.join(parts)}"
@@ -343,28 +314,15 @@ def _completion_cells(row: Row) -> list[Any]:
     return [row["prompt"], text, reward, row["num_tokens"], row["finish_reason"]]
 
 
-def _without_repeated_prompts(rows: Sequence[list[Any]]) -> list[list[Any]]:
-    """The rows; a prompt is shown only where it changes."""
-    previous = [None, *(row[0] for row in rows)]
-    return [["" if row[0] == before else row[0], *row[1:]] for row, before in zip(rows, previous, strict=False)]
-
-
-def _all_options(run: RecordedRun) -> str:
-    table = _table(["option", "value"], [[name, value] for name, value in run.options.items()], "options")
-    return f"<details><summary>All options of {escape(run.name)}</summary>{table}</details>"
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], kind: str) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    lines = ["".join(f"<td><div>{_text(value)}</div></td>" for value in row) for row in rows]
-    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
+    body = ""
+    for row in rows:
+        cells = ("" if value is None else escape(str(value)) for value in row)
+        body += f"<tr>{''.join(f'<td><div>{cell}</div></td>' for cell in cells)}</tr>\n"
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else escape(str(value))
 
 
 _STYLE = """
@@ -389,9 +347,6 @@ th { background: #f1f3f5; font-weight: 600; } td div { overflow-wrap: anywhere; 
 .completions td:nth-child(3), .completions td:nth-child(4) { text-align: right; }
 details { margin: .5rem 0; } summary { cursor: pointer; padding: .3rem 0; font-weight: 600; }
 """
-
-
-# `python -m pl_grouprl.report RUN... [--output FILE]`.
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -102,11 +102,10 @@ from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.loggers import (
     forget_numbers,
     log_every_step,
-    log_numbers,
     place_default_logger,
     prepare_loggers,
 )
-from pl_grouprl.utilities.modes import CheapGarbageCollection, naming_memory, seed_torch
+from pl_grouprl.utilities.modes import naming_memory, seed_torch
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.progress import PROGRESS
 
@@ -542,7 +541,7 @@ class RLModule(pl.LightningModule, ABC):
         watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
         closers: list[pl.Callback] = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
         closers += [CloseRolloutsAhead()] if self.max_staleness else []
-        first, *required = replace_earlier(self.trainer, [LoadModels(), CheapGarbageCollection(), *watchdogs, *closers])
+        first, *required = replace_earlier(self.trainer, [LoadModels(), *watchdogs, *closers])
         self.trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
         return [*callbacks_of_module(self.trainer), *required]
 
@@ -743,8 +742,8 @@ class RLModule(pl.LightningModule, ABC):
         numbers = of_rollouts | metrics | {"num_tokens": float(self.num_tokens)}
         forget_numbers(self, self._logged_names - numbers.keys())
         self._logged_names = set(numbers)
-        log_numbers(self, {name: numbers.pop(name) for name in shown if name in numbers}, prog_bar=True)
-        log_numbers(self, numbers)
+        self.log_dict({name: numbers.pop(name) for name in shown if name in numbers}, prog_bar=True, batch_size=1)
+        self.log_dict(numbers, batch_size=1)
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -766,7 +765,7 @@ class RLModule(pl.LightningModule, ABC):
         norms = self.optimization.before_step(
             parts, self.support, accumulated=accumulated, device=self.device, step=step
         )
-        log_numbers(self, norms)
+        self.log_dict(norms, batch_size=1)
         self.is_stepping = True
 
     def configure_gradient_clipping(
@@ -786,7 +785,8 @@ class RLModule(pl.LightningModule, ABC):
         assert buffer is not None
         metrics = {f"time/{name}": value for name, value in seconds.items()}
         self.is_stepping = False
-        log_numbers(self, metrics | self.throughput.after_step(seconds["step"], buffer, self.updates_per_rollout))
+        metrics |= self.throughput.after_step(seconds["step"], buffer, self.updates_per_rollout)
+        self.log_dict(metrics, batch_size=1)
 
     # Validation, test and predict.
 

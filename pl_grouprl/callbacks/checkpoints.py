@@ -46,7 +46,6 @@ from pl_grouprl.utilities.checkpoint_files import (
 from pl_grouprl.utilities.describe import changes_since, lineage, options_of, refused_changes
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.modes import nonfinite_parameters
-from pl_grouprl.utilities.options import checked_arguments
 from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.text import first_names
 
@@ -85,6 +84,45 @@ def run_folder(trainer: Trainer) -> Path | None:
     if trainer not in _RUNS:
         _RUNS[trainer] = _Run(Path(on_rank_zero(trainer, lambda: str(_take_folder(trainer)))))
     return _RUNS[trainer].folder
+
+
+def _take_folder(trainer: Trainer) -> Path:
+    root, folder = runs_folder(trainer), None
+    if trainer.loggers:
+        logger = trainer.loggers[0]
+        place: Any = logger.log_dir
+        if place is None and logger.version not in (None, ""):
+            place = root / (logger.version if isinstance(logger.version, str) else f"version_{logger.version}")
+        # The root folder and the working directory are shared with other runs.
+        if place is not None and Path(place).resolve() not in {Path(trainer.default_root_dir).resolve(), Path.cwd()}:
+            folder = Path(place)
+    parent = folder or root
+    if re.match(r"\w{2,}:/", str(parent)):
+        raise ValueError(f"The run folder would be in {parent}; pass a logger or a default_root_dir that is local.")
+    with explain_os_error(f"No run folder can be created in {parent}"):
+        parent.mkdir(parents=True, exist_ok=True)
+        if folder is not None and _take(folder):
+            return folder
+        numbers = [path.name.removeprefix("version_") for path in parent.glob("version_*")]
+        first = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+        for number in itertools.count(first):
+            folder = parent / f"version_{number}"
+            with contextlib.suppress(FileExistsError):  # another run was faster
+                folder.mkdir()
+                if _take(folder):
+                    rank_zero_info(f"Run folder: {folder}")
+                    return folder
+    raise AssertionError
+
+
+def _take(folder: Path) -> bool:
+    """Create the marker in a folder; False if another run already has."""
+    try:
+        with (folder / MARKER).open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"written_by": "pl_grouprl", "process": process_name()}) + "\n")
+    except FileExistsError:
+        return False
+    return True
 
 
 def claim(
@@ -133,57 +171,11 @@ def on_rank_zero(trainer: Trainer, action: Callable[[], T]) -> T:
     return gather_plain(result, device)[0]
 
 
-def _take_folder(trainer: Trainer) -> Path:
-    folder, root = _logger_folder(trainer), runs_folder(trainer)
-    place = folder or root
-    if re.match(r"\w{2,}:/", str(place)):
-        raise ValueError(f"The run folder would be in {place}; pass a logger or a default_root_dir that is local.")
-    with explain_os_error(f"No run folder can be created in {place}"):
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            if _take(folder):
-                return folder
-        folder = _next_version(place)
-    rank_zero_info(f"Run folder: {folder}")
-    return folder
-
-
-def _next_version(root: Path) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    numbers = [path.name.removeprefix("version_") for path in root.glob("version_*")]
-    first = max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
-    for number in itertools.count(first):
-        folder = root / f"version_{number}"
-        try:
-            folder.mkdir()
-        except FileExistsError:  # another run was faster
-            continue
-        if _take(folder):
-            return folder
-    raise AssertionError
-
-
-def _take(folder: Path) -> bool:
-    """Create the marker in a folder; False if another run already has."""
-    try:
-        with (folder / MARKER).open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"written_by": "pl_grouprl", "process": process_name()}) + "\n")
-    except FileExistsError:
-        return False
-    return True
-
-
-def _logger_folder(trainer: Trainer) -> Path | None:
-    """Folder of the first logger's version; None if it has no version, or writes into a shared folder."""
-    if not trainer.loggers:
-        return None
-    logger = trainer.loggers[0]
-    folder = logger.log_dir
-    if folder is None and logger.version not in (None, ""):
-        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-        folder = str(runs_folder(trainer) / version)
-    shared = {Path(trainer.default_root_dir).resolve(), Path.cwd()}
-    return None if folder is None or Path(folder).resolve() in shared else Path(folder)
+def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None], *, rank_zero: bool = True) -> None:
+    """Run a file operation on rank 0, or on each rank; an OSError on one is raised on all, with the remedy."""
+    with explain_os_error(what):
+        run = action if trainer.is_global_zero or not rank_zero else lambda: None
+        raise_on_all_ranks(run, trainer.strategy.root_device, shared=OSError)
 
 
 # The end of a run: by a signal, or with the current epoch; and how an unfinished epoch is counted.
@@ -223,20 +215,25 @@ class StopRequest:
         elif time.monotonic() - self._came_at.setdefault(signum, time.monotonic()) > REPEAT_SECONDS:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        if not self.signum:
-            self.signum = signum
-            name = signal.Signals(signum).name
-            _write(2, f"\n{name}: the run saves a checkpoint after this batch and stops.\n")
-            if name == "SIGHUP":
-                _write(1, "\n")
+        if self.signum:
+            return
+        self.signum, name = signum, signal.Signals(signum).name
+        # Not print(): the signal may have interrupted one. A closed terminal is replaced, or later output would raise.
+        for descriptor, text in ((2, f"\n{name}: the run saves a checkpoint after this batch and stops.\n"), (1, "\n")):
+            if descriptor == 2 or name == "SIGHUP":
+                try:
+                    os.write(descriptor, text.encode())
+                except OSError:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-def _write(descriptor: int, text: str) -> None:
-    """Write to a terminal; if it is closed, discard this and all that follows, which would raise an error."""
-    try:
-        os.write(descriptor, text.encode())  # not print(): the signal may have interrupted one
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+class StoppedBySignal(SystemExit):
+    """Ends a run after a signal, once its checkpoint is saved.
+
+    The exit code is 128 plus the signal number, as in a shell: 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1, 130
+    for Ctrl-C.
+    Processes started by Lightning's launcher exit with 0, as it would otherwise kill the run's other processes.
+    """
 
 
 def stop_together(trainer: Trainer) -> None:
@@ -280,15 +277,12 @@ def unfinished_epoch_counted(trainer: Trainer) -> Iterator[None]:
     A run resumed from such a checkpoint continues with the rest of the epoch.
     """
     loop: Any = trainer.fit_loop
-    progress = loop.epoch_progress
-    if loop.epoch_loop.batch_progress.is_last_batch:
-        yield
-        return
-    counts = (progress.current, progress.total)
+    counts = (loop.epoch_progress.current, loop.epoch_progress.total)
     done = [(count.processed, count.completed) for count in counts]
-    for count in counts:
-        count.processed = min(count.processed, count.started - 1)
-        count.completed = min(count.completed, count.started - 1)
+    if not loop.epoch_loop.batch_progress.is_last_batch:
+        for count in counts:
+            count.processed = min(count.processed, count.started - 1)
+            count.completed = min(count.completed, count.started - 1)
     try:
         yield
     finally:
@@ -296,19 +290,9 @@ def unfinished_epoch_counted(trainer: Trainer) -> Iterator[None]:
             count.processed, count.completed = processed, completed
 
 
-# Checkpoints that survive any end of a run: a kill at any moment, a full disk, a signal to stop.
+# The checkpoints.
 
 
-class StoppedBySignal(SystemExit):
-    """Ends a run after a signal, once its checkpoint is saved.
-
-    The exit code is 128 plus the signal number, as in a shell: 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1, 130
-    for Ctrl-C.
-    Processes started by Lightning's launcher exit with 0, as it would otherwise kill the run's other processes.
-    """
-
-
-@checked_arguments
 class SafeCheckpoint(ModelCheckpoint):
     """Lightning's ModelCheckpoint with checkpoints that are always complete, and one more when a signal ends the run.
 
@@ -354,8 +338,11 @@ class SafeCheckpoint(ModelCheckpoint):
         """Prepare the folder: check that it is writable, and remove leftovers of killed runs."""
         verify_loads(trainer)
         stop_together(trainer)
-        if self._chosen_by is not None and self._chosen_by() is not trainer:
-            self._forget_run()
+        if self._chosen_by is not None and self._chosen_by() is not trainer:  # another run, which has another folder
+            self.dirpath = self._chosen_by = None
+            self.best_k_models, self.current_score, self.best_model_score = {}, None, None
+            self.kth_best_model_path = self.best_model_path = self.last_model_path = self._last_checkpoint_saved = ""
+            self._last_global_step_saved = 0
         if self.dirpath is None and not is_trial(trainer):
             if stage != "fit":
                 return
@@ -370,40 +357,93 @@ class SafeCheckpoint(ModelCheckpoint):
         if isinstance(trainer.strategy._checkpoint_io, AsyncCheckpointIO):
             raise ValueError(
                 "plugins has AsyncCheckpointIO, which returns before a checkpoint is written, and SafeCheckpoint reads "
-                "what was written; leave the plugin out, or use ModelCheckpoint."
+                "what was written; omit the plugin, or use ModelCheckpoint."
             )
-        folder = Path(str(self.dirpath))
         if type(trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):  # unless the user passed one
             trainer.strategy.checkpoint_io = DirectCheckpointIO()
-        _on_all_ranks(trainer, f"dirpath {folder} cannot be used", lambda: _make_ready(folder, trainer))
+        folder = Path(str(self.dirpath))
 
-    def _forget_run(self) -> None:
-        """Reset for another Trainer: its run has another folder, and the previous run's checkpoints stay."""
-        self.dirpath = self._chosen_by = None
-        self.best_k_models, self.current_score, self.best_model_score = {}, None, None
-        self.kth_best_model_path = self.best_model_path = self.last_model_path = self._last_checkpoint_saved = ""
-        self._last_global_step_saved = 0
+        def make_ready() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            finish_interrupted(folder)
+            remove_leftovers(folder)
+            trial = unfinished_path(folder / "trial")
+            trial.touch()
+            trial.unlink()
+
+        _on_all_ranks(trainer, f"dirpath {folder} cannot be used", make_ready)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reject a folder with checkpoints of another configuration, and replace Lightning's signal handlers."""
+        folder = Path(str(self.dirpath))
+        resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder.resolve()
+
+        def refuse_others() -> None:
+            for checkpoint in sorted(folder.glob("*.ckpt")):
+                changes = changes_since(read_manifest(checkpoint), pl_module)
+                if refused := refused_changes(changes, getattr(pl_module, "allow_changed", ())):
+                    raise ValueError(
+                        f"dirpath {folder} has checkpoints of a run with other options than this one "
+                        f"({checkpoint.name}: {'; '.join(refused)}); choose another folder, or remove them."
+                    )
+
+        if not is_trial(trainer) and not resumed:  # known only after setup
+            _on_all_ranks(trainer, f"dirpath {folder} cannot be used", refuse_others)
+        if self.stop_on_signal:
+            self._request.listen()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the signal handlers, and forget checkpoints of a resumed run that are gone."""
+        super().on_train_start(trainer, pl_module)
+        gone = [path for path in self.best_k_models if not self.file_exists(path, trainer)]
+        if gone:
+            scores = {path: score for path, score in self.best_k_models.items() if path not in gone}
+            best = max if self.mode == "max" else min
+            self.best_k_models, self.best_model_path = scores, best(scores, key=scores.__getitem__, default="")
+            self.best_model_score = scores.get(self.best_model_path)
+        self.on_sanity_check_start(trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the best so far, though a resumed run has another folder."""
+        super().load_state_dict(state_dict | {"dirpath": self.dirpath})
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Find `last` as the command line does; finding none is an error."""
         return {last_checkpoint(trainer, trainer.lightning_module if trainer.state.fn == "fit" else None)}
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a folder with checkpoints of another configuration, and replace Lightning's signal handlers."""
-        folder = Path(str(self.dirpath))
-        resumed = trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve().parent == folder.resolve()
-        if not is_trial(trainer) and not resumed:  # known only after setup
-            _on_all_ranks(
-                trainer, f"dirpath {folder} cannot be used", lambda: _refuse_others(folder, pl_module, trainer)
-            )
-        if self.stop_on_signal:
-            self._request.listen()
+    # When to save.
 
-    # The best of a run.
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Save if due, or if a signal asks to stop.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the best so far, though a resumed run has another folder."""
-        super().load_state_dict(state_dict | {"dirpath": self.dirpath})
+        Raises:
+            StoppedBySignal: On all ranks, after the checkpoint.
+        """
+        # Lightning forgets a deferred save if a later batch is not due.
+        waited, self._defer_save_until_validation = self._defer_save_until_validation, False
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        waits = self._defer_save_until_validation
+        self._defer_save_until_validation = waits or waited
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return  # checkpoints do not include accumulated gradients
+        if waits and self.save_last and not self._should_skip_saving_checkpoint(trainer):
+            loop: Any = trainer.fit_loop
+            if not _largest(trainer, loop.epoch_loop._should_check_val_fx(loop._data_fetcher)):
+                self._save_last(trainer)
+        signum = self._requested_signal(trainer)
+        if not signum:
+            return
+        environment: Any = trainer._accelerator_connector.cluster_environment
+        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        if requeues and signum == environment.requeue_signal:
+            self._save_checkpoint(trainer, trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+            if trainer.is_global_zero:
+                array = os.environ.get("SLURM_ARRAY_JOB_ID")
+                job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+                subprocess.run(["scontrol", "requeue", job], check=False)  # noqa: S603, S607
+        elif not is_trial(trainer):
+            self._save_last(trainer)
+        raise _stopped(trainer, signum)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if due, or if a save has waited for the metric of these weights."""
@@ -415,26 +455,6 @@ class SafeCheckpoint(ModelCheckpoint):
         self._defer_save_until_validation = False
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
         self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-
-    def _is_outdated(self, trainer: Trainer) -> bool:
-        """Whether the monitored metric is that of earlier weights."""
-        return self._validated_at not in (None, trainer.global_step)
-
-    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
-        """Leave out an outdated metric; Lightning then waits for the next validation."""
-        candidates = super()._monitor_candidates(trainer)
-        if self._is_outdated(trainer):
-            candidates.pop(str(self.monitor), None)
-        return candidates
-
-    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        if not self._is_outdated(trainer):
-            super()._save_topk_checkpoint(trainer, monitor_candidates)
-
-    def _format_checkpoint_name(self, *args: Any, **kwargs: Any) -> str:
-        return super()._format_checkpoint_name(*args, **kwargs).replace("/", "_")
-
-    # The end of a run.
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if due, and always after the run's last step."""
@@ -455,9 +475,12 @@ class SafeCheckpoint(ModelCheckpoint):
         Raises:
             StoppedBySignal: On all ranks.
         """
-        signum = self._requested_signal(trainer)
-        if signum:
+        if signum := self._requested_signal(trainer):
             raise _stopped(trainer, signum)
+
+    def _requested_signal(self, trainer: Trainer) -> int:
+        """The signal that asked to stop, the same on all ranks; 0 for none."""
+        return _largest(trainer, self._request.signum) if self.stop_on_signal else 0
 
     def _save_end(self, trainer: Trainer) -> None:
         periodic = self._every_n_train_steps or self._every_n_epochs or self._train_time_interval is not None
@@ -476,57 +499,25 @@ class SafeCheckpoint(ModelCheckpoint):
         self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         self.save_last = save_last
 
-    # Signals.
+    def _is_outdated(self, trainer: Trainer) -> bool:
+        """Whether the monitored metric is that of earlier weights."""
+        return self._validated_at not in (None, trainer.global_step)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the signal handlers, and forget checkpoints of a resumed run that are gone."""
-        super().on_train_start(trainer, pl_module)
-        gone = [path for path in self.best_k_models if not self.file_exists(path, trainer)]
-        if gone:
-            scores = {path: score for path, score in self.best_k_models.items() if path not in gone}
-            best = max if self.mode == "max" else min
-            self.best_k_models, self.best_model_path = scores, best(scores, key=scores.__getitem__, default="")
-            self.best_model_score = scores.get(self.best_model_path)
-        self.on_sanity_check_start(trainer, pl_module)
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Omit an outdated metric; Lightning then waits for the next validation."""
+        candidates = super()._monitor_candidates(trainer)
+        if self._is_outdated(trainer):
+            candidates.pop(str(self.monitor), None)
+        return candidates
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Save if due, or if a signal asks to stop.
+    # How to save.
 
-        Raises:
-            StoppedBySignal: On all ranks, after the checkpoint.
-        """
-        # Lightning forgets a deferred save if a later batch is not due.
-        waited, self._defer_save_until_validation = self._defer_save_until_validation, False
-        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
-        waits = self._defer_save_until_validation
-        self._defer_save_until_validation = waits or waited
-        if trainer.fit_loop.epoch_loop._should_accumulate():
-            return  # checkpoints do not include accumulated gradients
-        if waits and self.save_last and not self._should_skip_saving_checkpoint(trainer):
-            loop: Any = trainer.fit_loop
-            validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-            if not _largest(trainer, validates):
-                self._save_last(trainer)
-        signum = self._requested_signal(trainer)
-        if signum:
-            self._stop(trainer, signum)
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if not self._is_outdated(trainer):
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
 
-    def _requested_signal(self, trainer: Trainer) -> int:
-        """The signal that asked to stop, the same on all ranks; 0 for none."""
-        return _largest(trainer, self._request.signum) if self.stop_on_signal else 0
-
-    def _stop(self, trainer: Trainer, signum: int) -> None:
-        environment: Any = trainer._accelerator_connector.cluster_environment
-        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        if requeues and signum == environment.requeue_signal:
-            self._save_checkpoint(trainer, trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
-            if trainer.is_global_zero:
-                subprocess.run(["scontrol", "requeue", _slurm_job()], check=False)  # noqa: S603, S607
-        elif not is_trial(trainer):
-            self._save_last(trainer)
-        raise _stopped(trainer, signum)
-
-    # Writing.
+    def _format_checkpoint_name(self, *args: Any, **kwargs: Any) -> str:
+        return super()._format_checkpoint_name(*args, **kwargs).replace("/", "_")
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         with PROGRESS.during("saving a checkpoint"):
@@ -539,12 +530,12 @@ class SafeCheckpoint(ModelCheckpoint):
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if trainer.is_global_zero:
-            remove(Path(filepath), process_name())
+            remove(Path(filepath))
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            link(Path(filepath), Path(linkpath), process_name())
+            link(Path(filepath), Path(linkpath))
         trainer.strategy.barrier()
 
 
@@ -554,47 +545,40 @@ def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = Fal
     Args:
         trainer: The run's Trainer, with any strategy; the checkpoint may be a file or a folder.
         target: The checkpoint's path; an earlier one there is replaced once the new one is complete.
-        weights_only: Leave out everything but weights.
+        weights_only: Save only weights.
 
     Raises:
         OSError: On all ranks, if one of them could not write.
         RuntimeError: On all ranks, if a weight is not finite; nothing is written.
     """
-    _refuse_nonfinite(trainer, target)
-    owner = gather_plain(process_name(), trainer.strategy.root_device)[0]
-    unfinished = unfinished_path(target, owner)
-    what = f"the checkpoint {target} could not be saved, the earlier ones are untouched"
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
     module = trainer.lightning_module
-    facts = {"step": trainer.global_step, "module": lineage(module), "run_options": options_of(module)}
-    try:
-        _on_all_ranks(trainer, what, lambda: _clear(unfinished) if trainer.is_global_zero else None)
-        _on_all_ranks(trainer, what, lambda: trainer.strategy.save_checkpoint(checkpoint, unfinished))
-        _on_all_ranks(
-            trainer, what, lambda: commit(unfinished, target, facts, owner) if trainer.is_global_zero else None
-        )
-    except Exception:
-        if trainer.is_global_zero:
-            _clear(unfinished)
-        raise
-
-
-def _refuse_nonfinite(trainer: Trainer, target: Path) -> None:
-    broken = nonfinite_parameters(trainer.lightning_module.named_parameters(), trainer.strategy.root_device)
-    if broken:
+    if broken := nonfinite_parameters(module.named_parameters(), trainer.strategy.root_device):
         raise RuntimeError(
             f"NaN or inf in the weights at step {trainer.global_step}: {first_names(broken)}. The checkpoint {target} "
             "is not written, the earlier ones are untouched. Resume from one of them with a lower learning rate or "
             "clipped gradients (trainer.gradient_clip_val)."
         )
+    unfinished = unfinished_path(target, gather_plain(process_name(), trainer.strategy.root_device)[0])
+    what = f"the checkpoint {target} could not be saved, the earlier ones are untouched"
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+    facts = {"step": trainer.global_step, "module": lineage(module), "run_options": options_of(module)}
 
+    def clear() -> None:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(unfinished):
+            remove(unfinished)
 
-def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None]) -> None:
-    """Run a file operation on each rank; an OSError on one is raised on all, with the remedy."""
+    def save() -> None:
+        trainer.strategy.save_checkpoint(checkpoint, unfinished)
+
     try:
-        raise_on_all_ranks(action, trainer.strategy.root_device, shared=OSError)
-    except OSError as error:
-        raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
+        _on_all_ranks(trainer, what, clear)
+        _on_all_ranks(trainer, what, save, rank_zero=False)
+        _on_all_ranks(trainer, what, lambda: commit(unfinished, target, facts))
+    except Exception:
+        if trainer.is_global_zero:
+            clear()
+        raise
 
 
 def _stopped(trainer: Trainer, signum: int) -> StoppedBySignal:
@@ -608,40 +592,3 @@ def _largest(trainer: Trainer, number: int) -> int:
     mine = torch.tensor(number, device=trainer.strategy.root_device)
     largest = trainer.strategy.reduce(mine, reduce_op="max")
     return int(largest) if isinstance(largest, Tensor) else number
-
-
-def _clear(unfinished: Path) -> None:
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    if os.path.lexists(unfinished):
-        remove(unfinished, process_name())
-
-
-def _make_ready(folder: Path, trainer: Trainer) -> None:
-    if not trainer.is_global_zero:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    finish_interrupted(folder)
-    remove_leftovers(folder)
-    trial = unfinished_path(folder / "trial", process_name())
-    trial.touch()
-    trial.unlink()
-
-
-def _refuse_others(folder: Path, module: LightningModule, trainer: Trainer) -> None:
-    """Refuse to start a run in a folder with checkpoints of a run with other options."""
-    if not trainer.is_global_zero:
-        return
-    allowed = getattr(module, "allow_changed", ())
-    for checkpoint in sorted(folder.glob("*.ckpt")):
-        changes = changes_since(read_manifest(checkpoint), module)
-        refused = refused_changes(changes, allowed)
-        if refused:
-            raise ValueError(
-                f"dirpath {folder} has checkpoints of a run with other options than this one ({checkpoint.name}: "
-                f"{'; '.join(refused)}); choose another folder, or remove them."
-            )
-
-
-def _slurm_job() -> str:
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"

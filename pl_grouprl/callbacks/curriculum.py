@@ -11,11 +11,9 @@ from torch import Tensor
 
 from pl_grouprl.data.loaders import LevelSchedule
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.loggers import log_numbers
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 
-@checked_arguments
 class Curriculum(Callback):
     """Trains on prompts of one level of difficulty at a time, and moves up when the reward is high enough.
 
@@ -33,7 +31,7 @@ class Curriculum(Callback):
     Args:
         threshold: Mean reward above which the level rises.
         window: Number of batches of rollouts in the mean.
-        fall_below: Mean reward below which the level falls; None means never.
+        fall_below: Mean reward below which the level falls; never if None.
         metric: The logged metric to take as the reward, such as `rewards/exact/mean`.
         column: Column of the level.
 
@@ -81,21 +79,16 @@ class Curriculum(Callback):
         return self._schedule.level
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let the data module yield one level at a time.
+        """Let the data module, a `PromptDataModule`, yield one level at a time.
 
         Raises:
-            ValueError: If the data module cannot, or its rows have no levels.
+            ValueError: If its rows have no levels.
         """
         if stage != "fit":
             return
-        data: Any = getattr(trainer, "datamodule", None)
-        if not hasattr(data, "train_by_level"):
-            raise ValueError(
-                f"Curriculum chooses the training prompts, and the data module is {type(data).__name__}; pass a "
-                "PromptDataModule as datamodule."
-            )
         if trainer.global_step == 0:  # a checkpoint is loaded later
             self._start_over()
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._num_levels = data.train_by_level(self._schedule, self.column)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -106,14 +99,30 @@ class Curriculum(Callback):
             scheduled, _ = self._schedule.at(rollouts.rollout_number)  # rollouts of a checkpoint have no columns
             of_rank = [int(group.columns.get(self.column, scheduled)) for group in rollouts.groups]
             self._levels = [level for levels in gather_plain(of_rank, pl_module.device) for level in levels]
-        log_numbers(pl_module, {"curriculum/level": math.fsum(self._levels) / len(self._levels)})
+        pl_module.log("curriculum/level", math.fsum(self._levels) / len(self._levels), batch_size=1)
         if rollouts.rollout_number <= self._last_rollout:
             return
         self._last_rollout = rollouts.rollout_number
-        reward = self._reward(rollouts.metrics)
-        if set(self._levels) == {self.level} and math.isfinite(reward):
-            self._rewards = [*self._rewards, reward][-self.window :]
-            self._update_level()
+        if self.metric not in rollouts.metrics:
+            raise ValueError(f"Curriculum.metric is {self.metric!r}; rollouts have {sorted(rollouts.metrics)}.")
+        reward = float(rollouts.metrics[self.metric])
+        if set(self._levels) != {self.level} or not math.isfinite(reward):
+            return
+        self._rewards = [*self._rewards, reward][-self.window :]
+        if len(self._rewards) < self.window:
+            return
+        mean, level = math.fsum(self._rewards) / self.window, self.level
+        if mean > self.threshold and level + 1 < self._num_levels:
+            level += 1
+        elif self.fall_below is not None and mean < self.fall_below and level > 0:
+            level -= 1
+        if level != self.level:
+            first = self._schedule.change_to(level)
+            self._rewards = []
+            rank_zero_info(
+                f"Curriculum: level {level} from rollout {first} on (mean {self.metric} {mean:.3f} over {self.window} "
+                "batches of rollouts)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the levels so far, and the rewards that decide the next one."""
@@ -128,26 +137,3 @@ class Curriculum(Callback):
         self._schedule.load_state_dict(state_dict["schedule"])
         self._rewards = list(state_dict["rewards"])
         self._last_rollout = state_dict["last_rollout"]
-
-    def _reward(self, metrics: dict[str, float]) -> float:
-        if self.metric not in metrics:
-            raise ValueError(f"Curriculum.metric is {self.metric!r}; rollouts have {sorted(metrics)}.")
-        return float(metrics[self.metric])
-
-    def _update_level(self) -> None:
-        """Move up or down a level if the mean reward says so."""
-        if len(self._rewards) < self.window:
-            return
-        mean = math.fsum(self._rewards) / self.window
-        if mean > self.threshold and self.level + 1 < self._num_levels:
-            self._change_to(self.level + 1, mean)
-        elif self.fall_below is not None and mean < self.fall_below and self.level > 0:
-            self._change_to(self.level - 1, mean)
-
-    def _change_to(self, level: int, mean: float) -> None:
-        first = self._schedule.change_to(level)
-        self._rewards = []
-        rank_zero_info(
-            f"Curriculum: level {level} from rollout {first} on (mean {self.metric} {mean:.3f} over {self.window} "
-            "batches of rollouts)"
-        )

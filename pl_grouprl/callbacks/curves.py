@@ -6,7 +6,6 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +101,9 @@ STACKED = "seconds per step"
 _SUM, _REST = "time/step", "time/other"
 """The sum of the stacked metrics, and the part to which small parts are added."""
 
-_NOT_SCORES = ("val/episode/", "val/tools/")
-"""Validation metrics left out of its panel, where they would flatten the scores."""
-
-_EXTRA_NUMBER = re.compile(r"val/rewards/[^/]+/(?!mean$)")
-"""Extra numbers that a reward returned in a dictionary; their units are unknown."""
+_NOT_SCORES = re.compile(r"val/episode/|val/tools/|val/rewards/[^/]+/(?!mean$)")
+"""Validation metrics omitted from its panel, where they would flatten the scores: statistics of episodes, and extra
+numbers that a reward returned in a dictionary."""
 
 NEVER_CUT = ("reward", "validation")
 """Panels that show every point, because they are used to judge a run."""
@@ -114,21 +111,12 @@ NEVER_CUT = ("reward", "validation")
 UNSMOOTHED = ("validation", "token ratio, measured speedup")
 """Panels without a running mean: their values are few, or hardly vary."""
 
-_CUT_FROM = 100
 _COLUMNS = 3
 _MOST_LINES = 8
 _SMOOTHED_FROM = 30
 """From this number of points on, a running mean is drawn over the values, which are faint."""
 
 COLORS = ("#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#f08c00", "#495057")
-
-
-@dataclass(frozen=True)
-class _Line:
-    label: str
-    points: Sequence[Point]
-    color: str
-    band: tuple[Sequence[Point], Sequence[Point]] | None = None
 
 
 def draw_curves(points: Points, path: Path) -> None:
@@ -164,7 +152,7 @@ def filled_panels(runs: Sequence[Points]) -> list[str]:
 
 
 def other_metrics(runs: Sequence[Points]) -> list[str]:
-    """Sorted names of the metrics of any run that no panel shows, such as those that a subclass logs."""
+    """Sorted names of the metrics of any run that no panel shows, such as the own ones of a subclass."""
     bands = {name for names in (SPREADS | RANGES).values() for name in names}
     patterns = [pattern for wanted in PANELS.values() for pattern in wanted]
     names = {name for points in runs for name in points} - bands
@@ -183,15 +171,12 @@ def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
     """
     from matplotlib.figure import Figure
 
-    columns = 1 if is_overlaid(title, list(runs.values())) else len(runs)
+    wanted = PANELS.get(title, (title,))
+    overlaid = title != STACKED and all(len(select(points, wanted)) <= 1 for points in runs.values())
+    columns = 1 if overlaid else len(runs)
     figure = Figure(figsize=(5 * columns, 3.2), layout="constrained")
     draw_panel(list(figure.subplots(1, columns, sharex=True, sharey=True, squeeze=False)[0]), title, runs)
     return figure
-
-
-def is_overlaid(title: str, runs: Sequence[Points]) -> bool:
-    """Whether all runs are drawn in the same axes, because each has one line."""
-    return len(runs) == 1 or (title != STACKED and all(len(select(points, _metrics_of(title))) <= 1 for points in runs))
 
 
 def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> None:
@@ -202,40 +187,68 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
         title: A title in `PANELS`, or the name of a metric.
         runs: (step, value) pairs of each metric, by the names of the runs.
     """
+    wanted = PANELS.get(title, (title,))
     if len(axes) < len(runs):
-        _draw_lines(axes[0], title, title, _line_per_run(title, runs))
+        colors = (COLORS[place % len(COLORS)] for place in range(len(runs)))
+        lines = [
+            (points, name, run, color)
+            for (run, points), color in zip(runs.items(), colors, strict=True)
+            for name in select(points, wanted)
+        ]
+        _draw_lines(axes[0], title, title, lines)
         return
     for ax, (run, points) in zip(axes, runs.items(), strict=True):
         heading = f"{title}\n{run}" if len(runs) > 1 else title
-        if title == STACKED:
-            _draw_stack(ax, heading, points)
+        if title != STACKED:
+            names = select(points, wanted)
+            lines = [(points, *line) for line in zip(names, short_labels(names), COLORS, strict=False)]
+            _draw_lines(ax, title, heading, lines)
+        elif parts := stacked_parts(points):
+            steps = sorted({step for part in parts.values() for step in part})
+            values = [[part.get(step, 0.0) for step in steps] for part in parts.values()]
+            drawn = ax.stackplot(steps, values, baseline="zero", colors=COLORS, alpha=0.85, linewidth=0)
+            _finish(ax, heading, "", drawn, short_labels(list(parts)), columns=3)
         else:
-            _draw_lines(ax, title, heading, _line_per_metric(title, points))
+            ax.set_axis_off()
 
 
-def _metrics_of(title: str) -> Sequence[str]:
-    """The metrics of a panel; one without an entry in `PANELS` shows the metric of its title."""
-    return PANELS.get(title, (title,))
+def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Points, str, str, str]]) -> None:
+    """Draw lines, each given by its run, metric, label and color."""
+    longest = max((len(points[name]) for points, name, _, _ in lines), default=0)
+    is_long = longest >= _SMOOTHED_FROM
+    smooth = is_long and panel not in UNSMOOTHED
+    drawn, note = [], ""
+    for points, name, _, color in lines:
+        steps, values = (list(own) for own in zip(*points[name], strict=True))
+        if (band := band_of(name, points)) is not None:
+            (low_steps, low), (_, high) = (tuple(zip(*edge, strict=True)) for edge in band)
+            axes.fill_between(low_steps, low, high, color=color, alpha=0.12, linewidth=0)
+            note = f" (band: {(SPREADS | RANGES)[name][-1]})"
+        if smooth:
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+            values = running_mean(values, max(3, longest // 15))
+        drawn += axes.plot(steps, values, color=color, marker=None if is_long else ".", linewidth=1.8)
+    limits = robust_limits([value for points, name, _, _ in lines for _, value in points[name]])
+    if limits is not None and panel not in NEVER_CUT:
+        axes.set_ylim(*limits)
+        heading += ", peaks cut off"
+    labels = [label for _, _, label, _ in lines] if len(lines) > 1 else []
+    _finish(axes, heading, note, drawn, labels, columns=2)
 
 
-def _line_per_run(title: str, runs: Mapping[str, Points]) -> list[_Line]:
-    return [
-        _line(points, name, run, color)
-        for (run, points), color in zip(runs.items(), COLORS * len(runs), strict=False)
-        for name in select(points, _metrics_of(title))
-    ]
-
-
-def _line_per_metric(title: str, points: Points) -> list[_Line]:
-    names = select(points, _metrics_of(title))
-    return [
-        _line(points, name, label, color)
-        for name, label, color in zip(names, short_labels(names), COLORS, strict=False)
-    ]
-
-
-def _line(points: Points, name: str, label: str, color: str) -> _Line:
-    return _Line(label, points[name], color, band_of(name, points))
+def _finish(axes: Any, heading: str, note: str, drawn: Sequence[Any], labels: Sequence[str], columns: int) -> None:
+    axes.set_title(heading, fontsize=10, loc="left", fontweight="bold", linespacing=1.4, parse_math=False)
+    axes.set_xlabel(f"optimizer step{note}", fontsize=8)
+    axes.tick_params(labelsize=8, length=0)
+    axes.grid(alpha=0.25, linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#adb5bd")
+    axes.margins(x=0.02)
+    if labels:  # below the axes; a label may have dollar signs, or begin with an underscore
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+        legend = axes.legend(drawn, labels, fontsize=7, frameon=False, ncols=columns, **below)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
 
 
 def band_of(name: str, points: Points) -> tuple[Sequence[Point], Sequence[Point]] | None:
@@ -250,55 +263,6 @@ def band_of(name: str, points: Points) -> tuple[Sequence[Point], Sequence[Point]
     return [(step, value - width) for step, value, width in both], [(s, value + width) for s, value, width in both]
 
 
-def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[_Line]) -> None:
-    longest = max((len(line.points) for line in lines), default=0)
-    smooth = panel not in UNSMOOTHED and longest >= _SMOOTHED_FROM
-    drawn = []
-    for line in lines:
-        steps, values = zip(*line.points, strict=True)
-        marker = "." if longest < _SMOOTHED_FROM else None
-        if line.band is not None:
-            (low_steps, low), (_, high) = (tuple(zip(*edge, strict=True)) for edge in line.band)
-            axes.fill_between(low_steps, low, high, color=line.color, alpha=0.12, linewidth=0)
-        if smooth:
-            axes.plot(steps, values, color=line.color, alpha=0.3, linewidth=1)
-        shown = running_mean(values, max(3, longest // 15)) if smooth else values
-        drawn += axes.plot(steps, shown, color=line.color, marker=marker, linewidth=1.8)
-    limits = robust_limits([value for line in lines for _, value in line.points])
-    if limits is not None and panel not in NEVER_CUT:
-        axes.set_ylim(*limits)
-        heading += ", peaks cut off"
-    _finish(axes, heading, _band_note([line for line in lines if line.band], panel))
-    if len(lines) > 1:
-        _legend(axes, drawn, [line.label for line in lines], columns=2)
-
-
-def _band_note(banded: Sequence[_Line], panel: str) -> str:
-    """What the bands of a panel are; empty if there are none."""
-    notes = [texts[-1] for name, texts in (SPREADS | RANGES).items() if name in _metrics_of(panel)]
-    return f"band: {notes[0]}" if banded and notes else ""
-
-
-def _draw_stack(axes: Any, heading: str, points: Points) -> None:
-    parts = stacked_parts(points)
-    if not parts:
-        axes.set_axis_off()
-        return
-    steps = sorted({step for part in parts.values() for step in part})
-    values = [[part.get(step, 0.0) for step in steps] for part in parts.values()]
-    drawn = axes.stackplot(steps, values, baseline="zero", colors=COLORS, alpha=0.85, linewidth=0)
-    _finish(axes, heading)
-    _legend(axes, drawn, short_labels(list(parts)), columns=3)
-
-
-def _legend(axes: Any, drawn: Sequence[Any], labels: Sequence[str], columns: int) -> None:
-    """A legend below the axes; a label may have dollar signs, or begin with an underscore."""
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-    legend = axes.legend(drawn, labels, fontsize=7, frameon=False, ncols=columns, **below)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-
-
 def stacked_parts(points: Points) -> dict[str, dict[int, float]]:
     """Seconds of each part by step, longest part first; parts below 1 % of the time are added to `other`."""
     parts = {name: dict(values) for name, values in points.items() if name.startswith("time/") and name != _SUM}
@@ -310,16 +274,6 @@ def stacked_parts(points: Points) -> dict[str, dict[int, float]]:
         for step, value in parts[name].items():
             rest[step] = rest.get(step, 0.0) + value
     return {name: parts[name] for name in large} | ({_REST: rest} if rest else {})
-
-
-def _finish(axes: Any, heading: str, note: str = "") -> None:
-    axes.set_title(heading, fontsize=10, loc="left", fontweight="bold", linespacing=1.4, parse_math=False)
-    axes.set_xlabel(f"optimizer step{f' ({note})' if note else ''}", fontsize=8)
-    axes.tick_params(labelsize=8, length=0)
-    axes.grid(alpha=0.25, linewidth=0.7)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#adb5bd")
-    axes.margins(x=0.02)
 
 
 def short_labels(names: Sequence[str]) -> list[str]:
@@ -343,7 +297,7 @@ def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:
         The range without the outermost 1 % at each end, plus a margin; None for 100 values or fewer, or if the full
         range is at most three times as wide, so nothing needs to be cut off.
     """
-    if len(values) <= _CUT_FROM:
+    if len(values) <= 100:
         return None
     ordered = sorted(values)
     cut = len(ordered) // 100
@@ -366,4 +320,4 @@ def select(points: Points, wanted: Sequence[str]) -> list[str]:
 def _matches(name: str, pattern: str) -> bool:
     if not pattern.endswith("*"):
         return name == pattern
-    return name.startswith(pattern[:-1]) and not (name.startswith(_NOT_SCORES) or _EXTRA_NUMBER.match(name))
+    return name.startswith(pattern[:-1]) and not _NOT_SCORES.match(name)

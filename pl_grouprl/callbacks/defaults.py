@@ -15,12 +15,9 @@ from pl_grouprl.callbacks.completions_table import CompletionsTable
 from pl_grouprl.callbacks.export_policy import ExportPolicy
 from pl_grouprl.callbacks.progress_bar import RunProgressBar
 from pl_grouprl.callbacks.run_summary import RunSummary, WeightSummary
-from pl_grouprl.utilities.options import check_options, checked_arguments
-
-# Validation before the first step, so curves start at the initial policy.
+from pl_grouprl.utilities.options import check_options
 
 
-@checked_arguments
 class ValidateAtStart(Callback):
     """Run the validation loop once before training, and log it (verl's `val_before_train`).
 
@@ -60,13 +57,11 @@ class ValidateAtStart(Callback):
         connector._first_loop_iter = first_loop_iter
 
 
-# Default callbacks: those of the YAML configurations, and those that a module adds to a plain Trainer.
-
 _ADDED: WeakSet[Callback] = WeakSet()  # by modules, to any Trainer
 
 
 class LoadModels(Callback):
-    """Loads the models before the `setup` of callbacks that may read them, such as those that average weights.
+    """Loads the models before the `setup` of callbacks that may read them, such as averages of weights.
 
     Lightning calls a module's `setup` and `configure_model` only after all callbacks' `setup`.
     """
@@ -74,7 +69,9 @@ class LoadModels(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set up the module and load them if there is such a callback."""
         vars(pl_module).pop("setup", None)  # if this failed before
-        if any(_may_read_models(callback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        readers = ("weight_averaging", "weight_avg", "finetuning", "pruning")  # of Lightning's callbacks
+        homes = [str(getattr(callback.setup, "__module__", "")) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        if any(not home.startswith(("lightning.", "pl_grouprl.")) or home.endswith(readers) for home in homes):
             pl_module.setup(stage)
             pl_module.setup = partial(_skip_one_setup, pl_module)  # type: ignore[method-assign]
             _call_configure_model(trainer)
@@ -83,13 +80,6 @@ class LoadModels(Callback):
 def _skip_one_setup(module: LightningModule, stage: str) -> None:
     """Stands in for `setup` once, because it has already run; then the class's own is back."""
     vars(module).pop("setup", None)
-
-
-def _may_read_models(callback: Callback) -> bool:
-    """Whether it has a `setup` that is neither ours nor one of Lightning's that reads no models."""
-    home = str(getattr(callback.setup, "__module__", ""))
-    own = home.startswith(("lightning.", f"{__package__.partition('.')[0]}."))
-    return not own or home.endswith(("weight_averaging", "weight_avg", "finetuning", "pruning"))
 
 
 def default_callbacks(*, save_every_n_steps: int = 100, show_every_n_steps: int = 10) -> list[Callback]:
@@ -119,7 +109,14 @@ def callbacks_of_module(trainer: Trainer) -> list[Callback]:
 
     Also replaces Lightning's table of weights and progress bar by this package's, with the same options.
     """
-    trainer.callbacks = [_replacement(callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    callbacks: list[Callback] = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if type(callback) in (ModelSummary, RichModelSummary) and not callback._summarize_kwargs:
+            callback = WeightSummary(callback._max_depth)
+        elif type(callback) is RichProgressBar:
+            callback = RunProgressBar(callback._refresh_rate, callback._leave, callback.theme, callback._console_kwargs)
+        callbacks.append(callback)
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
     if not trainer.loggers or any(isinstance(callback, RunSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return []
     return [RunSummary()]
@@ -135,11 +132,3 @@ def replace_earlier(trainer: Trainer, added: list[Callback]) -> list[Callback]:
     trainer.callbacks = [callback for callback in trainer.callbacks if callback not in _ADDED]  # type: ignore[attr-defined]
     _ADDED.update(added)
     return added
-
-
-def _replacement(callback: Callback) -> Callback:
-    if type(callback) in (ModelSummary, RichModelSummary) and not callback._summarize_kwargs:  # type: ignore[attr-defined]
-        return WeightSummary(callback._max_depth)  # type: ignore[attr-defined]
-    if type(callback) is RichProgressBar:
-        return RunProgressBar(callback._refresh_rate, callback._leave, callback.theme, callback._console_kwargs)
-    return callback

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +17,12 @@ from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, refuse_foreign
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.models.adapters import base_of, has_adapters, merged_copy, save_adapter
 from pl_grouprl.utilities.checkpoint_files import explain_os_error
-from pl_grouprl.utilities.options import checked_arguments
 from pl_grouprl.utilities.progress import PROGRESS
 
 EXPORTED = "export.json"
 """Marks folders written by `ExportPolicy`; only these are replaced."""
 
 
-@checked_arguments
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
@@ -39,7 +35,7 @@ class ExportPolicy(Callback):
 
     Args:
         attribute: Name of the model in the module.
-        tokenizer_attribute: Name of the tokenizer; None saves none.
+        tokenizer_attribute: Name of the tokenizer; none is saved if None.
         folder: Name of the folder inside the run folder, or an absolute path.
         adapter: What to save of a model with an adapter: `merged`, a whole model that needs no PEFT, or `separate`, the
             adapter alone, for `PeftModel.from_pretrained(base, folder)`. (Transformers 5.23 loses the norms of DoRA if
@@ -59,7 +55,7 @@ class ExportPolicy(Callback):
         adapter: Literal["merged", "separate"] = "merged",
     ) -> None:
         if adapter not in ("merged", "separate"):
-            raise ValueError(f"ExportPolicy.adapter is {adapter!r}; pass 'merged' (a whole model) or 'separate'.")
+            raise ValueError(f"adapter is {adapter!r}; pass 'merged' (a whole model) or 'separate'.")
         self.attribute = attribute
         self.tokenizer_attribute = tokenizer_attribute
         self.folder = folder
@@ -68,23 +64,25 @@ class ExportPolicy(Callback):
         self._support = StrategySupport(None)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before any step, a model or target that cannot be exported."""
+        """Check, before any step, that the model and tokenizer exist and the target can be written."""
         if stage != "fit":
             return
         self._support = support_of(trainer)
-        for option in ("attribute", "tokenizer_attribute"):
-            name = getattr(self, option)
-            if name is not None and not hasattr(pl_module, name):
-                raise TypeError(
-                    f"ExportPolicy looks for the attribute {name!r}, which {type(pl_module).__name__} does not have; "
-                    f"set {option} to the attribute with the transformers model, or the tokenizer (None for none)."
-                )
+        for name in filter(None, (self.attribute, self.tokenizer_attribute)):
+            getattr(pl_module, name)
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder
         if self._target is not None:
             parent = self._target.parent
+
+            def check_writable() -> None:
+                with explain_os_error(f"The policy could not be exported to {parent}"):
+                    parent.mkdir(parents=True, exist_ok=True)
+                    if not os.access(parent, os.W_OK):
+                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
             claim(trainer, self._target, self, is_export)
-            on_rank_zero(trainer, lambda: _check_writable(parent))
+            on_rank_zero(trainer, check_writable)
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]  # a new list, as Lightning iterates over it
 
@@ -96,15 +94,15 @@ class ExportPolicy(Callback):
             ValueError: If it has no adapter to save, or one that cannot be merged under the strategy.
         """
         model = getattr(pl_module, self.attribute)
-        if not hasattr(model, "save_pretrained"):
+        if not hasattr(model, "save_pretrained"):  # would be found out only after the training
             raise TypeError(
-                f"ExportPolicy(attribute={self.attribute!r}) cannot save a {type(model).__name__}, which has no "
-                "save_pretrained; name an attribute with a transformers model."
+                f"attribute={self.attribute!r} is a {type(model).__name__}, which has no save_pretrained; name an "
+                "attribute with a transformers model."
             )
         if self.adapter == "separate" and not has_adapters(model):
             raise ValueError(
                 f"ExportPolicy(adapter='separate') saves an adapter, and the {type(model).__name__} has none; "
-                "leave adapter out, or train one (policy.init_args.adapter)."
+                "omit adapter, or train one (policy.init_args.adapter)."
             )
         if self._support.shards and self._merges(model):
             raise ValueError(
@@ -142,22 +140,28 @@ def export(
 
     Args:
         model: The model.
-        tokenizer: Its tokenizer; None saves none.
+        tokenizer: Its tokenizer, if any.
         target: The folder.
-        state: The weights to save, consumed by the call; None for the model's own.
+        state: The weights to save, consumed by the call; defaults to the model's own.
         step: Optimizer steps done, recorded in the folder.
     """
+    from safetensors import SafetensorError
+
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     former = target.with_name(f".{target.name}.{os.getpid()}.old")
     what = f"The policy could not be exported to {target}, an earlier export is untouched"
     refuse_foreign(target, "ExportPolicy", is_export)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with explain_os_error(what), _as_os_error():
+        with explain_os_error(what):
             if has_adapters(model) and not hasattr(model, "get_base_model"):  # PeftModel saves its own
                 save_adapter(model, unfinished, state)
             else:
-                given = {} if state is None else {"state_dict": _without_tied(model, state)}
+                given = {}
+                if state is not None:  # one name per tied weight; transformers ties them again on loading
+                    names = {name for name, _ in model.named_parameters()}
+                    repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+                    given["state_dict"] = {name: value for name, value in state.items() if name not in repeated}
                 model.save_pretrained(unfinished, **given)
                 if state is not None and (unfinished / "config.json").exists():  # written with the model's dtype
                     model.config.dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
@@ -170,9 +174,11 @@ def export(
         if target.exists():
             os.replace(target, former)
         os.replace(unfinished, target)
-    except BaseException:
+    except BaseException as error:
         if former.exists():
             os.replace(former, target)
+        if isinstance(error, SafetensorError):  # such as for a full disk
+            raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
         raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -188,28 +194,3 @@ def is_export(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(note, dict) and str(note.get("written_by", "")).endswith(".ExportPolicy")
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Convert errors of safetensors, such as for a full disk."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def _check_writable(folder: Path) -> None:
-    with explain_os_error(f"The policy could not be exported to {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _without_tied(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keep one name per tied weight; transformers ties them again on loading."""
-    names = {name for name, _ in model.named_parameters()}
-    repeated = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
-    return {name: value for name, value in state.items() if name not in repeated}

@@ -96,7 +96,7 @@ class RunProgressBar(RichProgressBar):
             self._lines.update(batch_idx + 1, self.get_metrics(trainer, pl_module))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the thread."""
+        """Omit the thread."""
         return super().__getstate__() | {"_phases": None}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -107,10 +107,11 @@ class RunProgressBar(RichProgressBar):
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Lightning's columns, with another one for speed, and one for the phase."""
         columns = super().configure_columns(trainer)[:-1]
-        return [*columns, _SpeedColumn(self.theme.processing_speed), _PhaseColumn(self._phase_text)]
-
-    def _phase_text(self) -> str:
-        return "" if self._phases is None else self._phases.text()
+        return [
+            *columns,
+            _SpeedColumn(self.theme.processing_speed),
+            _PhaseColumn(lambda: self._phases.text() if self._phases else ""),
+        ]
 
     def _print_phase(self, line: str) -> None:
         if not self.is_enabled or self.progress is None or self._progress_stopped:

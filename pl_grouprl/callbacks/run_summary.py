@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +18,9 @@ from pl_grouprl.callbacks.completions_table import log_tables, source_table, sum
 from pl_grouprl.callbacks.curves import MetricHistory, draw_curves
 from pl_grouprl.training.checkpoint import all_options
 from pl_grouprl.utilities.checkpoint_files import OptionalWrites, write_whole
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.text import encodable
-
-# The table of a module's weights at the start of a fit.
-
-
-class WeightSummary(ModelSummary):
-    """Lightning's `ModelSummary` without its FLOPs, which are 0 before anything has run.
-
-    Args:
-        max_depth: Levels of submodules to show: 1 for the parts of the module, such as policy and reference; 0 for
-            none.
-    """
-
-    @staticmethod
-    def summarize(
-        summary_data: list[tuple[str, list[str]]],
-        total_parameters: int,
-        trainable_parameters: int,
-        model_size: float,
-        total_training_modes: dict[str, int],
-        total_flops: int,
-        **summarize_kwargs: Any,
-    ) -> None:
-        """Print name, class and number of weights of each part."""
-        from rich import get_console
-        from rich.table import Table
-
-        columns = {name: values for name, values in summary_data if name in ("Name", "Type", "Params")}
-        table = Table(*("weights" if name == "Params" else name.lower() for name in columns))
-        for row in zip(*columns.values(), strict=True):
-            table.add_row(*row)
-        trained, total = (
-            get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters)
-        )
-        table.caption = f"{trained} of {total} weights are trained"
-        get_console().print(table)
-
-
-# A run's options in `options.json`, and its results: on the console, in the loggers, `summary.json`, `curves.png`.
 
 Statistics = Mapping[str, Mapping[str, float]]
 
@@ -67,7 +29,6 @@ _FLAT = 0.9
 """Share of groups with equal rewards above which the summary says so; without a critic they give no gradient."""
 
 
-@checked_arguments
 class RunSummary(Callback):
     """Record every logged metric and summarize them when training ends: in files and the loggers' table `summary`.
 
@@ -79,9 +40,9 @@ class RunSummary(Callback):
 
     Args:
         every_n_steps: Optimizer steps between records of training metrics.
-        summary_filename: File of the statistics in the run folder; None writes none.
-        curves_filename: File of the picture in the run folder; None draws none.
-        options_filename: File of the options in the run folder, written when training starts; None writes none.
+        summary_filename: File of the statistics in the run folder; no file if None.
+        curves_filename: File of the picture in the run folder; no file if None.
+        options_filename: File of the options in the run folder, written when training starts; no file if None.
 
     Raises:
         ValueError: If `every_n_steps` is less than 1.
@@ -117,10 +78,8 @@ class RunSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the options, and start the clock."""
-        if self._folder is not None and self.options_filename is not None and trainer.is_global_zero:
-            path = self._folder / self.options_filename
-            with OptionalWrites("RunSummary").to(path):
-                write_whole(path, json.dumps(all_options(pl_module), indent=1, default=str).encode() + b"\n")
+        if trainer.is_global_zero:
+            self._write(self.options_filename, lambda: all_options(pl_module))
         self._started = time.monotonic()
         self._last_step = trainer.global_step
         self._seen = {}
@@ -166,17 +125,19 @@ class RunSummary(Callback):
             text = summary_text(statistics, trainer.global_step, self.training_seconds, self._folder)
             trainer.print(encodable(text))
         log_tables(trainer, [summary_table(statistics, trainer.global_step)], OptionalWrites("RunSummary"))
-        if self._folder is None:
-            return
-        if self.summary_filename is not None:
-            summary = {"steps": trainer.global_step, "training_seconds": self.training_seconds, "metrics": statistics}
-            path = self._folder / self.summary_filename
-            with OptionalWrites("RunSummary").to(path):
-                write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
-        if self.curves_filename is not None:
+        summary = {"steps": trainer.global_step, "training_seconds": self.training_seconds, "metrics": statistics}
+        self._write(self.summary_filename, lambda: summary)
+        if self._folder is not None and self.curves_filename is not None:
             path = self._folder / self.curves_filename
             with PROGRESS.during("Drawing the curves"), OptionalWrites("RunSummary").to(path):
                 draw_curves(self.history.points, path)
+
+    def _write(self, filename: str | None, content: Callable[[], Any]) -> None:
+        """Write JSON to a file in the run folder, if there are both."""
+        if self._folder is not None and filename is not None:
+            path = self._folder / filename
+            with OptionalWrites("RunSummary").to(path):
+                write_whole(path, json.dumps(content(), indent=1, default=str).encode() + b"\n")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history and the seconds spent in training."""
@@ -216,18 +177,25 @@ class RunSummary(Callback):
 
 def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Path | None) -> str:
     """The most important logged figures in a few lines."""
-    lines = [f"Run summary: {steps} steps in {seconds:.0f} s"]
+    lines = [("Run summary", f"{steps} steps in {seconds:.0f} s")]
     if "reward" in statistics:
-        reward = statistics["reward"]
-        lines.append(f"  reward              first {reward['first']:.3f}, last {reward['last']:.3f}")
+        lines.append(("reward", "first {first:.3f}, last {last:.3f}".format(**statistics["reward"])))
     for name, values in statistics.items():
         if name.startswith(VALIDATION_PREFIXES):
-            lines.append(f"  {name:<19} {_validation_text(values)}")
-    lines += _prompt_lines(statistics)
+            form = "first {first:.3f}, last {last:.3f}, lowest over the last quarter {min_last_quarter:.3f}"
+            if values.get("count") == 1:
+                form = "{first:.3f}, measured once: trainer.val_check_interval says when"
+            lines.append((name, form.format(**values)))
+    for split, prefix in (("training", "data/"), ("validation", "data/val_")):
+        dropped, truncated = (
+            statistics.get(f"{prefix}{what}_prompts", {"last": 0.0})["last"] for what in ("dropped", "truncated")
+        )
+        if dropped or truncated:
+            lines.append((f"{split} prompts", f"{dropped:.0f} dropped, {truncated:.0f} truncated (too long)"))
     flat = statistics.get("frac_reward_zero_std", {"mean": 0.0})["mean"]
     if flat > _FLAT and "value/explained_variance" not in statistics:
         what = f"in {100 * flat:.0f} % of groups, which teach nothing"
-        lines.append(f"  all rewards equal   {what}: docs/troubleshooting.md#the-reward-stays-flat")
+        lines.append(("all rewards equal", f"{what}: docs/troubleshooting.md#the-reward-stays-flat"))
     for name, label, form in (
         ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),
         ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
@@ -240,33 +208,44 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
         ),
     ):
         if name in statistics:
-            lines.append(f"  {label:<19} {form.format(**statistics[name])}")
+            lines.append((label, form.format(**statistics[name])))
     parts = {name[len("time/") :]: values["mean"] for name, values in statistics.items() if name.startswith("time/")}
     if parts:
-        lines.append("  seconds per step    " + ", ".join(f"{part} {mean:.3f}" for part, mean in parts.items()))
+        lines.append(("seconds per step", ", ".join(f"{part} {mean:.3f}" for part, mean in parts.items())))
     if folder is not None:
-        lines.append(f"  run folder          {folder}")
-    return "\n".join(lines)
+        lines.append(("run folder", str(folder)))
+    (title, first), *rest = lines
+    return "\n".join([f"{title}: {first}", *(f"  {label:<19} {text}" for label, text in rest)])
 
 
-def _validation_text(values: Mapping[str, float]) -> str:
-    if values.get("count") == 1:
-        return f"{values['first']:.3f}, measured once: trainer.val_check_interval says when"
-    return (
-        f"first {values['first']:.3f}, last {values['last']:.3f}, "
-        f"lowest over the last quarter {values['min_last_quarter']:.3f}"
-    )
+class WeightSummary(ModelSummary):
+    """Lightning's `ModelSummary` without its FLOPs, which are 0 before anything has run.
 
+    Args:
+        max_depth: Levels of submodules to show: 1 for the parts of the module, such as policy and reference; 0 for
+            none.
+    """
 
-def _prompt_lines(statistics: Statistics) -> list[str]:
-    """Lines on dropped and truncated prompts; none if there were none."""
-    lines = []
-    for split, prefix in (("training", "data/"), ("validation", "data/val_")):
-        dropped, truncated = (
-            statistics.get(f"{prefix}{what}_prompts", {"last": 0.0})["last"] for what in ("dropped", "truncated")
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Print name, class and number of weights of each part."""
+        from rich import get_console
+        from rich.table import Table
+
+        columns = {name: values for name, values in summary_data if name in ("Name", "Type", "Params")}
+        table = Table(*("weights" if name == "Params" else name.lower() for name in columns))
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*row)
+        trained, total = (
+            get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters)
         )
-        if dropped or truncated:
-            lines.append(
-                f"  {split} prompts".ljust(22) + f"{dropped:.0f} dropped, {truncated:.0f} truncated (too long)"
-            )
-    return lines
+        table.caption = f"{trained} of {total} weights are trained"
+        get_console().print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,14 +16,12 @@ from pl_grouprl.attention.padded_rows import CACHE_IN_USE
 from pl_grouprl.attention.patch import measure_speedup
 from pl_grouprl.checks import check_parity
 from pl_grouprl.models.cost import ModelCost
-from pl_grouprl.utilities.loggers import log_numbers
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@checked_arguments
 class SharedPrefixCallback(Callback):
     """Makes every transformers decoder of a LightningModule encode shared prefixes once, and logs the savings.
 
@@ -85,28 +83,30 @@ class SharedPrefixCallback(Callback):
                 "PreTrainedModel among its submodules by the time training starts."
             )
         for model in models:
-            patch = self._enter(model)
+            patch = in_force(model)
+            if patch is None:
+                patch = shared_prefix(model, self.backend, min_saved_tokens=self.min_saved_tokens).__enter__()
+                self._entered.append(patch)
+            elif get_backend(self.backend).choice is None and self.backend != patch.backend:
+                raise ValueError(
+                    f"SharedPrefixCallback(backend={self.backend!r}), but {type(model).__name__} already runs backend "
+                    f"{patch.backend!r}; set the backend where the model is patched, or leave it at 'auto' here."
+                )
             trained = any(weight.requires_grad for weight in model.parameters())
             if self.verify and trained and model.get_output_embeddings() is not None:
                 with trainer.precision_plugin.forward_context():
                     report = check_parity(model, backend=patch.backend)
                 report.raise_if_failed()
                 rank_zero_info(str(report))
-            patch.listeners.append(self._listener(patch))
+
+            def keep(call: CallReport, patch: SharedPrefix = patch) -> None:
+                self._calls.append((patch, call))
+                if torch.is_grad_enabled():
+                    self._trained.append((patch, call))
+
+            patch.listeners.append(keep)
             self._observed[patch] = ModelCost.of(patch.decoder)
         self._announced = self._warned_slower = False
-
-    def _enter(self, model: PreTrainedModel) -> SharedPrefix:
-        patch = in_force(model)
-        if patch is None:
-            patch = shared_prefix(model, self.backend, min_saved_tokens=self.min_saved_tokens).__enter__()
-            self._entered.append(patch)
-        elif get_backend(self.backend).choice is None and self.backend != patch.backend:
-            raise ValueError(
-                f"SharedPrefixCallback(backend={self.backend!r}), but {type(model).__name__} already runs backend "
-                f"{patch.backend!r}; set the backend where the model is patched, or leave it at 'auto' here."
-            )
-        return patch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start collecting the step's calls."""
@@ -124,17 +124,19 @@ class SharedPrefixCallback(Callback):
             return
         if not self._announced:
             self._announce(calls)
+        step, every = trainer.global_step, self.measure_every_n_steps
         shared = [(patch, call) for patch, call in calls if call.layout is not None and call.part is None]
-        if shared and self._is_measured(trainer.global_step):
+        if shared and every > 0 and step > self._steps_before and step % every == 0:
             with trainer.precision_plugin.forward_context():
-                metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
-            self._warn_if_slower(metrics)
-        log_numbers(pl_module, metrics)
-
-    def _is_measured(self, step: int) -> bool:
-        """Whether the batch completed an optimizer step that is to be measured."""
-        every = self.measure_every_n_steps
-        return every > 0 and step > self._steps_before and step % every == 0
+                speedup = metrics["prefix/measured_speedup"] = measure_speedup(*shared[-1])
+            if speedup < 1 and not self._warned_slower:
+                self._warned_slower = True
+                rank_zero_warn(
+                    f"Sharing prefixes makes this run slower: the measured speedup is {speedup:.2f} at a token ratio "
+                    f"of {metrics['prefix/token_ratio']:.2f}. For models and prompts this small, packing costs more "
+                    "than it saves; use sharing='repeated', or, in your own module, omit this callback."
+                )
+        pl_module.log_dict(metrics, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the models."""
@@ -144,29 +146,9 @@ class SharedPrefixCallback(Callback):
         """Restore the models."""
         self._leave()
 
-    def _listener(self, patch: SharedPrefix) -> Callable[[CallReport], None]:
-        def keep(call: CallReport) -> None:
-            self._calls.append((patch, call))
-            if torch.is_grad_enabled():
-                self._trained.append((patch, call))
-
-        return keep
-
     def _forget_calls(self) -> None:
         self._calls.clear()
         self._trained.clear()
-
-    def _warn_if_slower(self, metrics: Mapping[str, float]) -> None:
-        """Warn once in a fit if sharing slows the model down."""
-        speedup = metrics["prefix/measured_speedup"]
-        if speedup >= 1 or self._warned_slower:
-            return
-        self._warned_slower = True
-        rank_zero_warn(
-            f"Sharing prefixes makes this run slower: the measured speedup is {speedup:.2f} at a token ratio of "
-            f"{metrics['prefix/token_ratio']:.2f}. For models and prompts this small, packing costs "
-            "more than it saves; use sharing='repeated', or, in your own module, leave out this callback."
-        )
 
     def _leave(self) -> None:
         while self._entered:
@@ -175,12 +157,24 @@ class SharedPrefixCallback(Callback):
         self._forget_calls()
 
     def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
-        known: dict[Any, _Saving] = {}  # scoring and update share layouts
+        known: dict[Hashable, _Saving] = {}  # scoring and update share layouts
+        savings = []
         for patch, call in calls:
-            if (key := _key(call, self._observed[patch])) not in known:
-                known[key] = _Saving.of(call, self._observed[patch])
-        savings = [known[_key(call, self._observed[patch])] for patch, call in calls]
-        groups, segments = self._trained_rows()
+            cost = self._observed[patch]
+            key = (id(call if call.layout is None else call.layout), call.part, id(cost))
+            if key not in known:
+                known[key] = _Saving.of(call, cost)
+            savings.append(known[key])
+        # Groups and segments in the calls with gradient, of the model that has the most.
+        counts: dict[SharedPrefix, tuple[int, int]] = {}
+        for patch, call in self._trained:
+            if (layout := call.layout) is not None:
+                groups, segments = counts.get(patch, (0, 0))
+                groups += 0 if layout.num_prefilled else layout.num_groups
+                # Empty rollouts follow a prompt or branch that runs by itself; a slice starts with what it continues.
+                segments += 1 if call.part == "prompt" else len(layout.segments) - bool(layout.num_prefilled)
+                counts[patch] = (groups, segments)
+        groups, segments = max(counts.values(), default=(0, 0))
         return {
             "prefix/token_ratio": sum(s.repeated_tokens for s in savings) / sum(s.tokens for s in savings),
             "prefix/flops_ratio": sum(s.repeated_flops for s in savings) / sum(s.flops for s in savings),
@@ -188,20 +182,6 @@ class SharedPrefixCallback(Callback):
             "prefix/groups": float(groups),
             "prefix/segments": float(segments),
         }
-
-    def _trained_rows(self) -> tuple[int, int]:
-        """Groups and segments in the calls with gradient, of the model that has the most."""
-        counts: dict[SharedPrefix, list[tuple[int, int]]] = {}
-        for patch, call in self._trained:
-            if (layout := call.layout) is not None:
-                groups = 0 if layout.num_prefilled else layout.num_groups
-                # Empty rollouts follow a prompt or branch that runs by itself; a slice starts with what it continues.
-                segments = 1 if call.part == "prompt" else len(layout.segments) - bool(layout.num_prefilled)
-                counts.setdefault(patch, []).append((groups, segments))
-        sums = [
-            (sum(groups for groups, _ in pairs), sum(segments for _, segments in pairs)) for pairs in counts.values()
-        ]
-        return max(sums, default=(0, 0))
 
     def _announce(self, calls: list[tuple[SharedPrefix, CallReport]]) -> None:
         self._announced = True
@@ -242,12 +222,6 @@ class _Saving(NamedTuple):
         if call.part == "prompt":  # the slices that follow count the repetitions
             return cls(tokens, 0, flops, 0.0)
         return cls(tokens, sum(layout.repeated_lengths), flops, cost.repeated(layout))
-
-
-def _key(call: CallReport, cost: ModelCost) -> Hashable:
-    """Key that calls with the same saving have in common."""
-    source = call if call.layout is None else call.layout
-    return id(source), call.part, id(cost)
 
 
 def decoders_of(module: LightningModule) -> list[PreTrainedModel]:

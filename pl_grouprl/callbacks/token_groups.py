@@ -14,8 +14,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from pl_grouprl.functional.token_groups import TokenGroups, token_group_counts, token_group_metrics
-from pl_grouprl.utilities.loggers import log_numbers
-from pl_grouprl.utilities.options import checked_arguments
 
 COUNTS = ("tokens", "positions", "ended_by_variance", "ended_by_size", "ended_by_last")
 
@@ -37,7 +35,7 @@ class _TokenGroupMetric(Metric):
 
         Args:
             groups: Result of `find_token_groups`; None for a batch without groups.
-            mask: True for tokens to count, shape [B, T]; None counts all tokens in a group.
+            mask: True for tokens to count, shape [B, T]; defaults to all tokens in a group.
         """
         if groups is None:
             return
@@ -85,7 +83,6 @@ class CompressionRatio(_TokenGroupMetric):
 _ABSENT = object()
 
 
-@checked_arguments
 class TokenGroupMonitor(Callback):
     """Logs `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 
@@ -122,13 +119,19 @@ class TokenGroupMonitor(Callback):
 
         Raises:
             ValueError: If no groups are found.
-            TypeError: If they are not `TokenGroups`.
         """
-        new = [g for g in self._groups(pl_module, outputs) if not any(g is counted for counted in self._counted)]
+        found = _find(self.groups_key, pl_module, outputs)
+        if found is _ABSENT and outputs:
+            raise ValueError(
+                f"groups_key={self.groups_key!r} names neither a result of {type(pl_module).__name__}.training_step "
+                f"nor an attribute; return {{'loss': loss, {self.groups_key!r}: groups}} (see find_token_groups)."
+            )
+        groups = [found] if isinstance(found, TokenGroups) else [] if found is _ABSENT else found or []
+        new = [g for g in groups if not any(g is counted for counted in self._counted)]
         self._counted += new
         self.statistics.update(None)  # counts nothing, but avoids torchmetrics' warning about a missing update
-        for groups in new:
-            self.statistics.update(groups)
+        for own in new:
+            self.statistics.update(own)
         if trainer.global_step == self._steps_before:
             return
         self._steps_before = trainer.global_step
@@ -140,26 +143,7 @@ class TokenGroupMonitor(Callback):
         threshold = _find(self.threshold_key, pl_module, outputs)
         if threshold is not _ABSENT and threshold is not None:
             metrics["token_group/threshold"] = float(threshold)
-        log_numbers(pl_module, metrics)
-
-    def _groups(self, pl_module: LightningModule, outputs: Any) -> list[TokenGroups]:
-        found = _find(self.groups_key, pl_module, outputs)
-        if found is _ABSENT and outputs:
-            raise ValueError(
-                f"TokenGroupMonitor found no token groups: {type(pl_module).__name__}.training_step returned no "
-                f"{self.groups_key!r} and the module has no attribute of that name. Return "
-                f"{{'loss': loss, {self.groups_key!r}: groups}} with the result of find_token_groups, or set the "
-                "attribute, or name another one in TokenGroupMonitor(groups_key=...)."
-            )
-        if found is _ABSENT or found is None:  # no step, or no groups, in this batch
-            return []
-        several = [found] if isinstance(found, TokenGroups) else found
-        if not isinstance(several, list | tuple) or not all(isinstance(groups, TokenGroups) for groups in several):
-            raise TypeError(
-                f"{self.groups_key!r} of {type(pl_module).__name__} is a {type(found).__name__}; TokenGroupMonitor "
-                "needs the TokenGroups that find_token_groups returns, one or a list of them."
-            )
-        return list(several)
+        pl_module.log_dict(metrics, batch_size=1)
 
 
 def _find(key: str, pl_module: LightningModule, outputs: Any) -> Any:

@@ -1,4 +1,10 @@
-"""Estimates the memory of a run's models on one device."""
+"""Estimates the memory of a run's models on one device: what training holds, and what is left for tokens and rollouts.
+
+Weights, gradients and moments are counted exactly, from the parameters of models on the meta device; activations from
+what autograd saves. docs/memory.md says how that was checked.
+
+Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -28,173 +34,15 @@ from pl_grouprl.utilities.device_defaults import (
     layer_sizes,
 )
 
-# Counts what a decoder's layers keep for their backward pass, without weights or a GPU.
-#
-# The decoder runs on fake tensors, which have shapes and dtypes but no storage, and autograd reports what it saves.
-# Fused
-# kernels stand in for attention and for the experts of a mixture. They keep inputs, output and log-sum-exp, as
-# kernels on
-# a GPU do; plain attention on a CPU would keep a score for each pair of tokens.
+GIB = 2**30
 
-_LENGTHS = (64, 128)
-"""The difference between two rows cancels what does not depend on the tokens: copies of weights, mostly."""
+USABLE = 0.9
+"""Usable share of a device's memory; the rest is for CUDA, the allocator and anything not counted."""
 
+SEQUENCE = 1024
+"""Cached tokens per sequence in a table, and the smallest budget that counts as fitting."""
 
-@dataclass(frozen=True)
-class KeptBytes:
-    """Bytes per token that a decoder keeps.
-
-    Attributes:
-        total: The whole decoder, without checkpointing.
-        largest: The layer that keeps most.
-        inputs: The inputs of all layers, which checkpointing keeps.
-    """
-
-    total: int
-    largest: int
-    inputs: int
-
-
-def count_kept(model: Any, *, autocast: bool) -> KeptBytes:
-    """Count what a model's decoder keeps for each token of a row, without its head.
-
-    Args:
-        model: A transformers model on the meta device, with or without a head. Its weights are replaced by fake ones;
-            discard it afterwards.
-        autocast: Whether it runs under bfloat16 autocast.
-
-    Raises:
-        TypeError: If the decoder does something that depends on values, which fake tensors do not have.
-    """
-    decoder = find_decoder(model).train()
-    internals.set_attention_implementation(decoder.config, _register())
-    try:
-        with FakeTensorMode(), _FusedExperts():
-            _make_fake(decoder)
-            short, long = (_saved(decoder, length, autocast) for length in _LENGTHS)
-    except Exception as error:  # whatever an operator raises for fake tensors
-        raise TypeError(f"plan cannot count the activations of a {type(decoder).__name__}: {error}") from error
-    extra = _LENGTHS[1] - _LENGTHS[0]
-    kept = [(after - before) // extra for before, after in zip(short[0], long[0], strict=True)]
-    inputs = (sum(long[1]) - sum(short[1])) // extra
-    return KeptBytes(sum(kept), max(kept[:-1]), inputs)
-
-
-def _make_fake(decoder: nn.Module) -> None:
-    """Replace weights and buffers by fake ones on the CPU; called inside the mode, which makes them so."""
-    for module in decoder.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                fake = torch.empty(weight.shape, dtype=weight.dtype)
-                module._parameters[name] = nn.Parameter(fake, requires_grad=weight.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def _saved(decoder: Any, length: int, autocast: bool) -> tuple[list[int], list[int]]:
-    """Bytes that each layer saves, and then the rest of the decoder; and bytes of each layer's input."""
-    layers = layers_of(decoder)
-    weights = {tensor.untyped_storage()._cdata for tensor in (*decoder.parameters(), *decoder.buffers())}
-    saved, inputs = [0] * (len(layers) + 1), [0] * len(layers)
-    seen: dict[int, Any] = {}  # keeps storages alive, so that their addresses are not used again
-    in_tuple: dict[int, bool] = {}
-    running = len(layers)
-
-    def run(index: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal running
-        running, inputs[index] = index, (args[0] if args else kwargs["hidden_states"]).nbytes
-        output = forward(*args, **kwargs)
-        running, in_tuple[index] = len(layers), isinstance(output, tuple)
-        return output
-
-    def pass_on(same: int, *args: Any, **kwargs: Any) -> Any:
-        states = args[0] if args else kwargs["hidden_states"]
-        return (states,) if in_tuple[same] else states
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights and storage._cdata not in seen:
-            seen[storage._cdata] = storage
-            saved[running] += storage.nbytes()
-        return tensor
-
-    alike = _alike(decoder, layers)
-    for index, layer in enumerate(layers):
-        is_run = alike[index] == index
-        layer.forward = partial(run, index, layer.forward) if is_run else partial(pass_on, alike[index])
-    ids = torch.zeros(1, length, dtype=torch.long)
-    try:
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        ):
-            decoder(input_ids=ids, use_cache=False)
-    finally:
-        for layer in layers:
-            del layer.forward
-    return [*(saved[index] for index in alike), saved[-1]], [inputs[index] for index in alike]
-
-
-def _alike(decoder: Any, layers: Sequence[nn.Module]) -> list[int]:
-    """For each layer, the layer that is run for it: the second of its kind, as the first makes what all share."""
-    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
-    found: dict[Any, list[int]] = {}
-    for index, layer in enumerate(layers):
-        found.setdefault((repr(layer), kinds[index]), []).append(index)
-    alike = list(range(len(layers)))
-    for same in found.values():
-        for index in same[2:]:
-            alike[index] = same[1]
-    return alike
-
-
-class _FusedAttention(torch.autograd.Function):
-    """What fused attention keeps: queries, keys and values as the layer passes them, output and log-sum-exp."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
-        batch, heads, length, _ = query.shape
-        out = query.new_empty(batch, length, heads, value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, length, dtype=torch.float32))
-        return out
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """What a grouped product keeps: each input whose partner needs a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        for_tokens, for_weight = ctx.needs_input_grad
-        ctx.save_for_backward(tokens if for_weight else None, weight if for_tokens else None)
-        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
-
-
-class _FusedExperts(TorchFunctionMode):
-    """Replaces grouped products, which PyTorch traces for some dtypes only."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm"):
-            return _GroupedProduct.apply(*args[:2])
-        return function(*args, **(kwargs or {}))
-
-
-def _register() -> str:
-    """Register the fused attention with transformers; returns its name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            query, key, value = (states.to(torch.get_autocast_dtype("cpu")) for states in (query, key, value))
-        return _FusedAttention.apply(query, key, value), None
-
-    name = "pl_grouprl_counted"
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-    return name
-
-
-# The hardware that a run is planned for, its precision and strategy, and the rates of known devices.
+# The hardware that a run is planned for, its precision and strategy.
 
 
 class DeviceRates(NamedTuple):
@@ -231,6 +79,9 @@ _CLASSES = {
 
 KNOWN = ("single", "ddp", "fsdp", "fsdp2", "deepspeed_stage_2", "deepspeed_stage_3")
 
+SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")
+"""Strategies that shard the weights."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -262,15 +113,17 @@ class Hardware:
 
         Args:
             options: The Trainer's arguments.
-            device: A name in `DEVICES`; None recognizes this machine's GPU.
+            device: A name in `DEVICES`; defaults to this machine's GPU.
         """
         devices, on_cpu = options.get("devices"), options.get("accelerator") == "cpu"
         if on_cpu and devices in (None, "auto"):
             devices = 1
         processes = count_devices(devices) * (options.get("num_nodes") or 1)
+        if device is None and not on_cpu and torch.cuda.is_available():
+            words = torch.cuda.get_device_name().lower().replace("rtx ", "rtx").replace("-", " ").split()
+            device = next((name for name in DEVICES if name in words), None)
         precision = str(options.get("precision") or "32-true")
-        strategy = strategy_name(options.get("strategy") or "auto", processes)
-        return cls(precision, processes, strategy, device or (None if on_cpu else local_device()))
+        return cls(precision, processes, strategy_name(options.get("strategy") or "auto", processes), device)
 
 
 def count_devices(devices: Any) -> int:
@@ -296,46 +149,7 @@ def strategy_name(strategy: Any, processes: int) -> str:
     return _CLASSES.get(name, name)
 
 
-def local_device() -> str | None:
-    """Name of this machine's GPU in `DEVICES`; None if it is not there."""
-    if not torch.cuda.is_available():
-        return None
-    words = torch.cuda.get_device_name().lower().replace("rtx ", "rtx").replace("-", " ").split()
-    return next((name for name in DEVICES if name in words), None)
-
-
-# Estimates the memory of one device: what training holds, and what is left for tokens and rollouts.
-#
-# Weights, gradients and moments are counted exactly, from the parameters of models on the meta device; activations from
-# what autograd saves. docs/memory.md says how that was checked.
-#
-# Legend: D hidden size, N query heads, K key/value heads, H head size, I intermediate size, V vocabulary.
-
-GIB = 2**30
-
-USABLE = 0.9
-"""Usable share of a device's memory; the rest is for CUDA, the allocator and anything not counted."""
-
-SEQUENCE = 1024
-"""Cached tokens per sequence in a table, and the smallest budget that counts as fitting."""
-
-MIN_QUANTIZED = 4096
-"""Smaller tensors keep 32-bit moments."""
-
-
-def empty_model(config: Any, dtype: torch.dtype = torch.float32, adapter: LoRAAdapter | None = None) -> Any:
-    """Build a model on the meta device: shapes and dtypes, no storage.
-
-    Args:
-        config: A transformers config.
-        dtype: Dtype of the weights.
-        adapter: Adapter to train instead of the weights.
-    """
-    import transformers
-
-    with torch.device("meta"):
-        model = getattr(transformers, language_model_class(config)).from_config(config, dtype=dtype)
-    return model if adapter is None else adapter.add_to(model)
+# What training holds of a model, whatever the number of tokens.
 
 
 @dataclass(frozen=True)
@@ -413,26 +227,169 @@ def held_bytes(
     quantized = {p for p in matrices if four_bits and not p.requires_grad}
     counted = set(model.parameters()) - set(known)
     trained = [p for p in counted if p.requires_grad]
+    weights = moments = 0
+    for p in counted:
+        if p in quantized:  # codes, an 8-bit scale per 64 of them, and a float32 scale per 256 scales
+            scales = math.ceil(p.numel() / 64)
+            weights += math.ceil(p.numel() / 2) + scales + 4 * math.ceil(scales / 256)
+        else:
+            weights += p.nbytes
+    for p in trained:
+        if state_bits == 32 or p in embeddings or p.numel() < 4096:  # smaller tensors keep 32-bit moments
+            moments += 2 * p.nbytes
+        else:  # and a float32 scale per block of 256
+            moments += 2 * (p.numel() + 4 * math.ceil(p.numel() / 256))
     copied = sum(2 * p.numel() for p in matrices if autocast and p.dtype == torch.float32 and p not in quantized)
-    return Held(
-        weights=sum(four_bit_bytes(p.numel()) if p in quantized else p.nbytes for p in counted),
-        gradients=sum(p.nbytes for p in trained),
-        moments=sum(moment_bytes(p.numel(), state_bits, p in embeddings, p.element_size()) for p in trained),
-        copies=copied + max((2 * p.numel() for p in quantized), default=0),
-    )
+    copies = copied + max((2 * p.numel() for p in quantized), default=0)
+    return Held(weights, sum(p.nbytes for p in trained), moments, copies)
 
 
-def moment_bytes(size: int, bits: int, is_embedding: bool = False, width: int = 4) -> int:
-    """Bytes of both moments, `width` bytes per value; with 8 bits, plus a float32 scale per block of 256 in each."""
-    if bits == 32 or is_embedding or size < MIN_QUANTIZED:
-        return 2 * width * size
-    return 2 * (size + 4 * math.ceil(size / 256))
+# What a decoder's layers keep for their backward pass, counted without weights or a GPU.
+#
+# The decoder runs on fake tensors, which have shapes and dtypes but no storage, and autograd reports what it saves.
+# Fused kernels stand in for attention and for the experts of a mixture. They keep inputs, output and log-sum-exp, as
+# kernels on a GPU do; plain attention on a CPU would keep a score for each pair of tokens.
+
+_LENGTHS = (64, 128)
+"""The difference between two rows cancels what does not depend on the tokens: copies of weights, mostly."""
 
 
-def four_bit_bytes(size: int) -> int:
-    """Bytes of a 4-bit matrix: codes, an 8-bit scale per 64 of them, and a float32 scale per 256 scales."""
-    scales = math.ceil(size / 64)
-    return math.ceil(size / 2) + scales + 4 * math.ceil(scales / 256)
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes per token that a decoder keeps.
+
+    Attributes:
+        total: The whole decoder, without checkpointing.
+        largest: The layer that keeps most.
+        inputs: The inputs of all layers, which checkpointing keeps.
+    """
+
+    total: int
+    largest: int
+    inputs: int
+
+
+def count_kept(model: Any, *, autocast: bool) -> KeptBytes:
+    """Count what a model's decoder keeps for each token of a row, without its head.
+
+    Args:
+        model: A transformers model on the meta device, with or without a head. Its weights are replaced by fake ones;
+            discard it afterwards.
+        autocast: Whether it runs under bfloat16 autocast.
+
+    Raises:
+        TypeError: If the decoder does something that depends on values, which fake tensors do not have.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            query, key, value = (states.to(torch.get_autocast_dtype("cpu")) for states in (query, key, value))
+        return _FusedAttention.apply(query, key, value), None
+
+    decoder = find_decoder(model).train()
+    AttentionInterface.register("pl_grouprl_counted", attend)
+    AttentionMaskInterface.register("pl_grouprl_counted", lambda *args, **kwargs: None)
+    internals.set_attention_implementation(decoder.config, "pl_grouprl_counted")
+    try:
+        with FakeTensorMode(), _FusedExperts():
+            for module in decoder.modules():  # fake weights and buffers on the CPU: the mode makes them so
+                for name, weight in module._parameters.items():
+                    if weight is not None:
+                        fake = torch.empty(weight.shape, dtype=weight.dtype)
+                        module._parameters[name] = nn.Parameter(fake, requires_grad=weight.requires_grad)
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            short, long = (_saved(decoder, length, autocast) for length in _LENGTHS)
+    except Exception as error:  # whatever an operator raises for fake tensors
+        raise TypeError(f"plan cannot count the activations of a {type(decoder).__name__}: {error}") from error
+    extra = _LENGTHS[1] - _LENGTHS[0]
+    kept = [(after - before) // extra for before, after in zip(short[0], long[0], strict=True)]
+    inputs = (sum(long[1]) - sum(short[1])) // extra
+    return KeptBytes(sum(kept), max(kept[:-1]), inputs)
+
+
+def _saved(decoder: Any, length: int, autocast: bool) -> tuple[list[int], list[int]]:
+    """Bytes that each layer saves, and then the rest of the decoder; and bytes of each layer's input."""
+    layers = layers_of(decoder)
+    weights = {tensor.untyped_storage()._cdata for tensor in (*decoder.parameters(), *decoder.buffers())}
+    saved, inputs = [0] * (len(layers) + 1), [0] * len(layers)
+    seen: dict[int, Any] = {}  # keeps storages alive, so that their addresses are not used again
+    in_tuple: dict[int, bool] = {}
+    running = len(layers)
+
+    def run(index: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal running
+        running, inputs[index] = index, (args[0] if args else kwargs["hidden_states"]).nbytes
+        output = forward(*args, **kwargs)
+        running, in_tuple[index] = len(layers), isinstance(output, tuple)
+        return output
+
+    def pass_on(same: int, *args: Any, **kwargs: Any) -> Any:
+        states = args[0] if args else kwargs["hidden_states"]
+        return (states,) if in_tuple[same] else states
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights and storage._cdata not in seen:
+            seen[storage._cdata] = storage
+            saved[running] += storage.nbytes()
+        return tensor
+
+    # Of equal layers, the second stands for all that follow; the first makes what all share.
+    kinds = getattr(decoder.config, "layer_types", None) or [None] * len(layers)
+    equal: dict[Any, list[int]] = {}
+    for index, layer in enumerate(layers):
+        equal.setdefault((repr(layer), kinds[index]), []).append(index)
+    alike = list(range(len(layers)))
+    for same in equal.values():
+        for index in same[2:]:
+            alike[index] = same[1]
+    for index, layer in enumerate(layers):
+        is_run = alike[index] == index
+        layer.forward = partial(run, index, layer.forward) if is_run else partial(pass_on, alike[index])
+    ids = torch.zeros(1, length, dtype=torch.long)
+    try:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            decoder(input_ids=ids, use_cache=False)
+    finally:
+        for layer in layers:
+            del layer.forward
+    return [*(saved[index] for index in alike), saved[-1]], [inputs[index] for index in alike]
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What fused attention keeps: queries, keys and values as the layer passes them, output and log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, length, dtype=torch.float32))
+        return out
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """What a grouped product keeps: each input whose partner needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        for_tokens, for_weight = ctx.needs_input_grad
+        ctx.save_for_backward(tokens if for_weight else None, weight if for_tokens else None)
+        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+
+
+class _FusedExperts(TorchFunctionMode):
+    """Replaces grouped products, which PyTorch traces for some dtypes only."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return _GroupedProduct.apply(*args[:2])
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -497,6 +454,9 @@ class LayerBytes:
         return sum(size * (shared if kept is None else sequences * min(kept, whole)) for size, kept in layers)
 
 
+# One device in a run.
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What one device holds in a run.
@@ -547,13 +507,13 @@ class Footprint:
         return sum(left for left, _ in pairs), max(inside for _, inside in pairs)
 
     def largest_budget(self, gib: float, checkpointing: bool) -> int:
-        """Most tokens in a micro-batch on a device with this many GiB; 0 or less if nothing fits."""
+        """Maximum tokens of a micro-batch on a device with this many GiB; 0 or less if nothing fits."""
         room = int(gib * GIB * USABLE) - self.resident - self.copies
         left, inside = self._per_token(checkpointing)
         return min(room // (left + inside), (room - self.layers.head) // left)
 
     def cached_tokens(self, gib: float) -> int:
-        """Most tokens in the KV caches of a rollout."""
+        """Maximum tokens in the KV caches of a rollout."""
         room = int(gib * GIB * USABLE) - self.resident - self.gathered - self.sampling_copy
         return room // max(1, self.layers.cache)
 
@@ -572,10 +532,6 @@ def footprint_of_method(config: Any, method: Method, rank: int = 16) -> Footprin
     layers = LayerBytes.of(model, autocast=True, width=2)
     reference = held.weights if method.has_reference and method.trains_all else 0
     return Footprint(held, layers, reference, sampling_copy=held.weights // 2 if method.trains_all else 0)
-
-
-SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")
-"""Strategies that shard the weights."""
 
 
 def divided(footprint: Footprint, strategy: str, devices: int) -> Footprint:
@@ -610,9 +566,22 @@ def divided(footprint: Footprint, strategy: str, devices: int) -> Footprint:
     )
 
 
-# The models of a run, built on the meta device, and the memory that they need.
+# The models of a run, built on the meta device.
 
-_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+
+def empty_model(config: Any, dtype: torch.dtype = torch.float32, adapter: LoRAAdapter | None = None) -> Any:
+    """Build a model on the meta device: shapes and dtypes, no storage.
+
+    Args:
+        config: A transformers config.
+        dtype: Dtype of the weights.
+        adapter: Adapter to train instead of the weights.
+    """
+    import transformers
+
+    with torch.device("meta"):
+        model = getattr(transformers, language_model_class(config)).from_config(config, dtype=dtype)
+    return model if adapter is None else adapter.add_to(model)
 
 
 @dataclass(frozen=True)
@@ -651,10 +620,9 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
         TypeError: If a model's source has no `load_config`.
     """
     source = module.policy_source
-    config = load_config(source, "policy")
+    config, dtype = load_config(source, "policy", hardware.precision)
     adapter = getattr(source, "adapter", None)
     mixed = "mixed" in hardware.precision
-    dtype = weight_dtype(source, config, hardware.precision)
     base = empty_model(config, dtype)
     num_parameters = sum(p.numel() for p in base.parameters())
     cost = ModelCost.of(find_decoder(base), base.get_output_embeddings())
@@ -662,22 +630,23 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
     bits = module.optimizer_config.state_bits
     four_bits = getattr(source, "quantization", None) is not None
     held = held_bytes(policy, state_bits=bits, four_bits=four_bits, autocast=mixed)
-    sampled = _sampling_dtype(module.engine, dtype, hardware)
+    sampled = dtype  # engines of other classes do not run the weights
+    if isinstance(module.engine, HFRolloutEngine):
+        if module.engine.dtype != "auto":
+            sampled = getattr(torch, module.engine.dtype)
+        elif hardware.precision == "bf16-mixed":
+            sampled = torch.bfloat16
     layers = LayerBytes.of(policy, autocast=mixed, width=sampled.itemsize)
     critic_held, critic_layers = _critic(module, config, dtype, hardware)
     reference = held.weights if adapter is None and module.kl_penalty.is_used else 0
+    if (teacher := getattr(module, "teacher_source", None)) is not None:
+        reference += held_bytes(empty_model(*load_config(teacher, "teacher", hardware.precision))).weights
+    copy = num_parameters * sampled.itemsize if sampled != dtype else 0
     return PlannedModels(
         name=type(policy).__name__,
         num_parameters=num_parameters,
         config=config,
-        footprint=Footprint(
-            held,
-            layers,
-            reference + _teacher_bytes(module, hardware),
-            critic_held,
-            critic_layers,
-            sampling_copy=num_parameters * sampled.itemsize if sampled != dtype else 0,
-        ),
+        footprint=Footprint(held, layers, reference, critic_held, critic_layers, sampling_copy=copy),
         cost=cost,
         has_adapter=adapter is not None,
         has_critic=critic_layers is not None,
@@ -687,16 +656,6 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
     )
 
 
-def _sampling_dtype(engine: Any, dtype: torch.dtype, hardware: Hardware) -> torch.dtype:
-    """The dtype that rollouts run in; that of the weights for engines which do not run them."""
-    if not isinstance(engine, HFRolloutEngine):
-        return dtype
-    if engine.dtype == "auto":
-        return torch.bfloat16 if hardware.precision == "bf16-mixed" else dtype
-    chosen: torch.dtype = getattr(torch, engine.dtype)
-    return chosen
-
-
 def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) -> tuple[Held, LayerBytes | None]:
     """What the critic adds, and the bytes per token of its own backbone, if it has one."""
     source: Any = getattr(module, "critic_source", None)
@@ -704,8 +663,7 @@ def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) ->
         return Held(), None
     backbone: Any = None
     if isinstance(source, PretrainedCritic):
-        config = source.load_config()
-        dtype = weight_dtype(source, config, hardware.precision)
+        config, dtype = load_config(source, "critic", hardware.precision)
         backbone = find_backbone(empty_model(config, dtype))
     elif isinstance(source, PolicyCopyCritic | LoRACritic):
         backbone = find_backbone(empty_model(config, dtype))
@@ -716,23 +674,13 @@ def _critic(module: Any, config: Any, dtype: torch.dtype, hardware: Hardware) ->
     head = ValueHead.near_zero(config.get_text_config(decoder=True).hidden_size, source.head_std, source.seed)
     model = nn.ModuleList([head] if backbone is None else [backbone, head])
     base = [p for p in model.parameters() if not p.requires_grad]  # the policy's
-    bits = module.critic_optimizer.state_bits
-    held = held_bytes(model, state_bits=bits, autocast="mixed" in hardware.precision, known=base)
-    if backbone is None:
-        return held, None
-    return held, LayerBytes.of(backbone, autocast="mixed" in hardware.precision, width=dtype.itemsize)
+    mixed = "mixed" in hardware.precision
+    held = held_bytes(model, state_bits=module.critic_optimizer.state_bits, autocast=mixed, known=base)
+    return held, None if backbone is None else LayerBytes.of(backbone, autocast=mixed, width=dtype.itemsize)
 
 
-def _teacher_bytes(module: Any, hardware: Hardware) -> int:
-    source = getattr(module, "teacher_source", None)
-    if source is None:
-        return 0
-    config = load_config(source, "teacher")
-    return held_bytes(empty_model(config, weight_dtype(source, config, hardware.precision))).weights
-
-
-def load_config(source: Any, argument: str) -> Any:
-    """Load the config of a source's model.
+def load_config(source: Any, argument: str, precision: str) -> tuple[Any, torch.dtype]:
+    """Load the config of a source's model, and tell the dtype of its weights in a run.
 
     Raises:
         TypeError: If the source cannot say what it will load.
@@ -742,11 +690,8 @@ def load_config(source: Any, argument: str) -> Any:
             f"{argument} is a {type(source).__name__} without load_config(), so `plan` cannot know its model before it "
             "is loaded; give the class that method, which returns the transformers config."
         )
-    return source.load_config()
-
-
-def weight_dtype(source: Any, config: Any, precision: str) -> torch.dtype:
-    """Dtype of the weights in a run."""
+    config = source.load_config()
     name = getattr(source, "dtype", "float32")
     loaded = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name)
-    return _TRUE.get(precision, loaded)
+    true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+    return config, true.get(precision, loaded)

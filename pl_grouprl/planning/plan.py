@@ -1,4 +1,4 @@
-"""The plan of a run: memory, what fits, what sharing saves, and the least time of a step."""
+"""The plan of a run: memory, what fits, what sharing saves, and the minimum time of a step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from pl_grouprl.planning.memory import (
 )
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.utilities.device_defaults import sequences_at_once
-
-# Tokens and operations of a step, from the prompt lengths of the data.
 
 _SAMPLE = 256
 """Number of prompts, evenly spaced by length, over which operations are averaged."""
@@ -89,11 +87,6 @@ class Workload:
         copies = self.num_generations if sharing == "repeated" else 1
         return self.batch_size * (copies * self.mean_prompt + self.num_generations * self.response)
 
-    @property
-    def token_ratio(self) -> float:
-        """Tokens with repeated prompts over those with shared ones."""
-        return self.tokens("repeated") / self.tokens("shared")
-
     def operations(self, cost: ModelCost, sharing: Sharing) -> float:
         """Operations of one forward pass over a batch of rollouts, on all devices."""
         step = max(1, len(self.prompt_lengths) // _SAMPLE)
@@ -101,20 +94,13 @@ class Workload:
         groups = [(length, [self.response] * self.num_generations) for length in lengths]
         return sum(cost.of_groups(groups, sharing)) * self.batch_size / len(lengths)
 
-    def operations_ratio(self, cost: ModelCost) -> float:
-        """How many times fewer operations a forward pass takes with shared prompts."""
-        return self.operations(cost, "repeated") / self.operations(cost, "shared")
-
-    @property
-    def _groups_per_update(self) -> int:
-        return math.ceil(math.ceil(self.batch_size / self.num_mini_batches) / self.processes)
-
     @property
     def longest_micro_batch(self) -> int:
-        """Most tokens in a micro-batch on one device: a mini-batch of the longest prompts, or the budget."""
+        """Maximum tokens of a micro-batch on one device: a mini-batch of the longest prompts, or the budget."""
         copies = 1 if self.shares else self.num_generations
         longest = self.prompt_lengths[-1] * copies + self.num_generations * self.response
-        everything = self._groups_per_update * longest
+        groups = math.ceil(math.ceil(self.batch_size / self.num_mini_batches) / self.processes)
+        everything = groups * longest
         return everything if self.max_tokens is None else min(self.max_tokens, everything)
 
     @property
@@ -136,18 +122,12 @@ class Workload:
 
     @property
     def cached_tokens(self) -> int:
-        """Most tokens in a device's KV caches: each prompt once, and all response tokens of each sequence."""
+        """Maximum tokens in a device's KV caches: each prompt once, and all response tokens of each sequence."""
         if not self.caches:
             return 0
         prompts = math.ceil(self.sequences / self.num_generations)
         return prompts * self.prompt_lengths[-1] + self.sequences * self.response
 
-    def with_response(self, response: int) -> Workload:
-        """The same step with responses of another length."""
-        return replace(self, response=response)
-
-
-# The plan of a run: memory, what fits, what sharing saves, and the least time of a step.
 
 GPUS = (24, 48, 80, 141)
 """Memory in GiB."""
@@ -186,8 +166,10 @@ class RunPlan:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes on one device by part, with the longest prompts and responses."""
-        held, tokens, checkpointing = self.footprint, self.workload.longest_micro_batch, self.models.checkpointing
-        critic = held.critic
+        held, work, checkpointing = self.footprint, self.workload, self.models.checkpointing
+        tokens, critic = work.longest_micro_batch, held.critic
+        prompts = math.ceil(work.sequences / work.num_generations)
+        caches = held.layers.caches(prompts, work.prompt_lengths[-1], work.sequences, work.response)
         return {
             "weights": held.policy.weights,
             "gradients": held.policy.gradients,
@@ -197,18 +179,10 @@ class RunPlan:
             "copies": held.copies,
             "activations": held.activations(tokens, checkpointing),
             "logits": held.logits(tokens, checkpointing),
-            "caches": self._caches,
+            "caches": caches if work.caches else 0,
             "gathered": held.gathered,
             "sampling copy": held.sampling_copy,
         }
-
-    @property
-    def _caches(self) -> int:
-        work = self.workload
-        if not work.caches:
-            return 0
-        prompts = math.ceil(work.sequences / work.num_generations)
-        return self.footprint.layers.caches(prompts, work.prompt_lengths[-1], work.sequences, work.response)
 
     @property
     def update_bytes(self) -> int:
@@ -246,7 +220,7 @@ class RunPlan:
         return sampled, forward * (self.passes + update * self.workload.num_iterations + critic)
 
     def step_seconds(self) -> tuple[float, float] | None:
-        """Least seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
+        """Minimum seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
 
         A decoding step takes at least the time to read all weights and the KV caches of its sequences.
         """
@@ -263,40 +237,51 @@ class RunPlan:
 
     def suggestion(self, gib: float) -> str:
         """What to set so that the run fits on a device with this many GiB."""
+        work, held = self.workload, self.footprint
         if self.fits(gib):
             return "fits as configured"
         if (budget := self.budget(gib)) and (sequences := self.sequences(gib)):
-            return _settings(self, budget, sequences)
-        if self.models.footprint.critic.weights == 0 and self.hardware.processes == 1:
-            return self._other_method(gib) or self._more_devices(gib)
-        return self._more_devices(gib)
-
-    def _other_method(self, gib: float) -> str | None:
-        """The first more frugal method that leaves room."""
-        beta = self.footprint.reference > 0
-        for method in METHODS:
-            if method.has_reference:
-                continue
-            held = footprint_of_method(self.models.config, replace(method, has_reference=beta))
-            budget, sequences = _usable_budget(held, self.workload, gib, True), _sequences(held, self.workload, gib)
-            if held.resident < self.footprint.resident and budget and sequences:
-                checkpointing = replace(self, models=replace(self.models, checkpointing=True))
-                settings = _settings(checkpointing, budget, sequences)
-                return f"{method.name}: {_REMEDIES[method.name]}, gradient_checkpointing: true, {settings}"
-        return None
-
-    def _more_devices(self, gib: float) -> str:
-        """The smallest number of devices over which the weights must be sharded."""
+            return self._settings(budget, sequences)
+        if held.critic.weights == 0 and self.hardware.processes == 1:  # the first more frugal method that leaves room
+            for method in (method for method in METHODS if not method.has_reference):
+                method_held = footprint_of_method(self.models.config, replace(method, has_reference=held.reference > 0))
+                budget, sequences = _usable_budget(method_held, work, gib, True), _sequences(method_held, work, gib)
+                if method_held.resident < held.resident and budget and sequences:
+                    settings = self._settings(budget, sequences)
+                    return f"{method.name}: {_REMEDIES[method.name]}, gradient_checkpointing: true, {settings}"
         for devices in (2, 4, 8, 16, 32, 64):
-            held = divided(self.models.footprint, "fsdp2", devices)
-            work = replace(self.workload, processes=devices)
-            if _usable_budget(held, work, gib, True) and _sequences(held, work, gib):
+            sharded, less = divided(self.models.footprint, "fsdp2", devices), replace(work, processes=devices)
+            if _usable_budget(sharded, less, gib, True) and _sequences(sharded, less, gib):
                 return f"strategy/fsdp2.yaml on {devices} of them, with gradient_checkpointing: true"
         return "no room on 64 of them; shorten the responses, or choose a smaller model"
 
+    def _settings(self, budget: int, sequences: int) -> str:
+        """A budget if a micro-batch would be too long, `max_sequences` if the caches would not fit."""
+        parts = []
+        if budget < self.workload.longest_micro_batch:
+            parts.append(f"max_tokens_per_micro_batch: {rounded(budget)}")
+        if sequences < self.workload.sequences and not self.workload.bounds_itself:
+            parts.append(f"engine max_sequences: {sequences}")
+        return ", ".join(parts) or "no further limit"
+
     def __str__(self) -> str:
         """The printed page."""
-        return "\n".join(_lines(self))
+        models, where = self.models, self.hardware
+        trained = "an adapter" if models.has_adapter else "all weights"
+        devices = "1 device" if where.processes == 1 else f"{where.processes} devices, {where.strategy}"
+        size = models.num_parameters
+        count = f"{size / 1e9:.2f}e9" if size >= 1e7 else f"{size:,}"
+        lines = [
+            f"{self.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}.",
+            "Counted from the shapes of the models; nothing is loaded or measured.",
+        ]
+        if not models.footprint.layers.is_counted:
+            lines.append(f"Activations are an upper estimate: those of {models.name} could not be counted.")
+        if not self.workload.caches:
+            lines.append("The memory of the sampling engine is not included; only that of HFRolloutEngine is known.")
+        for section in (_memory_lines, _fit_lines, _sharing_lines, _time_lines):
+            lines += ["", *section(self)]
+        return "\n".join(lines)
 
 
 def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
@@ -336,38 +321,10 @@ def _sequences(held: Footprint, work: Workload, gib: float) -> int:
     return min(fitting, sequences_at_once(everything, per_sequence * held.layers.cache, lambda: free))
 
 
-def _settings(plan: RunPlan, budget: int, sequences: int) -> str:
-    """The options to set: a budget if a micro-batch would be too long, `max_sequences` if the caches would not fit."""
-    parts = []
-    if budget < plan.workload.longest_micro_batch:
-        parts.append(f"max_tokens_per_micro_batch: {rounded(budget)}")
-    if sequences < plan.workload.sequences and not plan.workload.bounds_itself:
-        parts.append(f"engine max_sequences: {sequences}")
-    return ", ".join(parts) or "no further limit"
-
-
 def rounded(tokens: int) -> int:
     """Round down to two significant digits."""
     digits = 10 ** max(len(str(tokens)) - 2, 0)
     return tokens // digits * digits
-
-
-def _lines(plan: RunPlan) -> Iterator[str]:
-    yield from _title(plan)
-    yield from ("", *_memory_lines(plan), "", *_fit_lines(plan), "", *_sharing_lines(plan), "", *_time_lines(plan))
-
-
-def _title(plan: RunPlan) -> Iterator[str]:
-    models, where = plan.models, plan.hardware
-    trained = "an adapter" if models.has_adapter else "all weights"
-    devices = "1 device" if where.processes == 1 else f"{where.processes} devices, {where.strategy}"
-    count = f"{models.num_parameters / 1e9:.2f}e9" if models.num_parameters >= 1e7 else f"{models.num_parameters:,}"
-    yield f"{plan.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}."
-    yield "Counted from the shapes of the models; nothing is loaded or measured."
-    if not models.footprint.layers.is_counted:
-        yield f"Activations are an upper estimate: those of {models.name} could not be counted."
-    if not plan.workload.caches:
-        yield "The memory of the sampling engine is not included; only that of HFRolloutEngine is known."
 
 
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
@@ -408,14 +365,15 @@ def _fit_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _sharing_lines(plan: RunPlan) -> Iterator[str]:
-    work, lengths = plan.workload, plan.workload.prompt_lengths
+    work, lengths, cost = plan.workload, plan.workload.prompt_lengths, plan.models.cost
     yield f"{len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {work.mean_prompt:.0f} on average"
     yield f"tokens of a batch: {work.batch_size} prompts with {work.num_generations} rollouts each, over all devices"
     yield f"  {'response':>8}{'repeated':>12}{'shared':>12}{'token ratio':>13}{'expected speedup':>18}"
     for response in dict.fromkeys(max(1, work.response // part) for part in (1, 2, 4)):
-        variant = work.with_response(response)
-        tokens = f"{variant.tokens('repeated'):>12,.0f}{variant.tokens('shared'):>12,.0f}{variant.token_ratio:>13.2f}"
-        yield f"  {response:>8}{tokens}{variant.operations_ratio(plan.models.cost):>18.2f}"
+        variant = replace(work, response=response)
+        repeated, shared = variant.tokens("repeated"), variant.tokens("shared")
+        speedup = variant.operations(cost, "repeated") / variant.operations(cost, "shared")
+        yield f"  {response:>8}{repeated:>12,.0f}{shared:>12,.0f}{repeated / shared:>13.2f}{speedup:>18.2f}"
     yield "The speedup is for scoring and updates, by operations; rollouts encode each prompt once in any case."
 
 

@@ -1,4 +1,10 @@
-"""Checkpoints on disk: written whole or not at all, verified before they are read."""
+"""Checkpoints on disk: written whole or not at all, verified before they are read.
+
+A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` next to a file
+and `manifest.json` inside a folder, has the size and the SHA-256 of each file. To check checkpoints manually:
+
+    python -m pl_grouprl.utilities.checkpoint_files PATH...
+"""
 
 from __future__ import annotations
 
@@ -31,17 +37,27 @@ from pl_grouprl.utilities.distributed import gather_plain, own_rank
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# Atomic file writes, and writes whose failure does not end a run.
+# Any file: atomic writes, and writes whose failure does not end a run.
+
+
+def process_name() -> str:
+    """Host and process id, which distinguish the unfinished files of a live run from those of a killed one."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def unfinished_path(target: Path, owner: str | None = None) -> Path:
+    """Temporary path of a file or folder while a process writes it, on the same file system; this one by default."""
+    return target.with_name(f".{target.name}.unfinished-{owner or process_name()}")
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a temporary file and rename it; if that fails, the old file stays in place.
 
     Raises:
-        OSError: If the file system refuses.
+        OSError: If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = unfinished_path(path, process_name())
+    unfinished = unfinished_path(path)
     try:
         unfinished.write_bytes(content)
         os.replace(unfinished, path)
@@ -53,7 +69,7 @@ def append_whole(path: Path, content: bytes) -> None:
     """Append to a file, all or nothing: a full disk leaves no partial line.
 
     Raises:
-        OSError: If the file system refuses.
+        OSError: If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
@@ -103,18 +119,11 @@ def explain_os_error(what: str) -> Iterator[None]:
         raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
 
 
-# Checkpoints on disk: written under a temporary name, renamed when complete, and checked by a manifest.
-#
-# A checkpoint is a file or, where each rank writes its part, a folder. Its manifest, `NAME.manifest.json` next to a
-# file
-# and `manifest.json` inside a folder, has the size and the SHA-256 of each file. To check checkpoints manually, or to
-# accept folders written by another program:
-#
-#     python -m pl_grouprl.utilities.checkpoint_files PATH...
-#     python -m pl_grouprl.utilities.checkpoint_files --accept FOLDER...
+# Checkpoints: written under a temporary name, renamed when complete, and checked against their manifest.
 
 _MANIFEST = "manifest.json"
 ABSENT = "there is no such file or folder"
+NO_MANIFEST = "it has no manifest"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:unfinished|former)-(?P<host>.+)-(?P<pid>\d+)")
 
 
@@ -124,58 +133,118 @@ def manifest_of(checkpoint: Path) -> Path:
     return checkpoint / _MANIFEST if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.{_MANIFEST}")
 
 
-def process_name() -> str:
-    """Host and process id, which distinguish the unfinished files of a live run from those of a killed one."""
-    return f"{socket.gethostname()}-{os.getpid()}"
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The facts that the manifest records besides the hashes; empty without a manifest."""
+    manifest = manifest_of(checkpoint)
+    facts: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+    facts.pop("files", None)
+    return facts
 
 
-def unfinished_path(target: Path, owner: str) -> Path:
-    """Temporary path of a checkpoint or another file while it is written, on the same file system."""
-    return target.with_name(f".{target.name}.unfinished-{owner}")
-
-
-def commit(unfinished: Path, target: Path, facts: dict[str, Any], owner: str) -> None:
+def commit(unfinished: Path, target: Path, facts: dict[str, Any]) -> None:
     """Rename a written checkpoint to its final name; a complete one is there even if this is interrupted.
 
-    Everything is on disk before anything is renamed. A file replaces the earlier one atomically; until then its
-    manifest lists both. An earlier folder is moved aside first; `finish_interrupted` completes an interrupted move.
+    Everything is on disk before anything is renamed. A file replaces the earlier one atomically, between the removal of
+    the earlier manifest and the arrival of the new one; without a manifest, the checksums inside the file count. An
+    earlier folder is moved aside first; `finish_interrupted` completes an interrupted move.
 
     Args:
         unfinished: The written file or folder.
         target: Its final name; replaces an earlier checkpoint there.
         facts: Plain values stored in the manifest with the hashes.
-        owner: The `process_name` of the writing process.
 
     Raises:
-        OSError: If the file system refuses; the earlier checkpoint is still there.
+        OSError: If a file cannot be written; the earlier checkpoint is still there.
     """
-    for path in _files(unfinished).values():
+    is_folder, files = unfinished.is_dir(), _files(unfinished)
+    for path in files.values():
         _sync(path)
-    version = {**facts, "files": {name: _describe(path) for name, path in _files(unfinished).items()}}
-    if unfinished.is_dir():
-        _write_manifest(unfinished / _MANIFEST, [version], owner)
+    manifest = target.with_name(f"{target.name}.{_MANIFEST}")  # of a file
+    written = unfinished / _MANIFEST if is_folder else unfinished_path(manifest)
+    entries = {**facts, "files": {name: _describe(path) for name, path in files.items()}}
+    written.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    _sync(written)
+    if is_folder:
         for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
             _sync(folder)
-        _replace(unfinished, target, owner)
-        target.with_name(f"{target.name}.{_MANIFEST}").unlink(missing_ok=True)  # if it replaced a file
-    else:
-        manifest = target.with_name(f"{target.name}.{_MANIFEST}")
-        _write_manifest(manifest, [version, *_versions(manifest)], owner)
-        _replace(unfinished, target, owner)
-        _write_manifest(manifest, [version], owner)
+    manifest.unlink(missing_ok=True)
+    _replace(unfinished, target)
+    if not is_folder:
+        os.replace(written, manifest)
     _sync(target.parent)
 
 
-def remove(checkpoint: Path, owner: str) -> None:
+def link(target: Path, name: Path) -> None:
+    """Make a name a link to a checkpoint in the same folder, replacing what was there.
+
+    On Windows, which lets only administrators and developers make links, the name becomes a copy if need be.
+    """
+    unfinished = unfinished_path(name)
+    unfinished.unlink(missing_ok=True)
+    try:
+        unfinished.symlink_to(os.path.relpath(target, name.parent))
+    except OSError:
+        if sys.platform != "win32" or not target.is_file():
+            raise
+        shutil.copyfile(target, unfinished)
+        commit(unfinished, name, read_manifest(target))
+        return
+    _replace(unfinished, name)
+    _sync(name.parent)
+
+
+def _replace(unfinished: Path, target: Path) -> None:
+    """Rename, first moving aside what is there if a folder is involved, as a rename does not replace folders."""
+    if not any(path.is_dir() and not path.is_symlink() for path in (unfinished, target)):
+        os.replace(unfinished, target)
+        return
+    former = target.with_name(f".{target.name}.former-{process_name()}")
+    if os.path.lexists(target):
+        os.replace(target, former)
+    os.replace(unfinished, target)
+    if former.is_dir() and not former.is_symlink():
+        shutil.rmtree(former)
+    else:
+        former.unlink(missing_ok=True)
+
+
+def remove(checkpoint: Path) -> None:
     """Delete a checkpoint and its manifest; interrupted, it leaves a leftover rather than a torn checkpoint."""
     if checkpoint.is_dir() and not checkpoint.is_symlink():
-        former = _former_path(checkpoint, owner)
+        former = checkpoint.with_name(f".{checkpoint.name}.former-{process_name()}")
         os.replace(checkpoint, former)
         (former / _MANIFEST).unlink(missing_ok=True)  # from here on `finish_interrupted` leaves it alone
         shutil.rmtree(former)
     else:
         checkpoint.unlink(missing_ok=True)
         checkpoint.with_name(f"{checkpoint.name}.{_MANIFEST}").unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk; Windows can do so for writable files only."""
+    windows = sys.platform == "win32"
+    if windows and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _files(checkpoint: Path) -> dict[str, Path]:
+    if not checkpoint.is_dir():
+        return {".": checkpoint}
+    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
+    return {path.relative_to(checkpoint).as_posix(): path for path in files if path != checkpoint / _MANIFEST}
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def corruption_reason(checkpoint: Path) -> str | None:
@@ -186,42 +255,46 @@ def corruption_reason(checkpoint: Path) -> str | None:
     found = checkpoint.resolve()  # `last` may be a link
     if not found.exists():
         return f"it is a link to {found}, which does not exist" if checkpoint.is_symlink() else ABSENT
+    manifest = manifest_of(found)
     try:
-        versions = _versions(manifest_of(found))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest {manifest_of(found).name} cannot be read ({type(error).__name__}: {error})"
-    try:
-        if versions:
-            differences = [_difference(found, version["files"]) for version in versions]
-            return None if None in differences else differences[0]
+        if manifest.is_file():
+            files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+            for name, expected in files.items():  # sizes first, which takes no time
+                path = found / name
+                if not path.is_file():
+                    return f"its file {name} is missing"
+                if path.stat().st_size != expected["size"]:
+                    return f"{path.name} has {path.stat().st_size} bytes of {expected['size']}"
+            changed = next((name for name, expected in files.items() if _describe(found / name) != expected), None)
+            return None if changed is None else f"the contents of {(found / changed).name} are not what was saved"
         if found.is_dir():
-            return (
-                f"it has no manifest; if another program wrote all of it, accept it as it is with "
-                f"python -m pl_grouprl.utilities.checkpoint_files --accept {found}"
-            )
-        return _corruption_of_archive(found)
+            return NO_MANIFEST
+        if found.stat().st_size == 0:
+            return "it is empty"
+        with zipfile.ZipFile(found) as archive:
+            if torn := archive.testzip():
+                return f"its part {torn} is torn"
+            has_data = any(name.endswith("/data.pkl") for name in archive.namelist())
+            return None if has_data else "it was not written by torch.save"
+    except zipfile.BadZipFile:
+        return "it cannot be read: cut short, overwritten, or written by something other than torch.save"
     except Exception as error:  # damaged bytes may raise anything
-        return f"it cannot be read ({type(error).__name__}: {error})"
+        return f"it or its manifest cannot be read ({type(error).__name__}: {error})"
 
 
-def accept(checkpoint: Path) -> None:
-    """Write a manifest for a folder that another program wrote, accepting its current contents.
+def newest_complete(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """Find the newest checkpoint that is complete.
 
-    Raises:
-        ValueError: If it is not a folder, or already has a manifest.
+    Returns:
+        The checkpoint, None if there is none, and what is wrong with those that are newer.
     """
-    if not checkpoint.is_dir() or manifest_of(checkpoint).exists():
-        raise ValueError(f"{checkpoint} is not a folder without a manifest; only such folders need to be accepted.")
-    files = {name: _describe(path) for name, path in _files(checkpoint).items()}
-    _write_manifest(manifest_of(checkpoint), [{"files": files}], process_name())
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The facts that the manifest records besides the hashes; empty without a manifest."""
-    versions = _versions(manifest_of(checkpoint))
-    if len(versions) > 1:  # a save was killed between the manifest and the file
-        versions = [version for version in versions if _difference(checkpoint.resolve(), version["files"]) is None]
-    return {name: value for version in versions[:1] for name, value in version.items() if name != "files"}
+    torn: dict[Path, str] = {}
+    for path in sorted(checkpoints, key=lambda p: (p.stat().st_mtime_ns, p.name.startswith("last")), reverse=True):
+        reason = corruption_reason(path)
+        if reason is None:
+            return path, torn
+        torn[path] = reason
+    return None, torn
 
 
 def finish_interrupted(folder: Path) -> None:
@@ -251,48 +324,6 @@ def remove_leftovers(folder: Path) -> None:
             manifest.unlink(missing_ok=True)
 
 
-def newest_complete(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """Find the newest checkpoint that is complete.
-
-    Returns:
-        The checkpoint, None if there is none, and what is wrong with those that are newer.
-    """
-    torn: dict[Path, str] = {}
-    for path in sorted(checkpoints, key=_age, reverse=True):
-        reason = corruption_reason(path)
-        if reason is None:
-            return path, torn
-        torn[path] = reason
-    return None, torn
-
-
-def link(target: Path, name: Path, owner: str) -> None:
-    """Make a name a link to a checkpoint in the same folder, replacing what was there.
-
-    On Windows, which lets only administrators and developers make links, the name becomes a copy if need be.
-    """
-    unfinished = unfinished_path(name, owner)
-    unfinished.unlink(missing_ok=True)
-    try:
-        unfinished.symlink_to(os.path.relpath(target, name.parent))
-    except OSError:
-        if sys.platform != "win32" or not target.is_file():
-            raise
-        shutil.copyfile(target, unfinished)
-        commit(unfinished, name, read_manifest(target), owner)
-        return
-    _replace(unfinished, name, owner)
-    _sync(name.parent)
-
-
-def _age(checkpoint: Path) -> tuple[int, bool]:
-    return checkpoint.stat().st_mtime_ns, checkpoint.name.startswith("last")
-
-
-def _former_path(target: Path, owner: str) -> Path:
-    return target.with_name(f".{target.name}.former-{owner}")
-
-
 def _leftovers(folder: Path) -> Iterator[tuple[Path, str]]:
     """Leftovers of dead processes in a folder, each with the name it was meant for."""
     for path in sorted(folder.glob(".*"), reverse=True):  # an unfinished one is newer than the former
@@ -316,103 +347,7 @@ def lives(host: str, pid: int) -> bool:
     return True
 
 
-def _files(checkpoint: Path) -> dict[str, Path]:
-    if not checkpoint.is_dir():
-        return {".": checkpoint}
-    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
-    return {path.relative_to(checkpoint).as_posix(): path for path in files if path != checkpoint / _MANIFEST}
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _corruption_of_archive(checkpoint: Path) -> str | None:
-    if checkpoint.stat().st_size == 0:
-        return "it is empty"
-    if not zipfile.is_zipfile(checkpoint):
-        return "it cannot be read: cut short, overwritten, or written by something other than torch.save"
-    with zipfile.ZipFile(checkpoint) as archive:
-        torn = archive.testzip()
-        if torn is not None:
-            return f"its part {torn} is torn"
-        has_data = any(name.endswith("/data.pkl") for name in archive.namelist())
-        return None if has_data else "it was not written by torch.save"
-
-
-def _difference(checkpoint: Path, files: dict[str, dict[str, Any]]) -> str | None:
-    if not files:
-        return "its manifest names no file"
-    for name, expected in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"its file {name} is missing"
-        if path.stat().st_size != expected["size"]:
-            return f"{path.name} has {path.stat().st_size} bytes of {expected['size']}"
-    for name, expected in files.items():
-        if _describe(checkpoint / name) != expected:
-            return f"the contents of {(checkpoint / name).name} are not what was saved"
-    return None
-
-
-def _versions(manifest: Path) -> list[dict[str, Any]]:
-    if not manifest.is_file():
-        return []
-    versions = list(json.loads(manifest.read_text(encoding="utf-8"))["versions"])
-    if not versions:
-        raise ValueError("it names no version")
-    return versions
-
-
-def _write_manifest(manifest: Path, versions: list[dict[str, Any]], owner: str) -> None:
-    unfinished = unfinished_path(manifest, owner)
-    unfinished.write_text(json.dumps({"versions": versions}, indent=1) + "\n", encoding="utf-8")
-    _sync(unfinished)
-    os.replace(unfinished, manifest)
-
-
-def _replace(unfinished: Path, target: Path, owner: str) -> None:
-    if any(path.is_dir() and not path.is_symlink() for path in (unfinished, target)):
-        former = _former_path(target, owner)
-        if os.path.lexists(target):
-            os.replace(target, former)
-        os.replace(unfinished, target)
-        if former.is_dir() and not former.is_symlink():
-            shutil.rmtree(former)
-        else:
-            former.unlink(missing_ok=True)
-    else:
-        os.replace(unfinished, target)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk; Windows can do so for writable files only."""
-    windows = sys.platform == "win32"
-    if windows and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--accept"]:
-        arguments = arguments[1:]
-        for argument in arguments:
-            accept(Path(argument))
-    reasons = {name: corruption_reason(Path(name)) for name in arguments}
-    print(*(f"{name}: {reason or 'complete'}" for name, reason in reasons.items()), sep="\n")
-    sys.exit(any(reasons.values()))
-
-
-# Reads and writes single-file checkpoints.
+# Reading and writing single files with torch.
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
@@ -430,7 +365,7 @@ class DirectCheckpointIO(TorchCheckpointIO):
             TypeError: If there are storage options.
         """
         if storage_options is not None:
-            raise TypeError(f"storage_options is {storage_options!r}; a local file takes none, leave it out.")
+            raise TypeError(f"storage_options is {storage_options!r}, and a local file takes none; omit it.")
         with Path(path).open("wb") as file:
             writer: Any = _Writer(file)
             try:
@@ -451,6 +386,7 @@ class _Writer:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
+        self.flush = file.flush
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
@@ -459,108 +395,6 @@ class _Writer:
         except OSError as error:
             self.error = error
             raise
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-# Verifies checkpoints before anything in them is loaded, by any route, and before saving that they will load.
-
-_WEIGHTS_AND_OPTIMIZERS = ("state_dict", "optimizer_states")
-
-_just_verified: dict[Path, list[tuple[str, int, int]]] = {}
-"""Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
-
-
-def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-    """Refuse a damaged checkpoint. Collective; rank 0 reads the files and tells the others.
-
-    Args:
-        path: A file or a folder. A URL such as `s3://...` is left to Lightning, with a warning.
-        device: Device for communication; the rank's GPU under NCCL.
-
-    Raises:
-        FileNotFoundError: On all ranks, if any of them cannot find it.
-        ValueError: On all ranks, if it is damaged; says what is wrong.
-    """
-    if "://" in str(path):
-        from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-        rank_zero_warn(f"checkpoint {path} is not a local file or folder, so it is loaded without being verified.")
-        return
-    checkpoint = Path(path)
-    found = _corruption_reason(checkpoint) if own_rank() == 0 else None if checkpoint.exists() else ABSENT
-    for rank, reason in enumerate(gather_plain(found or "", device)):
-        if reason == ABSENT:
-            raise FileNotFoundError(f"checkpoint {path}: {ABSENT}{f' (rank {rank})' if rank else ''}.")
-        if reason:
-            raise ValueError(f"checkpoint {path} is damaged: {reason}. Nothing of it was loaded; choose another one.")
-
-
-def verify_loads(trainer: Trainer) -> None:
-    """Make a Trainer verify every checkpoint before loading it, and save none that would not load.
-
-    Calling this again changes nothing.
-    """
-    from lightning.pytorch.strategies import Strategy
-
-    strategy = trainer.strategy
-    if "load_checkpoint" in vars(strategy):
-        return
-    load = strategy.load_checkpoint
-    reads_files = type(strategy).load_checkpoint is Strategy.load_checkpoint
-
-    def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        verify_checkpoint(checkpoint_path, strategy.root_device)
-        compare = getattr(getattr(trainer.lightning_module, "run_checkpoint", None), "compare_origin", None)
-        if compare is not None and "://" not in str(checkpoint_path):
-            compare(read_manifest(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
-        if not reads_files:
-            return load(checkpoint_path, weights_only=weights_only)
-        _refuse_folder(checkpoint_path, f"{type(strategy).__name__} reads files; use the strategy that wrote it")
-        return _read(checkpoint_path, lambda: load(checkpoint_path, weights_only=weights_only))
-
-    save = strategy.save_checkpoint
-    # Strategies that shard weights write these in their own formats.
-    own_formats = () if type(strategy).save_checkpoint is Strategy.save_checkpoint else _WEIGHTS_AND_OPTIMIZERS
-
-    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        refuse_unloadable({name: part for name, part in checkpoint.items() if name not in own_formats})
-        save(checkpoint, *args, **kwargs)
-
-    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
-    strategy.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
-
-
-def refuse_unloadable(parts: dict[str, Any]) -> None:
-    """Refuse parts of a checkpoint that would not load (`weights_only=True`): anything but tensors and plain values.
-
-    Raises:
-        TypeError: Names the place of the first.
-    """
-    place, value = "checkpoint", tree_map_only(torch.Tensor, lambda tensor: None, parts)
-    while not _loads(value):
-        entries = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-        )
-        found = next(((name, part) for name, part in entries if not _loads(part)), None)
-        if found is None:
-            raise TypeError(
-                f"{place} is a {type(value).__name__}, and loading a checkpoint gives only tensors and plain values; "
-                "leave it out (save_hyperparameters takes names, or ignore=[...]), or save plain values of it."
-            )
-        place, value = f"{place}[{found[0]!r}]", found[1]
-
-
-def _loads(value: Any) -> bool:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # a user's object may raise anything
-        return False
-    return True
 
 
 def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -571,37 +405,17 @@ def load_verified(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: If it is damaged, a folder, not from Lightning, or has more than tensors and plain values.
     """
     verify_checkpoint(path)
-    _refuse_folder(path, "load it with ckpt_path of a Trainer and the strategy that wrote it")
-    return _read(path, lambda: torch.load(path, map_location="cpu", weights_only=True))
+    load = lambda: torch.load(path, map_location="cpu", weights_only=True)  # noqa: E731
+    return _read(path, load, "load it with ckpt_path of a Trainer and the strategy that wrote it")
 
 
-def remember_verified(checkpoint: Path) -> None:
-    """Remember that a checkpoint was just verified, so the following load does not verify it again."""
-    _just_verified[checkpoint.resolve()] = _state(checkpoint.resolve())
-
-
-def _corruption_reason(checkpoint: Path) -> str | None:
-    if not checkpoint.exists() and checkpoint.parent.is_dir():
-        finish_interrupted(checkpoint.parent)  # it may have been moved aside when a save was killed
-    if _just_verified.pop(checkpoint.resolve(), None) == _state(checkpoint.resolve()):
-        return None
-    return corruption_reason(checkpoint)
-
-
-def _state(checkpoint: Path) -> list[tuple[str, int, int]]:
-    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
-    return [(str(path), path.stat().st_size, path.stat().st_ctime_ns) for path in files if path.exists()]
-
-
-def _refuse_folder(path: str | os.PathLike[str], instead: str) -> None:
+def _read(path: str | os.PathLike[str], load: Callable[[], Any], instead: str) -> dict[str, Any]:
+    """Load a file; `instead` says what to do with a folder."""
     if Path(path).is_dir():
         raise ValueError(
             f"checkpoint {path} is a folder, as FSDP and DeepSpeed write: {instead}, or make one file of it with "
             "`python -m lightning.pytorch.utilities.consolidate_checkpoint` (FSDP only)."
         )
-
-
-def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, Any]:
     try:
         checkpoint = load()
     except pickle.UnpicklingError as error:
@@ -618,7 +432,130 @@ def _read(path: str | os.PathLike[str], load: Callable[[], Any]) -> dict[str, An
     return checkpoint
 
 
-# Resolves `ckpt_path="last"` to the newest complete checkpoint of runs with the same name.
+def refuse_unloadable(parts: dict[str, Any]) -> None:
+    """Reject parts of a checkpoint that would not load (`weights_only=True`): anything but tensors and plain values.
+
+    Raises:
+        TypeError: Names the place of the first.
+    """
+    place, value = "checkpoint", tree_map_only(torch.Tensor, lambda tensor: None, parts)
+    while not _loads(value):
+        entries = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        found = next(((name, part) for name, part in entries if not _loads(part)), None)
+        if found is None:
+            raise TypeError(
+                f"{place} is a {type(value).__name__}, and loading a checkpoint gives only tensors and plain values; "
+                "omit it (save_hyperparameters takes names, or ignore=[...]), or save plain values of it."
+            )
+        place, value = f"{place}[{found[0]!r}]", found[1]
+
+
+def _loads(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # a user's object may raise anything
+        return False
+    return True
+
+
+# Verification before anything is loaded, by any route.
+
+_just_verified: dict[Path, list[tuple[str, int, int]]] = {}
+"""Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
+
+
+def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
+    """Raise if a checkpoint is damaged. Collective; rank 0 reads the files and tells the others.
+
+    Args:
+        path: A file or a folder. A URL such as `s3://...`, and a folder without a manifest, as Lightning's
+            ModelCheckpoint writes it, cannot be verified, which is a warning.
+        device: Device for communication; the rank's GPU under NCCL.
+
+    Raises:
+        FileNotFoundError: On all ranks, if any of them cannot find it.
+        ValueError: On all ranks, if it is damaged; says what is wrong.
+    """
+    if "://" in str(path):
+        rank_zero_warn(f"checkpoint {path} is not a local file or folder, so it is loaded without being verified.")
+        return
+    checkpoint = Path(path)
+    if own_rank() > 0:
+        found = None if checkpoint.exists() else ABSENT
+    else:
+        if not checkpoint.exists() and checkpoint.parent.is_dir():
+            finish_interrupted(checkpoint.parent)  # it may have been moved aside when a save was killed
+        known = _just_verified.pop(checkpoint.resolve(), None) == _file_states(checkpoint)
+        found = None if known else corruption_reason(checkpoint)
+    for rank, reason in enumerate(gather_plain(found or "", device)):
+        if reason == ABSENT:
+            raise FileNotFoundError(f"checkpoint {path}: {ABSENT}{f' (rank {rank})' if rank else ''}.")
+        if reason == NO_MANIFEST:
+            rank_zero_warn(f"checkpoint {path} is a folder without a manifest, so it is loaded without being verified.")
+        elif reason:
+            raise ValueError(f"checkpoint {path} is damaged: {reason}. Nothing of it was loaded; choose another one.")
+
+
+def remember_verified(checkpoint: Path) -> None:
+    """Remember that a checkpoint was just verified, so the following load does not verify it again."""
+    _just_verified[checkpoint.resolve()] = _file_states(checkpoint)
+
+
+def _file_states(checkpoint: Path) -> list[tuple[str, int, int]]:
+    checkpoint = checkpoint.resolve()
+    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
+    return [(str(path), path.stat().st_size, path.stat().st_ctime_ns) for path in files if path.exists()]
+
+
+def verify_loads(trainer: Trainer) -> None:
+    """Make a Trainer verify every checkpoint before loading it, and save none that would not load.
+
+    Calling this again changes nothing.
+    """
+    from lightning.pytorch.strategies import Strategy
+
+    strategy = trainer.strategy
+    if "load_checkpoint" in vars(strategy):
+        return
+    load, save = strategy.load_checkpoint, strategy.save_checkpoint
+    reads_files = type(strategy).load_checkpoint is Strategy.load_checkpoint
+    # Strategies that shard weights write these in their own formats.
+    own_formats = (
+        () if type(strategy).save_checkpoint is Strategy.save_checkpoint else ("state_dict", "optimizer_states")
+    )
+
+    def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        verify_checkpoint(checkpoint_path, strategy.root_device)
+        compare = getattr(getattr(trainer.lightning_module, "run_checkpoint", None), "compare_origin", None)
+        if compare is not None and "://" not in str(checkpoint_path):
+            compare(read_manifest(Path(checkpoint_path)).get("module"), f"checkpoint {checkpoint_path}")
+        if not reads_files:
+            return load(checkpoint_path, weights_only=weights_only)
+        instead = f"{type(strategy).__name__} reads files; use the strategy that wrote it"
+        return _read(checkpoint_path, lambda: load(checkpoint_path, weights_only=weights_only), instead)
+
+    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        refuse_unloadable({name: part for name, part in checkpoint.items() if name not in own_formats})
+        save(checkpoint, *args, **kwargs)
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
+    strategy.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+
+# `ckpt_path="last"`: the newest complete checkpoint of runs with the same name.
+
+
+def runs_folder(trainer: Trainer) -> Path:
+    """The folder of a run's versions: `<save_dir>/<name>`, or the root folder without a logger."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    return Path(trainer.default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))
 
 
 def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> str:
@@ -634,7 +571,12 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
     Raises:
         ValueError: If there is none, or it is from a run with other options.
     """
-    folders = [folder for folder in _folders(trainer) if folder.is_dir()]
+    patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
+    places = [place for pattern in patterns for place in runs_folder(trainer).glob(pattern)]
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            places.append(Path(str(callback.dirpath)))
+    folders = [folder for folder in dict.fromkeys(place.resolve() for place in places) if folder.is_dir()]
     for folder in folders:
         finish_interrupted(folder)
     newest, damaged = newest_complete(path for folder in folders for path in folder.glob("*.ckpt"))
@@ -642,8 +584,8 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
         rank_zero_warn(f"ckpt_path 'last' skips {path}: {reason}.")
     if newest is None:
         raise ValueError(
-            f"ckpt_path is 'last' and there is no complete checkpoint below {runs_folder(trainer)}; leave "
-            "ckpt_path out to start a new run, or pass the path of a checkpoint."
+            f"ckpt_path is 'last' and there is no complete checkpoint below {runs_folder(trainer)}; omit ckpt_path to "
+            "start a new run, or pass the path of a checkpoint."
         )
     changes = {} if module is None else changes_since(read_manifest(newest), module)
     allowed = getattr(module, "allow_changed", ())
@@ -661,7 +603,7 @@ def find_last(trainer: Trainer) -> None:
     """Make a Trainer resolve `ckpt_path="last"` with `last_checkpoint`. A second call changes nothing.
 
     Lightning itself asks the checkpoint callbacks what they saved. In a new process that is nothing, so it would start
-    from scratch. A path that does not exist is refused here, before the models are loaded.
+    from scratch. A path that does not exist raises FileNotFoundError here, before the models are loaded.
     """
     connector: Any = trainer._checkpoint_connector
     if "_parse_ckpt_path" in vars(connector):
@@ -672,35 +614,18 @@ def find_last(trainer: Trainer) -> None:
         if ckpt_path == "last":
             ckpt_path = last_checkpoint(trainer, trainer.lightning_module if state_fn == TrainerFn.FITTING else None)
         chosen = parse(state_fn, ckpt_path, **options)
-        _refuse_absent(chosen)
+        if chosen is not None and "://" not in str(chosen):
+            path = Path(chosen)
+            if not os.path.lexists(path) and path.parent.is_dir():
+                finish_interrupted(path.parent)  # a save that was killed may have moved it aside
+            if not os.path.lexists(path):
+                raise FileNotFoundError(f"ckpt_path is {str(path)!r}: {ABSENT}; pass a checkpoint's path, or 'last'.")
         return chosen
 
     connector._parse_ckpt_path = parse_ckpt_path
 
 
-def _refuse_absent(checkpoint: Any) -> None:
-    if checkpoint is None or "://" in str(checkpoint) or Path(checkpoint).exists():
-        return
-    if Path(checkpoint).parent.is_dir():
-        finish_interrupted(Path(checkpoint).parent)  # a save that was killed may have moved it aside
-    if not Path(checkpoint).exists() and not Path(checkpoint).is_symlink():
-        raise FileNotFoundError(
-            f"ckpt_path is {str(checkpoint)!r}: {ABSENT}. Pass the path of a checkpoint, or 'last' for the newest one "
-            "of runs with this name."
-        )
-
-
-def runs_folder(trainer: Trainer) -> Path:
-    """The folder of a run's versions: `<save_dir>/<name>`, or the root folder without a logger."""
-    if not trainer.loggers:
-        return Path(trainer.default_root_dir)
-    logger = trainer.loggers[0]
-    return Path(trainer.default_root_dir if logger.save_dir is None else logger.save_dir, str(logger.name or ""))
-
-
-def _folders(trainer: Trainer) -> list[Path]:
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    dirpaths = [Path(str(callback.dirpath)) for callback in callbacks if callback.dirpath is not None]
-    patterns = ["**/checkpoints"] if trainer.loggers else ["checkpoints", "version_*/checkpoints"]
-    found = [place for pattern in patterns for place in runs_folder(trainer).glob(pattern)]
-    return list(dict.fromkeys(place.resolve() for place in (*found, *dirpaths)))
+if __name__ == "__main__":
+    reasons = {name: corruption_reason(Path(name)) for name in sys.argv[1:]}
+    print(*(f"{name}: {reason or 'complete'}" for name, reason in reasons.items()), sep="\n")
+    sys.exit(any(reasons.values()))

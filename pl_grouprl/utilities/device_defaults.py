@@ -1,7 +1,6 @@
 """What a run does on a GPU where its user set nothing: every decision, as a function of plain facts.
 
-Nothing here overrides an option that was set. On a CPU all defaults are the former ones. `training.device_choices`
-applies the decisions and logs them.
+Nothing here overrides an option that was set. `training.device_choices` applies the decisions and logs them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def default_precision(accelerator: Any = "auto") -> Literal["bf16-mixed", "32-tr
 
 
 def fuses_adamw(parameters: Iterable[Tensor], scaler: Any = None) -> bool | None:
-    """`fused` of AdamW: one kernel for all weights if all are on a GPU; None leaves the choice to PyTorch.
+    """`fused` of AdamW: one kernel for all weights if all are on a GPU; PyTorch's choice if None.
 
     Args:
         parameters: The trained parameters, or their shards.
@@ -144,7 +143,18 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
 
 def kept_bytes(config: Any, width: int) -> list[int]:
     """Upper estimate of the bytes that each layer keeps of a token; see `activation_bytes`."""
-    return [_kept_bytes(layer) * width // 2 for layer in _layers(config)]
+    sizes = []
+    for layer in _layers(config):
+        hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
+        heads += _size(layer, "num_key_value_heads") or heads
+        dense, chosen = _size(layer, "intermediate_size"), _size(layer, "num_experts_per_tok")
+        inner = max(dense, chosen * (_size(layer, "moe_intermediate_size") or dense)) or 4 * hidden
+        kept = 40 * hidden + 6 * heads * _key_and_value(layer) + 10 * inner
+        if chosen:  # a token is copied for each of its experts
+            kept += 24 * chosen * hidden + 10 * inner
+        has_state = any("mamba" in name or "linear_num" in name for name in vars(layer))
+        sizes.append((4 * kept if has_state else kept) * width // 2)
+    return sizes
 
 
 def layer_sizes(config: Any) -> list[tuple[int, int, int]]:
@@ -158,20 +168,8 @@ def layer_sizes(config: Any) -> list[tuple[int, int, int]]:
     return sizes
 
 
-def _kept_bytes(layer: Any) -> int:
-    hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
-    heads += _size(layer, "num_key_value_heads") or heads
-    dense, chosen = _size(layer, "intermediate_size"), _size(layer, "num_experts_per_tok")
-    inner = max(dense, chosen * (_size(layer, "moe_intermediate_size") or dense)) or 4 * hidden
-    kept = 40 * hidden + 6 * heads * _key_and_value(layer) + 10 * inner
-    if chosen:  # a token is copied for each of its experts
-        kept += 24 * chosen * hidden + 10 * inner
-    has_state = any("mamba" in name or "linear_num" in name for name in vars(layer))
-    return 4 * kept if has_state else kept
-
-
 def _layers(config: Any) -> list[Any]:
-    """The config of each layer; transformers refuses to read what differs between layers from the whole config."""
+    """The config of each layer; transformers does not read what differs between layers from the whole config."""
     return list(getattr(config, "per_layer_config", None) or [config] * _size(config, "num_hidden_layers"))
 
 

@@ -141,7 +141,7 @@ NAMES = (
     Names(
         "lightning.pytorch.LightningModule",
         ("_current_fx_name", "_trainer", "_compiler_ctx"),
-        "logging many numbers at once; compiled modules are refused",
+        "metrics without a value are not repeated; compiled modules are refused",
     ),
     Names("lightning.pytorch.trainer.call", ("_call_configure_model",), "models before callbacks that read them"),
     Names(
@@ -200,12 +200,10 @@ NAMES = (
     ),
     Names(
         "lightning.pytorch.loggers.TensorBoardLogger",
-        ("_prefix", "_experiment", "_root_dir", "_name", "_version", "_get_next_version"),
-        "a step as one event; where the Trainer's own writes",
+        ("_experiment", "_root_dir", "_name", "_version", "_get_next_version"),
+        "where the Trainer's own writes",
     ),
     Names("lightning.fabric.utilities.logger", ("_convert_params", "_flatten_dict"), "the logger for trackio"),
-    Names("tensorboardX.SummaryWriter", ("_get_file_writer",), "a step as one event"),
-    Names("torch.utils.tensorboard.SummaryWriter", ("_get_file_writer",), "a step as one event"),
     Names(
         "torch.nn.Module",
         (

@@ -1,4 +1,4 @@
-"""Prepares a Trainer's loggers, and logs many numbers of a step quickly."""
+"""Prepares a Trainer's loggers: they share a version, and a write error does not end the run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from torch import Tensor
 
-from pl_grouprl.utilities.checkpoint_files import OptionalWrites, explain_os_error, lives, process_name
+from pl_grouprl.utilities.checkpoint_files import OptionalWrites, lives, process_name
 from pl_grouprl.utilities.text import describe_error, first_names
-
-# Prepares a Trainer's loggers: they share a version, write a step quickly, and a write error does not end the run.
 
 _LIGHTNINGS_INTERVAL = 50
 
@@ -31,20 +26,18 @@ def prepare_loggers(loggers: Sequence[Logger]) -> None:
 
     - All loggers use the same version.
     - Metrics of an earlier run in a `CSVLogger`'s folder, which the logger would delete, are renamed; a folder that
-      another live run still writes to is refused.
-    - A `TensorBoardLogger` writes the numbers of a step as one event, not one event each.
-    - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled. One that
-      cannot be opened at all raises an error with the same details.
-    - `MLFlowLogger` gets each metric under a name that it takes. Metrics that a logger refuses are left out of it, and
-      whatever else it raises is a warning.
+      another live run still writes to is an error.
+    - A logger that fails to write during the run warns once, with its folder and the reason, and is disabled.
+    - `MLFlowLogger` gets each metric under a name that it takes. Metrics that a logger rejects are not sent to it
+      again, and whatever else it raises is a warning.
     """
     for logger in loggers:
         _ = logger.version
     for logger in loggers:
         if isinstance(logger, CSVLogger) and logger._experiment is None:
             _claim_folder(Path(logger.log_dir))
-        if not isinstance(logger, _Guarded):
-            logger.__class__ = _guarded(type(logger))
+        if "log_metrics" not in vars(logger):
+            _Guard(logger)
 
 
 def place_default_logger(trainer: Trainer, name: str) -> None:
@@ -76,6 +69,15 @@ def log_every_step(trainer: Trainer) -> None:
         )
 
 
+def forget_numbers(module: LightningModule, names: Iterable[str]) -> None:
+    """Do not log metrics of the current hook that have no value in this step; Lightning would repeat the last ones."""
+    kept: Any = module.trainer._results or {}
+    for name in names:
+        kept.pop(f"{module._current_fx_name}.{name}", None)
+        for shown in (module.trainer.callback_metrics, module.trainer.progress_bar_metrics):
+            shown.pop(name, None)
+
+
 @rank_zero_only
 def _claim_folder(folder: Path) -> None:
     file, writer = folder / "metrics.csv", _writer(folder)
@@ -94,124 +96,89 @@ def _claim_folder(folder: Path) -> None:
         writer.write_text(process_name())
 
 
+@rank_zero_only
+def _release_folder(folder: Path) -> None:
+    with suppress(OSError):
+        _writer(folder).unlink()
+
+
 def _writer(folder: Path) -> Path:
     """Names the process that writes into a `CSVLogger`'s folder; outside of it, which Lightning expects to be empty."""
     return folder.with_name(f".{folder.name}.writer")
 
 
-@rank_zero_only
-def _end_writing(folder: Path) -> None:
-    with suppress(OSError):
-        _writer(folder).unlink()
+class _Guard:
+    """Stands before the methods of one logger that write, and turns their errors into warnings."""
 
-
-class _Guarded(Logger):
-    """A mixin for loggers that warns if they cannot write."""
-
-    _writes: OptionalWrites | None = None
-    _renamed = False
-    _refused: frozenset[str] = frozenset()
-
-    @property
-    def experiment(self) -> Any:
-        try:
-            return super().experiment  # type: ignore[misc]
-        except OSError:
-            with explain_os_error(f"{_name(self)} cannot write to {_place(self)}"):
-                raise
+    def __init__(self, logger: Logger) -> None:
+        self.logger: Any = logger
+        self.is_disabled = False
+        self.refused: frozenset[str] = frozenset()
+        self.has_renamed = False
+        for name in ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "finalize"):
+            setattr(logger, name, getattr(self, name))
 
     def log_metrics(self, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         def write(part: dict[str, Any]) -> Exception | None:
-            try:
-                self._attempt(lambda: super(_Guarded, self).log_metrics(part, *args, **kwargs))  # type: ignore[safe-super]
-            except Exception as error:
-                return error
-            return None
+            return self._attempt(lambda: type(self.logger).log_metrics(self.logger, part, *args, **kwargs))
 
-        if isinstance(self, MLFlowLogger):
-            metrics = self._with_mlflow_names(metrics)
-        left = {name: value for name, value in metrics.items() if name not in self._refused}
+        if isinstance(self.logger, MLFlowLogger):
+            names = {name: _mlflow_name(name) for name in metrics}
+            if not self.has_renamed and (changed := next((name for name in names if names[name] != name), None)):
+                self.has_renamed = True
+                rank_zero_warn(
+                    f"MLflow takes only letters, digits and '_/. -' in names of metrics: {changed!r} is logged as "
+                    f"{names[changed]!r}, and others like it."
+                )
+            metrics = {names[name]: value for name, value in metrics.items()}
+        left = {name: value for name, value in metrics.items() if name not in self.refused}
         if error := write(left):
             refused = [name for name, value in left.items() if write({name: value})]
             if refused:
                 rank_zero_warn(
-                    f"{_name(self)} refuses the metrics {first_names(refused)} ({describe_error(error, 300)}); it does "
-                    "without them, and training continues."
+                    f"{type(self.logger).__name__} refuses the metrics {first_names(refused)} "
+                    f"({describe_error(error, 300)}); it does without them, and training continues."
                 )
-            self._refused |= set(refused)
-
-    def _with_mlflow_names(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        names = {name: _mlflow_name(name) for name in metrics}
-        if not self._renamed and (changed := next((name for name in names if names[name] != name), None)):
-            self._renamed = True
-            rank_zero_warn(
-                f"MLflow takes only letters, digits and '_/. -' in names of metrics: {changed!r} is logged as "
-                f"{names[changed]!r}, and others like it."
-            )
-        return {names[name]: value for name, value in metrics.items()}
+            self.refused |= set(refused)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        self._tolerate(lambda: super(_Guarded, self).log_hyperparams(*args, **kwargs))  # type: ignore[safe-super]
+        self._tolerate(lambda: type(self.logger).log_hyperparams(self.logger, *args, **kwargs))
 
     def save(self) -> None:
-        self._tolerate(super().save)
+        self._tolerate(lambda: type(self.logger).save(self.logger))
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self._tolerate(lambda: super(_Guarded, self).after_save_checkpoint(checkpoint_callback))
+        self._tolerate(lambda: type(self.logger).after_save_checkpoint(self.logger, checkpoint_callback))
 
     def finalize(self, status: str) -> None:
-        if isinstance(self, CSVLogger):
-            _end_writing(Path(self.log_dir))
-        if self._writes is None:
-            self._tolerate(lambda: super(_Guarded, self).finalize(status))
-        else:
+        if isinstance(self.logger, CSVLogger):
+            _release_folder(Path(self.logger.log_dir))
+        if self.is_disabled:
             with suppress(Exception):  # closes as much as it can
-                super().finalize(status)
-        self._writes = None
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        own = next(kind for kind in type(self).__mro__ if not issubclass(kind, (_Guarded, _OneEvent)))
-        return object.__new__, (own,), *reduced[2:]
+                type(self.logger).finalize(self.logger, status)
+        self._tolerate(lambda: type(self.logger).finalize(self.logger, status))
+        self.is_disabled = False
 
     def _tolerate(self, write: Callable[[], None]) -> None:
-        try:
-            self._attempt(write)
-        except Exception as error:
-            rank_zero_warn(f"{_name(self)} raised {describe_error(error, 300)}; training continues.")
+        if error := self._attempt(write):
+            rank_zero_warn(f"{type(self.logger).__name__} raised {describe_error(error, 300)}; training continues.")
 
-    def _attempt(self, write: Callable[[], None]) -> None:
-        if self._writes is not None:
-            return
+    def _attempt(self, write: Callable[[], None]) -> Exception | None:
+        """Write, unless the logger is disabled, and return the error; an OSError is a warning and disables it."""
+        if self.is_disabled:
+            return None
         try:
             write()
         except Exception as error:
-            reason = _reason(error)
+            reason: BaseException | None = error
+            while reason is not None and not isinstance(reason, OSError):
+                reason = reason.__cause__ or reason.__context__
             if reason is None:
-                raise
-            self._writes = OptionalWrites(_name(self))
-            self._writes.warn(_place(self), reason)
-
-
-class _OneEvent(Logger):
-    """A mixin for TensorBoard's logger that writes the numbers of a step as one event.
-
-    Each event costs a message, a place in a queue and a checksum in pure Python. For the 50 numbers of a step, that is
-    3 to 4 ms of the processor; as one event, 0.7 ms.
-    """
-
-    _prefix: str
-    experiment: Any
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        if self._prefix or not metrics or not {type(value) for value in metrics.values()} <= {float, int}:
-            super().log_metrics(metrics, step)  # type: ignore[safe-super]
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self.experiment._get_file_writer().add_summary(Summary(value=values), step)
+                return error
+            self.is_disabled, logger = True, self.logger
+            place = logger.log_dir or logger.save_dir or f"its run {logger.name}/{logger.version}"
+            OptionalWrites(type(logger).__name__).warn(place, reason)
+        return None
 
 
 def _mlflow_name(name: str) -> str:
@@ -226,80 +193,3 @@ def _mlflow_name(name: str) -> str:
     parts = [f".x{part.encode().hex()}." if part in ("", ".", "..") else part for part in escaped.split("/")]
     whole = "/".join(parts)
     return whole if len(whole) <= 250 else f"{whole[:200]}.x.{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-
-
-@cache
-def _guarded(kind: type[Logger]) -> type[Logger]:
-    """A guarded subclass with the same name, so `isinstance` and messages do not change."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    written_by = ("log_metrics", "experiment")
-    is_tensorboard = all(getattr(kind, name, None) is getattr(TensorBoardLogger, name) for name in written_by)
-    return type(kind.__name__, (_Guarded, _OneEvent, kind) if is_tensorboard else (_Guarded, kind), names)
-
-
-def _reason(error: BaseException | None) -> OSError | None:
-    """The OSError that caused an error, if any."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _name(logger: Logger) -> str:
-    return type(logger).__name__
-
-
-def _place(logger: Logger) -> str:
-    return str(logger.log_dir or logger.save_dir or f"its run {logger.name}/{logger.version}")
-
-
-# Logs many numbers of a training step faster than Lightning.
-
-
-def log_numbers(module: LightningModule, numbers: Mapping[str, float | Tensor], *, prog_bar: bool = False) -> None:
-    """Do the same as `module.log_dict(numbers, prog_bar=prog_bar, batch_size=1)`, but faster.
-
-    `LightningModule.log` copies a metric's metadata on every call, which takes about 0.4 ms. So `log_dict` is used only
-    for names that are new in this epoch; after that, values go directly into Lightning's result collection.
-
-    Args:
-        module: The module, in one of its hooks or its callbacks' hooks.
-        numbers: Scalars by name.
-        prog_bar: Whether to show them in the progress bar.
-    """
-    kept: Any = module.trainer._results or {}
-    places = {name: kept.get(f"{module._current_fx_name}.{name}") for name in numbers}
-    known = {
-        name: place
-        for name, place in places.items()
-        if place is not None and _keeps_latest_only(place, prog_bar) and _is_number(numbers[name])
-    }
-    rest = {name: number for name, number in numbers.items() if name not in known}
-    if rest:
-        module.log_dict(rest, prog_bar=prog_bar, batch_size=1)
-    # A 16-bit step changes the default dtype; Lightning still logs in float32.
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    plain = torch.tensor([0.0 if isinstance(numbers[name], Tensor) else numbers[name] for name in known], dtype=dtype)
-    for (name, place), value in zip(known.items(), plain.unbind(), strict=True):
-        number = numbers[name]
-        place.update(number.detach().squeeze() if isinstance(number, Tensor) else value, batch_size=1)
-
-
-def forget_numbers(module: LightningModule, names: Iterable[str]) -> None:
-    """Do not log metrics of the current hook that have no value in this step; Lightning would repeat the last ones."""
-    kept: Any = module.trainer._results or {}
-    for name in names:
-        kept.pop(f"{module._current_fx_name}.{name}", None)
-        for shown in (module.trainer.callback_metrics, module.trainer.progress_bar_metrics):
-            shown.pop(name, None)
-
-
-def _keeps_latest_only(place: Any, prog_bar: bool) -> bool:
-    """Whether Lightning keeps only the latest value of this metric."""
-    meta = place.meta
-    sums_up = meta.on_epoch or not meta.on_step or meta.sync.should
-    return place.is_tensor and not place.has_reset and not sums_up and meta.prog_bar == prog_bar
-
-
-def _is_number(value: Any) -> bool:
-    """Whether Lightning accepts it as a metric."""
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)

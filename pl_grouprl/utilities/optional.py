@@ -38,7 +38,7 @@ def require(available: bool, what: str, extra: str) -> None:
 
 
 def check_vllm_system(what: str) -> None:
-    """Refuse what needs vLLM on a system where it is missing and cannot be installed.
+    """Raise on a system where vLLM is missing and cannot be installed.
 
     Raises:
         ValueError: Says what to use instead.

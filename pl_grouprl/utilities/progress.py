@@ -12,11 +12,11 @@ from typing import Any
 from pl_grouprl.utilities.checkpoint_files import OptionalWrites
 from pl_grouprl.utilities.text import encodable
 
-# Progress of this process, which the watchdog and the progress display read from other threads.
-
 
 class Progress:
-    """Counts a process's progress and names its current phase. Any thread may write; a lost count does no harm.
+    """Counts a process's progress and names its current phase.
+
+    The watchdog and the progress display read it from other threads. Any thread may write; a lost count does no harm.
 
     Attributes:
         count: Incremented by any progress, such as a decoding step or a reward call.
@@ -102,7 +102,7 @@ class ProgressLines:
 
         Args:
             done: Steps done so far.
-            numbers: Metrics by name; those that are floats are printed.
+            numbers: Metrics by name; floats are printed.
         """
         if self._tenth_of(done) > self._tenth:
             self._tenth = self._tenth_of(done)

@@ -68,13 +68,14 @@ def mask_secret(text: str, secret: str | None) -> str:
     for shift in range(3):  # its first byte may be any of the three that four letters of Base64 encode
         letters = b64encode(bytes(shift) + data).decode()
         forms.append(letters[-(-8 * shift // 6) : 8 * (shift + len(data)) // 6])
-    patterns = ("".join(map(_escapes, form)) for form in [secret, *(form for form in forms if len(form) > 3)])
+    patterns = []
+    for form in [secret, *(form for form in forms if len(form) > 3)]:
+        pattern = ""
+        for c in form:  # the ways to write a character, some of them nested
+            written = {c, {"+": "-", "/": "_"}.get(c, c), quote_plus(c), html.escape(c)}
+            plain, code = "|".join(map(re.escape, sorted(written))), f"{ord(c):02x}"
+            json = rf"(?<!\\)\\{{1,8}}(?:{plain}|u00{code}|x{code})"
+            entity = rf"&(?:amp;){{0,4}}#(?:0*{ord(c)}|x0*{code});"
+            pattern += rf"(?:{plain}|{json}|%(?:25){{0,4}}{code}|{entity})"
+        patterns.append(pattern)
     return re.sub("|".join(patterns), "***", text, flags=re.IGNORECASE)
-
-
-def _escapes(character: str) -> str:
-    """A pattern of the ways to write a character, some of them nested."""
-    written = {character, {"+": "-", "/": "_"}.get(character, character), quote_plus(character), html.escape(character)}
-    plain, code = "|".join(map(re.escape, sorted(written))), f"{ord(character):02x}"
-    json = rf"(?<!\\)\\{{1,8}}(?:{plain}|u00{code}|x{code})"
-    return rf"(?:{plain}|{json}|%(?:25){{0,4}}{code}|&(?:amp;){{0,4}}#(?:0*{ord(character)}|x0*{code});)"

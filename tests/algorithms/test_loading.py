@@ -160,9 +160,9 @@ def test_torn_files_say_path_and_cause(make_module, make_data, make_trainer, tmp
 def test_a_folder_is_no_checkpoint_of_one_process(make_module, make_data, make_trainer, tmp_path):
     (tmp_path / "shards.ckpt").mkdir()
     (tmp_path / "shards.ckpt" / "__0_0.distcp").write_bytes(b"shard")
-    with pytest.raises(ValueError, match=r"shards.ckpt is damaged: it has no manifest; .*--accept"):
-        make_trainer(max_steps=1).fit(make_module(), make_data(), ckpt_path=tmp_path / "shards.ckpt")
-    checkpoint_files.accept(tmp_path / "shards.ckpt")
+    unfinished = checkpoint_files.unfinished_path(tmp_path / "shards.ckpt")
+    (tmp_path / "shards.ckpt").rename(unfinished)
+    checkpoint_files.commit(unfinished, tmp_path / "shards.ckpt", {})
     with pytest.raises(ValueError, match=r"is a folder, as FSDP and DeepSpeed write: SingleDeviceStrategy reads"):
         make_trainer(max_steps=1).fit(make_module(), make_data(), ckpt_path=tmp_path / "shards.ckpt")
     with pytest.raises(ValueError, match=r"is a folder, as FSDP and DeepSpeed write"):

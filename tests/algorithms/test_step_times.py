@@ -10,7 +10,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from pl_grouprl.algorithms import PPO
-from pl_grouprl.algorithms import module as run_module
 from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.training import metrics as step_timer
 from pl_grouprl.training.metrics import StepTimer
@@ -53,14 +52,14 @@ def times_of(monkeypatch):
     """Attach to a module; gives the times that it logs, a dictionary for each call of the training step."""
 
     def attach(module):
-        logged, log_numbers = [], run_module.log_numbers
+        logged, log_dict = [], module.log_dict
 
-        def note(logging_module, metrics, **kwargs):
-            if logging_module is module and "time/step" in metrics:
+        def note(metrics, **kwargs):
+            if "time/step" in metrics:
                 logged.append(metrics)
-            log_numbers(logging_module, metrics, **kwargs)
+            log_dict(metrics, **kwargs)
 
-        monkeypatch.setattr(run_module, "log_numbers", note)
+        monkeypatch.setattr(module, "log_dict", note)
         return logged
 
     return attach

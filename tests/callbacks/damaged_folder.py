@@ -18,7 +18,6 @@ CASES = {
     "flipped byte": ("grpo", "fit", "is damaged: the contents of"),
     "cut short": ("grpo", "validate", "bytes of"),
     "missing shard": ("grpo", "fit", "is missing"),
-    "no manifest": ("grpo", "fit", "is damaged: it has no manifest"),
     "other algorithm": ("group_ppo", "fit", "was written by GRPO, and the module is GroupPPO"),
     "whole": ("grpo", "fit", "Restored all states"),
 }
@@ -42,8 +41,6 @@ def damage(folder, case):
         shard.write_bytes(content[:-100])
     elif case == "missing shard":
         shard.unlink()
-    elif case == "no manifest":
-        (folder / "manifest.json").unlink()
 
 
 def main():

@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 from helpers.episodes import CALL, make_episode, make_group, turns_of
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from pl_grouprl.callbacks import CompletionsTable
@@ -90,11 +89,6 @@ def test_no_logger_writes_below_the_root_folder_and_a_trial_writes_nothing(fit, 
     fit(counter, CompletionsTable(), fast_dev_run=True, logger=None)
     assert not list(tmp_path.rglob("completions.jsonl"))
     assert capsys.readouterr().out.count("Completions at step 1") == 2
-
-
-def test_a_module_without_rollouts_is_refused(fit):
-    with pytest.raises(TypeError, match=r"attribute `last_rollouts`, and LightningModule has none; set it"):
-        CompletionsTable().setup(None, LightningModule(), "fit")
 
 
 @pytest.mark.parametrize("option", ["every_n_steps", "num_groups", "num_completions", "max_characters"])

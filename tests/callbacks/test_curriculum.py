@@ -24,21 +24,21 @@ def test_options_out_of_range(options, message):
 
 
 def test_needs_a_data_module_with_levels(counter, fit):
-    with pytest.raises(ValueError, match="Curriculum chooses the training prompts, and the data module is NoneType"):
+    with pytest.raises(AttributeError, match="train_by_level"):
         fit(counter, Curriculum())
 
 
-def test_batches_of_several_levels_do_not_count(monkeypatch):
+def test_batches_of_several_levels_do_not_count():
     """As with rollouts ahead, whose groups may be trained before those of earlier batches."""
     logged = []
-    monkeypatch.setattr("pl_grouprl.callbacks.curriculum.log_numbers", lambda _, numbers: logged.append(numbers))
     curriculum, found = Curriculum(threshold=0.5, window=1), []
     curriculum._num_levels = 3
     for number, levels in enumerate(([0, 0], [0, 1], [1, 1], [1, 1])):
         groups = [RolloutGroup([1], [Rollout([2])], columns={"level": level}) for level in levels]
         buffer = SimpleNamespace(rollout_number=number, groups=groups, metrics={"reward": 0.9})
         module = SimpleNamespace(last_rollouts=buffer, device=torch.device("cpu"))
+        module.log = lambda name, value, batch_size: logged.append((name, value))
         curriculum.on_before_backward(None, module, None)
         found.append(curriculum.level)
     assert found == [1, 1, 2, 2]
-    assert [numbers["curriculum/level"] for numbers in logged] == [0, 0.5, 1, 1]
+    assert logged == [("curriculum/level", level) for level in (0, 0.5, 1, 1)]

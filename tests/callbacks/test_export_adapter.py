@@ -88,5 +88,5 @@ def test_a_model_without_an_adapter_has_none_to_save(fit, counter):
     with pytest.raises(ValueError, match=r"ExportPolicy\(adapter='separate'\) .* the Qwen3ForCausalLM has none"):
         fit(counter, ExportPolicy(tokenizer_attribute=None, adapter="separate"), max_steps=1)
     assert counter.trainer.global_step == 0
-    with pytest.raises(ValueError, match=r"ExportPolicy\.adapter is 'both'"):
+    with pytest.raises(ValueError, match="adapter is 'both'"):
         ExportPolicy(adapter="both")

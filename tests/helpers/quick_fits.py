@@ -18,7 +18,6 @@ from pl_grouprl.attention.patch import SharedPrefix
 from pl_grouprl.checks import sampling as decoding_check
 from pl_grouprl.training import checks as prefix_sharing
 from pl_grouprl.training.sampler import Sampler
-from pl_grouprl.utilities import modes as garbage
 from pl_grouprl.utilities.modes import is_whole
 
 _LAYER_CHECKS: dict[Any, Any] = {}
@@ -69,8 +68,6 @@ def quick_fits() -> Iterator[None]:
     """Inside, models equal to one that was checked are not checked again; see the comments for the rest."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(prefix_sharing, "shared_prefix", RememberingPrefix))
-        # To count what is frozen takes 50 ms with all that tests import.
-        stack.enter_context(patch.object(garbage, "anything_frozen", return_value=True))
         stack.enter_context(patch.object(Sampler, "generate", _remembering_decoders(Sampler.generate)))
         # To unwrap a model that is saved, accelerate imports deepspeed, and with it mlflow and pandas.
         stack.enter_context(patch.object(unwrapping, "is_deepspeed_available", lambda: "deepspeed" in sys.modules))

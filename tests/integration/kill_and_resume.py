@@ -49,7 +49,7 @@ from pl_grouprl.training.sampler import EngineRounds
 from pl_grouprl.utilities import checkpoint_files
 from pl_grouprl.utilities.checkpoint_files import finish_interrupted, newest_complete
 
-PHASES = {"time": 0, "save": 150, "rollout": 6, "reward": 4, "update": 16}
+PHASES = {"time": 0, "save": 110, "rollout": 6, "reward": 4, "update": 16}
 """Where a run is killed, and the largest number of the call in which it is; `time` counts none."""
 TOOL_PHASES = {"tool": 10, "turn": 5, **PHASES}
 
@@ -214,7 +214,10 @@ def run_until_death(folder: Path, variant: Variant, death: Death) -> list[int]:
 
 def ends_the_same(expected: list[dict], end: list[dict], found: Path | None) -> bool:
     """Whether a resumed run ended as the undisturbed one."""
-    if found is not None and checkpoint_files.read_manifest(found)["step"] == expected[0]["counters"][-1]:
+    manifest = {} if found is None else checkpoint_files.read_manifest(found)
+    if found is not None and not manifest:  # killed between the removal of a file's manifest and its replacement
+        manifest["step"] = torch.load(found, weights_only=True)["global_step"]
+    if manifest.get("step") == expected[0]["counters"][-1]:
         for left, right in zip(expected, end, strict=True):
             # Killed after the last step: nothing is trained any more, so no random numbers are drawn.
             right |= {"random": left["random"], "counters": left["counters"]}

@@ -1,4 +1,4 @@
-"""A prepared TensorBoardLogger shows the same numbers as Lightning's, with one event per step."""
+"""A prepared TensorBoardLogger shows the same numbers as Lightning's."""
 
 import pickle
 
@@ -43,17 +43,6 @@ def test_the_same_numbers_as_lightnings_logger(tmp_path, steps, options):
     folder = written(prepared(tmp_path / "ours", **options), steps)
     reference = written(TensorBoardLogger(tmp_path / "lightning", default_hp_metric=False, **options), steps)
     assert shown(folder) == shown(reference) != {}
-
-
-def test_one_event_per_step(tmp_path, monkeypatch):
-    logger = prepared(tmp_path)
-    added = []
-    monkeypatch.setattr(logger.experiment._get_file_writer(), "add_summary", lambda *args: added.append(args))
-    for step, metrics in enumerate(STEPS):
-        logger.log_metrics(metrics, step=step)
-    assert [([value.tag for value in summary.value], step) for summary, step in added] == [
-        (list(metrics), step) for step, metrics in enumerate(STEPS)
-    ]
 
 
 class Doubling(TensorBoardLogger):

@@ -130,12 +130,8 @@ def test_tokens_outside_of_groups_are_grey_and_the_row_is_chosen():
 @pytest.mark.parametrize(
     ("error", "call"),
     [
-        ("nothing to draw", lambda: plot_advantages([], [])),
-        ("nothing to draw", lambda: plot_advantages(TOKENS, {})),
-        (r"max_tokens is 0; it must be 1", lambda: plot_advantages(TOKENS, ADVANTAGES, max_tokens=0)),
         (r"own has shape \(5,\); there are 6", lambda: plot_advantages(TOKENS, {"own": ADVANTAGES[1:]})),
         (r"6 series .* at most 5", lambda: plot_advantages(TOKENS, dict.fromkeys("abcdef", ADVANTAGES))),
-        (r"row is 1; groups has 1 rows", lambda: plot_token_groups(TOKENS, groups_of_six(), ADVANTAGES, row=1)),
         (r"tokens has 5 .* row 0", lambda: plot_token_groups(TOKENS[1:], groups_of_six(), ADVANTAGES[1:])),
         (r"tokens has 7 .* row 0", lambda: plot_token_groups([*TOKENS, "x"], groups_of_six(), [*ADVANTAGES, 0])),
     ],

@@ -68,7 +68,7 @@ def saved(tmp_path):
     """A checkpoint with its manifest."""
     unfinished, target = tmp_path / "unfinished", tmp_path / "step=1.ckpt"
     torch.save({"weights": torch.ones(3)}, unfinished)
-    commit(unfinished, target, {"step": 1}, "owner")
+    commit(unfinished, target, {"step": 1})
     return target
 
 
@@ -84,10 +84,10 @@ def no_links(monkeypatch):
 def test_last_is_a_copy_where_links_are_not_allowed(saved, monkeypatch):
     last = saved.with_name("last.ckpt")
     with pytest.raises(OSError, match="privilege"):
-        link(saved, last, "owner")
+        link(saved, last)
     monkeypatch.setattr(sys, "platform", "win32")
     for _ in range(2):  # the second replaces the first
-        link(saved, last, "owner")
+        link(saved, last)
     assert not last.is_symlink()
     assert last.read_bytes() == saved.read_bytes()
     assert corruption_reason(last) is None

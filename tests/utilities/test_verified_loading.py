@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from pl_grouprl.utilities.checkpoint_files import (
-    accept,
     commit,
     load_verified,
     manifest_of,
@@ -20,15 +16,13 @@ from pl_grouprl.utilities.checkpoint_files import (
     verify_checkpoint,
 )
 
-OWNER = f"{os.uname().nodename}-{2**22 + 1}"
-
 
 def save(path, manifest):
     content = {"state_dict": {"weight": torch.arange(40.0)}, "global_step": 3}
-    unfinished = unfinished_path(path, OWNER) if manifest else path
+    unfinished = unfinished_path(path) if manifest else path
     torch.save(content, unfinished)
     if manifest:
-        commit(unfinished, path, {"step": 3}, OWNER)
+        commit(unfinished, path, {"step": 3})
     return path.read_bytes()
 
 
@@ -69,7 +63,7 @@ def test_the_manifest_itself_may_be_damaged(tmp_path):
     path = tmp_path / "own.ckpt"
     save(path, manifest=True)
     manifest_of(path).write_text("{")
-    with pytest.raises(ValueError, match=r"is damaged: its manifest own\.ckpt\.manifest\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"own\.ckpt is damaged"):
         verify_checkpoint(path)
 
 
@@ -77,33 +71,22 @@ def test_a_link_to_nothing_and_a_missing_shard(tmp_path):
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
     with pytest.raises(ValueError, match=r"last\.ckpt is damaged: it is a link to .*gone\.ckpt, which does not exist"):
         verify_checkpoint(tmp_path / "last.ckpt")
-    folder = unfinished_path(tmp_path / "shards.ckpt", OWNER)
+    folder = unfinished_path(tmp_path / "shards.ckpt")
     folder.mkdir()
     for name in ("0.distcp", "1.distcp"):
         (folder / name).write_bytes(b"shard")
-    commit(folder, tmp_path / "shards.ckpt", {}, OWNER)
+    commit(folder, tmp_path / "shards.ckpt", {})
     verify_checkpoint(tmp_path / "shards.ckpt")
     (tmp_path / "shards.ckpt" / "1.distcp").unlink()
     with pytest.raises(ValueError, match=r"shards\.ckpt is damaged: its file 1\.distcp is missing"):
         verify_checkpoint(tmp_path / "shards.ckpt")
 
 
-def test_a_folder_without_a_manifest_is_refused_until_it_is_accepted(tmp_path):
-    folder = tmp_path / "shards.ckpt"
-    folder.mkdir()
-    (folder / "0.distcp").write_bytes(b"shard")
-    with pytest.raises(
-        ValueError, match=r"it has no manifest; if another program wrote all of it, accept it"
-    ) as failure:
-        verify_checkpoint(folder)
-    command = re.search(r"python -m (\S+) --accept (\S+?)\. ", str(failure.value))
-    done = subprocess.run(
-        [sys.executable, "-m", command[1], "--accept", command[2]], check=True, capture_output=True, text=True
-    )
-    assert done.stdout == f"{folder}: complete\n"
-    verify_checkpoint(folder)
-    with pytest.raises(ValueError, match="is not a folder without a manifest"):
-        accept(folder)
+def test_a_folder_without_a_manifest_is_loaded_with_a_warning(tmp_path):
+    (tmp_path / "shards.ckpt").mkdir()
+    (tmp_path / "shards.ckpt" / "0.distcp").write_bytes(b"shard")
+    with pytest.warns(UserWarning, match=r"shards\.ckpt is a folder without a manifest"):
+        verify_checkpoint(tmp_path / "shards.ckpt")
 
 
 def test_what_was_just_verified_is_read_again_once_it_has_changed(tmp_path):
