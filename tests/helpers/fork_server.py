@@ -26,7 +26,10 @@ IMPORTED = (
     "pytest",  # by conftest.py files, whose models scripts use
     "torch.distributed._tensor",
     "transformers.models.qwen3.modeling_qwen3",
-    *(f"pl_grouprl.{name}" for name in ("algorithms", "callbacks", "data", "demo", "rollout", "distributed.strategies")),
+    *(
+        f"pl_grouprl.{name}"
+        for name in ("algorithms", "callbacks", "data", "demo", "rollout", "distributed.strategies")
+    ),
     "pl_grouprl.models.critic",
     "quick_fits",
 )
