@@ -249,7 +249,7 @@ class EpisodeRows:
         if len(self.rows) == 1:
             return reward
         others = [row.reward for row in self.rows if row.reward != reward]
-        if others and not all(_is_missing(value) for value in (reward, *others)):
+        if others and not all(value is None or math.isnan(value) for value in (reward, *others)):
             raise ValueError(
                 f"reward is {[row.reward for row in self.rows]} in the rows of episode {self.last.episode!r}; give all "
                 "of them the reward of the episode."
@@ -287,10 +287,6 @@ class EpisodeRows:
     def num_sampled_tokens(self) -> int:
         """How many tokens the model wrote."""
         return sum([row.num_sampled_tokens for row in self.rows])
-
-
-def _is_missing(reward: float | None) -> bool:
-    return reward is None or math.isnan(reward)
 
 
 @dataclass

@@ -92,22 +92,11 @@ class LoRAOptions:
                 layers, or their weights are tied to another module's, so that merging would change that module too.
         """
         from peft import LoraConfig
-        from transformers.pytorch_utils import Conv1D
 
-        targets, in_decoder = self.target_modules, set(find_decoder(model).modules())
-        argument = f"{type(self).__name__}.target_modules={targets!r}"
+        targets, argument = self.target_modules, f"{type(self).__name__}.target_modules={self.target_modules!r}"
         chosen: set[str] | None = None  # PEFT evaluates regular expressions
-        if targets == ALL_LINEAR:
-            linear = nn.Linear | Conv1D
-            chosen = {n for n, layer in model.named_modules() if layer in in_decoder and isinstance(layer, linear)}
-        elif not isinstance(targets, str):
-            chosen = set()
-            for target in targets:
-                found = {n: layer for n, layer in model.named_modules() if n == target or n.endswith(f".{target}")}
-                if not found:  # PEFT says nothing if another one is found
-                    raise ValueError(f"{argument} matches no layer: no layer of {type(model).__name__} is {target!r}.")
-                chosen.update([n for n, layer in found.items() if layer in in_decoder] or found)
-        if chosen is not None:
+        if targets == ALL_LINEAR or not isinstance(targets, str):
+            chosen = _chosen_layers(model, targets, argument)
             # The last parts of the names, as is usual with PEFT, unless those would match other layers too: a vision
             # tower has layers with the same names as the language model.
             ends = {n.rpartition(".")[2] for n in chosen}
@@ -131,6 +120,23 @@ class LoRAOptions:
                 f"{min(taken ^ chosen)!r} (it maps names of an expert's layers to the parameters that contain all "
                 "experts); omit those names, or pass a regular expression that matches the experts."
             )
+
+
+def _chosen_layers(model: Any, targets: str | list[str], argument: str) -> set[str]:
+    """Names of all linear layers of the decoder; or of the layers with these suffixes, there or else anywhere."""
+    from transformers.pytorch_utils import Conv1D
+
+    in_decoder = set(find_decoder(model).modules())
+    if isinstance(targets, str):
+        linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
+        return {name for name in linear if model.get_submodule(name) in in_decoder}
+    chosen: set[str] = set()
+    for target in targets:
+        found = {n: layer for n, layer in model.named_modules() if n == target or n.endswith(f".{target}")}
+        if not found:  # PEFT says nothing if it finds another one
+            raise ValueError(f"{argument} matches no layer of {type(model).__name__} with {target!r}.")
+        chosen.update([name for name, layer in found.items() if layer in in_decoder] or found)
+    return chosen
 
 
 def _inject(config: LoraConfig, model: Any, name: str, seed: int) -> None:

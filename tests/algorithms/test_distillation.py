@@ -204,7 +204,6 @@ def test_teachers_that_cannot_teach_are_refused(make_student, make_data, make_tr
     ("options", "error", "message"),
     [
         ({"teacher": None}, TypeError, "teacher is None"),
-        ({"teacher": "./no/such/folder"}, FileNotFoundError, "./no/such/folder"),
         ({"distillation_coef": 0.0}, ValueError, "distillation_coef is 0.0"),
         ({"gamma": 1.5}, ValueError, r"gamma is 1.5; it must be in \[0, 1\]"),
         ({"dynamic_sampling": True}, ValueError, "dynamic_sampling=True drops groups"),

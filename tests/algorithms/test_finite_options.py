@@ -85,8 +85,7 @@ CASES = [
     (cls, name)
     for cls in MAKERS
     for name in numeric_options(cls)
-    if name not in ("seed", "stop_token_ids")
-    and not (cls in (GRPO, PPO, GroupPPO) and name in CHECKED_WHEN_USED)
+    if name not in ("seed", "stop_token_ids") and not (cls in (GRPO, PPO, GroupPPO) and name in CHECKED_WHEN_USED)
 ]
 
 

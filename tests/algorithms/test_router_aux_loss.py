@@ -159,7 +159,7 @@ def test_ppo_has_it_too_but_not_while_the_critic_warms_up(fit, critic):
 
 def test_a_policy_without_routers_is_refused(make_module, make_data, make_trainer):
     module = make_module(router_aux_loss_coef=0.01)
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0.01 for a policy of model type 'qwen3'.*leave"):
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0.01 for a policy of model type 'qwen3'"):
         make_trainer(max_steps=1).fit(module, make_data())
 
 
@@ -188,5 +188,5 @@ def test_recording_leaves_the_model_as_it_was():
         raise KeyError
     assert (len(model.model._forward_hooks), len(model.model._forward_pre_hooks)) == before
     assert model.model(**inputs).get("router_logits") is None
-    with pytest.raises(RuntimeError, match="no router logits were recorded"):
+    with pytest.raises(RuntimeError, match="the recorded router logits"):
         router_balancing_loss(model, pack(GROUPS), [])

@@ -99,7 +99,7 @@ OPTIONS = {
 )
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for module, registry in ((policy_loss.registry, "POLICY_LOSSES"), (advantages.registry, "ADVANTAGE_ESTIMATORS")):
+    for module, registry in ((policy_loss, "POLICY_LOSSES"), (advantages.base, "ADVANTAGE_ESTIMATORS")):
         monkeypatch.setattr(module, registry, dict(getattr(module, registry)))
     names = {"__name__": f"docs_{page.removesuffix('.md')}"}
     for line, code in blocks(page, "python"):
