@@ -28,6 +28,7 @@ from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, truncate_rollouts
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.checkpoint import note_options
 from pl_grouprl.training.checks import accumulation_schedule, checked_tensor
 from pl_grouprl.training.micro_batches import MicroBatch
 from pl_grouprl.training.objective import LossSums
@@ -148,6 +149,7 @@ class PPO(RLModule):
             critic = PretrainedCritic(critic)
         self.critic_source: CriticSource = PolicyCopyCritic() if critic is None else critic
         self.critic_optimizer = critic_optimizer or self.optimizer_config
+        note_options(self, {"critic_optimizer": self.critic_optimizer})  # a checkpoint holds its options, not None
         self.gamma = gamma
         self.lam = lam
         self.critic_lam = critic_lam

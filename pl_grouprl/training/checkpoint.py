@@ -37,6 +37,7 @@ from pl_grouprl.utilities.describe import (
     lineage,
     options_of,
     plain,
+    refused_changes,
 )
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 from pl_grouprl.utilities.modes import random_state, set_random_state
@@ -418,7 +419,7 @@ CONFIGS = {
 """Classes of the options that may be passed as mappings."""
 
 _OF_OPTIMIZER_STATE = re.compile(
-    r"(\w+_)?optimizer(\.(learning_rate|weight_decay|betas|eps|state_bits|optim|optim_args(\..+)?))?"
+    r"(\w+_)?optimizer\.(learning_rate|weight_decay|betas|eps|state_bits|optim|optim_args(\..+)?)"
 )
 """Options that the optimizer's state in a checkpoint would silently override."""
 
@@ -527,12 +528,13 @@ def compare_options(changes: Changes, allowed: Sequence[str], *, has_rollouts: b
     Raises:
         ValueError: If the optimizer's state would override an option, or one contradicts the unfinished rollouts.
     """
+    overridden = {name: pair for name, pair in changes.items() if _OF_OPTIMIZER_STATE.fullmatch(name)}
+    if overridden:
+        raise ValueError(
+            f"{'; '.join(refused_changes(overridden, ()))}, but the optimizer's state in the checkpoint would override "
+            "that; restore it, or start a new run from the exported policy."
+        )
     for name, (then, now) in changes.items():
-        if _OF_OPTIMIZER_STATE.fullmatch(name):
-            raise ValueError(
-                f"{name} is {now!r} (was {then!r}), but the optimizer's state in the checkpoint would override it; "
-                "restore it, or start a new run from the exported policy."
-            )
         if has_rollouts and is_allowed(name, _OF_ROLLOUTS):
             raise ValueError(
                 f"{name} is {now!r}, but the checkpoint has unfinished rollouts made with {then!r}; keep that value, "

@@ -141,7 +141,7 @@ def test_resume_is_exact_and_holds_no_teacher(make_student, make_data, make_trai
     assert not any("teacher" in name for name in saved["state_dict"])
     with pytest.raises(ValueError, match=r"teacher=.* is a different model"):
         fit(tmp_path / "step=1.ckpt", teacher=tiny_policy(seed=8, hidden_size=48, initializer_range=0.2))
-    with pytest.raises(ValueError, match="distillation_coef"):
+    with pytest.warns(UserWarning, match="distillation_coef +1.0 +2.0"):
         fit(tmp_path / "step=1.ckpt", distillation_coef=2.0)
 
 
@@ -203,7 +203,6 @@ def test_teachers_that_cannot_teach_are_refused(make_student, make_data, make_tr
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"teacher": None}, TypeError, "teacher is None"),
         ({"distillation_coef": 0.0}, ValueError, "distillation_coef is 0.0"),
         ({"gamma": 1.5}, ValueError, r"gamma is 1.5; it must be in \[0, 1\]"),
         ({"dynamic_sampling": True}, ValueError, "dynamic_sampling=True drops groups"),
