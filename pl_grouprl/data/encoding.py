@@ -326,8 +326,8 @@ def _check_places(row: SourceRow, prompt: str | Messages, columns: Mapping[str, 
     if tags or (not isinstance(prompt, str) and has_parts(prompt)):
         names = " and ".join(repr(name) for name in columns.values())
         raise ValueError(
-            f"{row.where}: the prompt has places for images or videos, and the columns {names} are empty; fill them, "
-            "name others with image_column and video_column, or remove the places."
+            f"{row.where}: the prompt has places for images or videos (parts, or tags as <image>), and the columns "
+            f"{names} are empty; fill them, name others with image_column and video_column, or remove the places."
         )
 
 

@@ -310,8 +310,8 @@ class EpisodeLoop:
             longest = max((len(episode.row.prompt_ids) for episode in episodes), default=0)
             if sampler.max_length is not None and longest >= sampler.max_length:  # setup checked the dataset's prompts
                 raise ValueError(
-                    f"a prompt has {longest} tokens including what reset returned, and the model takes at most "
-                    f"{sampler.max_length} including the answer; return less text from reset."
+                    f"a prompt has {longest} tokens including what its environment's reset returned, and the model "
+                    f"takes at most {sampler.max_length} with the answer; return less text from reset."
                 )
 
         try:
