@@ -17,7 +17,6 @@ from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 # Copies data for code that may modify its arguments.
 
@@ -142,6 +141,8 @@ def plain(value: Any) -> Any:
 
 def array_facts(value: Any) -> list[Any] | None:
     """The dtype, the shape and a digest of the contents of a tensor, array or table; None for anything else."""
+    import torch  # reward workers import this file, and start without PyTorch
+
     if hasattr(value, "to_numpy") and not inspect.isclass(value):  # a table or column of pandas or polars
         value = value.to_numpy()
     if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested):
