@@ -18,10 +18,9 @@ import pl_grouprl
 from pl_grouprl.chat import parsing as families
 from pl_grouprl.chat.parsing import MalformedTurnError, cast_arguments
 from pl_grouprl.rewards.answers import NumericAnswer, _last_boxed
-from pl_grouprl.rewards.base import step_ends
 from pl_grouprl.rewards.code_tests import _parts, extract_code
-from pl_grouprl.rewards.judge.client import NoReplyError, _read_reply
-from pl_grouprl.rewards.judge.judge import read_grade
+from pl_grouprl.rewards.judge import NoReplyError, read_completion, read_grade
+from pl_grouprl.rewards.models import step_ends
 from pl_grouprl.rewards.penalties import RepetitionPenalty
 from pl_grouprl.tasks.reasoning_gym import extract_answer
 from pl_grouprl.utilities.text import mask_secret
@@ -47,7 +46,7 @@ JUDGE = ["```json", "Grade: 5", "grade", "{", '{"score": ', "*", "/", ".", "out 
 READERS = {
     "judge, text": (lambda text: read_grade(text, "text", (0, 10)), JUDGE),
     "judge, json": (lambda text: read_grade(text, "json", (0, 10)), JUDGE),
-    "judge, answer": (_read_reply, ['{"choices": [{"message": {"content": "', "[", "{"]),
+    "judge, answer": (read_completion, ['{"choices": [{"message": {"content": "', "[", "{"]),
     "number, strict": (NumericAnswer("strict").extract_answer, ["####", "#### ", "$", "-", ",", "."]),
     "number, flexible": (NumericAnswer("flexible").extract_answer, ["####", "$", "-", ",", "."]),
     "program": (extract_code, ["```python\n", "```", "```\n"]),

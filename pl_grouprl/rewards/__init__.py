@@ -1,4 +1,19 @@
-"""Reward functions; those with TRL's or verl's signature work unchanged."""
+"""Reward functions; those with TRL's or verl's signature work unchanged.
+
+    base.py        the signatures, weights, arguments, results and metrics of reward functions
+    calls.py       calls them and writes the rewards into rollouts: `apply_rewards`
+    workers.py     the same in worker processes
+    answers.py     graders that compare with a reference     tests/rewards/test_grader_tables.py
+    penalties.py   length, repetition                        tests/rewards/test_shaping_rewards.py
+    code_tests.py  programs, run in sandbox/                 tests/rewards/test_code_tests.py, sandbox/
+    models.py      reward models                             tests/rewards/test_model_reward.py
+    judge.py       grades by a language model                tests/rewards/judge/
+
+A reward of your own, of tool calls for example, is a function in any module of yours, with one of the three signatures
+of `base.RewardFunction`. One that belongs to this package becomes a class in `penalties.py` or a file of its own, is
+exported here, and is tested on rollouts made by hand: `tests/helpers/episodes.py` makes episodes with tool calls, and
+`tests/rewards/test_episode_rewards.py` shows what a function sees of them.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +24,12 @@ from pl_grouprl.rewards.base import (
     RewardConfigurationError,
     RewardFunction,
     Weighted,
-    check_environments,
 )
 from pl_grouprl.rewards.calls import (
     PendingRewards,
     Rewards,
     apply_rewards,
     check_columns,
-    check_stoppable,
-    check_time_limits,
     prepare_rewards,
     start_rewards,
 )
@@ -25,7 +37,7 @@ from pl_grouprl.rewards.code_tests import CodeTests
 from pl_grouprl.rewards.judge import Judge
 from pl_grouprl.rewards.penalties import CosineLengthReward, OverlongPenalty, RepetitionPenalty
 from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
-from pl_grouprl.rewards.workers import RewardWorkers
+from pl_grouprl.rewards.workers import RewardWorkers, check_environments, check_stoppable, check_time_limits
 
 if TYPE_CHECKING:
     from pl_grouprl.rewards.models import ModelReward, ProcessRewardModel
@@ -64,12 +76,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import reward models on first use, so a reward worker starts without PyTorch unless it needs it."""
-    if name == "ModelReward":
-        from pl_grouprl.rewards.models import ModelReward
+    if name in ("ModelReward", "ProcessRewardModel"):
+        from pl_grouprl.rewards import models
 
-        return ModelReward
-    if name == "ProcessRewardModel":
-        from pl_grouprl.rewards.models import ProcessRewardModel
-
-        return ProcessRewardModel
+        return getattr(models, name)
     raise AttributeError(f"module 'pl_grouprl.rewards' has no attribute {name!r}")

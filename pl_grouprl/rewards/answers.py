@@ -1,4 +1,4 @@
-"""Graders that compare a completion with a reference answer."""
+"""Graders that compare a completion with a reference answer. Tests: tests/rewards/test_grader_tables.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 from pl_grouprl.rewards.base import ground_truth_of
 from pl_grouprl.utilities.optional import MATH_VERIFY_AVAILABLE, require
-from pl_grouprl.utilities.options import checked_arguments
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.text import shorten
-
-# Graders that compare a completion with the reference answer of its row, or with each of several.
 
 
 def accepted_answers(reference: Any) -> list[str]:
@@ -58,7 +56,7 @@ class ReferenceGrader:
         """Raise ValueError for a reference that no completion could equal."""
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a row whose reference no completion could equal.
+        """Check that a completion could equal the reference of a row.
 
         Raises:
             ValueError: Names the reference and the remedy.
@@ -77,10 +75,6 @@ class ReferenceGrader:
         return max(self.score(solution_str, reference) for reference in accepted_answers(ground_truth))
 
 
-# Reward for completions that equal the reference answer.
-
-
-@checked_arguments
 class ExactMatch(ReferenceGrader):
     """1 if the completion equals the reference, or one of a list of references, else 0. Has verl's signature.
 
@@ -105,9 +99,6 @@ class ExactMatch(ReferenceGrader):
         text = unicodedata.normalize("NFC", text.replace("\r\n", "\n"))
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text
-
-
-# Reward for the share of correct leading characters.
 
 
 def leading_correct_share(completion: str, answer: str) -> float:
@@ -232,7 +223,6 @@ def _equal(number: Number | None, reference: Number | None) -> bool:
     return value == wanted or scaled
 
 
-@checked_arguments
 class NumericAnswer(ReferenceGrader):
     """1 if the final number of the completion equals the reference, else 0. Has verl's signature.
 
@@ -246,13 +236,12 @@ class NumericAnswer(ReferenceGrader):
     """
 
     def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
-        if method not in ("strict", "flexible"):
-            raise ValueError(f"NumericAnswer.method is {method!r}; it must be 'strict' or 'flexible'.")
+        check_options({"NumericAnswer.method": (method, method in ("strict", "flexible"), "strict or flexible")})
         self.method = method
         self.format_score = format_score
 
     def check_reference(self, reference: str) -> None:
-        """Refuse a reference without a single number.
+        """Check that a reference has a single number, or one after `####`.
 
         Raises:
             ValueError: If the reference has no number, or several and none after `####`.
@@ -290,12 +279,9 @@ def _reference_number(reference: str) -> Number:
     return found
 
 
-# Reward for mathematical answers, compared symbolically by the library math-verify.
-
 _BRACES = re.compile(r"(?P<box>\\boxed *\{)|(?<!\\)[{}]")
 
 
-@checked_arguments
 class MathVerify(ReferenceGrader):
     r"""1 if the completion's answer is mathematically equal to the reference, else 0. Has verl's signature.
 
@@ -322,7 +308,7 @@ class MathVerify(ReferenceGrader):
     """
 
     needs_time_limit = True
-    """Runs are refused without `reward_workers` and `reward_timeout`."""
+    """A run needs `reward_workers` and `reward_timeout`."""
 
     def __init__(
         self,
@@ -331,6 +317,12 @@ class MathVerify(ReferenceGrader):
         extraction: Literal["latex", "any"] = "latex",
     ) -> None:
         require(MATH_VERIFY_AVAILABLE, "MathVerify", "math")
+        check_options(
+            {
+                "MathVerify.reference": (reference, reference in ("answer", "solution"), "answer or solution"),
+                "MathVerify.extraction": (extraction, extraction in ("latex", "any"), "latex or any"),
+            }
+        )
         self.reference = reference
         self.column = self.ground_truth_column = column
         self.extraction = extraction
@@ -340,7 +332,7 @@ class MathVerify(ReferenceGrader):
         self("", r"\boxed{1}", "1")
 
     def check_reference(self, reference: str) -> None:
-        """Refuse a worked solution where a bare answer is expected; its words would be parsed as products of letters.
+        """Check that no worked solution stands for a bare answer; its words would be parsed as products of letters.
 
         Raises:
             ValueError: Names the remedy.

@@ -1,4 +1,8 @@
-"""Reward for programs that pass tests, run in a sandbox."""
+"""Reward for programs that pass tests, run in a sandbox.
+
+row -> read_tests -> StdinTest | ValueTest: what runs in the sandbox, and the expected answer, which never enters it
+completion -> extract_code -> one sandbox per test -> the share of tests passed
+"""
 
 from __future__ import annotations
 
@@ -10,296 +14,17 @@ import textwrap
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pl_grouprl.rewards.base import completion_text
-from pl_grouprl.rewards.sandbox import ProgramResult, Sandbox, SandboxLimits
+from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
 from pl_grouprl.rewards.sandbox.function_call import plain
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
-# Kinds of program tests: what runs in the sandbox, and the expected answer, which never enters it.
 
-_NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])")
-_TOLERANCE = Decimal("1e-6")  # the usual one of judges
-
-
-class CodeTest(Protocol):
-    """One test of a program."""
-
-    def passes(self, sandbox: Sandbox, code: str) -> bool:
-        """Run the code, and compare its answer with the expected one."""
-        ...
-
-
-class StdinTest:
-    """Expects the program to write `output` when it reads `input`, and to exit without error.
-
-    Ignored are white space at the ends of lines, empty lines at both ends, and how many spaces stand between words.
-    Numbers may differ as floats do, by 1e-6 (see `_same_number`).
-
-    Args:
-        input: Standard input.
-        output: The expected standard output.
-    """
-
-    def __init__(self, input: str, output: str) -> None:
-        self.input = input
-        self.output = output
-
-    def passes(self, sandbox: Sandbox, code: str) -> bool:
-        """Run the code as a script."""
-        result = sandbox.run(code, self.input)
-        return result.exit_code == 0 and _same_output(result.stdout, self.output)
-
-
-class ValueTest:
-    """Expects a value computed with the program's names to equal `expected`.
-
-    Values are compared as JSON, so tuples equal lists; numbers may differ as floats do, by 1e-6.
-
-    Args:
-        request: What `sandbox/function_call.py` computes: a function call or an expression.
-        expected: The expected value; it may contain sets.
-        or_in_list: Whether a list of the expected value alone is right, too.
-
-    Raises:
-        TypeError: If JSON cannot express one of them.
-    """
-
-    _driver = Path(__file__).with_name("sandbox") / "function_call.py"
-
-    def __init__(self, request: dict[str, Any], expected: Any, or_in_list: bool = False) -> None:
-        self.request = json.dumps(request)
-        self.expected = json.loads(json.dumps(expected, default=plain))
-        self.or_in_list = or_in_list
-
-    def passes(self, sandbox: Sandbox, code: str) -> bool:
-        """Run the code and compute the value."""
-        result = sandbox.run(self._driver.read_text(), self.request, {"/solution.py": code})
-        returned, value = _read_value(result)
-        return returned and (_same(value, self.expected) or (self.or_in_list and _same(value, [self.expected])))
-
-
-def _same_number(answer: str, expected: str) -> bool:
-    """Whether two numbers are equal as far as floats can be.
-
-    Numbers without a decimal point or exponent must be the same text. Otherwise the difference may be 1e-6, or that
-    share of an expected number that is not whole; of one below 1e-6, only that share.
-    """
-    if not set(".eE") & set(answer + expected):
-        return answer == expected
-    try:
-        wanted = Decimal(expected)
-        whole, tiny = not set(".eE") & set(expected), 0 < abs(wanted) < _TOLERANCE
-        scale = abs(wanted) if tiny else Decimal(1) if whole else max(Decimal(1), abs(wanted))
-        return abs(Decimal(answer) - wanted) <= _TOLERANCE * scale
-    except ArithmeticError:  # not a number, or beyond all exponents
-        return False
-
-
-def _same(value: Any, expected: Any) -> bool:
-    """Whether two values of JSON are equal."""
-    if isinstance(expected, list) and isinstance(value, list):
-        return len(value) == len(expected) and all(map(_same, value, expected))
-    if isinstance(expected, dict) and isinstance(value, dict):
-        return value.keys() == expected.keys() and all(_same(value[key], expected[key]) for key in expected)
-    numbers = all(isinstance(side, int | float) and not isinstance(side, bool) for side in (value, expected))
-    return bool(value == expected) or (numbers and _same_number(str(value), str(expected)))
-
-
-def _same_output(text: str, expected: str) -> bool:
-    parts, wanted = _parts(text), _parts(expected)
-    return len(parts) == len(wanted) and all(
-        part == other or _same_number(part, other) for part, other in zip(parts, wanted, strict=True)
-    )
-
-
-def _parts(text: str) -> list[str]:
-    """The numbers of a text and what is between them."""
-    lines = [re.sub(r"(?<=\S)[ \t]+", " ", line.rstrip()) for line in text.rstrip().lstrip("\r\n").splitlines()]
-    return _NUMBER.split("\n".join(lines))
-
-
-def _read_value(result: ProgramResult) -> tuple[bool, Any]:
-    """Whether a program returned a value, and the value."""
-    if result.ending != "exit":
-        return False, None
-    try:
-        answer = json.loads(result.stdout)
-    except (ValueError, RecursionError):
-        return False, None
-    return (True, answer["value"]) if isinstance(answer, dict) and "value" in answer else (False, None)
-
-
-# Reads the tests of a row, in our format, in that of verl and APPS, or as assert statements (MBPP).
-
-_FORMS = '{"input": ..., "output": ...}, {"function": ..., "args": [...], "expected": ...} or "assert f(1) == 2"'
-_CONTAINERS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "dict": dict}
-
-
-def read_tests(value: Any, column: str) -> list[CodeTest]:
-    """Read the tests of a row.
-
-    Args:
-        value: A list of tests, a mapping with verl's `inputs`, `outputs` and perhaps `fn_name`, verl's `reward_model`
-            with one of these as `ground_truth`, or any of them as JSON.
-        column: Name of the column, for errors.
-
-    Raises:
-        ValueError: If the tests are malformed, or a program could pass one without computing the answer.
-    """
-    where = f"column {column!r}"
-    value = _from_json(value, where)
-    if isinstance(value, Mapping) and "ground_truth" in value:
-        value = _from_json(value["ground_truth"], where)
-    if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
-        return _read_pairs(value, where)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where} is {value!r:.80}; write a list of at least one {_FORMS}.")
-    return [_read_test(test, f"{where}, test {number}") for number, test in enumerate(value)]
-
-
-def _from_json(value: Any, where: str) -> Any:
-    """Decode a string; anything else is already decoded."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is a string that is not JSON ({error}); write a list of {_FORMS}.") from error
-
-
-def _read_test(test: Any, where: str) -> CodeTest:
-    if isinstance(test, str):
-        return _read_assert(test, where)
-    if not isinstance(test, Mapping):
-        raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
-    # In Parquet, each test has the keys of all tests, with null for those it lacks.
-    fields = {name: value for name, value in test.items() if value is not None or name == "expected"}
-    if {"input", "output"} <= fields.keys() and "function" not in fields:
-        if all(isinstance(fields[name], str) for name in ("input", "output")):
-            return StdinTest(fields["input"], fields["output"])
-        raise ValueError(f"{where}: input and output are {test!r:.80}; write strings.")
-    if {"function", "args", "expected"} <= fields.keys():
-        return _function_test(str(fields["function"]), fields["args"], fields["expected"], where)
-    raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
-
-
-def _function_test(function: str, args: Any, expected: Any, where: str, or_in_list: bool = False) -> ValueTest:
-    if not isinstance(args, list | tuple):
-        raise ValueError(f"{where}: args is {args!r:.80}; write a list of arguments.")
-    try:
-        return ValueTest({"function": function, "args": args}, expected, or_in_list)
-    except TypeError as error:
-        raise ValueError(f"{where}: {args!r:.80} or {expected!r:.80} is not JSON ({error}).") from error
-
-
-def _read_pairs(value: Mapping[str, Any], where: str) -> list[CodeTest]:
-    """Read verl's format: standard input and output or, with `fn_name`, arguments and values of a function."""
-    inputs, outputs = value["inputs"], value["outputs"]
-    if not all(isinstance(listed, list | tuple) for listed in (inputs, outputs)):
-        raise ValueError(f"{where} has the inputs {inputs!r:.80} and the outputs {outputs!r:.80}; write two lists.")
-    if not inputs or len(inputs) != len(outputs):
-        raise ValueError(f"{where} has {len(inputs)} inputs and {len(outputs)} outputs; write as many, at least one.")
-    function = value.get("fn_name")
-    # APPS wraps each decoded value in a list. Where all are lists of one, the functions may also return such lists.
-    wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
-    tests: list[CodeTest] = []
-    for number, pair in enumerate(zip(inputs, outputs, strict=True)):
-        which = f"{where}, test {number}"
-        if function is None:
-            tests.append(StdinTest(*(_as_text(side, which) for side in pair)))
-        else:
-            args, expected = _args_and_expected(*pair, which)
-            tests.append(_function_test(str(function), args, expected[0] if wrapped else expected, which, wrapped))
-    return tests
-
-
-def _as_text(value: Any, where: str) -> str:
-    """Standard input or output, which may be a list of lines."""
-    if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
-    if not isinstance(value, str):
-        raise ValueError(f"{where} is {value!r:.80}; write a string, or a list of lines.")
-    return value
-
-
-def _args_and_expected(args: Any, expected: Any, where: str) -> tuple[list[Any], Any]:
-    """Decode arguments, a line of JSON each, and the expected value, which may also be decoded already."""
-    if isinstance(args, list):
-        return args, expected
-    if not isinstance(args, str):
-        raise ValueError(f"{where} is {args!r:.80}; write a list of arguments, or lines of JSON.")
-    return [_from_json(line, where) for line in args.splitlines()], _from_json(expected, where)
-
-
-def _read_assert(text: str, where: str) -> ValueTest:
-    """Split `assert f(1) == 2` into an expression, which the program sees, and its value, which it does not."""
-    try:
-        (statement,) = ast.parse(text.strip()).body
-        assert isinstance(statement, ast.Assert)
-        expression, expected = _split(statement.test)
-        return ValueTest({"expression": ast.unparse(expression)}, expected)
-    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError) as error:
-        raise ValueError(
-            f"{where} is {text!r:.120}; only `assert CALL == VALUE` and `assert CALL` can be split into what the "
-            "program computes and an answer that it never sees. It could pass any other assert statement without "
-            f"computing the answer: write {_FORMS}."
-        ) from error
-
-
-def _split(test: ast.expr) -> tuple[ast.expr, Any]:
-    """The expression that is computed in the sandbox, and its expected value."""
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
-        expected = _literal(test.comparators[0])
-        _check_hides_expected(test.left, expected)
-        return test.left, expected
-    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    computed = test.operand if negated else test  # type: ignore[attr-defined]
-    _check_plain_call(computed)
-    return ast.parse(f"not not ({ast.unparse(computed)})", mode="eval").body, not negated
-
-
-def _check_hides_expected(computed: ast.expr, expected: Any) -> None:
-    """Refuse an expression that would show the program what its result is compared with."""
-    if isinstance(expected, bool):
-        _check_plain_call(computed)
-    revealing = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda)
-    if any(isinstance(node, revealing) for node in ast.walk(computed)):
-        raise ValueError("a comparison inside")
-
-
-def _check_plain_call(node: ast.expr) -> None:
-    """Refuse an expression for a truth value unless it is one call with literal arguments.
-
-    `isclose(f(2), 1.4)` and `f(2).__eq__(1.4)` would show the answer to the program.
-    """
-    if not isinstance(node, ast.Call):
-        raise ValueError("no call")
-    if any(isinstance(inner, ast.Call) and (inner.args or inner.keywords) for inner in ast.walk(node.func)):
-        raise ValueError("a method of a result")  # but Solution().f(1) is fine
-    for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-        _literal(argument)
-
-
-def _literal(node: ast.expr) -> Any:
-    """The value of a literal, or of a literal turned into a container, as in `set([1])`; no code is run."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords and len(node.args) <= 1:
-        container = _CONTAINERS.get(node.func.id)
-        if container is not None:
-            return container(*map(_literal, node.args))
-    return ast.literal_eval(node)
-
-
-# Reward for programs that pass tests, run in a sandbox.
-
-_OPENS = re.compile(r"^[ \t]*```+(?=[^`]*$)")
-_PYTHON = re.compile(r"(?:py|python)[\d.]*(?![\w-])", re.IGNORECASE)
-
-
-@checked_arguments
 class CodeTests:
     """The share of tests that the program in a completion passes. Has TRL's signature.
 
@@ -334,7 +59,7 @@ class CodeTests:
         self.column = column
         self.all_or_nothing = all_or_nothing
         self.max_concurrent = max_concurrent
-        self._sandbox = Sandbox(SandboxLimits(**limits) if isinstance(limits, Mapping) else limits)
+        self._sandbox = Sandbox(limits)
 
     def set_up(self) -> None:
         """Check that the sandbox works here by running a trial program.
@@ -345,7 +70,7 @@ class CodeTests:
         self._sandbox.check()
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a row whose tests are missing or malformed.
+        """Check that a row has well-formed tests.
 
         Raises:
             ValueError: Names the column and what is wrong.
@@ -394,6 +119,10 @@ class CodeTests:
         return passed / len(tests)
 
 
+_OPENS = re.compile(r"^[ \t]*```+(?=[^`]*$)")
+_PYTHON = re.compile(r"(?:py|python)[\d.]*(?![\w-])", re.IGNORECASE)
+
+
 def extract_code(text: str) -> str | None:
     """Return the last fenced block of a text that is marked as Python, or else the last one; None without any."""
     blocks: list[tuple[bool, str]] = []
@@ -409,3 +138,241 @@ def extract_code(text: str) -> str | None:
             is_python = _PYTHON.match(line[opening.end() :].strip()) is not None
     marked = [block for block in blocks if block[0]]
     return (marked or blocks)[-1][1] if blocks else None
+
+
+# The two kinds of tests, and how answers are compared.
+
+
+@dataclass(frozen=True)
+class StdinTest:
+    """Expects the program to write `output` when it reads `input`, and to exit without error.
+
+    Ignored are white space at the ends of lines, empty lines at both ends, and how many spaces stand between words.
+    Numbers may differ as floats do, by 1e-6 (see `_same_number`).
+
+    Attributes:
+        input: Standard input.
+        output: The expected standard output.
+    """
+
+    input: str
+    output: str
+
+    def passes(self, sandbox: Sandbox, code: str) -> bool:
+        """Run the code as a script, and compare its output with the expected one."""
+        result = sandbox.run(code, self.input)
+        parts, wanted = _parts(result.stdout), _parts(self.output)
+        return (
+            result.exit_code == 0
+            and len(parts) == len(wanted)
+            and all(part == other or _same_number(part, other) for part, other in zip(parts, wanted, strict=True))
+        )
+
+
+class ValueTest:
+    """Expects a value computed with the program's names to equal `expected`.
+
+    Values are compared as JSON, so tuples equal lists; numbers may differ as floats do, by 1e-6.
+
+    Args:
+        request: What `sandbox/function_call.py` computes: a function call or an expression.
+        expected: The expected value; it may contain sets.
+        or_in_list: Whether a list of the expected value alone is right, too.
+
+    Raises:
+        TypeError: If JSON cannot express one of them.
+    """
+
+    _driver = Path(__file__).with_name("sandbox") / "function_call.py"
+
+    def __init__(self, request: dict[str, Any], expected: Any, or_in_list: bool = False) -> None:
+        self.request = json.dumps(request)
+        self.expected = json.loads(json.dumps(expected, default=plain))
+        self.or_in_list = or_in_list
+
+    def passes(self, sandbox: Sandbox, code: str) -> bool:
+        """Run the code, compute the value, and compare it with the expected one."""
+        result = sandbox.run(self._driver.read_text(), self.request, {"/solution.py": code})
+        if result.ending != "exit":
+            return False
+        try:
+            value = json.loads(result.stdout)["value"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return False
+        return _same(value, self.expected) or (self.or_in_list and _same(value, [self.expected]))
+
+
+CodeTest = StdinTest | ValueTest
+
+_NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])")
+_TOLERANCE = Decimal("1e-6")  # the usual one of judges
+
+
+def _same_number(answer: str, expected: str) -> bool:
+    """Whether two numbers are equal as far as floats can be.
+
+    Numbers without a decimal point or exponent must be the same text. Otherwise the difference may be 1e-6, or that
+    share of an expected number that is not whole; of one below 1e-6, only that share.
+    """
+    if not set(".eE") & set(answer + expected):
+        return answer == expected
+    try:
+        wanted = Decimal(expected)
+        whole, tiny = not set(".eE") & set(expected), 0 < abs(wanted) < _TOLERANCE
+        scale = abs(wanted) if tiny else Decimal(1) if whole else max(Decimal(1), abs(wanted))
+        return abs(Decimal(answer) - wanted) <= _TOLERANCE * scale
+    except ArithmeticError:  # not a number, or beyond all exponents
+        return False
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Whether two values of JSON are equal."""
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return value.keys() == expected.keys() and all(_same(value[key], expected[key]) for key in expected)
+    numbers = all(isinstance(side, int | float) and not isinstance(side, bool) for side in (value, expected))
+    return bool(value == expected) or (numbers and _same_number(str(value), str(expected)))
+
+
+def _parts(text: str) -> list[str]:
+    """The numbers of a text and what is between them."""
+    lines = [re.sub(r"(?<=\S)[ \t]+", " ", line.rstrip()) for line in text.rstrip().lstrip("\r\n").splitlines()]
+    return _NUMBER.split("\n".join(lines))
+
+
+# Reads the tests of a row, in our format, in that of verl and APPS, or as assert statements (MBPP).
+
+_FORMS = '{"input": ..., "output": ...}, {"function": ..., "args": [...], "expected": ...} or "assert f(1) == 2"'
+_CONTAINERS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list, "dict": dict}
+
+
+def read_tests(value: Any, column: str) -> list[CodeTest]:
+    """Read the tests of a row.
+
+    Args:
+        value: A list of tests, a mapping with verl's `inputs`, `outputs` and perhaps `fn_name`, verl's `reward_model`
+            with one of these as `ground_truth`, or any of them as JSON.
+        column: Name of the column, for errors.
+
+    Raises:
+        ValueError: If the tests are malformed, or a program could pass one without computing the answer.
+    """
+    where = f"column {column!r}"
+    value = _from_json(value, where)
+    if isinstance(value, Mapping) and "ground_truth" in value:
+        value = _from_json(value["ground_truth"], where)
+    if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
+        return _read_pairs(value, where)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where} is {value!r:.80}; write a list of at least one {_FORMS}.")
+    return [_read_test(test, f"{where}, test {number}") for number, test in enumerate(value)]
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """Decode a string; anything else is already decoded."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is a string that is not JSON ({error}); write a list of {_FORMS}.") from error
+
+
+def _read_test(test: Any, where: str) -> CodeTest:
+    if isinstance(test, str):
+        return _read_assert(test, where)
+    if isinstance(test, Mapping):
+        # In Parquet, each test has the keys of all tests, with null for those it lacks.
+        fields = {name: value for name, value in test.items() if value is not None or name == "expected"}
+        if "function" not in fields and all(isinstance(fields.get(name), str) for name in ("input", "output")):
+            return StdinTest(fields["input"], fields["output"])
+        if {"function", "args", "expected"} <= fields.keys():
+            return _function_test(fields["function"], fields["args"], fields["expected"], where)
+    raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
+
+
+def _function_test(function: Any, args: Any, expected: Any, where: str, or_in_list: bool = False) -> ValueTest:
+    if not isinstance(args, list | tuple):
+        raise ValueError(f"{where}: args is {args!r:.80}; write a list of arguments.")
+    try:
+        return ValueTest({"function": str(function), "args": args}, expected, or_in_list)
+    except TypeError as error:
+        raise ValueError(f"{where}: {args!r:.80} or {expected!r:.80} is not JSON ({error}).") from error
+
+
+def _read_pairs(value: Mapping[str, Any], where: str) -> list[CodeTest]:
+    """Read verl's format: standard input and output or, with `fn_name`, arguments and values of a function."""
+    inputs, outputs = value["inputs"], value["outputs"]
+    are_lists = all(isinstance(listed, list | tuple) for listed in (inputs, outputs))
+    if not (are_lists and 0 < len(inputs) == len(outputs)):
+        raise ValueError(
+            f"{where} has the inputs {inputs!r:.80} and the outputs {outputs!r:.80}; write two lists of one length, at "
+            "least 1."
+        )
+    function = value.get("fn_name")
+    # APPS wraps each decoded value in a list. Where all are lists of one, the functions may also return such lists.
+    wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+    tests: list[CodeTest] = []
+    for number, (given, expected) in enumerate(zip(inputs, outputs, strict=True)):
+        which = f"{where}, test {number}"
+        if function is None:
+            given, expected = ("\n".join(side) if isinstance(side, list) else side for side in (given, expected))
+            if not isinstance(given, str) or not isinstance(expected, str):
+                raise ValueError(f"{which} is {given!r:.80}, {expected!r:.80}; write strings, or lists of lines.")
+            tests.append(StdinTest(given, expected))
+            continue
+        if isinstance(given, str):  # a line of JSON for each argument
+            given, expected = [_from_json(line, which) for line in given.splitlines()], _from_json(expected, which)
+        tests.append(_function_test(function, given, expected[0] if wrapped else expected, which, wrapped))
+    return tests
+
+
+def _read_assert(text: str, where: str) -> ValueTest:
+    """Split `assert f(1) == 2` into an expression, which the program sees, and its value, which it does not."""
+    try:
+        (statement,) = ast.parse(text.strip()).body
+        if not isinstance(statement, ast.Assert):
+            raise ValueError("no assert statement")
+        test = statement.test
+        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
+            computed, expected = test.left, _literal(test.comparators[0])
+            if isinstance(expected, bool):
+                _check_plain_call(computed)
+            revealing = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda)
+            if any(isinstance(node, revealing) for node in ast.walk(computed)):
+                raise ValueError("a comparison inside, which shows the program what its result is compared with")
+        else:
+            expected = not (isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not))
+            computed = test if expected else test.operand  # type: ignore[attr-defined]
+            _check_plain_call(computed)
+            computed = ast.parse(f"not not ({ast.unparse(computed)})", mode="eval").body
+        return ValueTest({"expression": ast.unparse(computed)}, expected)
+    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{where} is {text!r:.120}; only `assert CALL == VALUE` and `assert CALL` can be split into what the "
+            "program computes and an answer that it never sees. It could pass any other assert statement without "
+            f"computing the answer: write {_FORMS}."
+        ) from error
+
+
+def _check_plain_call(node: ast.expr) -> None:
+    """Reject an expression for a truth value unless it is one call with literal arguments.
+
+    `isclose(f(2), 1.4)` and `f(2).__eq__(1.4)` would show the answer to the program.
+    """
+    if not isinstance(node, ast.Call):
+        raise ValueError("no call")
+    if any(isinstance(inner, ast.Call) and (inner.args or inner.keywords) for inner in ast.walk(node.func)):
+        raise ValueError("a method of a result")  # but Solution().f(1) is fine
+    for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+        _literal(argument)
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal, or of a literal turned into a container, as in `set([1])`; no code is run."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords and len(node.args) <= 1:
+        container = _CONTAINERS.get(node.func.id)
+        if container is not None:
+            return container(*map(_literal, node.args))
+    return ast.literal_eval(node)

@@ -1,4 +1,4 @@
-"""Rewards and penalties by length and repetition."""
+"""Rewards and penalties by length and repetition. Tests: tests/rewards/test_shaping_rewards.py."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any, Literal
 
 from pl_grouprl.rewards.base import (
     RewardFunction,
+    Score,
     Weighted,
     as_weighted,
-    flatten_groups,
     hook_of,
     prepare_reward,
     written_ids,
     written_text,
 )
-from pl_grouprl.rewards.calls import score_all
-from pl_grouprl.types import LiveObject, Messages, Rollout, RolloutGroup
-from pl_grouprl.utilities.options import check_finite, check_options, checked_arguments
-
-# Length-dependent correctness reward: higher for short correct answers and for long wrong ones.
+from pl_grouprl.rewards.calls import PendingRewards
+from pl_grouprl.types import LiveObject, Rollout, RolloutGroup
+from pl_grouprl.utilities.options import check_finite, check_options
 
 
 def cosine_between(start: float, end: float, progress: float) -> float:
@@ -35,7 +33,6 @@ def cosine_between(start: float, end: float, progress: float) -> float:
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
-@checked_arguments
 class CosineLengthReward:
     """Cosine reward of arXiv:2502.03373. Has TRL's signature; replaces the correctness reward.
 
@@ -53,7 +50,7 @@ class CosineLengthReward:
         max_value_wrong: Reward of a wrong answer of `max_len`.
         min_value_correct: Reward of a correct answer of `max_len`.
         max_value_correct: Reward of a correct answer of length 0.
-        exceed_value: Reward at `max_len` and beyond, correct or not (the paper's r_e); None for no such penalty.
+        exceed_value: Reward at `max_len` and beyond, correct or not (the paper's r_e); no such penalty if None.
         threshold: Largest reward of `correct` that still counts as wrong.
         unit: Unit of length: `token` (the paper) or `character` (open-r1). In an episode, only those that the model
             wrote count.
@@ -72,9 +69,30 @@ class CosineLengthReward:
         threshold: float = 0.5,
         unit: Literal["token", "character"] = "token",
     ) -> None:
-        check_options({"CosineLengthReward.max_len": (max_len, max_len >= 1, "at least 1")})
-        if unit not in ("token", "character"):
-            raise ValueError(f"CosineLengthReward.unit is {unit!r}; it must be 'token' or 'character'.")
+        values = {
+            "max_len": max_len,
+            "min_value_wrong": min_value_wrong,
+            "max_value_wrong": max_value_wrong,
+            "min_value_correct": min_value_correct,
+            "max_value_correct": max_value_correct,
+            "exceed_value": exceed_value,
+            "threshold": threshold,
+        }
+        check_finite(**{f"CosineLengthReward.{name}": value for name, value in values.items()})
+        wrong = min_value_wrong <= max_value_wrong
+        check_options(
+            {
+                "CosineLengthReward.max_len": (max_len, max_len >= 1, "at least 1"),
+                "CosineLengthReward.unit": (unit, unit in ("token", "character"), "token or character"),
+                "CosineLengthReward.min_value_wrong": (min_value_wrong, wrong, f"at most {max_value_wrong=}"),
+                # Else a long wrong answer would earn more than a long correct one.
+                "CosineLengthReward.min_value_correct": (
+                    min_value_correct,
+                    max_value_wrong <= min_value_correct <= max_value_correct,
+                    f"from {max_value_wrong=} to {max_value_correct=}",
+                ),
+            }
+        )
         self.max_len = max_len
         self.unit = unit
         self.min_value_wrong = min_value_wrong
@@ -83,7 +101,6 @@ class CosineLengthReward:
         self.max_value_correct = max_value_correct
         self.exceed_value = exceed_value
         self.threshold = threshold
-        self._check_values()
         self.correct = prepare_reward(as_weighted([Weighted(correct)])[0])
         if self.correct.convention not in ("trl", "verl"):
             raise ValueError(
@@ -124,77 +141,40 @@ class CosineLengthReward:
         Raises:
             ValueError: If `correct` needs a column that the data lacks, or returns the wrong type or length.
         """
-        none: list[Any] = [None] * len(completions)
-        masks, environments = completion_mask or none, columns.get("environments") or none
-        rollouts = list(map(_rollout, prompts, completions, completion_ids, masks, environments))
-        correctness = self._correctness(prompts, rollouts, columns)
         units: Sequence[Any] = written_ids(completion_ids, completion_mask)
         if self.unit == "character":
             units = [written_text(completion) for completion in completions]
-        return [self._score(value, len(unit)) for value, unit in zip(correctness, units, strict=True)]
+        groups = []
+        for index, (prompt, completion, ids) in enumerate(zip(prompts, completions, completion_ids, strict=True)):
+            row = {name: values[index] for name, values in columns.items()}
+            text = completion
+            if not isinstance(completion, str):
+                text = "\n".join(message.get("content") or "" for message in completion)
+            environment = row.get("environments")
+            rollout = Rollout(
+                ids,
+                text=text,
+                messages=None if text is completion or isinstance(prompt, str) else completion,
+                loss_mask=None if completion_mask is None else completion_mask[index],
+                environment=None if environment is None else LiveObject(environment),
+            )
+            source = str(row.get("data_source") or "default")
+            # The prompt's tokens are unknown here, but neither signature receives them.
+            groups.append(RolloutGroup([0], [rollout], index, row, prompt, source))
+        # The caller, which sees the NaNs, decides how many may fail.
+        (scores,) = PendingRewards(groups, [self.correct], retries=1, max_failed_share=1.0).scores()
+        return [self._score(score, len(unit)) for score, unit in zip(scores, units, strict=True)]
 
-    def _score(self, correctness: float | None, length: int) -> float | None:
-        if correctness is None or math.isnan(correctness):
-            return correctness
+    def _score(self, score: Score, length: int) -> float | None:
+        if score.failed or score.value is None:
+            return math.nan if score.failed else None
         if self.exceed_value is not None and length >= self.max_len:
             return self.exceed_value
-        if correctness > self.threshold:
+        if score.value > self.threshold:
             return cosine_between(self.max_value_correct, self.min_value_correct, length / self.max_len)
         return cosine_between(self.min_value_wrong, self.max_value_wrong, length / self.max_len)
 
-    def _correctness(
-        self, prompts: list[Any], rollouts: list[Rollout], columns: dict[str, list[Any]]
-    ) -> list[float | None]:
-        """Call `correct` as it would be called by itself."""
-        # One group per rollout, so a completion on which the function fails does not cost another its reward.
-        # The prompt's tokens are unknown here, but neither signature receives them.
-        groups = [
-            RolloutGroup(
-                prompt_ids=[0],
-                rollouts=[rollout],
-                group_id=index,
-                columns={name: values[index] for name, values in columns.items()},
-                prompt=prompt,
-                data_source=str(columns["data_source"][index] or "default") if "data_source" in columns else "default",
-            )
-            for index, (prompt, rollout) in enumerate(zip(prompts, rollouts, strict=True))
-        ]
-        # The caller, which sees the NaNs, decides how many may fail.
-        (scores,) = score_all([self.correct], flatten_groups(groups), retries=1, max_failed_share=1.0)
-        return [math.nan if score.failed else score.value for score in scores]
 
-    def _check_values(self) -> None:
-        values = ("min_value_wrong", "max_value_wrong", "min_value_correct", "max_value_correct", "exceed_value")
-        check_finite(**{f"CosineLengthReward.{name}": getattr(self, name) for name in (*values, "threshold")})
-        for kind in ("wrong", "correct"):
-            low, high = getattr(self, f"min_value_{kind}"), getattr(self, f"max_value_{kind}")
-            if low > high:
-                raise ValueError(
-                    f"CosineLengthReward.min_value_{kind} is {low}, larger than max_value_{kind}={high}; swap them."
-                )
-        if self.max_value_wrong > self.min_value_correct:
-            raise ValueError(
-                f"CosineLengthReward.max_value_wrong is {self.max_value_wrong}, larger than "
-                f"min_value_correct={self.min_value_correct}: a long wrong answer would earn more than a long correct "
-                "one; lower it."
-            )
-
-
-def _rollout(
-    prompt: Any, completion: str | Messages, completion_ids: list[int], mask: list[int] | None, environment: Any
-) -> Rollout:
-    live = None if environment is None else LiveObject(environment)
-    if isinstance(completion, str):
-        return Rollout(completion_ids, text=completion, loss_mask=mask, environment=live)
-    text = "\n".join(message.get("content") or "" for message in completion)
-    messages = None if isinstance(prompt, str) else completion
-    return Rollout(completion_ids, text=text, messages=messages, loss_mask=mask, environment=live)
-
-
-# Penalty for completions that come close to the length limit.
-
-
-@checked_arguments
 class OverlongPenalty:
     """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13). Has TRL's signature.
 
@@ -215,17 +195,14 @@ class OverlongPenalty:
     """
 
     def __init__(self, max_length: int, overlong_buffer: int, penalty: float = 1.0) -> None:
-        check_options({"OverlongPenalty.max_length": (max_length, max_length >= 1, "at least 1 token")})
-        if not 0 <= overlong_buffer <= max_length:
-            raise ValueError(
-                f"OverlongPenalty.overlong_buffer is {overlong_buffer}; it must be between 0 and "
-                f"max_length={max_length} tokens."
-            )
-        if not (math.isfinite(penalty) and penalty > 0):
-            raise ValueError(
-                f"OverlongPenalty.penalty is {penalty}; it must be positive (the reward is its negative): "
-                f"set {abs(penalty) if penalty < 0 else 1.0}."
-            )
+        fits = 0 <= overlong_buffer <= max_length
+        check_options(
+            {
+                "OverlongPenalty.max_length": (max_length, max_length >= 1, "at least 1 token"),
+                "OverlongPenalty.overlong_buffer": (overlong_buffer, fits, f"between 0 and {max_length=} tokens"),
+                "OverlongPenalty.penalty": (penalty, penalty > 0, "positive, as the reward is its negative"),
+            }
+        )
         self.max_length = max_length
         self.overlong_buffer = overlong_buffer
         self.penalty = penalty
@@ -239,18 +216,16 @@ class OverlongPenalty:
         **columns: list[Any],
     ) -> list[float]:
         """Return the penalty of each completion, from -penalty to 0."""
-        return [self._score(len(ids)) for ids in written_ids(completion_ids, completion_mask)]
-
-    def _score(self, length: int) -> float:
         free = self.max_length - self.overlong_buffer
-        if length <= free:
-            return 0.0
-        if length > self.max_length:
-            return -self.penalty
-        return (free - length) / self.overlong_buffer * self.penalty
-
-
-# Penalty for completions that repeat themselves.
+        penalties = []
+        for length in map(len, written_ids(completion_ids, completion_mask)):
+            if length <= free:
+                penalties.append(0.0)
+            elif length > self.max_length:
+                penalties.append(-self.penalty)
+            else:
+                penalties.append((free - length) / self.overlong_buffer * self.penalty)
+        return penalties
 
 
 def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
@@ -270,7 +245,6 @@ def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
     return 1 - len(distinct) / total
 
 
-@checked_arguments
 class RepetitionPenalty:
     """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
 
@@ -285,14 +259,13 @@ class RepetitionPenalty:
     """
 
     def __init__(self, ngram_size: int, max_penalty: float, unit: Literal["word", "token"] = "word") -> None:
-        check_options({"RepetitionPenalty.ngram_size": (ngram_size, ngram_size >= 1, "at least 1")})
-        if not (math.isfinite(max_penalty) and max_penalty <= 0):
-            raise ValueError(
-                f"RepetitionPenalty.max_penalty is {max_penalty}; it is added to the reward and must be finite and not "
-                "positive, for example -1.0."
-            )
-        if unit not in ("word", "token"):
-            raise ValueError(f"RepetitionPenalty.unit is {unit!r}; it must be 'word' or 'token'.")
+        check_options(
+            {
+                "RepetitionPenalty.ngram_size": (ngram_size, ngram_size >= 1, "at least 1"),
+                "RepetitionPenalty.max_penalty": (max_penalty, max_penalty <= 0, "not positive, such as -1.0"),
+                "RepetitionPenalty.unit": (unit, unit in ("word", "token"), "word or token"),
+            }
+        )
         self.ngram_size = ngram_size
         self.max_penalty = max_penalty
         self.unit = unit

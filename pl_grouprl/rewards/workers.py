@@ -1,4 +1,8 @@
-"""Runs reward functions in worker processes: in parallel, and killed if they take too long."""
+"""Runs reward functions in worker processes: in parallel, and killed if they take too long.
+
+The training process sends pickles of its own objects through a pipe; scores come back as JSON. What comes back is never
+unpickled, because completions could make a reward function return anything.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import json
 import os
 import pickle
 import queue
+import signal
+import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,124 +20,22 @@ from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any
 
 from pl_grouprl.rewards.base import PreparedReward, RewardConfigurationError, Score, hook_of
-from pl_grouprl.rewards.calls import Call, Failure, Outcome, attempt, put_back, too_slow
+from pl_grouprl.rewards.calls import Call, Failure, Outcome, attempt
+from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.processes import (
     Reaper,
     WorkerExitError,
     WorkerProcess,
     WorkerTimeoutError,
-    check_memory_limit,
     check_process_groups,
     lead_session,
     limit_memory,
+    require_system,
 )
 from pl_grouprl.utilities.progress import tick
-
-# The main function of a reward worker: calls arrive on a pipe, scores go back as JSON.
-#
-# The training process sends pickles of its own objects. What comes back is never unpickled: completions could make a
-# reward function return anything.
-
-_ADVICE = "make it restore the process for the calls that follow"
-
-
-class RemoteError(RuntimeError):
-    """An error of a worker, with its traceback as the text."""
-
-
-def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: int | None = None) -> None:
-    """Serve calls until the pipe is closed, on the main thread, where graders that use signals work.
-
-    Args:
-        pipe: Receives calls and sends scores.
-        pickled: The functions by name.
-        memory_limit_mb: MiB of address space of this process, and of each that a function starts; None for no limit.
-    """
-    lead_session()
-    limit_memory(memory_limit_mb)
-    process = os.getpid()
-    os.register_at_fork(
-        after_in_child=pipe.close
-    )  # if a child held it open, nobody would notice that this process is gone
-    rewards: dict[str, PreparedReward] = {}
-    for name, data in pickled.items():
-        try:
-            rewards[name] = pickle.loads(data)  # noqa: S301 (from the training process)
-            if set_up := hook_of(rewards[name].function, "set_up"):
-                set_up()
-        except Exception as error:
-            _send(pipe, {"configuration": _unloadable(name, error, memory_limit_mb), "trace": traceback.format_exc()})
-            return
-    _send(pipe, {"scores": []})
-    while True:
-        try:
-            name, call = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
-        except EOFError:
-            return
-        answer = _serve(rewards[name], call)
-        if os.getpid() != process:  # a child forked by the function also returned
-            os._exit(0)
-        _send(pipe, answer)
-
-
-def read_answer(message: bytes) -> Outcome:
-    """Turn a worker's message into the outcome of the call.
-
-    Raises:
-        RewardConfigurationError: If the function raised it, or could not be loaded.
-        ValueError: If it returned the wrong type or length.
-    """
-    answer = json.loads(message)
-    if "scores" in answer:
-        return [Score(**fields) for fields in answer["scores"]]
-    cause = RemoteError(f"in a reward worker:\n{answer['trace']}")
-    if "raised" in answer:
-        return Failure(answer["raised"], cause, answer["out_of_memory"])
-    if "configuration" in answer:
-        raise RewardConfigurationError(answer["configuration"]) from cause
-    raise ValueError(answer["result"]) from cause
-
-
-def _serve(reward: PreparedReward, call: Call) -> dict[str, Any]:
-    try:
-        with put_back(reward.name, _ADVICE):
-            outcome = attempt(reward, call)
-    except RewardConfigurationError as error:
-        return {"configuration": str(error), "trace": traceback.format_exc()}
-    except ValueError as error:  # wrong type or length
-        return {"result": str(error), "trace": traceback.format_exc()}
-    if isinstance(outcome, Failure):
-        assert outcome.error is not None
-        if outcome.out_of_memory:
-            traceback.clear_frames(outcome.error.__traceback__)  # frames hold what was allocated
-        trace = "".join(traceback.format_exception(outcome.error))
-        return {"raised": outcome.what, "trace": trace, "out_of_memory": outcome.out_of_memory}
-    return {"scores": [dataclasses.asdict(score) for score in outcome]}
-
-
-def _unloadable(name: str, error: BaseException, memory_limit_mb: int | None) -> str:
-    if isinstance(error, RewardConfigurationError):
-        return str(error)
-    limit = (
-        ""
-        if memory_limit_mb is None
-        else f"raise reward_memory_limit_mb={memory_limit_mb} if its imports need more memory, "
-    )
-    return (
-        f"Reward function {name!r} could not be loaded in a worker ({type(error).__name__}: {error}); {limit}define it "
-        "at the top level of a module that can be imported, or of a file (FunctionFromFile), or set reward_workers to "
-        "0."
-    )
-
-
-def _send(pipe: Connection, answer: Mapping[str, Any]) -> None:
-    pipe.send_bytes(json.dumps(answer).encode())
-
-
-# Runs reward functions in worker processes: in parallel, and killed if they take too long.
 
 
 class RewardWorkers:
@@ -148,10 +52,10 @@ class RewardWorkers:
         rewards: Results of `prepare_rewards`. Async functions, and those with a true `stays_in_process` (such as
             `ModelReward`), are not sent.
         count: Number of workers.
-        timeout: Seconds that a call may take, which is for one group or, with verl's signature, one rollout; None for
-            no limit.
+        timeout: Seconds that a call may take, which is for one group or, with verl's signature, one rollout; no limit
+            if None.
         memory_limit_mb: MiB of address space of each worker, its imports included, and of each process that it starts.
-            A call that needs more fails with a MemoryError, and its worker is replaced. None for no limit; if the
+            A call that needs more fails with a MemoryError, and its worker is replaced. No limit if None; if the
             system runs out of memory, it kills workers first.
 
     Raises:
@@ -167,19 +71,37 @@ class RewardWorkers:
         timeout: float | None = None,
         memory_limit_mb: int | None = None,
     ) -> None:
-        _check(count, timeout, memory_limit_mb)
+        limit = memory_limit_mb
+        check_options(
+            {
+                "reward_workers": (count, count >= 1, "at least 1, or 0 for rewards in this process"),
+                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
+                "reward_memory_limit_mb": (limit, limit is None or limit >= 1, "at least 1, or None for no limit"),
+            }
+        )
+        check_process_groups("reward_workers", count)
+        if limit is not None:  # macOS accepts a limit, and does not enforce it
+            why = "only Linux limits the address space of a process"
+            require_system(sys.platform == "linux", f"reward_memory_limit_mb={limit}", why, "set it to None")
         self.timeout = timeout
-        pickled = {reward.name: _pickle(reward) for reward in rewards if not reward.in_process}
+        pickled: dict[str, bytes] = {}
+        for reward in rewards:
+            if not reward.in_process:
+                try:
+                    pickled[reward.name] = pickle.dumps(reward)
+                except Exception as error:
+                    raise ValueError(
+                        f"Reward function {reward.name!r} cannot be sent to a worker ({error!r}); define it at the top "
+                        "level of a module or of a file (FunctionFromFile), or set reward_workers to 0."
+                    ) from error
         if not pickled and timeout is None:
             raise ValueError(
                 f"reward_workers is {count}, but each of {[reward.name for reward in rewards]} stays in this process: "
                 "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
             )
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: _Tasks = queue.SimpleQueue()
         reaper = Reaper()
-        self._workers = [
-            _Worker(pickled, self._tasks, timeout, memory_limit_mb, reaper) for _ in range(count if pickled else 0)
-        ]
+        self._workers = [_Worker(pickled, self._tasks, timeout, limit, reaper) for _ in range(count if pickled else 0)]
         # Runs at exit, before multiprocessing waits for its processes.
         self.close = Finalize(self, _close, (self._workers, self._tasks, reaper), exitpriority=100)
         for worker in self._workers:
@@ -200,11 +122,11 @@ class RewardWorkers:
         except Exception as error:
             raise ValueError(
                 f"Reward function {name!r} cannot run in a worker, because its arguments cannot be pickled "
-                f"({type(error).__name__}: {error}); leave out such columns, have it name only the columns that it "
+                f"({type(error).__name__}: {error}); remove such columns, have it name only the columns that it "
                 "needs, or set reward_workers to 0."
             ) from error
         future: Future[Outcome] = Future()
-        self._tasks.put(_Task(future, message, retries))
+        self._tasks.put((future, message, retries))
         return future
 
     @property
@@ -213,24 +135,17 @@ class RewardWorkers:
         return [pid for worker in self._workers if (pid := worker.process.pid) is not None]
 
 
-class _Task(NamedTuple):
-    future: Future[Outcome]
-    message: bytes
-    retries: int
+_Tasks = queue.SimpleQueue["tuple[Future[Outcome], bytes, int] | None"]
+"""Messages to workers, with the futures of their outcomes and the number of retries; None ends a worker."""
 
 
 class _Worker(threading.Thread):
-    """A thread that manages one worker process at a time.
-
-    Attributes:
-        started: Done when the first process is ready.
-        process: The process.
-    """
+    """A thread that manages one worker process at a time; `started` is done when the first one is ready."""
 
     def __init__(
         self,
         pickled: Mapping[str, bytes],
-        tasks: queue.SimpleQueue[_Task | None],
+        tasks: _Tasks,
         timeout: float | None,
         memory_limit_mb: int | None,
         reaper: Reaper,
@@ -250,22 +165,23 @@ class _Worker(threading.Thread):
         except BaseException as error:
             self.started.set_exception(error)
         while (task := self._tasks.get()) is not None:
-            if not task.future.set_running_or_notify_cancel():
+            future, message, retries = task
+            if not future.set_running_or_notify_cancel():
                 continue
             try:
-                task.future.set_result(self._attempt(task))
+                future.set_result(self._attempt(message, retries))
             except BaseException as error:  # raised by whoever waits for the scores
-                task.future.set_exception(error)
+                future.set_exception(error)
         self.process.end()
 
-    def _attempt(self, task: _Task) -> Outcome:
+    def _attempt(self, message: bytes, retries: int) -> Outcome:
         tick()
         outcome: Outcome = Failure("was not called")
-        for _ in range(task.retries + 1):
+        for _ in range(retries + 1):
             try:
-                outcome = read_answer(self.process.ask(task.message, self._timeout))
+                outcome = read_answer(self.process.ask(message, self._timeout))
             except WorkerTimeoutError:
-                return too_slow(self._timeout)
+                return Failure.too_slow(self._timeout)
             except WorkerExitError as error:
                 outcome = Failure(str(error))
             if not isinstance(outcome, Failure):
@@ -276,28 +192,7 @@ class _Worker(threading.Thread):
         return outcome
 
 
-def _check(count: int, timeout: float | None, memory_limit_mb: int | None) -> None:
-    if count < 1:
-        raise ValueError(f"reward_workers is {count}; it must be at least 1, or 0 for rewards in this process.")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"reward_timeout is {timeout}; it must be larger than 0, or None for no limit.")
-    if memory_limit_mb is not None and memory_limit_mb < 1:
-        raise ValueError(f"reward_memory_limit_mb is {memory_limit_mb}; it must be at least 1, or None for no limit.")
-    check_process_groups("reward_workers", count)
-    check_memory_limit("reward_memory_limit_mb", memory_limit_mb)
-
-
-def _pickle(reward: PreparedReward) -> bytes:
-    try:
-        return pickle.dumps(reward)
-    except Exception as error:
-        raise ValueError(
-            f"Reward function {reward.name!r} cannot be sent to a worker ({type(error).__name__}: {error}); define it "
-            "at the top level of a module or of a file (FunctionFromFile), or set reward_workers to 0."
-        ) from error
-
-
-def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], reaper: Reaper) -> None:
+def _close(workers: Sequence[_Worker], tasks: _Tasks, reaper: Reaper) -> None:
     for _ in workers:
         tasks.put(None)
     for worker in workers:
@@ -306,3 +201,134 @@ def _close(workers: Sequence[_Worker], tasks: queue.SimpleQueue[_Task | None], r
         if worker is not threading.current_thread():
             worker.join()
     reaper.close()
+
+
+# What runs in a worker, and the reader of its answers.
+
+
+class RemoteError(RuntimeError):
+    """An error of a worker, with its traceback as the text."""
+
+
+def read_answer(message: bytes) -> Outcome:
+    """Turn a worker's message into the outcome of the call.
+
+    Raises:
+        RewardConfigurationError: If the function raised it, or could not be loaded.
+        ValueError: If it returned the wrong type or length.
+    """
+    answer = json.loads(message)
+    if "scores" in answer:
+        return [Score(**fields) for fields in answer["scores"]]
+    cause = RemoteError(f"in a reward worker:\n{answer['trace']}")
+    if "raised" in answer:
+        return Failure(answer["raised"], cause, answer["out_of_memory"])
+    if "configuration" in answer:
+        raise RewardConfigurationError(answer["configuration"]) from cause
+    raise ValueError(answer["result"]) from cause
+
+
+def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: int | None = None) -> None:
+    """Serve calls until the pipe is closed, on the main thread, where graders that use signals work.
+
+    Args:
+        pipe: Receives calls and sends scores.
+        pickled: The functions by name.
+        memory_limit_mb: MiB of address space of this process, and of each that a function starts; no limit if None.
+    """
+    lead_session()
+    limit_memory(memory_limit_mb)
+    process = os.getpid()
+    os.register_at_fork(after_in_child=pipe.close)  # a child that held it open would hide that this process is gone
+
+    def send(answer: Mapping[str, Any]) -> None:
+        pipe.send_bytes(json.dumps(answer).encode())
+
+    rewards: dict[str, PreparedReward] = {}
+    for name, data in pickled.items():
+        try:
+            rewards[name] = pickle.loads(data)  # noqa: S301 (from the training process)
+            if set_up := hook_of(rewards[name].function, "set_up"):
+                set_up()
+        except Exception as error:
+            what = str(error)
+            if not isinstance(error, RewardConfigurationError):
+                what = (
+                    f"Reward function {name!r} could not be loaded in a worker with reward_memory_limit_mb="
+                    f"{memory_limit_mb} ({type(error).__name__}: {error}); define it at the top level of a module that "
+                    "can be imported, or of a file (FunctionFromFile), or set reward_workers to 0."
+                )
+            send({"configuration": what, "trace": traceback.format_exc()})
+            return
+    send({"scores": []})
+    while True:
+        try:
+            name, call = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
+        except EOFError:
+            return
+        answer = _serve(rewards[name], call)
+        if os.getpid() != process:  # a child forked by the function also returned
+            os._exit(0)
+        send(answer)
+
+
+def _serve(reward: PreparedReward, call: Call) -> dict[str, Any]:
+    try:
+        outcome = attempt(reward, call)
+    except RewardConfigurationError as error:
+        return {"configuration": str(error), "trace": traceback.format_exc()}
+    except ValueError as error:  # wrong type or length
+        return {"result": str(error), "trace": traceback.format_exc()}
+    finally:
+        signal.alarm(0)  # one that the function left would end a later call
+    if isinstance(outcome, Failure):
+        assert outcome.error is not None
+        if outcome.out_of_memory:
+            traceback.clear_frames(outcome.error.__traceback__)  # frames hold what was allocated
+        trace = "".join(traceback.format_exception(outcome.error))
+        return {"raised": outcome.what, "trace": trace, "out_of_memory": outcome.out_of_memory}
+    return {"scores": [dataclasses.asdict(score) for score in outcome]}
+
+
+# Checks of a run's options, before the first rollout.
+
+
+def check_environments(rewards: Sequence[PreparedReward]) -> None:
+    """Reject reward workers for functions that take environments, which live in this process.
+
+    Raises:
+        ValueError: Names the functions.
+    """
+    if stranded := [reward.name for reward in rewards if reward.names_environments and not reward.in_process]:
+        raise ValueError(
+            f"the reward functions {stranded} take `environments`, which live in this process, and reward_workers "
+            "would run them in another; set reward_workers to 0, or set `stays_in_process = True` on each."
+        )
+
+
+def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
+    """Reject a time limit without workers, unless it serves async functions and all others must stay in this process.
+
+    Raises:
+        ValueError: Names the functions that could not be stopped.
+    """
+    plain = [reward.name for reward in prepared if not reward.is_async]
+    if len(plain) == len(prepared) or not all(reward.in_process for reward in prepared):
+        raise ValueError(
+            f"reward_timeout is {timeout} with reward_workers=0, and {plain} run in this process, where they cannot be "
+            "stopped; set reward_workers to 1 or more, or omit reward_timeout."
+        )
+
+
+def check_time_limits(prepared: Sequence[PreparedReward], workers: int, timeout: float | None) -> None:
+    """Reject functions that may run forever, unless workers can stop them.
+
+    Raises:
+        ValueError: Names the functions and the options.
+    """
+    endless = [reward.name for reward in prepared if reward.needs_time_limit]
+    if endless and (workers == 0 or timeout is None):
+        raise ValueError(
+            f"the reward functions {endless} may take forever on some completions, and reward_workers is {workers} "
+            f"with reward_timeout {timeout}; set reward_workers to 1 or more and reward_timeout to seconds per call."
+        )

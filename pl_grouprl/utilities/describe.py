@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 T = TypeVar("T")
 
@@ -135,6 +134,8 @@ def plain(value: Any) -> Any:
 
 def array_facts(value: Any) -> list[Any] | None:
     """The dtype, the shape and a digest of the contents of a tensor, array or table; None for anything else."""
+    import torch  # reward workers import this file, and start without PyTorch
+
     if hasattr(value, "to_numpy") and not inspect.isclass(value):  # a table or column of pandas or polars
         value = value.to_numpy()
     if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested):

@@ -11,9 +11,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from contextvars import ContextVar
 from multiprocessing import connection
 from pathlib import Path
@@ -25,6 +24,8 @@ import psutil
 from pl_grouprl.utilities import reaper
 from pl_grouprl.utilities.reaper import adopt_orphans, is_running, kill_tree
 
+T = TypeVar("T")
+
 # Identifies processes by more than their pid, so a process that reuses a pid is never killed.
 
 
@@ -35,10 +36,14 @@ def process_identity(pid: int) -> str:
         Machine, pid namespace and start time; empty if there is no such process, or the system is not Linux.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # psutil names neither of these two
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # psutil names neither of these two
         namespace = os.readlink("/proc/self/ns/pid")
-        started = _seconds_since_boot(pid)
-        return f"{boot} {namespace} {started:.3f}" if is_running(psutil.Process(pid)) else ""
+        process = psutil.Process(pid)
+        while True:  # `create_time` alone changes when the system's clock is set
+            boot = psutil.boot_time()
+            started = psutil.Process(pid).create_time() - boot
+            if psutil.boot_time() == boot:
+                return f"{machine} {namespace} {started:.3f}" if is_running(process) else ""
     except (OSError, psutil.Error):
         return ""
 
@@ -51,28 +56,18 @@ def is_here(identity: str) -> bool:
 
 def kill_process(pid: int, identity: str) -> bool:
     """Kill a process of this machine (SIGKILL) if its identity still matches; returns whether it was killed."""
-    if not is_here(identity) or process_identity(pid) != identity:
-        return False
-    with contextlib.suppress(psutil.Error):
-        psutil.Process(pid).kill()
-        return True
+    if is_here(identity) and process_identity(pid) == identity:
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(pid).kill()
+            return True
     return False
 
 
-def _seconds_since_boot(pid: int) -> float:
-    """When a process started. `create_time` alone changes when the system's clock is set."""
-    while True:
-        boot = psutil.boot_time()
-        started = psutil.Process(pid).create_time() - boot
-        if psutil.boot_time() == boot:
-            return started
-
-
-# What an operating system can do: refusals with the reason and the remedy, and limits.
+# What an operating system can do.
 
 
 def require_system(possible: bool, what: str, why: str, instead: str) -> None:
-    """Refuse an option that this operating system cannot honour.
+    """Raise an error for an option that this operating system cannot honor.
 
     Args:
         possible: Whether it can.
@@ -87,9 +82,19 @@ def require_system(possible: bool, what: str, why: str, instead: str) -> None:
         raise ValueError(f"{what} does not work on {sys.platform}: {why}; {instead}.")
 
 
+def check_process_groups(option: str, count: int) -> None:
+    """Reject workers on a system that cannot kill them together with the processes they started (Windows).
+
+    Raises:
+        ValueError: Names the option.
+    """
+    why = "without process groups, a worker could not be killed together with what it started"
+    require_system(hasattr(os, "killpg"), f"{option}={count}", why, "set it to 0")
+
+
 def max_open_files() -> int:
-    """Most files that this process may have open, sockets included; 512 if the system does not say."""
-    with suppress(ImportError):
+    """Maximum number of files that this process may have open, sockets included; 512 if the system does not say."""
+    with contextlib.suppress(ImportError):
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -99,54 +104,29 @@ def max_open_files() -> int:
 
 # Keeps user functions from ending the run with `os._exit`; after `os._exit(0)` the run would look finished.
 
-
-class _ExitGate:
-    """Replaces `os._exit` while user functions run; counts them, since several threads may run one at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entered = 0
-        self._real: Callable[[int], NoReturn] = os._exit
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._entered == 0:
-                self._real, os._exit = os._exit, self._exit  # type: ignore[assignment]
-            self._entered += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._entered -= 1
-            if self._entered == 0:
-                os._exit = self._real  # type: ignore[assignment]
-
-    def _exit(self, status: int) -> NoReturn:
-        if _process.get() != os.getpid():  # another thread or a forked child may exit
-            self._real(status)
-        raise SystemExit(f"os._exit({status}), which would have ended the run")
+_real_exit = os._exit
+_refused_in: ContextVar[int] = ContextVar("refused_in", default=0)  # id of the process; 0 outside of the context
 
 
-_gate = _ExitGate()
-_process: ContextVar[int] = ContextVar("process", default=0)
+def _exit(status: int) -> NoReturn:
+    if _refused_in.get() != os.getpid():  # another thread or a forked child may exit
+        _real_exit(status)
+    raise SystemExit(f"os._exit({status}), which would have ended the run")
 
 
 @contextlib.contextmanager
 def exits_refused() -> Iterator[None]:
     """Turn `os._exit` into `SystemExit` inside this context, for this process and thread only."""
-    token = _process.set(os.getpid())
-    _gate.enter()
+    os._exit = _exit  # type: ignore[assignment]  # stays, since other threads may still be inside the context
+    token = _refused_in.set(os.getpid())
     try:
         yield
     finally:
-        _gate.leave()
-        _process.reset(token)
-
-
-# Runs functions concurrently, in threads that do not keep the process alive.
+        _refused_in.reset(token)
 
 
 def run_concurrently(functions: Sequence[Callable[[], None]]) -> None:
-    """Run each function in a thread, and wait for all.
+    """Run each function in a thread that does not keep the process alive, and wait for all.
 
     The threads are daemons, named after the calling thread.
 
@@ -176,12 +156,10 @@ def run_concurrently(functions: Sequence[Callable[[], None]]) -> None:
 
 # An event loop in a separate thread that can be abandoned if a task blocks it.
 
-T = TypeVar("T")
-
 GRACE_SECONDS = 1.0
 """How long a task may take to end once it is cancelled; then it is abandoned."""
 
-_label: contextvars.ContextVar[str] = contextvars.ContextVar("label", default="")
+_label: ContextVar[str] = ContextVar("label", default="")
 
 
 class BackgroundLoop:
@@ -226,7 +204,7 @@ class BackgroundLoop:
         return self._blocked_by
 
     def close(self, seconds: float | None = None) -> None:
-        """Cancel all tasks and end the thread, waiting at most `seconds` for it; None waits without limit."""
+        """Cancel all tasks and end the thread, waiting at most `seconds` for it; without limit if None."""
         self._stop()
         if threading.current_thread() is not self.thread:  # garbage collection may call this on any thread
             self.thread.join(seconds)
@@ -245,15 +223,14 @@ class BackgroundLoop:
         while not self._stopping:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a task, they leave run_forever
                 self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(_wait_for_all(tasks))
+        self._loop.run_until_complete(self._cancel_all())
         self._loop.close()
 
-
-async def _wait_for_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=GRACE_SECONDS)
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=GRACE_SECONDS)
 
 
 class OverTimeError(Exception):
@@ -292,8 +269,7 @@ async def run_with_limit(coroutine: Coroutine[Any, Any, T], seconds: float | Non
 # Worker processes: each answers one message at a time, and is killed if that takes too long.
 #
 # A worker leads its own session, and dies together with the processes that it started (on Linux including those in
-# other
-# sessions), even if the process that started it is killed.
+# other sessions), even if the process that started it is killed.
 
 START_SECONDS = 600.0
 """Seconds that a worker may take to start, with all imports of the program and of its functions."""
@@ -361,11 +337,11 @@ class WorkerProcess:
         imports_main: bool = True,
     ) -> None:
         self._name = name
-        self._imports_main = imports_main
         self._serve = serve
         self._arguments = arguments
         self._check_start = check_start
         self._reaper = watchdog
+        self._imports_main = imports_main
         self._closing = False
         self._process: Any = None
         self._root: Any = None
@@ -431,7 +407,7 @@ class WorkerProcess:
 
     def end(self) -> int | None:
         """Kill the process; returns its exit code."""
-        process, pipe = self._process, self._pipe
+        process = self._process
         if process is None:
             return None
         with self._forking:
@@ -439,13 +415,12 @@ class WorkerProcess:
             self._reaper.forget(process.pid)
             process.join()
             self._process = None
-        pipe.close()
+        self._pipe.close()
         code: int | None = process.exitcode
         return code
 
     def _receive(self, timeout: float | None) -> bytes:
-        ready = connection.wait([self._pipe, self._process.sentinel], timeout)
-        if not ready:
+        if not connection.wait([self._pipe, self._process.sentinel], timeout):
             self.end()
             raise WorkerTimeoutError(f"took longer than {timeout} seconds")
         try:
@@ -468,30 +443,10 @@ def lead_session() -> None:
 
 
 def limit_memory(limit_mb: int | None) -> None:
-    """Limit the address space of this process, and of each that it starts, in MiB."""
+    """Limit the address space of this process, and of each that it starts, in MiB. Linux only."""
     if limit_mb is not None:
-        import resource  # not on Windows; see `check_memory_limit`
+        import resource  # not on Windows
 
         highest = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = limit_mb * 2**20 if highest == resource.RLIM_INFINITY else min(limit_mb * 2**20, highest)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def check_process_groups(option: str, count: int) -> None:
-    """Refuse workers on a system that cannot kill them together with the processes they started (Windows).
-
-    Raises:
-        ValueError: Names the option.
-    """
-    why = "without process groups, a worker could not be killed together with what it started"
-    require_system(hasattr(os, "killpg"), f"{option}={count}", why, "set it to 0")
-
-
-def check_memory_limit(option: str, limit_mb: int | None) -> None:
-    """Refuse a limit of the address space outside Linux; macOS accepts one and does not enforce it.
-
-    Raises:
-        ValueError: Names the option.
-    """
-    why = "only Linux limits the address space of a process"
-    require_system(limit_mb is None or sys.platform == "linux", f"{option}={limit_mb}", why, "set it to None")

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from pl_grouprl.utilities.checkpoint_files import OptionalWrites
 from pl_grouprl.utilities.text import encodable
 
 
@@ -94,6 +93,8 @@ class ProgressLines:
         self._first = done
         self._tenth = self._tenth_of(done)
         self._start = time.monotonic()
+        from pl_grouprl.utilities.checkpoint_files import OptionalWrites  # Lightning, which reward workers do without
+
         self._writes = OptionalWrites("The progress display")
         self._print(done)
 

@@ -32,23 +32,6 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def children(parent: int) -> set[int]:
-    """The running child processes of a process."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return {child.pid for child in psutil.Process(parent).children() if is_running(child)}
-    return set()
-
-
-def own_children() -> set[int]:
-    """The running child processes of this one; a single system call if there are none."""
-    if hasattr(os, "waitid"):
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps nothing
-        except ChildProcessError:
-            return set()
-    return children(os.getpid())
-
-
 def kill_tree(root: psutil.Process) -> None:
     """Kill a process with its group and all of its descendants, including those in other sessions.
 

@@ -12,7 +12,7 @@ from helpers.hostile_graders import ATTACKS, FAILS, Hostile
 from helpers.watched_processes import runs, until, zombies
 from lightning.pytorch import Callback
 
-from pl_grouprl.rewards.calls import Failure, PendingScores
+from pl_grouprl.rewards.calls import Failure, PendingRewards
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
 
@@ -35,13 +35,13 @@ class Failures(Callback):
 @pytest.fixture
 def seen(monkeypatch):
     """What went wrong in each call that failed."""
-    whats, join = [], PendingScores._join
+    whats, join = [], PendingRewards._join
 
-    def join_and_see(self, reward, outcomes):
-        whats.extend(outcome.what for _, outcome in outcomes if isinstance(outcome, Failure))
-        return join(self, reward, outcomes)
+    def join_and_see(self, reward, calls, outcomes):
+        whats.extend(outcome.what for outcome in outcomes if isinstance(outcome, Failure))
+        return join(self, reward, calls, outcomes)
 
-    monkeypatch.setattr(PendingScores, "_join", join_and_see)
+    monkeypatch.setattr(PendingRewards, "_join", join_and_see)
     return whats
 
 

@@ -118,7 +118,7 @@ def test_a_reward_model_names_its_budget(monkeypatch):
     with pytest.raises(
         RuntimeError, match="ModelReward with max_tokens_per_pass=99; lower it, or put the reward model"
     ):
-        next(own._network.states(Model(), [RolloutGroup([1], [Rollout([2])])]))
+        next(own._states(Model(), [RolloutGroup([1], [Rollout([2])])]))
 
 
 class Batch:

@@ -66,10 +66,10 @@ def test_weights_may_change_during_a_run(make_module, make_data, make_trainer, s
         ({"reward_workers": -1}, r"reward_workers is -1; it must be 0 \(none\) or larger"),
         (
             {"reward_timeout": 3.0, "rewards": [length, patient]},
-            r"reward_timeout is 3.0 with reward_workers=0; \['length'\] run in this process.*reward_workers to 1",
+            r"reward_timeout is 3.0 with reward_workers=0, and \['length'\]",
         ),
-        ({"reward_timeout": 3.0, "rewards": length}, r"with reward_workers=0; \['length'\] run in this process"),
-        ({"reward_timeout": 3.0, "rewards": Stays()}, r"\['Stays'\] .* cannot be stopped\. Leave reward_timeout out"),
+        ({"reward_timeout": 3.0, "rewards": length}, r"with reward_workers=0, and \['length'\] run in this process"),
+        ({"reward_timeout": 3.0, "rewards": Stays()}, r"reward_timeout is 3.0 .*\['Stays'\]"),
         ({"reward_workers": 1, "reward_timeout": 0.0}, "reward_timeout is 0.0; it must be larger than 0"),
         ({"reward_workers": 1, "reward_timeout": math.nan}, "reward_timeout is nan; it must be larger than 0"),
         ({"reward_retries": -1}, "reward_retries is -1; it must be 0 or larger"),

@@ -158,18 +158,16 @@ def test_wrong_length_names_function_lengths_and_remedy():
     def short(completions, **columns):
         return [1.0]
 
-    with pytest.raises(
-        ValueError, match=r"'short' returned 1 rewards for 3 completions; return one number or None per"
-    ):
+    with pytest.raises(ValueError, match=r"'short' returned 1 rewards for 3 completions"):
         apply_rewards(make_groups(["a", "b"], ["c"]), short)
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (1.0, "'wrong' returned float instead of a list"),
-        ({"rewards": [1.0]}, "'wrong' returned dict instead of a list"),
-        (["1.0"], "'wrong' returned '1.0' of type str as the reward"),
+        (1.0, "'wrong' returned a float"),
+        ({"rewards": [1.0]}, "'wrong' returned a dict"),
+        (["1.0"], "'wrong' returned '1.0' of type str"),
     ],
 )
 def test_wrong_type_names_function(result, message):
@@ -228,7 +226,7 @@ def test_verl_dictionary_without_score_is_refused():
     def grade(data_source, solution_str, ground_truth):
         return {"reward": 1.0}
 
-    with pytest.raises(ValueError, match=r"'grade' returned a dictionary with the keys \['reward'\]; it must have"):
+    with pytest.raises(ValueError, match=r"'grade' returned a dictionary with the keys \['reward'\]"):
         apply_rewards(make_groups(["a"]), grade)
 
 
@@ -236,17 +234,7 @@ def test_a_required_column_that_is_missing_is_named():
     def needs(completions, difficulty):
         return [0.0] * len(completions)
 
-    with pytest.raises(
-        ValueError, match=r"'needs' requires \['difficulty'\], and the data has the columns \['answer'\]"
-    ):
-        apply_rewards(make_groups(["a"]), needs)
-
-
-def test_what_only_the_trainer_of_trl_passes_needs_a_default():
-    def needs(completions, trainer_state):
-        return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match="TRL's trainer_state are not passed: give the parameters a default"):
+    with pytest.raises(ValueError, match=r"'needs' requires \['difficulty'\]"):
         apply_rewards(make_groups(["a"]), needs)
 
 
@@ -254,9 +242,7 @@ def test_a_missing_ground_truth_is_named():
     def grade(data_source, solution_str, ground_truth):
         return 1.0
 
-    with pytest.raises(
-        ValueError, match=r"'grade' requires a ground_truth.*\['level'\]; add reward_model.ground_truth"
-    ):
+    with pytest.raises(ValueError, match=r"'grade' requires a ground_truth.*\['level'\]"):
         apply_rewards(make_groups(["a"], columns=[{"level": 1}]), grade)
 
 
@@ -264,7 +250,7 @@ def test_unknown_signature_is_refused_before_a_run():
     def strange(queries, labels):
         return []
 
-    with pytest.raises(ValueError, match=r"'strange' has the signature \(queries, labels\), which is not one of the"):
+    with pytest.raises(ValueError, match=r"'strange' has the signature \(queries, labels\)"):
         prepare_rewards(strange)
 
 
@@ -282,30 +268,6 @@ def test_a_call_that_raises_is_repeated():
     assert attempts == [2, 2]
     assert rewards_of(groups) == [1.0, 1.0]
     assert metrics["rewards/flaky/invalid"] == 0.0
-
-
-def test_a_batch_that_keeps_failing_is_divided_by_group():
-    def brittle(completions, **columns):
-        if "poison" in completions:
-            raise RuntimeError("bad completion")
-        return [float(len(completion)) for completion in completions]
-
-    groups = make_groups(["a", "poison"], ["bb", "c"], ["ddd", "e"])
-    metrics = apply_rewards(groups, brittle, retries=0)
-    assert rewards_of(groups) == [None, None, 2.0, 1.0, 3.0, 1.0]
-    assert metrics["rewards/brittle/invalid"] == 2.0
-
-
-def test_a_batch_that_fails_only_as_a_whole_leaves_no_rollout_without_a_reward(caplog):
-    def grade(completions, **columns):
-        if len(completions) > 2:
-            raise MemoryError("too many")
-        return [1.0 for _ in completions]
-
-    groups = make_groups(["a", "b"], ["c", "d"])
-    apply_rewards(groups, grade, retries=0)
-    assert rewards_of(groups) == [1.0] * 4
-    assert "'grade' raised MemoryError: too many. Called again group by group, it rewarded all 4" in caplog.text
 
 
 def test_a_verl_call_that_raises_costs_one_rollout():
@@ -327,16 +289,7 @@ def test_too_many_failures_end_the_run_with_the_cause():
 
     with pytest.raises(RuntimeError, match=r"'broken' raised KeyError: 'level'.*4 of 4 rollouts.*=0\.5") as caught:
         apply_rewards(make_groups(["a", "b"], ["c", "d"]), broken)
-    assert "(the cause is above)" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_the_error_names_no_cause_above_if_there_is_none():
-    def grade(completions, **columns):
-        return [math.nan for _ in completions]
-
-    with pytest.raises(RuntimeError, match=r"'grade' gave NaN.*fix the function, or let it return None"):
-        apply_rewards(make_groups(["a", "b"]), grade)
 
 
 def test_the_allowed_share_is_inclusive():
@@ -406,17 +359,11 @@ def test_async_methods_partials_and_failures():
                 raise RuntimeError("bad completion")
             return [scale for _ in completions]
 
-    groups = make_groups(["a"], ["poison"], ["c"])
-    apply_rewards(groups, Weighted(functools.partial(Judge().__call__, scale=4.0), name="judge"))
-    assert rewards_of(groups) == [4.0, None, 4.0]
-
-
-def test_a_coroutine_from_a_plain_function_is_refused():
-    async def grade(completions):
-        return [1.0]
-
-    with pytest.raises(ValueError, match="'hidden' returned a coroutine; define it with `async def`"):
-        apply_rewards(make_groups(["a"]), Weighted(lambda completions: grade(completions), name="hidden"))
+    groups, judge = make_groups(["a"], ["c"]), Weighted(functools.partial(Judge().__call__, scale=4.0), name="judge")
+    apply_rewards(groups, judge)
+    assert rewards_of(groups) == [4.0, 4.0]
+    with pytest.raises(RuntimeError, match="'judge' raised RuntimeError: bad completion"):
+        apply_rewards(make_groups(["a"], ["poison"]), judge)
 
 
 def test_text_is_decoded_once_if_missing():
@@ -429,8 +376,6 @@ def test_text_is_decoded_once_if_missing():
     apply_rewards(groups, length, tokenizer=Tokenizer())
     assert [rollout.text for rollout in groups[0].rollouts] == ["ab", ""]
     assert rewards_of(groups) == [2.0, 0.0]
-    with pytest.raises(ValueError, match=r"Rollout\.text is None and tokenizer is None"):
-        apply_rewards([RolloutGroup([1], [Rollout([1])])], length)
 
 
 def test_no_rollouts_give_metrics_and_no_call():

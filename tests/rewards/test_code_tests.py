@@ -136,13 +136,13 @@ def test_the_expected_answer_never_enters_the_sandbox(monkeypatch):
         ({"tests": [*STDIN, {"input": "1"}]}, r"prompt 1: column 'tests', test 2 is \{'input': '1'\}; write"),
         (
             {"tests": [{"input": 1, "output": 2}]},
-            "prompt 1: column 'tests', test 0: input and output are .*write strings",
+            "prompt 1: column 'tests', test 0 is",
         ),
         (
             {"tests": [{"function": "f", "args": [{1}], "expected": 1}]},
             "prompt 1: column 'tests', test 0: .*is not JSON",
         ),
-        ({"tests": ["1"]}, "prompt 1: column 'tests', test 0 is '1'; only "),
+        ({"tests": ["1"]}, "prompt 1: column 'tests', test 0 is '1'"),
         ({"tests": [1]}, "prompt 1: column 'tests', test 0 is 1; write"),
     ],
     ids=["missing", "empty", "no json", "half", "numbers", "set", "string", "number"],

@@ -101,7 +101,7 @@ def test_environments_are_passed_themselves():
 
 
 def test_environments_cannot_be_had_where_there_are_none():
-    with pytest.raises(ValueError, match=r"requires \['environments'\].*leave tool_workers, reward_work"):
+    with pytest.raises(ValueError, match=r"requires \['environments'\]"):
         rewards_of(worker_rewards.score_of_environment, make_episode())
 
 
@@ -113,7 +113,7 @@ def test_environments_in_reward_workers():
         apply_rewards([group], worker_rewards.knows_environments, workers=workers)
         assert episode.reward == 0.0
         assert episode.environment.value == Room(1.0)  # stays here
-        with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`.*stays_in_process"):
+        with pytest.raises(ValueError, match=r"'score_of_environment' requires \['environments'\]"):
             apply_rewards([group], functions[0].function, workers=workers)
     finally:
         workers.close()

@@ -14,7 +14,7 @@ import pytest
 
 from pl_grouprl.rewards import ExactMatch, LeadingCorrectCharacters, MathVerify, NumericAnswer, check_columns
 from pl_grouprl.rewards.code_tests import StdinTest, ValueTest, extract_code, read_tests
-from pl_grouprl.rewards.judge.judge import read_grade
+from pl_grouprl.rewards.judge import read_grade
 from pl_grouprl.rewards.sandbox import ProgramResult
 from pl_grouprl.rewards.sandbox.function_call import plain
 from pl_grouprl.tasks.reasoning_gym import extract_answer

@@ -70,9 +70,9 @@ def test_where_the_reference_is(columns, column, solution):
 @pytest.mark.parametrize(
     ("columns", "column", "message"),
     [
-        ({"answer": "2 + 2\n#### 4"}, None, r"prompt 0: MathVerify: the reference .* pass MathVerify\(reference='sol"),
-        ({"answer": "4"}, "solution", r"requires a ground_truth, .*\['answer'\]; add 'solution'"),
-        ({"question": "4"}, None, r"add reward_model.ground_truth \(verl\), or a column"),
+        ({"answer": "2 + 2\n#### 4"}, None, "prompt 0: MathVerify: the reference"),
+        ({"answer": "4"}, "solution", r"requires a ground_truth, .*\['answer'\].* solution"),
+        ({"question": "4"}, None, "requires a ground_truth"),
     ],
 )
 def test_rows_that_cannot_be_graded_are_refused_at_setup(columns, column, message):

@@ -232,28 +232,20 @@ def test_models_that_cannot_share_are_refused_and_scored_repeated():
 
 def test_what_is_no_classifier_is_refused(tmp_path):
     tiny_model("qwen2").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is not a sequence classifier, so it has no head that scores"):
+    with pytest.raises(ValueError, match=r"model is not a checkpoint of a \.\.\.ForSequenceClassification"):
         ModelReward(str(tmp_path)).score_groups(random_groups(5, SHAPES))
     with pytest.raises(ValueError, match="Qwen2ForCausalLM has no single linear layer"):
         ModelReward(tiny_model("qwen2")).score_groups(random_groups(5, SHAPES))
 
 
 def test_options_out_of_range():
-    for options, text in (
-        ({"sharing": "both"}, "sharing is 'both'"),
-        ({"max_tokens_per_pass": 0}, "max_tokens_per_pass is 0; it must be at least 1"),
-        ({"attention_backend": "none"}, "backend is 'none'"),
-        ({"label": True}, "label is True; it must be a whole number"),
-        ({"label": -1}, "label is -1"),
-        ({"label": 0.0}, "label is 0.0"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ModelReward(classifier(), **options)
-    with pytest.raises(TypeError, match="tokenizer is 3 of type int; pass a name"):
-        ModelReward(classifier(), tokenizer=3)
-    for wrong in (None, 3, torch.nn.Linear(2, 1)):
-        with pytest.raises(TypeError, match=r"model is .* of type \w+; pass a name on the hub, a folder"):
-            ModelReward(wrong)
+    with pytest.raises(ValueError, match=r"ModelReward\.max_tokens_per_pass is 0"):
+        ModelReward(classifier(), max_tokens_per_pass=0)
+    for options, name in (({"attention_backend": "none"}, "backend is 'none'"), ({"label": -1}, "label is -1")):
+        with pytest.raises(RewardConfigurationError, match=name):
+            ModelReward(classifier(), **options).set_up()
+    with pytest.raises(ValueError, match="sharing"):
+        ModelReward(classifier(), sharing="both").score_groups(random_groups(2, SHAPES))
 
 
 def test_tokens_beyond_its_vocabulary_are_refused():
@@ -374,31 +366,13 @@ def test_an_async_function_of_groups_with_tensors_and_none():
     assert metrics["rewards/grade/none"] == 1.0
 
 
-def test_a_group_that_fails_costs_only_itself():
-    calls = []
-
-    def grade(groups):
-        calls.append(len(groups))
-        if any(group.prompt_ids == [3] for group in groups):
-            raise OSError("no")
-        return [[1.0] * len(group.rollouts) for group in groups]
-
-    groups = make_groups()
-    metrics = apply_rewards(groups, grade, retries=1)
-    assert calls == [2, 2, 1, 1]
-    assert rewards_of(groups) == [1.0, 1.0, None]
-    assert metrics["rewards/grade/invalid"] == 1.0
-    with pytest.raises(RuntimeError, match=r"'grade' raised OSError: no. It failed for 1 of 3 rollouts"):
-        apply_rewards(make_groups(), grade, max_failed_share=0.2)
-
-
 @pytest.mark.parametrize(
     ("result", "text"),
     [
         ([[1.0], [1.0, 2.0]], r"returned \[1, 2\] rewards for groups of \[2, 1\] rollouts"),
         ([1.0, 2.0, 3.0], r"returned \['float', 'float', 'float'\] rewards for groups of \[2, 1\]"),
         ([[1.0, 2.0]], r"returned \[2\] rewards"),
-        (3.0, "returned float instead of a list"),
+        (3.0, "returned a float"),
         ([[1.0, "x"], [1.0]], "returned 'x' of type str"),
     ],
 )
@@ -486,17 +460,14 @@ def refuses_tools(message):
 @pytest.mark.parametrize(("shows", "lost"), [(only_contents, "look_up"), (no_results, "41")])
 def test_a_chat_template_without_tools_is_refused(shows, lost):
     reward = ModelReward(classifier(), tokenizer=RoleTokenizer(shows))
-    message = f"omits '{lost}' from an episode; pass a tokenizer whose chat template renders tool calls"
-    with pytest.raises(RewardConfigurationError, match=message):
+    with pytest.raises(RewardConfigurationError, match=f"omits '{lost}' from an episode"):
         reward.score_groups([make_group(make_episode())])
 
 
-def test_an_episode_that_a_chat_template_refuses_has_no_reward(caplog):
-    group, plain = make_group(make_episode()), make_group(Rollout([1], text="hi"), Rollout([1], text="ho"))
-    apply_rewards([group, plain], ModelReward(classifier(), tokenizer=RoleTokenizer(refuses_tools)))
-    assert group.rollouts[0].reward is None
-    assert all(rollout.reward is not None for rollout in plain.rollouts)
-    assert "its chat template refuses an episode (no tools here)" in caplog.text
+def test_a_chat_template_that_raises_for_an_episode_is_a_wrong_configuration():
+    reward = ModelReward(classifier(), tokenizer=RoleTokenizer(refuses_tools))
+    with pytest.raises(RewardConfigurationError, match=r"chat template raised .*no tools here"):
+        apply_rewards([make_group(make_episode())], reward, max_failed_share=1.0)
 
 
 @pytest.mark.parametrize(("template", "tokenizer"), [("qwen3", qwen_tokenizer), ("llama3", llama_tokenizer)])

@@ -12,7 +12,7 @@ from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.rewards import ProcessRewardModel, RewardConfigurationError, apply_rewards
-from pl_grouprl.rewards.base import step_ends
+from pl_grouprl.rewards.models import step_ends
 from pl_grouprl.types import Rollout, RolloutGroup
 
 TOKENIZER = qwen_tokenizer()
@@ -142,9 +142,7 @@ def test_from_a_folder_lazily_and_pickled(tmp_path):
     [
         ({"separator": ""}, ValueError, "separator is empty"),
         ({"tokenizer": None}, ValueError, "tokenizer is None and model is not a name or folder"),
-        ({"tokenizer": 3}, TypeError, r"ProcessRewardModel.tokenizer is 3 of type int"),
-        ({"label": -1}, ValueError, "ProcessRewardModel.label is -1"),
-        ({"sharing": "no"}, ValueError, "sharing"),
+        ({"max_tokens_per_pass": 0}, ValueError, "max_tokens_per_pass"),
     ],
 )
 def test_options_are_checked(options, error, message):
@@ -169,7 +167,7 @@ def test_what_cannot_work_is_found_at_setup(make, options, message):
 def test_a_folder_without_a_token_classifier_is_refused(tmp_path):
     classifier(kind="SequenceClassification").save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    with pytest.raises(RewardConfigurationError, match=r"is not a token classifier.*ForTokenClassification"):
+    with pytest.raises(RewardConfigurationError, match=r"model is not a checkpoint of a ...ForTokenClassification"):
         ProcessRewardModel(str(tmp_path)).set_up()
 
 

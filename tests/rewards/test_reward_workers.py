@@ -167,9 +167,9 @@ def test_what_cannot_run_in_workers_is_refused_when_they_are_made(make_workers):
         return [1.0]
 
     for function, message in (
-        (local, r"'local' cannot be sent to a worker .*FunctionFromFile.*reward_workers to 0"),
-        (functions.patient, r"reward_workers is 1, but each of \['patient'\] stays in this process"),
-        (functions.OnlyHere(), r"'OnlyHere' could not be loaded in a worker \(ValueError.*FunctionFromFile"),
+        (local, "'local' cannot be sent to a worker"),
+        (functions.patient, r"reward_workers is 1, but each of \['patient'\]"),
+        (functions.OnlyHere(), r"'OnlyHere' could not be loaded in a worker .*ValueError"),
         (functions.NeedsAKey(), "NeedsAKey needs a key"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -197,7 +197,7 @@ def test_closed_workers_are_gone(make_workers, tmp_path):
     assert zombies() == []
     with pytest.raises(RuntimeError, match="the reward workers are being closed"):
         pending.wait()
-    with pytest.raises(RuntimeError, match="closed; create new ones"):
+    with pytest.raises(RuntimeError, match="closed"):
         start_rewards([group], functions.hangs_with_a_child, workers=workers)
 
 
@@ -259,3 +259,12 @@ def test_async_functions_alone_may_have_a_time_limit():
             start_rewards(groups, slow, workers=workers).wait()
     finally:
         workers.close()
+
+
+def test_a_worker_starts_without_pytorch():
+    """Its import takes seconds, and half a GiB of each worker's memory limit."""
+    script = (
+        "import sys, pl_grouprl.rewards.workers; print({'torch', 'lightning', 'transformers'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

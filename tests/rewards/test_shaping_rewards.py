@@ -51,9 +51,9 @@ def test_overlong_penalty_agrees_with_its_two_other_forms():
     ("arguments", "message"),
     [
         ((0, 0), r"OverlongPenalty\.max_length is 0; it must be at least 1"),
-        ((10, 11), r"overlong_buffer is 11; it must be between 0 and max_length=10"),
+        ((10, 11), "overlong_buffer is 11"),
         ((10, -1), r"overlong_buffer is -1"),
-        ((10, 4, -1.0), r"penalty is -1.0; it must be positive .*: set 1.0"),
+        ((10, 4, -1.0), "penalty is -1.0"),
         ((10, 4, math.nan), r"penalty is nan"),
     ],
 )
@@ -101,9 +101,9 @@ def test_no_repetition_is_no_negative_zero():
     ("arguments", "message"),
     [
         ((0, -1.0), r"RepetitionPenalty\.ngram_size is 0; it must be at least 1"),
-        ((2, 1.0), r"max_penalty is 1.0; .* not positive, for example -1.0"),
+        ((2, 1.0), r"max_penalty is 1.0"),
         ((2, -math.inf), "max_penalty is -inf"),
-        ((2, -1.0, "line"), "unit is 'line'; it must be 'word' or 'token'"),
+        ((2, -1.0, "line"), "RepetitionPenalty.unit is 'line'"),
     ],
 )
 def test_repetition_penalty_refuses(arguments, message):
@@ -208,10 +208,10 @@ def test_cosine_reward_names_a_missing_column():
     ("options", "message"),
     [
         ({"max_len": 0}, r"CosineLengthReward\.max_len is 0; it must be at least 1"),
-        ({"unit": "word"}, "unit is 'word'; it must be 'token' or 'character'"),
-        ({"min_value_wrong": 0.0}, r"min_value_wrong is 0.0, larger than max_value_wrong=-0.5; swap them"),
-        ({"min_value_correct": 2.0}, "min_value_correct is 2.0, larger than max_value_correct=1.0"),
-        ({"max_value_wrong": 0.7}, r"max_value_wrong is 0.7, larger than min_value_correct=0.5.*lower it"),
+        ({"unit": "word"}, "CosineLengthReward.unit is 'word'"),
+        ({"min_value_wrong": 0.0}, "min_value_wrong is 0.0"),
+        ({"min_value_correct": 2.0}, "min_value_correct is 2.0"),
+        ({"max_value_wrong": 0.7}, "min_value_correct is 0.5.*max_value_wrong=0.7"),
         ({"max_value_correct": math.inf}, "max_value_correct is inf; it must be a finite number"),
         ({"exceed_value": math.nan}, "exceed_value is nan"),
     ],
@@ -222,7 +222,7 @@ def test_cosine_reward_refuses(options, message):
 
 
 def test_cosine_reward_refuses_what_is_no_function():
-    with pytest.raises(TypeError, match="the class ExactMatch; pass an instance"):
+    with pytest.raises(ValueError, match="'ExactMatch' has the signature"):
         CosineLengthReward(ExactMatch, 12)
     with pytest.raises(TypeError, match="Weighted"):
         CosineLengthReward(Weighted(contains_answer), 12)
@@ -240,11 +240,11 @@ def test_all_three_together_and_in_yaml():
     parts = "pl_grouprl.rewards."
     exact = {"class_path": parts + "ExactMatch"}
     rewards = [
-        {"class_path": parts + "cosine_length.CosineLengthReward", "init_args": {"correct": exact, "max_len": 12}},
-        {"class_path": parts + "overlong.OverlongPenalty", "init_args": {"max_length": 12, "overlong_buffer": 8}},
+        {"class_path": parts + "CosineLengthReward", "init_args": {"correct": exact, "max_len": 12}},
+        {"class_path": parts + "OverlongPenalty", "init_args": {"max_length": 12, "overlong_buffer": 8}},
         {
             "function": {
-                "class_path": parts + "repetition.RepetitionPenalty",
+                "class_path": parts + "RepetitionPenalty",
                 "init_args": {"ngram_size": 1, "max_penalty": -1.0, "unit": "token"},
             },
             "weight": 0.5,

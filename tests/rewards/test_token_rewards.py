@@ -98,7 +98,7 @@ def test_an_array_of_one_element_is_a_number():
 
 @pytest.mark.parametrize("value", [[1.0], [1.0] * 4, np.zeros(2), []])
 def test_another_length_is_refused_with_both_numbers(value):
-    with pytest.raises(ValueError, match=rf"'given' returned {len(value)} rewards for a completion of 3 tokens; ret"):
+    with pytest.raises(ValueError, match=rf"'given' returned {len(value)} rewards for a completion of 3 tokens"):
         apply_rewards(make_groups([3]), returning(value))
 
 
@@ -107,13 +107,13 @@ def test_a_tuple_of_verls_signature_is_refused_whatever_the_length(length):
     def compute_score(data_source, solution_str, ground_truth):
         return 1.0, True
 
-    with pytest.raises(ValueError, match=r"'compute_score' returned the tuple \(1.0, True\), which is not a score"):
+    with pytest.raises(ValueError, match=r"'compute_score' returned the tuple \(1.0, True\)"):
         apply_rewards(make_groups([length]), compute_score)
 
 
 @pytest.mark.parametrize("entry", ["1.0", [1.0], {}])
 def test_another_type_is_refused(entry):
-    with pytest.raises(ValueError, match=rf"of type {type(entry).__name__} as the reward of a token; return a number"):
+    with pytest.raises(ValueError, match=rf"of type {type(entry).__name__}"):
         apply_rewards(make_groups([2]), returning([1.0, entry]))
 
 

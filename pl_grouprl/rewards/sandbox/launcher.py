@@ -51,7 +51,13 @@ class _MountAttributes(ctypes.Structure):
 
 def main() -> NoReturn:
     """Serve one request."""
-    request = json.loads(_read_line())
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        part = os.read(0, 1 << 20)
+        if not part:
+            os._exit(1)
+        line += part
+    request = json.loads(line)
     status = request["status"]
     os.set_inheritable(status, False)
     try:
@@ -67,16 +73,6 @@ def main() -> NoReturn:
         _run_first_process(request, stdin, drops_to_nobody)
     os.close(status)
     _watch(init)
-
-
-def _read_line() -> bytearray:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        part = os.read(0, 1 << 20)
-        if not part:
-            os._exit(1)
-        line += part
-    return line
 
 
 def _say(status: int, message: Mapping[str, Any]) -> None:
@@ -143,8 +139,12 @@ def _build_file_system(request: Mapping[str, Any]) -> int:
     for path, target in request["links"].items():
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
-    for path in request["mounts"]:
-        _show(path)
+    for path in request["mounts"]:  # files and folders of the machine, at the same path
+        folder = os.path.isdir("/old" + path)
+        os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
+        if not folder:
+            os.close(os.open(path, os.O_CREAT, 0o644))
+        _mount("/old" + path, path, None, _MS_BIND | _MS_REC)
     for path, text in {**request["files"], "/stdin": request["stdin"]}.items():
         with open(path, "w", encoding="utf-8", newline="") as file:
             file.write(text)
@@ -161,17 +161,6 @@ def _build_file_system(request: Mapping[str, Any]) -> int:
     _mount("tmpfs", directory, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     os.chdir(directory)
     return os.open("/stdin", os.O_RDONLY)
-
-
-def _show(path: str) -> None:
-    """Mount a file or folder of the machine at the same path."""
-    if os.path.isdir("/old" + path):
-        os.makedirs(path, exist_ok=True)
-    else:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w"):
-            pass
-    _mount("/old" + path, path, None, _MS_BIND | _MS_REC)
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

@@ -11,21 +11,18 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pl_grouprl.rewards.base import RewardConfigurationError
 from pl_grouprl.rewards.sandbox.seccomp import REFUSED, seccomp_filter
-from pl_grouprl.utilities.options import check_options, checked_arguments
-
-# Resource limits of a program in the sandbox.
+from pl_grouprl.utilities.options import check_options
 
 MIB = 2**20
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class SandboxLimits:
     """Limits of one run of a program.
@@ -71,68 +68,47 @@ class SandboxLimits:
         }
 
 
-# The files of this machine that a program in the sandbox can read: the system's libraries and Python.
-
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
-@dataclass
-class FileView:
-    """Files and folders to mount, and symbolic links to make, by their absolute paths.
-
-    Attributes:
-        mounts: Real files and folders, none inside another.
-        links: Symbolic links on the way to them, with their targets.
-    """
-
-    mounts: list[str] = field(default_factory=list)
-    links: dict[str, str] = field(default_factory=dict)
-
-    def add(self, path: str) -> None:
-        """Add a path with every symbolic link on the way to it; skip it if it does not exist."""
-        here = Path("/")
-        for place, part in enumerate(Path(path).parts[1:], start=2):
-            here = Path(os.path.normpath(here / part))
-            if here.is_symlink():
-                if str(here) not in self.links:
-                    self.links[str(here)] = os.readlink(here)
-                rest = Path(path).parts[place:]
-                self.add(os.path.normpath(here.parent.joinpath(os.readlink(here), *rest)))
-                return
-        if here.exists():
-            self.mounts.append(str(here))
-
-    def outermost(self) -> FileView:
-        """The same view without mounts and links that lie inside another mount."""
-        kept: list[str] = []
-        for path in sorted(set(self.mounts)):
-            if not _inside(path, kept):
-                kept.append(path)
-        return FileView(kept, {link: target for link, target in self.links.items() if not _inside(link, kept)})
-
-
-def interpreter_view() -> FileView:
+def interpreter_view() -> tuple[list[str], dict[str, str]]:
     """What this Python needs: the system's libraries, its own folder and that of its virtual environment.
+
+    Returns:
+        The files and folders to mount, none inside another, and the symbolic links on the way to them, with their
+        targets; all by absolute paths.
 
     Raises:
         ValueError: If that would expose a home folder or the whole machine.
     """
-    view = FileView()
+    mounts: set[str] = set()
+    links: dict[str, str] = {}
+
+    def add(path: str) -> None:
+        here = Path("/")
+        for place, part in enumerate(Path(path).parts[1:], start=2):
+            here = Path(os.path.normpath(here / part))
+            if here.is_symlink():
+                links.setdefault(str(here), os.readlink(here))
+                add(os.path.normpath(here.parent.joinpath(os.readlink(here), *Path(path).parts[place:])))
+                return
+        if here.exists():
+            mounts.add(str(here))
+
+    def inside(path: str, folders: Sequence[str]) -> bool:
+        return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
+
     for path in (*_SYSTEM, *_DEVICES, sys.base_prefix, sys.prefix, sys.executable):
-        view.add(path)
-    view = view.outermost()
-    forbidden = {"/", "/root", "/home", os.path.expanduser("~")}
-    if shown := forbidden.intersection(view.mounts):
-        raise ValueError(f"this Python is installed in {sorted(shown)}, so programs could read all files there")
-    return view
+        add(path)
+    outermost: list[str] = []
+    for path in sorted(mounts):
+        if not inside(path, outermost):
+            outermost.append(path)
+    if exposed := {"/", "/root", "/home", os.path.expanduser("~")}.intersection(outermost):
+        raise ValueError(f"this Python is installed in {sorted(exposed)}, so programs could read all files there")
+    return outermost, {link: target for link, target in links.items() if not inside(link, outermost)}
 
-
-def _inside(path: str, folders: Iterable[str]) -> bool:
-    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
-
-
-# Runs an untrusted Python program without network and with limits, and leaves nothing of it behind.
 
 START_SECONDS = 60.0
 """Time allowed for building the sandbox, on a busy machine."""
@@ -145,8 +121,6 @@ _ENVIRONMENT = {
     "TMPDIR": _DIRECTORY,
     "OMP_NUM_THREADS": "1",
 }
-_TRIAL = "print(input())"
-
 
 Ending = Literal["exit", "timeout", "output", "killed"]
 
@@ -176,7 +150,6 @@ class ProgramResult:
     seconds: float
 
 
-@checked_arguments
 class Sandbox:
     """Runs one Python program per call; calls from several threads run in parallel.
 
@@ -192,11 +165,11 @@ class Sandbox:
     """
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
-        self.limits = limits or SandboxLimits()
+        self.limits = SandboxLimits(**limits) if isinstance(limits, Mapping) else limits or SandboxLimits()
         self._request: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is recomputed after unpickling."""
+        """Omit what is recomputed after unpickling."""
         return vars(self) | {"_request": None}
 
     def check(self) -> None:
@@ -205,7 +178,7 @@ class Sandbox:
         Raises:
             SandboxUnavailableError: If the system does not allow the sandbox, or programs do not run in it; says why.
         """
-        result = self.run(_TRIAL, stdin="trial")
+        result = self.run("print(input())", stdin="trial")
         if result.stdout != "trial\n":
             raise SandboxUnavailableError(
                 f"programs do not run in the sandbox: a trial ended with {result.ending}, exit code {result.exit_code} "
@@ -226,13 +199,20 @@ class Sandbox:
         """
         if self._request is None:
             self._request = self._prepare()
-        script = "/program.py"
-        texts = {script: program, **(files or {})}
-        request = {**self._request, "files": _encodable(texts), "stdin": _encodable(stdin)}
+        request = {
+            **self._request,
+            "files": {path: _encodable(text) for path, text in {"/program.py": program, **(files or {})}.items()},
+            "stdin": _encodable(stdin),
+        }
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("launcher.py"))]
+        pipe = subprocess.PIPE
         readable, writable = os.pipe()
         with open(readable, "rb", buffering=0):
             try:
-                process = _start(writable)
+                process = subprocess.Popen(  # noqa: S603 (our own)
+                    command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[writable], env=_ENVIRONMENT,
+                    cwd="/", start_new_session=True,
+                )  # fmt: skip
             finally:
                 os.close(writable)
             with process:
@@ -249,13 +229,13 @@ class Sandbox:
                 "virtual machine, or with a reward function that runs no programs."
             )
         try:
-            view, code = interpreter_view(), seccomp_filter()
+            (mounts, links), code = interpreter_view(), seccomp_filter()
         except ValueError as error:
             raise SandboxUnavailableError(f"the sandbox for programs cannot be built: {error}.") from error
         column = 0 if platform.machine() == "x86_64" else 1
         return {
-            "mounts": view.mounts,
-            "links": view.links,
+            "mounts": mounts,
+            "links": links,
             "filter": code.hex(),
             "pivot_root": REFUSED["pivot_root"][column],
             "mount_setattr": REFUSED["mount_setattr"][column],
@@ -349,17 +329,6 @@ class _Run:
         return ProgramResult(ending, status.get("exit"), stdout, stderr, time.monotonic() - self._started)
 
 
-def _start(status: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("launcher.py"))]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(  # noqa: S603 (our own)
-        command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[status], env=_ENVIRONMENT, cwd="/",
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def _encodable(texts: Any) -> Any:
+def _encodable(text: str) -> str:
     """Replace lone surrogates, which cannot be written to a file."""
-    if isinstance(texts, str):
-        return texts.encode("utf-8", "replace").decode()
-    return {path: _encodable(text) for path, text in texts.items()}
+    return text.encode("utf-8", "replace").decode()

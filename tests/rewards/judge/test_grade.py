@@ -2,7 +2,7 @@
 
 import pytest
 
-from pl_grouprl.rewards.judge.judge import read_grade
+from pl_grouprl.rewards.judge import read_grade
 
 
 @pytest.mark.parametrize(

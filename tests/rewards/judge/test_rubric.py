@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pl_grouprl.rewards.judge.judge import Rubric
+from pl_grouprl.rewards.judge import Rubric
 
 
 def ask(text, **values):
@@ -71,7 +71,7 @@ def test_each_message_of_a_conversation_is_marked():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(" ", "rubric is empty"), ("Is it {answer}?", r"the fields \['answer'\] but not \{completion\}")],
+    [(" ", "Judge.rubric"), ("Is it {answer}?", r"Judge.rubric has the fields \['answer'\]")],
 )
 def test_a_rubric_without_a_completion_is_refused(text, message):
     with pytest.raises(ValueError, match=message):

@@ -12,10 +12,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.sandboxes import PROCESSES, make_sandbox, survivors, until
-
-from pl_grouprl.utilities.reaper import children
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{marker}']"
 
@@ -139,6 +138,13 @@ def test_everything_ends_with_a_killed_parent(sandbox, marker):
 def test_a_program_that_closes_its_streams_ends_too(sandbox):
     result = sandbox.run("import os; os.closerange(0, 64); os._exit(5)")
     assert (result.ending, result.exit_code, result.stdout) == ("exit", 5, "")
+
+
+def children(process):
+    try:
+        return [child.pid for child in psutil.Process(process).children() if child.status() != psutil.STATUS_ZOMBIE]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def first_processes():

@@ -125,7 +125,6 @@ def test_a_trial_that_does_not_run_is_refused():
         {"timeout": float("inf")},
         {"timeout": float("nan")},
         {"max_processes": 0},
-        {"max_output_mb": 1.5},
     ],
     ids=str,
 )
