@@ -47,9 +47,7 @@ class Letters:
 def noted(groups) -> list[list]:
     """A rollout as its tokens' letters, its finish reason, and the sum of its log-probabilities."""
     letters = Letters()
-    return [
-        [letters.decode(one.token_ids), one.finish_reason, sum(one.logprobs)] for group in groups for one in group
-    ]
+    return [[letters.decode(one.token_ids), one.finish_reason, sum(one.logprobs)] for group in groups for one in group]
 
 
 def sample(family: str) -> dict[str, list[list]]:
