@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.types import FinishReason, Media, Prompt, Rollout, SamplingConfig
-from pl_grouprl.utilities.options import check_options, checked_arguments
+from pl_grouprl.utilities.options import check_options
 
 # Options of branching rollouts: where rollouts branch, how often, and within how many tokens.
 
@@ -18,7 +18,6 @@ MAX_ROLLOUTS = 2**16
 """Most rollouts per group; random streams are numbered over all prompts and rollouts, in 32 bits."""
 
 
-@checked_arguments
 @dataclass(frozen=True)
 class Branching:
     """How the rollouts of a prompt branch into a tree.

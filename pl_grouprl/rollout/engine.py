@@ -11,10 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from pl_grouprl.attention.support import find_decoder, selects_tokens, takes_positions
 from pl_grouprl.distributed.checksum import SyncedSampler
 from pl_grouprl.media.inputs import placeholder_ids
-from pl_grouprl.rollout.hf.prefill import keeps_more_than_keys
 from pl_grouprl.types import FinishReason, Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -40,41 +38,6 @@ def length_limits(model: Any) -> dict[str, int]:
     for name, length in _rotary_limits(model):
         limits[name] = min(length, limits.get(name, length))
     return limits
-
-
-def allows_padding(model: Any, longest: int) -> bool:
-    """Whether prompts of different lengths can be batched.
-
-    Not if the model counts positions itself, or a layer counts columns: one that scales queries by them
-    (`counts_padding`), or one that keeps an index of the tokens and does not select by the attention mask (MiniMax M3's
-    blocks).
-
-    Args:
-        model: A transformers decoder.
-        longest: Length of the longest prompt plus completion.
-    """
-    decoder = find_decoder(model)
-    heeds_mask = not keeps_more_than_keys(model) or selects_tokens(decoder)
-    return heeds_mask and not counts_padding(model, longest) and (takes_positions(decoder) or needs_no_positions(model))
-
-
-def needs_no_positions(model: Any) -> bool:
-    """Whether a model biases scores by distance, which it reads from the attention mask."""
-    return model.config.model_type in ("bloom", "mpt") or bool(getattr(model.config, "alibi", False))
-
-
-def counts_padding(model: Any, longest: int) -> bool:
-    """Whether a layer counts columns, padding included, so only prompts of equal length can be batched.
-
-    Llama 4's layers without rotary embedding scale queries by their column, beyond some column.
-
-    Args:
-        model: A transformers decoder.
-        longest: Length of the longest prompt plus completion.
-    """
-    config = model.config.get_text_config(decoder=True)
-    tuned = bool(getattr(config, "attn_temperature_tuning", False)) and 0 in (config.no_rope_layers or ())
-    return tuned and longest >= config.floor_scale
 
 
 def vocabulary(model: Any) -> int | None:

@@ -69,11 +69,6 @@ def uses_attention_functions(decoder: Any) -> bool:
     return bool(decoder._can_set_attn_implementation())
 
 
-def takes_any_attention_function(decoder: Any) -> bool:
-    """Whether a decoder's layers make no difference between attention functions by their names."""
-    return bool(getattr(decoder, "_supports_attention_backend", False))
-
-
 def router_recorders(decoder: Any) -> list[Any]:
     """What records a decoder's router logits: classes of modules, or objects with such a `target_class`."""
     recorders = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits") or []
@@ -121,7 +116,7 @@ NAMES = (
     Names(
         "transformers.PreTrainedModel",
         (
-            *("_can_set_attn_implementation", "_supports_attention_backend", "_can_record_outputs"),
+            *("_can_set_attn_implementation", "_can_record_outputs"),
             *("_require_grads_hook", "_keys_to_ignore_on_save"),
             "_keep_in_fp32_modules_strict",
         ),

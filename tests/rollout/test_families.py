@@ -4,7 +4,7 @@ import pytest
 from helpers.sampling_oracle import FAMILIES, assert_sampled, tiny_decoder
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.engine import counts_padding
+from pl_grouprl.rollout.hf.prefill import counts_padding
 from pl_grouprl.types import SamplingConfig
 
 PROMPTS = [

@@ -8,13 +8,12 @@ import torch
 from helpers.continued import counted_tokens, play
 from helpers.rollouts import PROMPTS, assert_same
 from helpers.sampling_oracle import FAMILIES, tiny_decoder
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.hf import decode
-from pl_grouprl.rollout.hf.cache import KeptCaches, KeptSequence, gather_cache
+from pl_grouprl.rollout.hf import engine as hf_engine
+from pl_grouprl.rollout.hf.kept import EncodedPrompt, KeptCaches, KeptSequence
 from pl_grouprl.rollout.hf.prefill import MAX_REPEATED, plan_continuing
-from pl_grouprl.rollout.hf.shared_prompt import ContinuedRow
 from pl_grouprl.types import Prompt, SamplingConfig
 from pl_grouprl.utilities.internals import cache_argument
 
@@ -63,20 +62,14 @@ def test_results_of_very_different_lengths(make_model, family):
 @pytest.mark.parametrize("max_sequences", [None, 5])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_window"])
 def test_continuing_shared_prompts(make_model, monkeypatch, family, max_sequences):
-    kinds = []
-
-    def recorded(*args):
-        cache = gather_cache(*args)
-        kinds.append(type(cache.layers[-1]).__name__)
-        return cache
-
-    monkeypatch.setattr(decode, "gather_cache", recorded)
+    shared, shares_prompts = [], hf_engine.shares_prompts
+    monkeypatch.setattr(hf_engine, "shares_prompts", lambda *args: shared.append(shares_prompts(*args)) or shared[-1])
     model = make_model(family, **{"n_positions" if family == "gpt2" else "max_position_embeddings": 1024})
     sampling = SamplingConfig(max_new_tokens=6, stop_token_ids=(4, 9))
     options = {"num_generations": 6, "turns": 3, "new_tokens": lambda numbers: numbers.choice([1, 2, 20])}
     check(HFRolloutEngine(model, max_sequences=max_sequences), [4 * LONG, 3 * LONG], sampling, **options)
-    assert kinds[-1] == "ContinuedPromptsLayer"
-    assert kinds.count("ContinuedPromptsLayer") > len(kinds) / 2
+    assert shared[-1]
+    assert sum(shared) > len(shared) / 2
 
 
 @pytest.mark.slow
@@ -128,18 +121,17 @@ def test_a_shared_prompt_is_stored_once(make_model, max_sequences):
     with engine.keep_caches():
         groups = engine.generate(prompts, sampling, num_generations=9, seed=1)
         for turn in range(3):
-            prompts_of_rows, suffix_lengths = zip(*shared_rows(), strict=True)
-            assert suffix_lengths == (4 + 8 * turn,) * 18 * 2  # layers
-            assert len(set(prompts_of_rows)) <= 2 * 2 * (1 if max_sequences is None else 2)
+            kept = [one for one in gc.get_objects() if isinstance(one, KeptSequence)]
+            assert [layer.keys.shape[2] for one in kept for layer in one.layers] == [4 + 8 * turn] * 18 * 2
+            shared = {one.prompt for one in kept}
+            assert len(shared) == 2
+            addresses = {keys.untyped_storage().data_ptr() for one in shared for keys, _ in one.states}
+            assert len(addresses) <= 2 * (1 if max_sequences is None else 2)  # packed in each layer
+            assert len([one for one in gc.get_objects() if isinstance(one, EncodedPrompt)]) == 2
             sampled = [(own, one) for own, group in zip(prompts, groups, strict=True) for one in group]
             prompts = [[*own, *one.token_ids, 1, 2, 3] for own, one in sampled]
+            del kept, shared
             groups = engine.generate(prompts, sampling, num_generations=1, seed=1)
-
-
-def shared_rows():
-    """Address of the prompt and number of own tokens of each sequence's layers that share a prompt."""
-    rows = (one for one in gc.get_objects() if isinstance(one, ContinuedRow))
-    return [(row.prompt[0].data_ptr(), row.keys.shape[2]) for row in rows]
 
 
 def test_few_tokens_run_twice_where_results_differ_in_length(make_model):
@@ -164,7 +156,7 @@ def layer(tokens):
 
 
 def sequence(tokens):
-    return KeptSequence(tokens, Cache(layers=[layer(tokens)]))
+    return KeptSequence(tokens, [layer(tokens)])
 
 
 def test_the_longest_prefix_is_found():

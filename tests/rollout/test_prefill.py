@@ -3,7 +3,6 @@ import torch
 
 from pl_grouprl.rollout.hf.prefill import (
     NextTokenLogits,
-    PrefixStore,
     PromptEncoder,
     left_padding_mask,
     plan_prefill,
@@ -49,7 +48,7 @@ def test_padded_prompts_equal_single_prompts(make_model, family, attention):
         torch.testing.assert_close(together.logits_PV[row], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_store_prefills_once_and_forgets(qwen3):
+def test_encoder_prefills_once_and_forgets(qwen3):
     calls = []
 
     class Recorder(NextTokenLogits):
@@ -58,13 +57,12 @@ def test_store_prefills_once_and_forgets(qwen3):
             return super().__call__(input_ids_BS, *rest)
 
     encoder = PromptEncoder(Recorder(qwen3), [Prompt([1]), Prompt([2]), Prompt([3, 4])], max_tokens=2)
-    store = PrefixStore(encoder)
-    (first, rows), (second, more) = store.select([0, 1, 1, 2], needed_later=2)
+    (first, rows), (second, more) = encoder.select([0, 1, 1, 2], needed_later=2)
     assert (rows, more) == ([0, 1, 1], [0])
     assert (first.lengths, second.lengths) == ([1, 1], [2])
     assert calls == [[[1], [2]], [[3, 4]]]
-    ((again, rows),) = store.select([2, 2], needed_later=3)
+    ((again, rows),) = encoder.select([2, 2], needed_later=3)
     assert again is second
     assert rows == [0, 0]
     assert len(calls) == 2
-    assert store._ready == {}
+    assert encoder._ready == {}

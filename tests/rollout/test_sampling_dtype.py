@@ -8,7 +8,7 @@ from helpers.tiny_models import tiny_model
 
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.hf import prompt_attention
+from pl_grouprl.rollout.hf import attention
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.modes import computing_in
 
@@ -43,7 +43,7 @@ def sample(model, *, autocast=None, **options):
 @pytest.fixture
 def seen(monkeypatch):
     """Dtypes of the inputs of all linear layers, and whether attention read shared prompts."""
-    dtypes, linear, attend = set(), torch.nn.functional.linear, prompt_attention.attend
+    dtypes, linear, attend = set(), torch.nn.functional.linear, attention.attend_runs
 
     def recorded(input, weight, bias=None):
         dtypes.update((input.dtype, weight.dtype))
@@ -54,7 +54,7 @@ def seen(monkeypatch):
         return attend(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "linear", recorded)
-    monkeypatch.setattr(prompt_attention, "attend", shared)
+    monkeypatch.setattr(attention, "attend_runs", shared)
     return dtypes
 
 

@@ -12,15 +12,8 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.engine import allows_padding
-from pl_grouprl.rollout.hf.cache import (
-    Axes,
-    gather_rows_of_tokens,
-    keeps_more,
-    take_row_of_tokens,
-    token_axes,
-    without_last_tokens,
-)
+from pl_grouprl.rollout.hf.kept import Axes, KeptSequence, gather_layer, keeps_more, take_row, token_axes
+from pl_grouprl.rollout.hf.prefill import allows_padding
 from pl_grouprl.types import SamplingConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
@@ -57,16 +50,15 @@ def filled(layer, rows, length, base=0.0):
 
 def test_rows_are_gathered_taken_and_shortened():
     short, long = filled(PlacedLayer(), 2, 2), filled(PlacedLayer(), 1, 3, base=100.0)
-    axes = token_axes(short)
-    assert axes == {"keys": Axes(0, 2), "values": Axes(0, 2), "places": Axes(1, 2)}
-    layer = gather_rows_of_tokens([(short, torch.tensor([1, 0, 1])), (long, torch.tensor([0]))], axes, width=3)
+    assert token_axes(short) == {"keys": Axes(0, 2), "values": Axes(0, 2), "places": Axes(1, 2)}
+    layer = gather_layer(0, [(short, torch.tensor([1, 0, 1])), (long, torch.tensor([0]))], width=3)
     expected = [[0, 11, 12], [0, 1, 2], [0, 11, 12], [101, 102, 103]]
     assert layer.keys[:, 0, :, 0].tolist() == expected
     assert torch.equal(layer.values, -layer.keys)
     assert [place.tolist() for place in layer.places] == [expected] * 3
-    taken = take_row_of_tokens(layer, axes, 2, 2)
+    taken = take_row(layer, 2, 2)
     assert taken.places[0].tolist() == taken.keys[:, 0, :, 0].tolist() == [[11, 12]]
-    shorter = without_last_tokens(taken, 1)
+    (shorter,) = KeptSequence(2, [taken]).cut(1).layers
     assert shorter.places[0].tolist() == shorter.keys[:, 0, :, 0].tolist() == [[11]]
     assert taken.get_seq_length() == 2
     assert short.places.shape == (3, 2, 2)

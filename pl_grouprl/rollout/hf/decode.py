@@ -1,51 +1,68 @@
 """Decodes a batch of sequences until each has ended.
 
-Shapes: B sequences that are still being decoded, V vocabulary, T steps per draw of random numbers.
+Shapes: B rows of the batch, N sequences that it began with, V vocabulary, T steps.
 
-Each step draws a token per sequence, removes ended sequences from the batch and runs the model on the rest. Sequences
-leave as soon as they end (`kv_cache.drop_rows` makes that cheap), so a step's cost is proportional to the remaining
-ones; on asynchronous devices they leave every few steps, and tokens drawn after their end are dropped. Steps are
-vectorized, except that stop strings, if given, are searched sequence by sequence.
+All state of a row is on the device, and a step asks the host for nothing: it runs the model on each row's newest token,
+draws the next, and marks rows that have ended. Between steps the host looks at the marks: on a CPU in every step, so
+that a step's cost is proportional to the sequences that are left; on asynchronous devices every few steps, where each
+look synchronizes. Until the host removes it, a row that has ended stays where it is and draws tokens that do not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pl_grouprl.rollout.engine import StopStrings
-from pl_grouprl.rollout.hf.cache import KeptSequence, drop_rows, gather_cache, needs_padding_mask, take_row
-from pl_grouprl.rollout.hf.prefill import NextTokenLogits, Prefix, left_padding_mask
+from pl_grouprl.rollout.hf.kept import KeptSequence
+from pl_grouprl.rollout.hf.prefill import NextTokenLogits, Prefix
 from pl_grouprl.rollout.hf.sampling import sample_tokens, uniforms
-from pl_grouprl.rollout.hf.shared_prompt import MIN_SAVED_TOKENS, find_shared_prompts
 from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.progress import tick
 
-RANDOM_STEPS = 64
-"""Steps per draw of random numbers; does not affect their values."""
-
 STEPS_PER_CHECK = {"cpu": 1}
-"""Steps between checks for ended sequences, by device; see `_ASYNC_STEPS_PER_CHECK`."""
+"""Steps between looks for ended sequences, by device."""
 
 _ASYNC_STEPS_PER_CHECK = 8
-"""Steps between checks on asynchronous devices, where each check synchronizes."""
+"""The same for other devices."""
+
+
+class DecodeRow(NamedTuple):
+    """A sequence to decode.
+
+    Attributes:
+        prefix: Where its prompt was encoded.
+        place: The prompt's row there.
+        stream: (prompt index, generation index), which identify its random numbers.
+        max_new_tokens: Most tokens to sample.
+    """
+
+    prefix: Prefix
+    place: int
+    stream: tuple[int, int]
+    max_new_tokens: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return self.prefix.lengths[self.place]
 
 
 class DecodeBatch:
-    """Sequences that are decoded together.
+    """Sequences that are decoded together; a subclass has the cache.
 
     Args:
-        parts: Encoded prompts and their row for each sequence, as `PrefixStore.select` returns them.
-        sequences: (prompt index, generation index) of each, which identify its random stream.
+        rows: The sequences.
         sampling: How to sample; its `max_new_tokens` is not read.
-        max_new_tokens: Most tokens of each sequence.
         end_ids: Tokens that end a sequence.
         stop: Strings that end a sequence.
         seed: Seed of the random streams.
-        min_saved_tokens: Minimum of copied tokens that sharing must save, per prompt.
         keep: Whether to keep the cache of each sequence when it leaves, in `kept`.
+        groups: Numbers of the rows that have to stay together, as lists; None if any row may take any other's place.
 
     Attributes:
         kept: By the number of a sequence, the cache of its prompt and its tokens except the last.
@@ -53,49 +70,53 @@ class DecodeBatch:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Prefix, list[int]]],
-        sequences: Sequence[tuple[int, int]],
+        rows: Sequence[DecodeRow],
         sampling: SamplingConfig,
         *,
-        max_new_tokens: Sequence[int],
         end_ids: Sequence[int],
         stop: StopStrings,
         seed: int,
-        min_saved_tokens: float = MIN_SAVED_TOKENS,
         keep: bool = False,
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        device = parts[0][0].logits_PV.device
-        indexed = [(prefix, torch.tensor(rows, device=device)) for prefix, rows in parts]
-        lengths = [prefix.lengths[row] for prefix, rows in parts for row in rows]
-        positions = [prefix.positions[row] for prefix, rows in parts for row in rows]
-        self.sequences, self.sampling, self.stop, self.seed = sequences, sampling, stop, seed
-        self.end_ids = torch.tensor(list(end_ids), dtype=torch.int64, device=device)
-        self.width = max(prefix.width for prefix, _ in parts)
-        self._limits = set(max_new_tokens)
-        self._steps = max(self._limits)
-        limit = self.width + self._steps
-        prompts = find_shared_prompts(
-            [(prefix.shared, prefix.lengths, rows) for prefix, rows in parts], device, min_saved_tokens
+        self.sampling, self.stop, self.keeps, self.device = sampling, stop, keep, rows[0].prefix.logits_PV.device
+        groups = [range(len(rows))] if groups is None else groups
+        self.numbers = [number for group in groups for number in group]
+        self.group_sizes = [len(group) for group in groups]
+        self.limits = {row.max_new_tokens for row in rows}
+        self.num_steps = max(self.limits)
+        self._can_end = bool(end_ids)
+        # A kept sequence must leave at once: later tokens would change states, and move positions out of windows.
+        often = bool(stop) or keep
+        self._steps_per_check = 1 if often else STEPS_PER_CHECK.get(self.device.type, _ASYNC_STEPS_PER_CHECK)
+        ordered = [rows[number] for number in self.numbers]
+        self.logits_BV: Tensor | None = torch.stack([row.prefix.logits_PV[row.place] for row in ordered])
+        # One entry per row; rows move when others leave.
+        self.row_B = self.int64(self.numbers)
+        self.length_B = self.int64([row.length for row in ordered])  # in the cache
+        self.position_B = self.int64([row.prefix.positions[row.place] for row in ordered])
+        self.limit_B = self.int64([row.max_new_tokens for row in ordered])
+        self.token_B, self.count_B = torch.zeros_like(self.row_B), torch.zeros_like(self.row_B)
+        self.done_B, self.stopped_B = (
+            torch.zeros_like(self.row_B, dtype=torch.bool),
+            torch.zeros_like(self.row_B, dtype=torch.bool),
         )
-        self.cache = gather_cache([(prefix.cache, rows) for prefix, rows in indexed], self.width, limit, prompts)
-        self.logits_BV = torch.cat([prefix.logits_PV[rows] for prefix, rows in indexed])
-        # Everything below has one row per live sequence and is reordered when sequences leave.
-        self.row_B = torch.arange(len(sequences), device=device)
-        self.position_B = torch.tensor(positions, device=device)
-        self.limit_B = torch.tensor(list(max_new_tokens), device=device)
-        masked = needs_padding_mask(self.cache)
-        self.prompt_mask_BS = left_padding_mask(lengths, self.width, device) if masked else None
-        self.uniforms_BT: Tensor | None = None
-        self.tail_BW = torch.full((len(sequences), stop.window), -1, device=device) if stop else None
-        self.finished_B = torch.zeros(len(sequences), dtype=torch.bool, device=device)
-        # A kept sequence must leave at once: later tokens could push positions out of some layers.
-        self._steps_per_check = 1 if stop or keep else STEPS_PER_CHECK.get(device.type, _ASYNC_STEPS_PER_CHECK)
-        # Results so far, one entry per step; the last column marks tokens after an end.
-        self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._stopped: list[Tensor] = []
-        self._lengths, self._keeps = lengths, keep
-        self._shared = [prefix.shared[row] for prefix, rows in parts for row in rows]
+        # One entry per step and sequence.
+        self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.uniforms_TN: Tensor | None = None
+        if sampling.temperature != 0:
+            numbers_NT = uniforms(seed, [row.stream for row in rows], 0, self.num_steps)
+            self.uniforms_TN = numbers_NT.t().contiguous().to(self.device)
+        self.tokens_TN = torch.zeros(self.num_steps, len(rows), dtype=torch.int64, device=self.device)
+        self.logprobs_TN = torch.zeros(self.num_steps, len(rows), device=self.device)
+        self._end_ids = self.int64(end_ids)
+        self._lengths = [row.length for row in rows]
+        self._counts, self._stopped = [0] * len(rows), [False] * len(rows)
         self.kept: dict[int, KeptSequence] = {}
+
+    def int64(self, values: Sequence[int]) -> Tensor:
+        """A tensor on the batch's device."""
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
     def run(self, logits: NextTokenLogits) -> list[Rollout]:
         """Decode until all sequences have ended.
@@ -106,97 +127,129 @@ class DecodeBatch:
         Raises:
             FloatingPointError: If the model's logits were not finite.
         """
-        for step in range(self._steps):
-            tokens_B = self._draw(step)
-            tick(len(tokens_B))
-            if step + 1 == self._steps:
-                break
-            leaving_B = self._leaving(step)
-            leaving = 0 if leaving_B is None else int(leaving_B.sum())
-            if leaving == len(tokens_B):
-                break
-            if leaving_B is not None and leaving:
-                self._keep(leaving_B, step)
-                tokens_B = tokens_B[self._drop(leaving_B)]
-            self.logits_BV = logits(
-                tokens_B.unsqueeze(-1), self.cache, (self.position_B + step).unsqueeze(-1), self._mask(step + 1)
-            )
-        self._keep(torch.ones_like(self.finished_B), step)
-        return self._collect()
-
-    def _draw(self, step: int) -> Tensor:
-        """Draw this step's token for every sequence, and record which sequences it ends."""
-        tokens_B, logprobs_B = sample_tokens(self.logits_BV, self.sampling, self._uniforms(step))
-        self._drawn.append((self.row_B, tokens_B, logprobs_B, self.finished_B))
-        ends_B = torch.isin(tokens_B, self.end_ids)
-        if self.tail_BW is not None:
-            self.tail_BW = torch.cat([self.tail_BW[:, 1:], tokens_B.unsqueeze(-1)], dim=-1)
-            tails = [[token for token in tail if token >= 0] for tail in self.tail_BW.tolist()]
-            ends_B = ends_B | torch.tensor(self.stop.found(tails), device=ends_B.device)
-        self.finished_B = self.finished_B | ends_B
-        return tokens_B
-
-    def _leaving(self, step: int) -> Tensor | None:
-        """Sequences that leave after this step; None if this step does not check, because checking synchronizes."""
-        if step + 1 in self._limits:  # at once: the model may have no further positions for them
-            return self.finished_B | (self.limit_B <= step + 1)
-        can_end = len(self.end_ids) > 0 or self.tail_BW is not None
-        return self.finished_B if can_end and (step + 1) % self._steps_per_check == 0 else None
-
-    def _uniforms(self, step: int) -> Tensor | None:
-        if self.sampling.temperature == 0:
-            return None
-        if self.uniforms_BT is None or step % RANDOM_STEPS == 0:
-            live = [self.sequences[row] for row in self.row_B.tolist()]
-            count = min(RANDOM_STEPS, self._steps - step)
-            self.uniforms_BT = uniforms(self.seed, live, step, count).to(self.row_B.device)
-        return self.uniforms_BT[:, step % RANDOM_STEPS]
-
-    def _mask(self, new_tokens: int) -> Tensor | None:
-        if self.prompt_mask_BS is None:
-            return None
-        return torch.nn.functional.pad(self.prompt_mask_BS, (0, new_tokens), value=1)
-
-    def _keep(self, leaving_B: Tensor, step: int) -> None:
-        """Keep the caches of sequences that leave with the token of this step, which is not in the cache yet."""
-        if self._keeps:
-            for row in leaving_B.nonzero().flatten().tolist():
-                number = int(self.row_B[row])
-                num_tokens = self._lengths[number] + step
-                self.kept[number] = take_row(self.cache, row, num_tokens, self._shared[number])
-
-    def _drop(self, leaving_B: Tensor) -> Tensor:
-        """Remove sequences, including all that ended; returns the old index of each remaining row."""
-        order = drop_rows(self.cache, leaving_B)
-        self._stopped.append(self.row_B[self.finished_B])
-        self.finished_B = torch.zeros_like(order, dtype=torch.bool)
-        self.row_B = self.row_B[order]
-        self.position_B = self.position_B[order]
-        self.limit_B = self.limit_B[order]
-        if self.prompt_mask_BS is not None:
-            self.prompt_mask_BS = self.prompt_mask_BS[order]
-        if self.uniforms_BT is not None:
-            self.uniforms_BT = self.uniforms_BT[order]
-        if self.tail_BW is not None:
-            self.tail_BW = self.tail_BW[order]
-        return order
-
-    def _collect(self) -> list[Rollout]:
-        """Assemble one rollout per sequence from the steps."""
-        rows, tokens, logprobs, past_end = (torch.cat(columns).cpu() for columns in zip(*self._drawn, strict=True))
-        rows, tokens, logprobs = (column[~past_end] for column in (rows, tokens, logprobs))
-        if not bool(logprobs.isfinite().all()):
+        assert self.logits_BV is not None
+        self._draw(self.logits_BV)
+        self.logits_BV = None
+        drawn = 1
+        while self._look(drawn):
+            self._step(logits)
+            drawn += 1
+        self._retire(range(len(self.numbers)))
+        counts_N = torch.tensor(self._counts)
+        tokens_NT, logprobs_NT = self.tokens_TN.t().cpu(), self.logprobs_TN.t().cpu()
+        counted = torch.arange(self.num_steps) < counts_N[:, None]
+        if not bool(logprobs_NT[counted].isfinite().all()):
             raise FloatingPointError(
                 "the model's logits are not finite (NaN or infinite); check its weights, and whether its dtype can "
                 "hold its activations (try bfloat16 or float32 in place of float16)."
             )
-        counts = torch.bincount(rows, minlength=len(self.sequences)).tolist()
-        order = rows.argsort(stable=True)
-        stopped = set(torch.cat([*self._stopped, self.row_B[self.finished_B]]).tolist())
-        pieces = zip(tokens[order].split(counts), logprobs[order].split(counts), strict=True)
         return [
             Rollout(
-                token_ids=ids.tolist(), logprobs=values.tolist(), finish_reason="stop" if row in stopped else "length"
+                token_ids=ids[:count].tolist(),
+                logprobs=values[:count].tolist(),
+                finish_reason="stop" if stopped else "length",
             )
-            for row, (ids, values) in enumerate(pieces)
+            for ids, values, count, stopped in zip(tokens_NT, logprobs_NT, self._counts, self._stopped, strict=True)
         ]
+
+    # A step, which asks the host for nothing.
+
+    def _step(self, logits: NextTokenLogits) -> None:
+        live_B = ~self.done_B  # a row that has ended overwrites the entry after its last cached token
+        logits_BV = self.forward(logits)
+        self._draw(logits_BV)
+        self.length_B.add_(live_B)
+        self.position_B.add_(live_B)
+
+    def _draw(self, logits_BV: Tensor) -> None:
+        """Draw a token for each row, and mark rows that it ends."""
+        uniforms_B = None
+        if self.uniforms_TN is not None:
+            uniforms_B = self.uniforms_TN.index_select(0, self.step_1).squeeze(0).index_select(0, self.row_B)
+        tokens_B, logprobs_B = sample_tokens(logits_BV, self.sampling, uniforms_B)
+        entry_B = self.step_1 * self.tokens_TN.shape[1] + self.row_B
+        self.tokens_TN.view(-1).index_copy_(0, entry_B, tokens_B)
+        self.logprobs_TN.view(-1).index_copy_(0, entry_B, logprobs_B)
+        self.token_B.copy_(tokens_B)
+        live_B = ~self.done_B
+        self.count_B.add_(live_B)
+        if self._can_end:  # compared, because `isin` may sort and synchronize
+            self.stopped_B.logical_or_((tokens_B[:, None] == self._end_ids).any(dim=-1).logical_and_(live_B))
+        self.done_B.logical_or_(self.stopped_B).logical_or_(self.count_B >= self.limit_B)
+        self.step_1.add_(1)
+
+    # What the host does between steps.
+
+    def _look(self, drawn: int) -> bool:
+        """Remove rows that have ended, now and then; returns whether to go on after `drawn` tokens."""
+        tick(len(self.numbers))
+        if self.stop:
+            first = max(drawn - self.stop.window, 0)
+            found_B = torch.tensor(
+                self.stop.found(self.tokens_TN[first:drawn, self.row_B].t().tolist()), device=self.device
+            )
+            self.stopped_B.logical_or_(found_B)
+            self.done_B.logical_or_(found_B)
+        if drawn == self.num_steps:
+            return False
+        looks = drawn % self._steps_per_check == 0 and (self._can_end or bool(self.stop))
+        if drawn not in self.limits and not looks:
+            return True
+        done = self.done_B.tolist()
+        if all(done):
+            return False
+        if any(done):
+            self._retire([place for place, ended in enumerate(done) if ended])
+            self._remove(done)
+        return True
+
+    def _retire(self, places: Sequence[int]) -> None:
+        """Note how rows ended, and keep their caches."""
+        counts, stopped = self.count_B.tolist(), self.stopped_B.tolist()
+        for place in places:
+            number = self.numbers[place]
+            self._counts[number], self._stopped[number] = counts[place], stopped[place]
+            if self.keeps:  # the last token is not in the cache
+                self.kept[number] = self.take(place, self._lengths[number] + counts[place] - 1)
+
+    def _remove(self, done: Sequence[bool]) -> None:
+        """Remove rows: in each group, rows from its end take the places that its beginning leaves free."""
+        order: list[int] = []
+        sizes = []
+        for first, last in pairwise(accumulate(self.group_sizes, initial=0)):
+            live = [place for place in range(first, last) if not done[place]]
+            start, end = len(order), len(order) + len(live)
+            staying = {place for place in live if start <= place < end}
+            moving = iter([place for place in live if place not in staying])
+            order += [place if place in staying else next(moving) for place in range(start, end)]
+            sizes.append(len(live))
+        self.group_sizes, self.numbers = sizes, [self.numbers[place] for place in order]
+        order_B = self.int64(order)
+        for name in ("row_B", "length_B", "position_B", "limit_B", "token_B", "count_B", "done_B", "stopped_B"):
+            setattr(self, name, getattr(self, name)[order_B])
+        targets = [target for target, source in enumerate(order) if target != source]
+        self.keep_rows(order_B, self.int64(targets), self.int64([order[target] for target in targets]))
+
+    # What a subclass does.
+
+    def forward(self, logits: NextTokenLogits) -> Tensor:
+        """Run the model on each row's newest token, which extends the cache; returns logits [B, V]."""
+        raise NotImplementedError
+
+    def keep_rows(self, order_B: Tensor, targets: Tensor, sources: Tensor) -> None:
+        """Keep the rows of the cache at `order_B`, in that order: rows `sources` move to `targets`, others stay."""
+        raise NotImplementedError
+
+    def take(self, place: int, num_tokens: int) -> KeptSequence:
+        """Copy a row of the cache, of `num_tokens` tokens."""
+        raise NotImplementedError
+
+
+def place_rows(rows: Sequence[DecodeRow]) -> list[tuple[Prefix, list[int], list[int]]]:
+    """The batches of prompts that rows come from: each with the rows' places in it, and in the decode batch."""
+    found: dict[int, Any] = {}
+    for place, row in enumerate(rows):
+        _, sources, targets = found.setdefault(id(row.prefix), (row.prefix, [], []))
+        sources.append(row.place)
+        targets.append(place)
+    return list(found.values())

@@ -6,37 +6,31 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder, takes_positions
 from pl_grouprl.checks.sampling import LONGEST, LONGEST_CONTINUED, check_decoding, continues_exactly
 from pl_grouprl.media.inputs import check_prompt_media, media_key, placeholder_ids
-from pl_grouprl.rollout.engine import BoundPolicy, StopStrings, allows_padding, length_limits, prompt_limits
-from pl_grouprl.rollout.hf.cache import KeptCaches, KeptSequence
-from pl_grouprl.rollout.hf.decode import DecodeBatch
+from pl_grouprl.rollout.engine import BoundPolicy, StopStrings, length_limits, prompt_limits
+from pl_grouprl.rollout.hf.attention import sharing_prompts
+from pl_grouprl.rollout.hf.copied_batch import CopiedBatch
+from pl_grouprl.rollout.hf.decode import DecodeRow
+from pl_grouprl.rollout.hf.kept import KeptCaches
 from pl_grouprl.rollout.hf.packed_linear import original_weights, packed_linears
-from pl_grouprl.rollout.hf.prefill import NextTokenLogits, PrefixStore, PromptEncoder, cache_argument
+from pl_grouprl.rollout.hf.prefill import NextTokenLogits, PromptEncoder, allows_padding, cache_argument
+from pl_grouprl.rollout.hf.static_batch import MIN_SAVED_TOKENS, StaticBatch, shares_prompts
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.device_defaults import cached_bytes, free_memory, sequences_at_once
 from pl_grouprl.utilities.modes import computing_in, evaluating, is_out_of_memory, naming_memory, uncompiled
-from pl_grouprl.utilities.options import check_options, checked_arguments
-
-# Samples rollouts of many prompts in batches of limited size.
-
-
-class _Sequence(NamedTuple):
-    """A sequence to decode: indices of its distinct prompt, of its prompt, and of its rollout."""
-
-    distinct: int
-    prompt: int
-    rollout: int
+from pl_grouprl.utilities.options import check_options
 
 
 class BatchedSampler:
-    """Samples from a transformers decoder.
+    """Samples from a transformers decoder in batches of limited size.
 
     Args:
         model: A transformers decoder with a language-model head, in evaluation mode.
@@ -59,7 +53,7 @@ class BatchedSampler:
         stop: StopStrings,
         indices: Sequence[int] | None = None,
         kept: KeptCaches | None = None,
-        **decoding: float,
+        min_saved_tokens: float = MIN_SAVED_TOKENS,
     ) -> list[list[Rollout]]:
         """Sample completions of every prompt, without text.
 
@@ -73,78 +67,67 @@ class BatchedSampler:
             stop: Strings that end a sequence.
             indices: Index of each prompt, for its random streams; None for its index in `prompts`.
             kept: Caches for the prompts to continue; replaced by those of the rollouts.
-            decoding: Further options of `DecodeBatch`.
+            min_saved_tokens: See `static_batch.shares_prompts`.
         """
-        distinct, continued, sequences = _arrange(prompts, num_generations, kept)
+        equal: dict[tuple[Any, ...], list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            equal.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
+        owners = list(equal.values())
+        distinct = [prompts[places[0]] for places in owners]
+        continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
+
+        # Prompts that continue nothing come first; prompts are sorted by the number of tokens to run, then by length.
+        keys = [
+            (
+                cached is not None,
+                len(prompt.token_ids) - (0 if cached is None else cached.num_tokens),
+                len(prompt.token_ids),
+            )
+            for prompt, cached in zip(distinct, continued, strict=True)
+        ]
+        order = sorted(range(len(distinct)), key=keys.__getitem__)
+        distinct, continued = [distinct[number] for number in order], [continued[number] for number in order]
+        sequences = [
+            (place, index, generation)
+            for place, number in enumerate(order)
+            for index in owners[number]
+            for generation in range(num_generations)
+        ]
         logits = NextTokenLogits(self._model)
         longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
         padding = allows_padding(self._model, longest)
         encoder = PromptEncoder(logits, distinct, self._max_prefill_tokens, kept=continued, padding=padding)
         del continued  # so that the encoder can free them
-        store = PrefixStore(encoder)
         groups: list[list[Rollout]] = [[] for _ in prompts]
-        for chunk, needed_later in self._chunks(distinct, sequences, padding):
-            parts = store.select([sequence.distinct for sequence in chunk], needed_later)
-            streams = [(seq.prompt if indices is None else indices[seq.prompt], seq.rollout) for seq in chunk]
-            batch = DecodeBatch(
-                parts,
-                streams,
-                sampling,
-                max_new_tokens=[max_new_tokens[sequence.prompt] for sequence in chunk],
-                end_ids=end_ids,
-                stop=stop,
-                seed=seed,
-                keep=kept is not None,
-                **decoding,
-            )
-            del parts  # the prompts' caches are copied by now
-            for number, (sequence, rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
-                groups[sequence.prompt].append(rollout)
-                prompt = prompts[sequence.prompt]
+        for start, end in self._chunks([len(distinct[place].token_ids) for place, *_ in sequences], padding):
+            chunk = sequences[start:end]
+            needed_later = sequences[end][0] if end < len(sequences) else len(distinct)
+            parts = encoder.select([place for place, *_ in chunk], needed_later)
+            places = [(prefix, row) for prefix, rows in parts for row in rows]
+            rows = [
+                DecodeRow(*place, (index if indices is None else indices[index], generation), max_new_tokens[index])
+                for place, (_, index, generation) in zip(places, chunk, strict=True)
+            ]
+            kind = StaticBatch if shares_prompts(rows, min_saved_tokens) else CopiedBatch
+            batch = kind(rows, sampling, end_ids=end_ids, stop=stop, seed=seed, keep=kept is not None)
+            del parts, places, rows  # the prompts' caches are copied by now
+            for number, ((_, index, _), rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
+                groups[index].append(rollout)
+                prompt = prompts[index]
                 if kept is not None and not prompt.media:
                     kept.add([*prompt.token_ids, *rollout.token_ids[:-1]], batch.kept[number])
             del batch  # frees its cache before the next one
         return groups
 
-    def _chunks(
-        self, distinct: Sequence[Prompt], sequences: Sequence[_Sequence], padding: bool
-    ) -> Iterator[tuple[Sequence[_Sequence], int]]:
-        """Split the sequences into batches; yields each with the first distinct prompt that later batches need."""
-        start, lengths = 0, [len(distinct[sequence.distinct].token_ids) for sequence in sequences]
-        while start < len(sequences):
-            stop = min(start + (self._max_sequences or len(sequences)), len(sequences))
+    def _chunks(self, lengths: Sequence[int], padding: bool) -> Iterator[tuple[int, int]]:
+        """Split sequences, whose prompts have these lengths, into batches: start and end of each."""
+        start = 0
+        while start < len(lengths):
+            end = min(start + (self._max_sequences or len(lengths)), len(lengths))
             if not padding:
-                stop = next((index for index in range(start, stop) if lengths[index] != lengths[start]), stop)
-            yield sequences[start:stop], sequences[stop].distinct if stop < len(sequences) else len(distinct)
-            start = stop
-
-
-def _arrange(
-    prompts: Sequence[Prompt], num_generations: int, kept: KeptCaches | None = None
-) -> tuple[list[Prompt], list[KeptSequence | None], list[_Sequence]]:
-    """List the distinct prompts, the kept sequences that they continue, and the sequences to decode, in matching order.
-
-    Prompts that continue nothing come first. They are sorted by the number of tokens to run, then by length.
-    """
-    owners: dict[tuple[Any, ...], list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        owners.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
-    equal = list(owners.values())
-    distinct = [prompts[indices[0]] for indices in equal]
-    continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
-
-    def sort_key(number: int) -> tuple[bool, int, int]:
-        sequence, length = continued[number], len(distinct[number].token_ids)
-        return sequence is not None, length - (0 if sequence is None else sequence.num_tokens), length
-
-    order = sorted(range(len(distinct)), key=sort_key)
-    sequences = [
-        _Sequence(place, index, generation)
-        for place, number in enumerate(order)
-        for index in equal[number]
-        for generation in range(num_generations)
-    ]
-    return [distinct[number] for number in order], [continued[number] for number in order], sequences
+                end = next((index for index in range(start, end) if lengths[index] != lengths[start]), end)
+            yield start, end
+            start = end
 
 
 # Samples a few tokens from a model to check that decoding with its cache is exact.
@@ -154,7 +137,7 @@ COPIED, SHARED = math.inf, 0.0
 
 
 def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None) -> KeptCaches | None:
-    """Check a model's decoding, once per model.
+    """Check a model's decoding, once per model, with copied and with shared prompts.
 
     Args:
         model: A transformers decoder, in evaluation mode.
@@ -167,63 +150,46 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
     Raises:
         ValueError: If decoding differs from scoring.
     """
+
+    def sample(
+        prompts: list[Prompt], sampling: SamplingConfig, count: int, min_saved: float, kept: KeptCaches | None = None
+    ) -> list[list[Rollout]]:
+        limits, stop = [sampling.max_new_tokens] * len(prompts), StopStrings(None, ())
+        return sampler.sample(
+            prompts, sampling, count, 0, max_new_tokens=limits, end_ids=[], stop=stop, kept=kept,
+            min_saved_tokens=min_saved,
+        )  # fmt: skip
+
+    def sample_both(prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
+        copied, shared = (sample(prompts, sampling, 1, min_saved) for min_saved in (COPIED, SHARED))
+        return [one + other for one, other in zip(copied, shared, strict=True)]
+
+    def sample_turns(
+        prompts: list[Prompt], results: list[list[int]], sampling: SamplingConfig
+    ) -> list[tuple[list[int], Rollout]]:
+        turns = []
+        for min_saved in (COPIED, SHARED):
+            own = KeptCaches()
+            groups = sample(prompts, sampling, 2, min_saved, own)
+            continued = [
+                Prompt([*prompt.token_ids, *rollout.token_ids, *result])
+                for prompt, group, result in zip(prompts, groups, results, strict=True)
+                for rollout in group
+            ]
+            again = sample(continued, sampling, 1, min_saved, own)
+            turns += [(prompt.token_ids, rollout) for prompt, (rollout,) in zip(continued, again, strict=True)]
+        return turns
+
     limit = min(length_limits(model).values(), default=None)
     options: dict[str, Any] = {
         "placeholders": placeholder_ids(model).values(),
         "scoring": partial(original_weights, model),
     }
     if limit is None or limit >= LONGEST:
-        check_decoding(model, partial(_sample, sampler), limit=limit, **options)
+        check_decoding(model, sample_both, limit=limit, **options)
     if kept is None or (limit is not None and limit < LONGEST_CONTINUED):
         return None
-    return kept if continues_exactly(model, partial(_sample_turns, sampler), **options) else None
-
-
-def _sample(sampler: BatchedSampler, prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
-    """Sample two rollouts of each prompt: one after a copy of it, one after the shared prompt if possible."""
-    groups = [_sample_without_end(sampler, prompts, sampling, min_saved) for min_saved in (COPIED, SHARED)]
-    return [copied + shared for copied, shared in zip(*groups, strict=True)]
-
-
-def _sample_turns(
-    sampler: BatchedSampler, prompts: list[Prompt], results: list[list[int]], sampling: SamplingConfig
-) -> list[tuple[list[int], Rollout]]:
-    """Sample two rollouts of each prompt, and a turn that continues each, with copied and with shared prompts."""
-    turns = []
-    for min_saved in (COPIED, SHARED):
-        kept = KeptCaches()
-        groups = _sample_without_end(sampler, prompts, sampling, min_saved, num_generations=2, kept=kept)
-        continued = [
-            Prompt([*prompt.token_ids, *rollout.token_ids, *result])
-            for prompt, group, result in zip(prompts, groups, results, strict=True)
-            for rollout in group
-        ]
-        again = _sample_without_end(sampler, continued, sampling, min_saved, kept=kept)
-        turns += [(prompt.token_ids, rollout) for prompt, (rollout,) in zip(continued, again, strict=True)]
-    return turns
-
-
-def _sample_without_end(
-    sampler: BatchedSampler,
-    prompts: list[Prompt],
-    sampling: SamplingConfig,
-    min_saved_tokens: float,
-    *,
-    num_generations: int = 1,
-    kept: KeptCaches | None = None,
-) -> list[list[Rollout]]:
-    """Sample without end tokens."""
-    return sampler.sample(
-        prompts,
-        sampling,
-        num_generations,
-        0,
-        max_new_tokens=[sampling.max_new_tokens] * len(prompts),
-        end_ids=[],
-        stop=StopStrings(None, ()),
-        kept=kept,
-        min_saved_tokens=min_saved_tokens,
-    )
+    return kept if continues_exactly(model, sample_turns, **options) else None
 
 
 # Rollouts with a transformers decoder, in the trainer's process and on its weights.
@@ -231,15 +197,14 @@ def _sample_without_end(
 _DECODES_IN_BFLOAT16: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
 
-@checked_arguments
 class HFRolloutEngine:
     """Samples from a transformers decoder; every distinct prompt is encoded once.
 
-    Rollouts are decoded in a batch that sequences leave as soon as they end. If a layer allows it, rollouts of a prompt
-    read its cache together, once per step; other layers get copies. Prompts of different lengths are batched, padded on
-    the left, if the model allows it (`limits.allows_padding`). Supports layers with full, sliding-window or chunked
-    attention, with an indexer that selects tokens, and with a state of fixed size (linear attention, short
-    convolutions). Images and videos are encoded once with their prompt.
+    Rollouts are decoded in a batch that sequences leave as soon as they end. If the model's layers allow it, rollouts
+    of a prompt read its keys and values together, once per step; otherwise each gets a copy. Prompts of different
+    lengths are batched, padded on the left, if the model allows it (`prefill.allows_padding`). Supports layers with
+    full, sliding-window or chunked attention, with an indexer that selects tokens, and with a state of fixed size
+    (linear attention, short convolutions). Images and videos are encoded once with their prompt.
 
     On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which exist during each call
     of `generate` and take as much memory as the weights.
@@ -311,7 +276,18 @@ class HFRolloutEngine:
                 cache.
         """
         if model is not self.model:
-            _check_model(model)
+            if getattr(model.config, "is_encoder_decoder", False):
+                raise ValueError(
+                    f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
+                    "models, pass one (AutoModelForCausalLM)."
+                )
+            decoder = find_decoder(model)
+            if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
+                raise ValueError(
+                    f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
+                    "Sample with another engine, or choose a decoder that takes position_ids."
+                )
+            cache_argument(model)
             if self._kept is not None:
                 self._kept.clear()
         self.model, self.tokenizer = model, tokenizer
@@ -339,7 +315,7 @@ class HFRolloutEngine:
         Raises:
             ValueError: If no model is bound, the request is invalid (`engine.check_request`,
                 `media.inputs.check_prompt_media`), stop strings are given without a tokenizer, a layer's state cannot
-                be copied (`kv_cache.gather_cache`), or the model's decoding differs from its scoring
+                be copied (`kept.gather_layer`), or the model's decoding differs from its scoring
                 (`checks.sampling.check_decoding`, in the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
@@ -354,8 +330,6 @@ class HFRolloutEngine:
         check_prompt_media(self.model, prompts, media)
         requests = [Prompt(list(prompt), media=images) for prompt, images in zip(prompts, media, strict=True)]
         stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
-        from pl_grouprl.rollout.hf.prompt_attention import attending_to_shared_prompts
-
         dtype = self._checked_dtype()
         most = self._sequences_at_once(prompts, longest, num_generations, dtype)
         memory = naming_memory(
@@ -365,7 +339,7 @@ class HFRolloutEngine:
             "alone do not fit",
         )
         mode = _evaluating(self.model, dtype, max(longest, default=0))
-        with memory, mode, attending_to_shared_prompts(self.model):
+        with memory, mode, sharing_prompts(self.model):
             sampler = BatchedSampler(self.model, most, self.max_prefill_tokens)
             groups = sampler.sample(
                 requests,
@@ -394,21 +368,18 @@ class HFRolloutEngine:
         if dtype is None or self.dtype != "auto":
             return dtype
         if self.model not in _DECODES_IN_BFLOAT16:
-            _DECODES_IN_BFLOAT16[self.model] = self._decodes_in(dtype)
+            try:
+                with _evaluating(self.model, dtype, 0), sharing_prompts(self.model):
+                    probe_decoding(self.model, BatchedSampler(self.model, None, self.max_prefill_tokens), None)
+                _DECODES_IN_BFLOAT16[self.model] = True
+            except (RuntimeError, ValueError, FloatingPointError) as error:
+                if is_out_of_memory(error):
+                    raise
+                rank_zero_info(
+                    f"Rollouts are sampled in the dtype of the weights, because {str(dtype)[6:]} fails: {error}"
+                )
+                _DECODES_IN_BFLOAT16[self.model] = False
         return dtype if _DECODES_IN_BFLOAT16[self.model] else None
-
-    def _decodes_in(self, dtype: torch.dtype) -> bool:
-        from pl_grouprl.rollout.hf.prompt_attention import attending_to_shared_prompts
-
-        try:
-            with _evaluating(self.model, dtype, 0), attending_to_shared_prompts(self.model):
-                probe_decoding(self.model, BatchedSampler(self.model, None, self.max_prefill_tokens), None)
-        except (RuntimeError, ValueError, FloatingPointError) as error:
-            if is_out_of_memory(error):
-                raise
-            _log(f"Rollouts are sampled in the dtype of the weights, because {str(dtype)[6:]} fails: {error}")
-            return False
-        return True
 
     def _sequences_at_once(
         self,
@@ -430,7 +401,7 @@ class HFRolloutEngine:
         most = sequences_at_once(count, needed, lambda: free_memory(device) - copied)
         if most < count and not self._told:
             self._told = True
-            _log(
+            rank_zero_info(
                 f"HFRolloutEngine samples {most} of {count} sequences at once: each may take {needed / 2**20:.0f} MiB, "
                 "and caches get half of the free memory (max_sequences sets another number)."
             )
@@ -453,8 +424,6 @@ class HFRolloutEngine:
         Raises:
             RuntimeError: If the engine keeps caches already.
         """
-        from pl_grouprl.rollout.hf.cache import KeptCaches  # imports transformers
-
         if self._kept is not None:
             raise RuntimeError("keep_caches() of this HFRolloutEngine is in use already; leave that context first.")
         self._kept = KeptCaches()
@@ -465,27 +434,6 @@ class HFRolloutEngine:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
-
-
-def _log(message: str) -> None:
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
-    rank_zero_info(message)
-
-
-def _check_model(model: Any) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
-            "models, pass one (AutoModelForCausalLM)."
-        )
-    decoder = find_decoder(model)
-    if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
-        raise ValueError(
-            f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
-            "Sample with another engine, or choose a decoder that takes position_ids."
-        )
-    cache_argument(model)
 
 
 @contextmanager

@@ -1,4 +1,11 @@
-"""Encodes prompts, those that extend kept sequences included, in batches of similar length."""
+"""Encodes prompts in batches of similar length, each once; those that extend kept sequences from where these ended.
+
+Shapes: P prompts of a batch, S positions, V vocabulary.
+
+Prompts come sorted by length. Prompts of similar length share a batch, padded on the left to end in the same column;
+equal lengths need neither padding nor a mask. Models with stateful layers get prompts of one length only, as padding
+would change the state. Prompts with images or videos are encoded one by one.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +13,35 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
+from pl_grouprl.attention.support import find_decoder, selects_tokens, takes_positions
 from pl_grouprl.media.inputs import media_inputs, placeholder_ids
-from pl_grouprl.rollout.hf.cache import (
+from pl_grouprl.rollout.hf.attention import PromptLayer, PromptWindow, keeps_more_than_keys, new_cache
+from pl_grouprl.rollout.hf.kept import (
+    EncodedPrompt,
     KeptSequence,
-    gather_cache,
-    has_states,
-    keeps_more,
-    needs_padding_mask,
-    shares_prompts,
+    filled,
+    gather_layer,
+    gather_rows,
+    is_empty,
+    with_prompt,
 )
-from pl_grouprl.rollout.hf.shared_prompt import EncodedPrompt, find_shared_prompts
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities import internals
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
-
-# Encodes prompts in batches of similar length.
-#
-# Shapes: P prompts of a batch, S positions, V vocabulary.
-#
-# Prompts come sorted by length. Prompts of similar length share a batch, padded on the left to end in the same column;
-# equal lengths need neither padding nor a mask. Models with stateful layers get prompts of one length only, as padding
-# would change the state. Prompts with images or videos are encoded one by one.
 
 PAD = 0
 """Left padding. Masked, so any token works."""
 
 MAX_PADDING = 1 / 8
 """Prompts of a batch may be longer than its shortest one by at most this fraction."""
+
+MAX_REPEATED = 16
+"""Cached tokens per sequence that may be rerun to share a forward pass: about the cost of a pass."""
 
 
 class NextTokenLogits:
@@ -112,17 +114,50 @@ def cache_argument(model: Any) -> str:
     return name
 
 
+def allows_padding(model: Any, longest: int) -> bool:
+    """Whether prompts of different lengths can be batched.
+
+    Not if the model counts positions itself, or a layer counts columns: one that scales queries by them
+    (`counts_padding`), or one that keeps an index of the tokens and does not select by the attention mask (MiniMax M3's
+    blocks). Models that bias scores by distance read it from the attention mask, and need no positions.
+
+    Args:
+        model: A transformers decoder.
+        longest: Length of the longest prompt plus completion.
+    """
+    decoder = find_decoder(model)
+    by_distance = model.config.model_type in ("bloom", "mpt") or bool(getattr(model.config, "alibi", False))
+    heeds_mask = not keeps_more_than_keys(model) or selects_tokens(decoder)
+    return heeds_mask and not counts_padding(model, longest) and (takes_positions(decoder) or by_distance)
+
+
+def counts_padding(model: Any, longest: int) -> bool:
+    """Whether a layer counts columns, padding included, so only prompts of equal length can be batched.
+
+    Llama 4's layers without rotary embedding scale queries by their column, beyond some column.
+
+    Args:
+        model: A transformers decoder.
+        longest: Length of the longest prompt plus completion.
+    """
+    config = model.config.get_text_config(decoder=True)
+    tuned = bool(getattr(config, "attn_temperature_tuning", False)) and 0 in (config.no_rope_layers or ())
+    return tuned and longest >= config.floor_scale
+
+
 @dataclass
 class Prefix:
     """Prompts that were encoded together.
 
     Attributes:
-        cache: The model's cache, prompts right-aligned.
+        cache: The model's cache, rows right-aligned. Layers with full attention have only the tokens after the shared
+            prompts, if these are stored apart.
         logits_PV: Logits of the completions' first token.
         lengths: Tokens of each prompt.
         positions: First position of each prompt's completions: after the prompt's largest position, which is less than
             its length if patches of an image share positions.
-        shared: The part of each prompt that sequences may share: all of it, unless it continues a kept sequence.
+        shared: The part of each prompt that sequences may share: all of it, unless it continues a kept sequence that
+            shares one.
     """
 
     cache: Cache
@@ -133,8 +168,27 @@ class Prefix:
 
     @property
     def width(self) -> int:
-        """Positions in the cache: the length of the longest prompt."""
+        """The length of the longest prompt."""
         return max(self.lengths)
+
+    def prompt_states(self, index: int, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, K, H] of a row's shared prompt in a layer with full attention; views."""
+        prompt, layer = self.shared[row], cast(Any, self.cache.layers[index])
+        if prompt.states:
+            return prompt.states[index]  # type: ignore[return-value]
+        keys, values = (
+            states[row, :, states.shape[2] - prompt.length :].transpose(0, 1) for states in (layer.keys, layer.values)
+        )
+        return keys, values
+
+    def whole_rows(self, index: int, rows: Sequence[int]) -> list[tuple[Any, Tensor]]:
+        """Layers and the rows to take from each for `rows`, prompts included."""
+        layer: Any = self.cache.layers[index]
+        device = self.logits_PV.device
+        if type(layer) is not PromptLayer or not any(self.shared[row].states for row in rows):
+            return [(layer, torch.tensor(rows, device=device))]
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        return [(with_prompt(layer, row, self.lengths[row], self.prompt_states(index, row)), zero) for row in rows]
 
 
 def left_padding_mask(lengths: Sequence[int], width: int, device: torch.device) -> Tensor | None:
@@ -143,6 +197,19 @@ def left_padding_mask(lengths: Sequence[int], width: int, device: torch.device) 
         return None
     columns = torch.arange(width, device=device)
     return (columns >= width - torch.tensor(lengths, device=device).unsqueeze(-1)).long()
+
+
+def why_not_shared(cache: Cache) -> str | None:
+    """Why rows of an encoded cache cannot be decoded by `StaticBatch`; None if they can."""
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        name = type(layer).__name__
+        if isinstance(layer, PromptLayer):
+            if not layer.read_plainly:
+                return f"layer {index} attends by more than a mask that is causal, a window or chunks"
+        elif name != "LinearAttentionLayer" and not is_empty(layer):
+            return f"layer {index} caches its state as {name}"
+    return None if any(isinstance(layer, PromptLayer) for layer in layers) else "no layer caches keys"
 
 
 def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
@@ -170,20 +237,49 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
     return Prefix(cache, logits_PV, lengths, following, [EncodedPrompt(length) for length in lengths])
 
 
-def new_cache(model: Any) -> Cache:
-    """Create an empty cache for the model."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+def continue_sequences(logits: NextTokenLogits, prompts: Sequence[Prompt], kept: Sequence[KeptSequence]) -> Prefix:
+    """Encode prompts that extend kept sequences, in one forward pass over whole rows, shared prompts included.
 
-    from pl_grouprl.rollout.hf.shared_prompt import PromptLayer
+    There is no padding between cached and new tokens, because windows and linear attention could not skip it. So each
+    sequence runs as many tokens as the one with the most new ones; the others rerun some cached tokens.
 
-    cache = DynamicCache(config=model.config)
-    cache.layers = [PromptLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
-def keeps_more_than_keys(model: Any) -> bool:
-    """Whether a layer's cache keeps more for each token than keys and values, such as an indexer's keys."""
-    return any(keeps_more(layer) for layer in new_cache(model).layers)
+    Args:
+        logits: The model.
+        prompts: Prompts without media; a batch of `plan_continuing`.
+        kept: The sequence that each continues.
+    """
+    lengths, device = [len(prompt.token_ids) for prompt in prompts], logits.device
+    new = max(length - sequence.num_tokens for length, sequence in zip(lengths, kept, strict=True))
+    cached = [length - new for length in lengths]
+    cut = [sequence.cut(count) for sequence, count in zip(kept, cached, strict=True)]
+    rows = [sequence for sequence in cut if sequence is not None]
+    width, zero = max(cached), torch.zeros(1, dtype=torch.int64, device=device)
+    cache = new_cache(logits.model)
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        parts = [(row.whole(index), zero) for row in rows]
+        if isinstance(layer, PromptLayer):
+            held = max(part.keys.shape[2] for part, _ in parts)
+            states = [
+                gather_rows([(getattr(part, name), row) for part, row in parts], held, held)
+                for name in ("keys", "values")
+            ]
+            filled(layer, states, width if isinstance(layer, PromptWindow) else None)
+        else:
+            layers[index] = gather_layer(index, parts, width)
+    del parts
+    input_ids = torch.tensor([list(prompt.token_ids[-new:]) for prompt in prompts], device=device)
+    position_ids = torch.tensor(cached, device=device).unsqueeze(-1) + torch.arange(new, device=device)
+    logits_PV = logits(input_ids, cache, position_ids, left_padding_mask(lengths, width + new, device))
+    shared = [row.prompt or EncodedPrompt(length) for row, length in zip(rows, lengths, strict=True)]
+    if any(row.prompt is None for row in rows) or why_not_shared(cache) is not None:
+        shared = [EncodedPrompt(length) for length in lengths]
+    else:  # only what follows the shared prompts is needed
+        most = max(length - prompt.length for length, prompt in zip(lengths, shared, strict=True))
+        for layer in layers:
+            if type(layer) is PromptLayer:
+                layer.keys, layer.values = layer.keys[:, :, -most:].clone(), layer.values[:, :, -most:].clone()
+    return Prefix(cache, logits_PV, lengths, lengths, shared)
 
 
 def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:
@@ -203,10 +299,44 @@ def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: flo
         few = (last + 1 - first) * length <= max_tokens
         return few and length <= shortest * (1 + max_padding) and not (prompts[first].media or prompts[last].media)
 
-    return plan_batches(len(prompts), fits)
+    return _plan_batches(len(prompts), fits)
 
 
-def plan_batches(count: int, fits: Callable[[int, int], bool]) -> list[range]:
+def plan_continuing(
+    lengths: Sequence[int], kept: Sequence[KeptSequence], max_tokens: int, *, padding: bool = True
+) -> list[range]:
+    """Split prompts that continue kept sequences into batches.
+
+    If a layer cannot drop cached tokens, all sequences of a batch have the same number of new tokens. Sequences that
+    share a prompt share a batch with none that does not.
+
+    Args:
+        lengths: Tokens of each prompt, sorted by the number of new ones, then by length.
+        kept: The sequence that each continues.
+        max_tokens: Most tokens of a batch, cached ones included; a prompt with more gets a separate batch.
+        padding: Whether prompts of different lengths may share a forward pass.
+
+    Returns:
+        The consecutive indices of each batch.
+    """
+    new = [length - sequence.num_tokens for length, sequence in zip(lengths, kept, strict=True)]
+
+    def fits(first: int, last: int) -> bool:
+        if (last + 1 - first) * max(lengths[first : last + 1]) > max_tokens or (kept[first].prompt is None) != (
+            kept[last].prompt is None
+        ):
+            return False
+        if not padding and lengths[first] != lengths[last]:
+            return False
+        max_repeated = max(MAX_REPEATED, MAX_PADDING * new[first]) if padding else 0
+        return new[last] - new[first] <= max_repeated and all(
+            new[last] - new[index] <= kept[index].num_removable for index in range(first, last)
+        )
+
+    return _plan_batches(len(lengths), fits)
+
+
+def _plan_batches(count: int, fits: Callable[[int, int], bool]) -> list[range]:
     """Split `count` prompts into consecutive batches, each as long as its first and last prompt `fits` together."""
     batches, start = [], 0
     for index in range(1, count):
@@ -216,73 +346,8 @@ def plan_batches(count: int, fits: Callable[[int, int], bool]) -> list[range]:
     return [*batches, range(start, count)] if count else []
 
 
-# Encodes prompts that extend kept sequences: only tokens that are not cached run through the model.
-#
-# A batch is right-aligned, with no padding between cached and new tokens, because sliding windows and linear attention
-# could not skip it. So each sequence runs as many tokens as the one with the most new ones; the others rerun some
-# cached
-# tokens. If a layer cannot drop cached tokens, all sequences of a batch have the same number of new tokens.
-
-MAX_REPEATED = 16
-"""Cached tokens per sequence that may be rerun to share a forward pass: about the cost of a pass."""
-
-
-def plan_continuing(
-    lengths: Sequence[int], kept: Sequence[KeptSequence], max_tokens: int, *, padding: bool = True
-) -> list[range]:
-    """Split prompts that continue kept sequences into batches.
-
-    Args:
-        lengths: Tokens of each prompt, sorted by the number of new ones, then by length.
-        kept: The sequence that each continues.
-        max_tokens: Most tokens that a batch runs; a prompt with more gets a separate batch.
-        padding: Whether prompts of different lengths may share a forward pass.
-
-    Returns:
-        The consecutive indices of each batch.
-    """
-    new = [length - sequence.num_tokens for length, sequence in zip(lengths, kept, strict=True)]
-
-    def fits(first: int, last: int) -> bool:
-        if (last + 1 - first) * new[last] > max_tokens or (not padding and lengths[first] != lengths[last]):
-            return False
-        max_repeated = max(MAX_REPEATED, MAX_PADDING * new[first]) if padding else 0
-        return new[last] - new[first] <= max_repeated and all(
-            new[last] - new[index] <= kept[index].num_removable for index in range(first, last)
-        )
-
-    return plan_batches(len(lengths), fits)
-
-
-def continue_sequences(logits: NextTokenLogits, prompts: Sequence[Prompt], kept: Sequence[KeptSequence]) -> Prefix:
-    """Encode prompts that extend kept sequences, in one forward pass.
-
-    Args:
-        logits: The model.
-        prompts: Prompts without media; a batch of `plan_continuing`.
-        kept: The sequence that each continues.
-    """
-    lengths, device = [len(prompt.token_ids) for prompt in prompts], logits.device
-    new = max(length - sequence.num_tokens for length, sequence in zip(lengths, kept, strict=True))
-    cached = [length - new for length in lengths]
-    width, row = max(cached), torch.zeros(1, dtype=torch.int64, device=device)
-    parts = [(sequence.first(count), row) for sequence, count in zip(kept, cached, strict=True)]
-    shared = [sequence.prompt or EncodedPrompt(count) for sequence, count in zip(kept, cached, strict=True)]
-    prompts_of_rows = [([prompt], [count], [0]) for prompt, count in zip(shared, cached, strict=True)]
-    cache = gather_cache(parts, width, width + new, find_shared_prompts(prompts_of_rows, device, 0))
-    input_ids = torch.tensor([list(prompt.token_ids[-new:]) for prompt in prompts], device=device)
-    position_ids = torch.tensor(cached, device=device).unsqueeze(-1) + torch.arange(new, device=device)
-    mask = left_padding_mask(lengths, width + new, device) if needs_padding_mask(cache) else None
-    if not shares_prompts(cache):
-        shared = [EncodedPrompt(length) for length in lengths]
-    return Prefix(cache, logits(input_ids, cache, position_ids, mask), lengths, lengths, shared)
-
-
-# Encodes the distinct prompts of a call, each once, and frees them after their last rollout has begun.
-
-
 class PromptEncoder:
-    """Encodes the prompts of a call: from the start, or from where a kept sequence ends.
+    """Encodes the prompts of a call on first use, and frees them after their last.
 
     Args:
         logits: The model.
@@ -307,34 +372,16 @@ class PromptEncoder:
     ) -> None:
         self._logits, self._prompts = logits, prompts
         continued = [sequence for sequence in kept if sequence is not None]
-        self._kept, self._fresh = dict(enumerate(continued)), len(prompts) - len(continued)
-        max_padding = MAX_PADDING if padding and not has_states(new_cache(logits.model)) else 0.0
-        lengths = [len(prompt.token_ids) for prompt in prompts[self._fresh :]]
+        fresh = len(prompts) - len(continued)
+        self._kept, self._ready = dict(enumerate(continued, start=fresh)), dict[int, Prefix]()
+        has_states = any(type(layer).__name__.startswith("LinearAttention") for layer in new_cache(logits.model).layers)
+        max_padding = MAX_PADDING if padding and not has_states else 0.0
+        lengths = [len(prompt.token_ids) for prompt in prompts[fresh:]]
         continuing = plan_continuing(lengths, continued, max_tokens, padding=padding)
         self.batches = [
-            *plan_prefill(prompts[: self._fresh], max_tokens, max_padding=max_padding),
-            *(range(batch.start + self._fresh, batch.stop + self._fresh) for batch in continuing),
+            *plan_prefill(prompts[:fresh], max_tokens, max_padding=max_padding),
+            *(range(batch.start + fresh, batch.stop + fresh) for batch in continuing),
         ]
-
-    def encode(self, batch: range) -> Prefix:
-        """Encode one of the batches; each only once, as it frees the sequences that it continues."""
-        prompts = self._prompts[batch.start : batch.stop]
-        if batch.start < self._fresh:
-            return prefill(self._logits, prompts)
-        kept = [self._kept.pop(index - self._fresh) for index in batch]
-        return continue_sequences(self._logits, prompts, kept)
-
-
-class PrefixStore:
-    """Encodes prompts on first use and frees them after their last.
-
-    Args:
-        encoder: Encodes them.
-    """
-
-    def __init__(self, encoder: PromptEncoder) -> None:
-        self._encoder = encoder
-        self._ready: dict[int, Prefix] = {}
 
     def select(self, wanted: Sequence[int], needed_later: int) -> list[tuple[Prefix, list[int]]]:
         """Fetch prompts for a decode batch.
@@ -347,11 +394,15 @@ class PrefixStore:
             Batches of encoded prompts, each with the row of every sequence in it; together in the order of `wanted`.
         """
         parts = []
-        for number, batch in enumerate(self._encoder.batches):
+        for number, batch in enumerate(self.batches):
             rows = [index - batch.start for index in wanted if index in batch]
             if rows:
                 if number not in self._ready:
-                    self._ready[number] = self._encoder.encode(batch)
+                    prompts = self._prompts[batch.start : batch.stop]
+                    kept = [self._kept.pop(index) for index in batch if index in self._kept]
+                    self._ready[number] = (
+                        continue_sequences(self._logits, prompts, kept) if kept else prefill(self._logits, prompts)
+                    )
                 parts.append((self._ready[number], rows))
             if batch.stop <= needed_later:
                 self._ready.pop(number, None)

@@ -1,0 +1,141 @@
+"""A decode batch whose rows share prompts: a step reads and writes tensors of constant shape and address.
+
+Shapes: B rows, K key/value heads, S cached positions, D head size, T tokens of all prompts, C columns of a buffer.
+
+If each row had a copy of the prompt's keys and values, reading them would dominate a step. Here prompts are stored
+once, packed, and each row has a buffer for its own tokens; rows are sorted by prompt (`attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from pl_grouprl.attention.masks import MaskRule
+from pl_grouprl.rollout.hf.attention import Columns, PromptLayer, Runs, StaticLayer
+from pl_grouprl.rollout.hf.decode import DecodeBatch, DecodeRow, place_rows
+from pl_grouprl.rollout.hf.kept import EncodedPrompt, KeptSequence, filled, gather_layer, take_row
+from pl_grouprl.rollout.hf.prefill import NextTokenLogits, why_not_shared
+
+MIN_SAVED_TOKENS = 256
+"""Copied tokens that sharing must save, per prompt and layer: about the cost of the extra call for a prompt."""
+
+
+def shares_prompts(rows: Sequence[DecodeRow], min_saved_tokens: float = MIN_SAVED_TOKENS) -> bool:
+    """Whether rows can share prompts, and that pays off."""
+    if any(why_not_shared(prefix.cache) is not None for prefix, _, _ in place_rows(rows)):
+        return False
+    prompts = [row.prefix.shared[row.place] for row in rows]
+    distinct = set(prompts)
+    # Prompts of continued sequences are stored apart already.
+    copied = sum(prompt.length for prompt in distinct if not prompt.states)
+    return sum(prompt.length for prompt in prompts) - copied >= min_saved_tokens * len(distinct)
+
+
+class StaticBatch(DecodeBatch):
+    """Rows that share prompts; for those that `shares_prompts` accepts."""
+
+    def __init__(self, rows: Sequence[DecodeRow], *args: Any, **kwargs: Any) -> None:
+        self._shared = [row.prefix.shared[row.place] for row in rows]
+        groups: dict[EncodedPrompt, list[int]] = {}
+        for number, prompt in enumerate(self._shared):
+            groups.setdefault(prompt, []).append(number)
+        super().__init__(rows, *args, groups=list(groups.values()), **kwargs)
+        self._parts = place_rows([rows[number] for number in self.numbers])
+        firsts, lengths = [rows[group[0]] for group in groups.values()], [prompt.length for prompt in groups]
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
+        self._prompts = Runs(self.group_sizes, starts, starts.diff(), max(lengths))
+        self._columns: dict[MaskRule, Columns] = {}
+        layers: list[Any] = []
+        states: list[list[Any]] = []
+        for index, first in enumerate(firsts[0].prefix.cache.layers):
+            packed: tuple[Tensor, Tensor] | None = None
+            shared: list[Any] = [None] * len(firsts)
+            if type(first) is PromptLayer:
+                pieces = [row.prefix.prompt_states(index, row.place) for row in firsts]
+                packed = torch.cat([keys for keys, _ in pieces]), torch.cat([values for _, values in pieces])
+                shared = list(zip(*(tensor.split(lengths) for tensor in packed), strict=True))
+            states.append(shared)
+            if isinstance(first, PromptLayer):
+                layers.append(self._static_layer(index, first, packed))
+            else:
+                layers.append(self._gathered(index))
+        self.cache = Cache(layers=layers)
+        del self._parts
+        if self.keeps:
+            for number, prompt in enumerate(groups):
+                prompt.states = [layer[number] for layer in states]
+
+    def _static_layer(self, index: int, first: PromptLayer, packed: tuple[Tensor, Tensor] | None) -> StaticLayer:
+        """Buffers that begin with each row's tokens after its prompt, or with its last ones for a window."""
+        if first.rule not in self._columns:
+            window = first.rule.window or first.rule.chunk
+            lengths = [self._lengths[number] for number in self.numbers]
+            held = [
+                length - self._shared[number].length if window is None else min(length, window - 1)
+                for number, length in zip(self.numbers, lengths, strict=True)
+            ]
+            self._columns[first.rule] = Columns(lengths, held, self.num_steps, first.rule, self.device)
+        columns = self._columns[first.rule]
+        buffers = []
+        for name in ("keys", "values"):
+            states = getattr(first, name)
+            buffer = states.new_zeros(len(self.numbers), columns.size, states.shape[1], states.shape[3])
+            for prefix, sources, targets in self._parts:
+                states = getattr(prefix.cache.layers[index], name)
+                count = min(states.shape[2], columns.width)
+                if count:  # more than rows have of their own is not read
+                    rows = states[self.int64(sources), :, states.shape[2] - count :].transpose(1, 2)
+                    buffer[self.int64(targets), columns.width - count : columns.width] = rows
+            buffers.append(buffer)
+        return StaticLayer(columns, (buffers[0], buffers[1]), None if packed is None else (*packed, self._prompts))
+
+    def _gathered(self, index: int) -> Any:
+        """A layer with copies of the rows' states."""
+        layer = gather_layer(
+            index, [(prefix.cache.layers[index], self.int64(sources)) for prefix, sources, _ in self._parts], 0
+        )
+        layer.reorder_cache(self.int64([place for _, _, targets in self._parts for place in targets]).argsort())
+        return layer
+
+    def forward(self, logits: NextTokenLogits) -> Tensor:
+        """See `DecodeBatch`."""
+        for columns in self._columns.values():
+            columns.advance(self.length_B)
+        return logits(self.token_B[:, None], self.cache, self.position_B[:, None], None)
+
+    def keep_rows(self, order_B: Tensor, targets: Tensor, sources: Tensor) -> None:
+        """See `DecodeBatch`."""
+        prompts = self._prompts
+        self._prompts = Runs(self.group_sizes, prompts.cu_k, prompts.used_k, prompts.max_k)
+        for columns in self._columns.values():
+            columns.keep(order_B)
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            if not isinstance(layer, StaticLayer):
+                layer.reorder_cache(order_B)
+                continue
+            layer.move_rows(targets, sources, len(order_B))
+            if layer.prompts is not None:
+                layer.prompts = *layer.prompts[:2], self._prompts
+
+    def take(self, place: int, num_tokens: int) -> KeptSequence:
+        """See `DecodeBatch`."""
+        prompt = self._shared[self.numbers[place]]
+        taken: list[Any] = []
+        for layer in self.cache.layers:
+            if not isinstance(layer, StaticLayer):
+                taken.append(take_row(layer, place, num_tokens))
+                continue
+            window = layer.columns.rule.window or layer.columns.rule.chunk
+            held = num_tokens - prompt.length if window is None else min(num_tokens, window - 1)
+            end = layer.columns.end(place, num_tokens)
+            own = [states[place : place + 1, :, end - held : end].clone() for states in (layer.keys, layer.values)]
+            empty = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+            taken.append(filled(empty, own, None if window is None else num_tokens))
+        return KeptSequence(num_tokens, taken, prompt)
