@@ -80,7 +80,7 @@ class VLLMInstance:
         for name in further:
             if name in DECIDED_IN_PROCESS or name in options:
                 decides = DECIDED_IN_PROCESS.get(name, f"the engine's argument {name}")
-                raise ValueError(f"engine_kwargs has {name!r}, which is decided by {decides}; leave it out.")
+                raise ValueError(f"engine_kwargs has {name!r}, which is decided by {decides}; omit it.")
         self._options = {**options, **further}
         self._kv_cache_gib = kv_cache_gib
         self._tensor_parallel_size = tensor_parallel_size
