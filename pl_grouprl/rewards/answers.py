@@ -355,7 +355,18 @@ class MathVerify(ReferenceGrader):
         gold = [form for answer in answers for form in _parse_reference(answer, self.reference)]
         if not gold:
             return None
-        return float(_library().verify(gold, _parse(solution_str, self.extraction), timeout_seconds=None))
+        library = _library()
+        latex = functools.partial(
+            library.LatexExtractionConfig,
+            normalization_config=library.LatexNormalizationConfig(units=True),
+            boxed_match_priority=0,
+        )
+        if self.extraction == "latex":
+            targets = [latex(try_extract_without_anchor=False)]
+            parsed = library.parse(solution_str, targets, extraction_mode="first_match", parsing_timeout=None)
+        else:
+            parsed = library.parse(solution_str, [latex(), library.ExprExtractionConfig()], parsing_timeout=None)
+        return float(library.verify(gold, parsed, timeout_seconds=None))
 
     def extract_answer(self, text: str) -> str | None:
         r"""The answer in a completion as text, for majority votes; None if there is none.
@@ -372,22 +383,6 @@ class MathVerify(ReferenceGrader):
 @functools.lru_cache(maxsize=64)
 def _parse_reference(text: str, form: Literal["answer", "solution"]) -> list[Any]:
     parsed: list[Any] = _library().parse(f"\\boxed{{{text}}}" if form == "answer" else text, parsing_timeout=None)
-    return parsed
-
-
-def _parse(text: str, extraction: Literal["latex", "any"]) -> list[Any]:
-    library = _library()
-    latex = functools.partial(
-        library.LatexExtractionConfig,
-        normalization_config=library.LatexNormalizationConfig(units=True),
-        boxed_match_priority=0,
-    )
-    parsed: list[Any]
-    if extraction == "latex":
-        targets = [latex(try_extract_without_anchor=False)]
-        parsed = library.parse(text, targets, extraction_mode="first_match", parsing_timeout=None)
-    else:
-        parsed = library.parse(text, [latex(), library.ExprExtractionConfig()], parsing_timeout=None)
     return parsed
 
 

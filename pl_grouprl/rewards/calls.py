@@ -224,33 +224,34 @@ class PendingRewards:
             for group in groups
         ]
         self._inputs = inputs = RewardInputs(last_rows)
-        self._calls: list[list[Call]] = []
         self._waiters: list[Callable[[], list[Outcome]]] = []
         self._here: list[bool] = []  # whether the function runs on the thread that waits
         self._begun_elsewhere: list[AsyncCalls | Future[Any]] = []
-        for reward in rewards:
-            in_workers = workers is not None and not reward.in_process
-            calls = [
+        in_workers = [workers is not None and not reward.in_process for reward in rewards]
+        self._calls = [  # all before the first begins, since a column may be missing
+            [
                 Call(
                     unit,
                     [len(inputs.rollouts[index].completion_ids) for index in unit],
-                    inputs.arguments(reward, unit, environments=not in_workers),
+                    inputs.arguments(reward, unit, environments=not elsewhere),
                 )
-                for unit in inputs.units(reward, by_group=in_workers)
+                for unit in inputs.units(reward, by_group=elsewhere)
             ]
+            for reward, elsewhere in zip(rewards, in_workers, strict=True)
+        ]
+        for reward, elsewhere, calls in zip(rewards, in_workers, self._calls, strict=True):
             if reward.is_async:
                 pending = AsyncCalls(reward, calls, retries, timeout)
                 self._begun_elsewhere.append(pending)
                 waiter: Callable[[], list[Outcome]] = pending.wait
-            elif workers is not None and in_workers:
+            elif workers is not None and elsewhere:
                 futures = [workers.submit(reward.name, call, retries) for call in calls]
                 self._begun_elsewhere += futures
                 waiter = partial(_results_of, futures)
             else:  # not a bound method: the reference cycle would hold the rollouts until a garbage collection
                 waiter = partial(_attempt_here, reward, calls, retries)
-            self._calls.append(calls)
             self._waiters.append(waiter)
-            self._here.append(not (reward.is_async or in_workers))
+            self._here.append(not (reward.is_async or elsewhere))
 
     def wait(self) -> dict[str, float]:
         """Run the functions that need this thread, wait for the others, and write the rewards into the rollouts.

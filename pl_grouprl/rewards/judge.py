@@ -110,7 +110,7 @@ class Judge:
                 "Judge.max_retries": (max_retries, max_retries >= 0, "0 or larger"),
             }
         )
-        if "@" in base_url.partition("://")[2].partition("/")[0]:
+        if re.match(r"(?:\w+://)?[^/]*@", base_url):
             raise ValueError(
                 "Judge.base_url has a user name or password; put the key in an environment variable: api_key_env."
             )

@@ -455,7 +455,10 @@ def test_malformed_options_are_refused(options, message):
         Judge(**{"base_url": "http://localhost/v1", "model": "m", "rubric": "Count."} | options)
 
 
-@pytest.mark.parametrize("options", [{"base_url": f"http://user:{KEY}@h/v1"}, {"api_key_env": KEY}])
+@pytest.mark.parametrize(
+    "options",
+    [{"base_url": f"http://user:{KEY}@h/v1"}, {"base_url": f"user:{KEY}@h/v1"}, {"api_key_env": KEY}],
+)
 def test_secrets_in_options_are_refused_without_showing_them(options):
     with pytest.raises(ValueError, match=r"Judge.*variable") as caught:
         Judge(**{"base_url": "http://localhost/v1", "model": "m", "rubric": "Count."} | options)
