@@ -62,8 +62,9 @@ def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
         return policy_of_path(policy)
     if isinstance(policy, PolicySource):
         return policy
+    shown = "None" if policy is None else f"a {type(policy).__name__}"
     raise TypeError(
-        f"{argument} is a {type(policy).__name__}; every rank and every resumed run reloads the initial model, so pass "
+        f"{argument} is {shown}; every rank and every resumed run reloads the initial model, so pass "
         "the folder of a saved one, or a PolicySource, whose load() and load_tokenizer() return the same each time."
     )
 
