@@ -50,7 +50,7 @@ GOOD = '{"prompt": "1"}'
         ),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
-            r"messages\[0\]\.content\[0\]\.text is 'None', not a string",
+            r"messages\[0\]\.content\[0\] is .*None",
         ),
         ('{"prompt": "1", "completions": ["2"]}', "column 'completions'"),
         ('{"prompt": "1", "reward_model": "{}"}', "column 'reward_model' is"),
