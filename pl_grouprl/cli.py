@@ -27,6 +27,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from pl_grouprl.utilities.checkpoint_files import last_checkpoint, load_verified
 from pl_grouprl.utilities.device_defaults import default_precision
 from pl_grouprl.utilities.loggers import prepare_loggers
+from pl_grouprl.utilities.options import nearest_option
 
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
@@ -111,13 +112,14 @@ class RLParser(LightningArgumentParser):
         if unknown and self.exit_on_error:  # parsers of nested classes leave this to the outermost
             above = message[: message.find("\n", unknown.end())]  # its own line may name the class of a callable
             classes = [locate(name) for name in _CLASS.findall(above)]
-            options = [option for action in self._actions for option in action.option_strings]
+            nearest: str | None
             if classes and inspect.isclass(classes[-1]):
-                mro = inspect.getmro(classes[-1])
-                constructors = [inspect.signature(c.__init__) for c in mro if "__init__" in vars(c)]  # type: ignore[misc]
-                options = [name for signature in constructors for name in signature.parameters]
-            if nearest := difflib.get_close_matches(unknown[1] or unknown[2], options, n=1):
-                message += f"\n  Did you mean {nearest[0]!r}? docs/options.md maps the options of TRL and verl."
+                nearest = nearest_option(classes[-1], unknown[1] or unknown[2])
+            else:
+                options = [option for action in self._actions for option in action.option_strings]
+                nearest = next(iter(difflib.get_close_matches(unknown[1] or unknown[2], options, n=1)), None)
+            if nearest is not None:
+                message += f"\n  Did you mean {nearest!r}? docs/options.md maps the options of TRL and verl."
         super().error(message, ex)
 
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:

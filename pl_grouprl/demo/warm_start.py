@@ -26,7 +26,7 @@ from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
-from pl_grouprl.utilities.options import as_config, check_options
+from pl_grouprl.utilities.options import as_options, check_options
 from pl_grouprl.utilities.progress import PROGRESS, ProgressLines, shows_bars, tick
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class WarmStartedPolicy:
         if "model_type" not in self.architecture:
             raise ValueError("architecture has no model_type; add the name of a transformers family, such as qwen3.")
         if self.adapter is not None:
-            object.__setattr__(self, "adapter", as_config(LoRAAdapter, self.adapter, "WarmStartedPolicy.adapter"))
+            object.__setattr__(self, "adapter", as_options(LoRAAdapter, self.adapter, "WarmStartedPolicy.adapter"))
         checks = {
             "steps": (self.steps >= 0, "0 (random weights) or larger"),
             "batch_size": (self.batch_size >= 1, "at least 1"),

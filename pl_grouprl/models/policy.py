@@ -26,7 +26,7 @@ from pl_grouprl.models.adapters import (
 )
 from pl_grouprl.models.loading import load_gguf_config, load_gguf_tokenizer, load_model, split_gguf_path
 from pl_grouprl.utilities import internals, optional
-from pl_grouprl.utilities.options import as_config, drop_none
+from pl_grouprl.utilities.options import as_options, drop_none
 from pl_grouprl.utilities.text import first_names
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class PretrainedPolicy:
     def __post_init__(self) -> None:
         for name, config in (("adapter", LoRAAdapter), ("quantization", FourBit)):
             if isinstance(getattr(self, name), Mapping):
-                object.__setattr__(self, name, as_config(config, getattr(self, name), f"{type(self).__name__}.{name}"))
+                object.__setattr__(self, name, as_options(config, getattr(self, name), f"{type(self).__name__}.{name}"))
         if self.gguf_file is not None:
             optional.require(optional.GGUF_AVAILABLE, f"gguf_file {self.gguf_file!r}", "gguf")
         if self.gradient_checkpointing_kwargs is not None and not self.gradient_checkpointing:

@@ -41,7 +41,7 @@ from pl_grouprl.utilities.describe import (
 )
 from pl_grouprl.utilities.distributed import gather_plain, num_ranks
 from pl_grouprl.utilities.modes import random_state, set_random_state
-from pl_grouprl.utilities.options import as_config, suggestion
+from pl_grouprl.utilities.options import as_options, nearest_option
 
 CHECKPOINT_KEY = "pl_grouprl"
 
@@ -438,12 +438,14 @@ def record_options(initialize: Callable[..., None]) -> Callable[..., None]:
     def recording(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in CONFIGS.keys() & kwargs.keys():
             if kwargs[name] is not None:
-                kwargs[name] = as_config(CONFIGS[name], kwargs[name], name)
+                kwargs[name] = as_options(CONFIGS[name], kwargs[name], name)
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
             for name in kwargs.keys() - signature.parameters.keys():
-                raise TypeError(f"{type(self).__name__} takes no {name!r}{suggestion(type(self), name)}") from None
+                nearest = nearest_option(type(self), name)
+                hint = "." if nearest is None else f"; did you mean {nearest!r}?"
+                raise TypeError(f"{type(self).__name__} takes no {name!r}{hint}") from None
             raise
         bound.apply_defaults()
         for parameter in list(signature.parameters.values())[1:]:

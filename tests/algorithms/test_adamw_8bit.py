@@ -110,15 +110,9 @@ def test_a_resumed_run_is_exact(make_module, make_data, make_trainer, tiny_polic
 
 def test_the_bits_of_a_run_cannot_change(make_module, make_data, make_trainer, tmp_path):
     make_trainer(max_steps=1, callbacks=[saving(tmp_path)]).fit(make_module(), make_data())
-    path = tmp_path / "step=1.ckpt"
-    older = torch.load(path, weights_only=True)
-    (state,) = [own for own in older.values() if isinstance(own, dict) and "optimizer" in own]
-    del state["optimizer"]["policy.state_bits"]  # as written before there was the option
-    torch.save(older, tmp_path / "older.ckpt")
-    for checkpoint in (path, tmp_path / "older.ckpt"):
-        module = make_module(optimizer=OptimizerConfig(1e-2, state_bits=8), allow_changed=["optimizer"])
-        with pytest.raises(ValueError, match=r"policy\.state_bits is 8 \(was 32\)\. Restore them"):
-            make_trainer(max_steps=2).fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
+    module = make_module(optimizer=OptimizerConfig(1e-2, state_bits=8), allow_changed=["optimizer"])
+    with pytest.raises(ValueError, match="state_bits"):
+        make_trainer(max_steps=2).fit(module, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("strategy", [ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy])
@@ -129,7 +123,7 @@ def test_strategies_that_shard_are_refused(make_module, monkeypatch, strategy, o
     monkeypatch.setattr(trainer.strategy, "__class__", strategy)
     monkeypatch.setattr(trainer.strategy, "config", {}, raising=False)
     module.trainer = trainer
-    with pytest.raises(ValueError, match=f"state_bits=8 of an optimizer does not work under {strategy.__name__}"):
+    with pytest.raises(ValueError, match=f"state_bits is 8 under {strategy.__name__}"):
         check_quantized(module)
 
 

@@ -42,7 +42,6 @@ from pl_grouprl.callbacks import CompletionsTable, ExportPolicy, RunSummary, Saf
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.demo.tasks import digit_tokenizer
-from pl_grouprl.utilities.options import known_options
 
 SECONDS_PER_CASE = 60
 ALGORITHMS = (GRPO, PPO, GroupPPO, Distillation)
@@ -186,18 +185,26 @@ def options(rng: random.Random, known: dict[str, Any], most: int, *, typed: bool
     return found
 
 
+def known_options(cls: type) -> dict[str, Any]:
+    """Annotations of all parameters that the constructors of a class take."""
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    hints = [typing.get_type_hints(constructor) for constructor in reversed(constructors)]
+    known = {name: hint for own in hints for name, hint in own.items()}
+    return {name: hint for name, hint in known.items() if name not in ("return", "kwargs", "args")}
+
+
 def draw(rng: random.Random) -> Case:
     """One case; most have few options, so that many of them run."""
     case = Case(rng.choice(("python", "python", "yaml")), rng.choice(ALGORITHMS))
-    case.model = options(rng, known_options(case.algorithm, case.algorithm)[0], 4)
+    case.model = options(rng, known_options(case.algorithm), 4)
     if rng.random() < 0.4:
-        case.data = options(rng, known_options(PromptDataModule, PromptDataModule)[0], 2)
+        case.data = options(rng, known_options(PromptDataModule), 2)
     if rng.random() < 0.4:
         case.trainer = options(rng, TRAINER, 2, typed=case.form == "python")
     if rng.random() < 0.3:
         cls = rng.choice(CALLBACKS)
         typed = case.form == "python" and issubclass(cls, ModelCheckpoint)
-        case.callbacks = [(cls, options(rng, known_options(cls, cls)[0], 2, typed=typed))]
+        case.callbacks = [(cls, options(rng, known_options(cls), 2, typed=typed))]
     groups = (case.model, case.data, case.trainer, *(own for _, own in case.callbacks))
     case.drawn = [name for group in groups for name in names_of(group)]
     return case
