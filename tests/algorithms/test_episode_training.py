@@ -264,9 +264,9 @@ def test_prompts_without_an_equal_reward_are_replaced(tmp_path):
     [
         (
             {"tools": None, **dict.fromkeys(LIMITS), "tool_timeout": 3.0},
-            "tool_timeout is 3.0, which has no effect",
+            "tool_timeout is 3.0",
         ),
-        ({"tools": None, **dict.fromkeys(LIMITS), "max_turn_tokens": 3}, "max_turn_tokens is 3, which has no effect"),
+        ({"tools": None, **dict.fromkeys(LIMITS), "max_turn_tokens": 3}, "max_turn_tokens is 3"),
         ({"max_turn_tokens": 0}, r"max_turn_tokens is 0; it must be at least 1"),
         ({"max_tool_calling_iterations": -1}, r"max_tool_calling_iterations is -1; it must be at least 0"),
         ({"tool_workers": -1}, r"tool_workers is -1; it must be at least 1, or 0"),

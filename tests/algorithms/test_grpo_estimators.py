@@ -260,7 +260,7 @@ def test_several_rewards_normalized_first_with_other_estimators(step, name):
         ({"advantage_estimator": "remax", "scale_rewards": "group"}, "does not use scale"),
         (
             {"multi_objective_aggregation": "sum"},
-            "multi_objective_aggregation is 'sum'; it must be 'sum_then_normalize' or",
+            "multi_objective_aggregation is 'sum'",
         ),
         (
             {"advantage_estimator": "reinforce_plus_plus", "multi_objective_aggregation": "normalize_then_sum"},
@@ -268,7 +268,7 @@ def test_several_rewards_normalized_first_with_other_estimators(step, name):
         ),
         (
             {"beta": 0.1, "kl_in": "reward", "multi_objective_aggregation": "normalize_then_sum"},
-            "kl_in='reward' belongs to one reward",
+            "kl_in='reward' takes one reward",
         ),
         ({"num_generations": 1, "advantage_estimator": "reinforce_plus_plus_baseline"}, "num_generations is 1; rei"),
         ({"num_generations": 1, "advantage_estimator": "opo"}, "num_generations is 1; opo compares"),
@@ -317,10 +317,10 @@ def test_optimal_token_baseline(step, make_module, name):
 
 
 def test_tree_refuses_what_belongs_to_whole_rollouts(step, make_module):
-    with pytest.raises(ValueError, match="a reward function returned a reward per token, but tree compares whole"):
+    with pytest.raises(ValueError, match=r"a reward function returned a reward per token, .*'tree'"):
         step(rewards=lambda completion_ids, **columns: [[1.0] * len(ids) for ids in completion_ids],
              advantage_estimator="tree")  # fmt: skip
-    with pytest.raises(ValueError, match="advantage_estimator='vine' takes one reward; use 'sum_then_normalize'"):
+    with pytest.raises(ValueError, match="advantage_estimator='vine' takes one reward"):
         make_module(advantage_estimator="vine", multi_objective_aggregation="normalize_then_sum")
 
 

@@ -260,7 +260,7 @@ def test_the_critics_schedule_needs_an_end(fit):
 
 
 def test_importance_sampling_needs_log_probabilities(fit):
-    with pytest.raises(ValueError, match="importance_sampling is 'token_mask', but RaggedEngine reports no log-prob"):
+    with pytest.raises(ValueError, match="importance_sampling is 'token_mask'"):
         fit(importance_sampling="token_mask")
 
 
@@ -268,5 +268,5 @@ def test_a_compiled_critic_is_refused(make_module, make_data, make_trainer):
     module = make_module(PPO)
     module.configure_model()
     module.critic.compile()
-    with pytest.raises(ValueError, match=r"module.critic is compiled, .* leave out torch.compile\(module.critic\)"):
+    with pytest.raises(ValueError, match=r"module\.critic is compiled"):
         make_trainer(max_steps=1).fit(module, make_data())

@@ -131,19 +131,16 @@ def test_truncated_rollouts_count_and_are_not_trained(step):
     ("options", "message"),
     [
         *(
-            ({"advantage_estimator": name}, f"advantage_estimator='{name}' compares whole rollouts; use 'grpo'")
+            ({"advantage_estimator": name}, f"advantage_estimator='{name}'")
             for name in ("rloo", "opo", "remax", "grpo_passk")
         ),
-        ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "reinforce_plus_plus_baseline compares whole"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum compares whole rollouts"),
-        (
-            {"beta": 0.1, "kl_in": "reward"},
-            "kl_in='reward' subtracts the penalty from whole rollouts; use kl_in='loss'",
-        ),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "'reinforce_plus_plus_baseline'"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
+        ({"beta": 0.1, "kl_in": "reward"}, "kl_in='reward'"),
     ],
 )
 def test_what_compares_whole_rollouts_refuses_rewards_of_tokens(step, options, message):
-    with pytest.raises(ValueError, match=f"a reward function returned a reward per token, but {message}"):
+    with pytest.raises(ValueError, match=f"a reward function returned a reward per token, .*{message}"):
         step(**options)
     step(rewards=outcome, **options)
 

@@ -129,10 +129,10 @@ def test_episodes_without_room_for_another_turn_do_not_fork():
 @pytest.mark.parametrize(
     ("options", "branching", "words"),
     [
-        ({}, BRANCHING, "points is 'turn', but without tools a rollout has one turn; pass tools, or use 'every_n'"),
-        ({"tools": [double]}, {"points": "entropy"}, "points is 'entropy', but with tools .* use 'turn'"),
-        ({"tools": [double], "rewritten_history": "new_row"}, BRANCHING, "branch points are indices into a single row"),
-        ({"environment_factory": Tally}, BRANCHING, "an environment cannot be copied at a branch point; use stateless"),
+        ({}, BRANCHING, "points='turn', without tools"),
+        ({"tools": [double]}, {"points": "entropy"}, "points='entropy', with tools"),
+        ({"tools": [double], "rewritten_history": "new_row"}, BRANCHING, "rewritten_history='new_row'"),
+        ({"environment_factory": Tally}, BRANCHING, "with environment_factory"),
     ],
 )
 def test_refused(options, branching, words):

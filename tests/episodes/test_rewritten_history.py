@@ -215,7 +215,7 @@ def test_without_the_option_the_template_is_refused_with_it_as_a_remedy(policy, 
         sample(policy, tokenizer, rewritten_history="rows")
     with pytest.raises(ValueError, match="drops the result of a tool"):
         sample(policy, tokenizer, FORGETFUL.replace("+ message.content +", "+ '' +"))
-    with pytest.raises(ValueError, match="rewritten_history is new_row, which has no effect without tools"):
+    with pytest.raises(ValueError, match="rewritten_history is 'new_row'"):
         sample(policy, tokenizer, tools=[])
 
 

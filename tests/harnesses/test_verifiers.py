@@ -168,10 +168,10 @@ def test_prompts_of_another_source_are_refused(tasks, policy, server):
         ({"sampling": SamplingConfig(stop=("x",))}, "SamplingConfig.stop is"),
         ({"val_sampling": SamplingConfig(temperature=5.0)}, "SamplingConfig.temperature is 5.0"),
         ({"max_staleness": 1}, "max_staleness is 1 together with harness"),
-        ({"tools": [print]}, "tools is set together with harness"),
-        ({"max_tool_calling_iterations": 2}, "max_tool_calling_iterations is set together with harness"),
-        ({"chat_template": "qwen3"}, "chat_template is set together with harness"),
-        ({"branching": Branching(points="turn")}, "branching is set together with harness"),
+        ({"tools": [print]}, "tools is .* with harness"),
+        ({"max_tool_calling_iterations": 2}, "max_tool_calling_iterations is 2 with harness"),
+        ({"chat_template": "qwen3"}, "chat_template is 'qwen3' with harness"),
+        ({"branching": Branching(points="turn")}, "branching is set, .* with harness"),
     ],
 )
 def test_what_does_not_go_with_a_harness_is_refused(tasks, policy, server, options, reason):

@@ -289,7 +289,7 @@ def test_rollouts_refuse_branches_that_do_not_fit(points, path, words):
     [
         (
             [Rollout([1, 2], loss_mask=[1, 0]) for _ in "ab"],
-            "zeros in Rollout.loss_mask, but with branching or tools it has to",
+            "zeros in Rollout.loss_mask",
         ),
         (
             [Rollout([1], episode=0), Rollout([2], episode=0), Rollout([3], episode=1)],
