@@ -424,17 +424,12 @@ class LayerBytes:
             inputs = sum(4 * hidden for hidden, *_ in layer_sizes(config))
             return cls(config, KeptBytes(sum(kept), max(kept), inputs), trains_all, width, is_counted=False)
 
-    @property
-    def working(self) -> int:
-        """The gradients inside the layer that is in its backward pass."""
-        hidden, queries, inner = (max(sizes) for sizes in zip(*layer_sizes(self.config), strict=True))
-        return 8 * hidden + 2 * queries + 4 * inner if self.trains_all else 14 * hidden + 6 * inner
-
     def activations(self, checkpointing: bool) -> tuple[int, int]:
         """Bytes that the forward pass leaves behind, and the extra bytes while a layer is in its backward pass."""
-        if not checkpointing:
-            return self.kept.total, self.working
-        return self.kept.inputs, self.kept.largest + self.working
+        hidden, queries, inner = (max(sizes) for sizes in zip(*layer_sizes(self.config), strict=True))
+        # The gradients inside that layer.
+        working = 8 * hidden + 2 * queries + 4 * inner if self.trains_all else 14 * hidden + 6 * inner
+        return (self.kept.inputs, self.kept.largest + working) if checkpointing else (self.kept.total, working)
 
     @property
     def head(self) -> int:

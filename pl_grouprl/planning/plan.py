@@ -196,19 +196,15 @@ class RunPlan:
         memory = self.memory
         return self.footprint.resident + memory["caches"] + memory["gathered"] + memory["sampling copy"]
 
+    def room(self, gib: float) -> tuple[int, int]:
+        """Largest `max_tokens_per_micro_batch`, and the number of sequences sampled at once, that fit on a device."""
+        return room_for(self.workload, self.footprint, gib, self.models.checkpointing)
+
     def fits(self, gib: float) -> bool:
         """Whether the run as configured fits on a device with a tenth of its memory left free."""
-        room = gib * GIB * USABLE
-        rolls_out = self.sequences(gib) > 0 if self.workload.bounds_itself else self.rollout_bytes <= room
-        return self.update_bytes <= room and rolls_out
-
-    def budget(self, gib: float) -> int:
-        """Largest `max_tokens_per_micro_batch` that fits; 0 if that is less than the data needs."""
-        return _usable_budget(self.footprint, self.workload, gib, self.models.checkpointing)
-
-    def sequences(self, gib: float) -> int:
-        """Number of sequences whose KV caches fit in a rollout; at most those of a step."""
-        return _sequences(self.footprint, self.workload, gib)
+        usable = gib * GIB * USABLE
+        rolls_out = self.room(gib)[1] > 0 if self.workload.bounds_itself else self.rollout_bytes <= usable
+        return self.update_bytes <= usable and rolls_out
 
     def step_operations(self) -> tuple[float, float]:
         """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
@@ -240,18 +236,17 @@ class RunPlan:
         work, held = self.workload, self.footprint
         if self.fits(gib):
             return "fits as configured"
-        if (budget := self.budget(gib)) and (sequences := self.sequences(gib)):
-            return self._settings(budget, sequences)
+        if all(room := self.room(gib)):
+            return self._settings(*room)
         if held.critic.weights == 0 and self.hardware.processes == 1:  # the first more frugal method that leaves room
             for method in (method for method in METHODS if not method.has_reference):
                 method_held = footprint_of_method(self.models.config, replace(method, has_reference=held.reference > 0))
-                budget, sequences = _usable_budget(method_held, work, gib, True), _sequences(method_held, work, gib)
-                if method_held.resident < held.resident and budget and sequences:
-                    settings = self._settings(budget, sequences)
+                if method_held.resident < held.resident and all(room := room_for(work, method_held, gib, True)):
+                    settings = self._settings(*room)
                     return f"{method.name}: {_REMEDIES[method.name]}, gradient_checkpointing: true, {settings}"
         for devices in (2, 4, 8, 16, 32, 64):
-            sharded, less = divided(self.models.footprint, "fsdp2", devices), replace(work, processes=devices)
-            if _usable_budget(sharded, less, gib, True) and _sequences(sharded, less, gib):
+            sharded = divided(self.models.footprint, "fsdp2", devices)
+            if all(room_for(replace(work, processes=devices), sharded, gib, True)):
                 return f"strategy/fsdp2.yaml on {devices} of them, with gradient_checkpointing: true"
         return "no room on 64 of them; shorten the responses, or choose a smaller model"
 
@@ -305,20 +300,23 @@ def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
     return RunPlan(type(module).__name__, models, work, hardware, passes + hasattr(module, "teacher_source"))
 
 
-def _usable_budget(held: Footprint, work: Workload, gib: float, checkpointing: bool) -> int:
+def room_for(work: Workload, held: Footprint, gib: float, checkpointing: bool) -> tuple[int, int]:
+    """Largest token budget of a micro-batch, and number of sequences sampled at once, that fit on a device.
+
+    The budget is 0 if that is less than the data needs. A prompt counts once per sequence, as in a split group; there
+    are at most the sequences of a step, and where the engine sets the number, its own rule applies.
+    """
     budget = held.largest_budget(gib, checkpointing)
-    return budget if budget >= max(work.smallest_budget, min(SEQUENCE, work.longest_micro_batch)) else 0
-
-
-def _sequences(held: Footprint, work: Workload, gib: float) -> int:
-    """Counts a prompt once per sequence, as in a split group; by the engine's own rule where it sets the number."""
+    if budget < max(work.smallest_budget, min(SEQUENCE, work.longest_micro_batch)):
+        budget = 0
     per_sequence = work.prompt_lengths[-1] + work.response
     everything = math.ceil(work.batch_size / work.processes) * work.num_generations
-    fitting = max(0, min(held.cached_tokens(gib) // per_sequence, everything))
-    if not (work.bounds_itself and fitting):
-        return fitting
-    free = held.cached_tokens(gib) * held.layers.cache
-    return min(fitting, sequences_at_once(everything, per_sequence * held.layers.cache, lambda: free))
+    cached = held.cached_tokens(gib)
+    sequences = max(0, min(cached // per_sequence, everything))
+    if work.bounds_itself and sequences:
+        free = cached * held.layers.cache
+        sequences = min(sequences, sequences_at_once(everything, per_sequence * held.layers.cache, lambda: free))
+    return budget, sequences
 
 
 def rounded(tokens: int) -> int:
@@ -359,7 +357,7 @@ def _fit_lines(plan: RunPlan) -> Iterator[str]:
     yield "What fits, with 10 % of the memory kept free"
     yield f"  {'device':<9}{'largest budget':>15}{'sequences':>11}   suggestion"
     for gib in GPUS:
-        budget, sequences = plan.budget(gib), plan.sequences(gib)
+        budget, sequences = plan.room(gib)
         row = f"{f'{rounded(budget):,}' if budget else '-':>15}{sequences or '-':>11}"
         yield f"  {f'{gib} GB':<9}{row}   {plan.suggestion(gib)}"
 
