@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pl_grouprl.types import Messages, Rollout, RolloutGroup
-from pl_grouprl.utilities.options import check_finite
+from pl_grouprl.utilities.options import as_options, check_finite
 from pl_grouprl.utilities.text import metric_name
 
 RewardFunction = Callable[..., Any]
@@ -152,10 +152,14 @@ def reward_name(function: RewardFunction) -> str | None:
 def as_weighted(rewards: Sequence[Any] | Weighted | RewardFunction) -> list[Weighted]:
     """Normalize one or several reward functions, weighted or not, to weighted functions with names.
 
+    A mapping is read as the fields of a `Weighted`.
+
     Raises:
+        TypeError: If a mapping has another field.
         ValueError: If two functions share a name.
     """
     items = list(rewards) if isinstance(rewards, Sequence) else [rewards]
+    items = [as_options(Weighted, item, "rewards") if isinstance(item, Mapping) else item for item in items]
     weighted = [item if isinstance(item, Weighted) else Weighted(item) for item in items]
     named = [
         Weighted(item.function, item.weight, item.name or reward_name(item.function) or f"reward_{number}")

@@ -42,7 +42,7 @@ def test_rewards_by_mappings(make_module):
     for rewards in ([{"function": reward, "weight": 0.5}], {"function": reward, "weight": 0.5}, Weighted(reward, 0.5)):
         assert as_weighted(make_module(rewards=rewards).rewards) == [Weighted(reward, 0.5, "reward")]
     with pytest.raises(TypeError, match="wieght"):
-        make_module(rewards=[{"function": reward, "wieght": 0.5}])
+        as_weighted([{"function": reward, "wieght": 0.5}])
 
 
 def test_adapter_by_a_mapping(tmp_path):
@@ -51,9 +51,9 @@ def test_adapter_by_a_mapping(tmp_path):
 
 
 def test_a_model_is_no_policy(make_module, tiny_policy):
-    with pytest.raises(TypeError, match=r"policy is a Qwen3ForCausalLM; .* Save model and tokenizer"):
+    with pytest.raises(TypeError, match="policy is a Qwen3ForCausalLM"):
         make_module(policy=tiny_policy().load())
-    with pytest.raises(TypeError, match="critic is a Qwen3ForCausalLM; pass a path"):
+    with pytest.raises(TypeError, match="critic is a Qwen3ForCausalLM"):
         make_module(PPO, critic=tiny_policy().load())
 
 
