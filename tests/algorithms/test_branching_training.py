@@ -92,7 +92,7 @@ def test_a_resumed_run_continues_to_the_bit(make, fit, parameters, tmp_path, opt
     assert all(torch.equal(a, b) for a, b in zip(parameters(module), parameters(resumed), strict=True))
     assert more == groups[1:]
     assert any(rollout.branch_points for rollouts in more[0] for rollout in rollouts)
-    with pytest.raises(ValueError, match=r"branching.width is 3 \(was 2\)|branching is .* made with"):
+    with pytest.warns(UserWarning, match="branching.width"):
         fit(make(branching=EVERY_2 | {"width": 3}, **options), ckpt_path=tmp_path / "step=2.ckpt")
 
 
@@ -121,7 +121,7 @@ def test_refused(make):
         make(branching=EVERY_2 | {"budget": 3})
     with pytest.raises(ValueError, match="every_n is None with points='every_n'"):
         make(branching={"points": "every_n"})
-    with pytest.raises(ValueError, match=r"GRPO\.branching"):
+    with pytest.raises(TypeError, match="branching is 'turn'"):
         make(branching="turn")
     with pytest.raises(ValueError, match=r"num_generations is 1; .*compares the rollouts"):
         make(branching=None, num_generations=1)
