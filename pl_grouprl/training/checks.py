@@ -248,8 +248,8 @@ def check_prompts(
                 f"new ones exceeds the model's {name}={limit}, as {len(longer)} of {len(prompts)} prompts of "
                 f"`{split}` do (the longest has {longest}); {remedy}."
             )
-    for prompt in prompts if vocab_size is not None else ():
-        if max(prompt.token_ids) >= vocab_size:
+    for prompt in prompts:
+        if vocab_size is not None and max(prompt.token_ids) >= vocab_size:
             raise ValueError(
                 f"{prompt.where or split}: the prompt has token id {max(prompt.token_ids)}, but the model has "
                 f"vocab_size={vocab_size}; use the tokenizer that belongs to the model."
