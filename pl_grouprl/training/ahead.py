@@ -170,7 +170,7 @@ class RolloutsAhead:
     def _sample(self, entries: Sequence[QueuedGroup]) -> list[RolloutGroup]:
         """Sample entries of one batch, in a thread. Their random numbers depend on their places, not on timing."""
         number, attempt = entries[0].number, max(entry.attempt for entry in entries)
-        sample_with: Callable[..., Any] = partial(
+        sample_with: Sample = partial(
             self._sampler.sample_with,
             prompts=[entry.prompt for entry in entries],
             sampling=self._sampling,
