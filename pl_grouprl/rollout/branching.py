@@ -64,8 +64,10 @@ class Branching:
     budget: int | None = None
 
     def __post_init__(self) -> None:
+        kinds = ("every_n", "turn", "entropy")
         check_options(
             {
+                "Branching.points": (self.points, self.points in kinds, f"one of {', '.join(kinds)}"),
                 "Branching.width": (self.width, self.width >= 2, "at least 2 (leave out branching to turn it off)"),
                 "Branching.depth": (self.depth, self.depth >= 1, "at least 1 (leave out branching to turn it off)"),
                 "Branching.every_n": (self.every_n, self.every_n is None or self.every_n >= 1, "at least 1"),

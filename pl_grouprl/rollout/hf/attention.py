@@ -114,7 +114,7 @@ def attend_runs(q_NKD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, runs: Runs,
             0.0, False, False, scale=scale, seqused_k=runs.used_k,
         )  # fmt: skip
         return out, lse
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     if runs.columns is not None:
         columns, mask = runs.columns_and_mask(q_NKD.dtype)
         query = q_NKD.view(-1, per_row, heads, size).transpose(1, 2)
@@ -123,15 +123,17 @@ def attend_runs(q_NKD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, runs: Runs,
         )
         out, lse = flash(query, keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(q_NKD.shape), lse.transpose(1, 2).reshape(-1, heads).t()
+    query, keys, values = (states.transpose(0, 1)[None] for states in (q_NKD, keys_TKD, values_TKD))
     outs, lses = [], []
     for (first, last), (start, end) in zip(pairwise(runs.rows), runs.spans(), strict=True):
         if first < last:
-            query = q_NKD[first * per_row : last * per_row].transpose(0, 1)[None]
-            keys, values = (states[start:end].transpose(0, 1)[None] for states in (keys_TKD, values_TKD))
-            out, lse = flash(query, keys, values, scale=scale)
-            outs.append(out[0].transpose(0, 1))
-            lses.append(lse[0].t())
-    return (outs[0], lses[0].t()) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses).t())
+            run = query.narrow(2, first * per_row, (last - first) * per_row)
+            seen = keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
+            out, lse = flash(run, *seen, scale=scale)
+            outs.append(out.transpose(1, 2))
+            lses.append(lse.transpose(1, 2))
+    out, lse = (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, dim=1), torch.cat(lses, dim=1))
+    return out[0], lse[0].t()
 
 
 # Cache layers that attention recognizes by the tensors that they return.
