@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.models.adapters import adapter_options
-from pl_grouprl.rewards import prepare_rewards
+from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checks import accumulation_schedule
@@ -470,7 +470,7 @@ def note_options(module: Any, options: Mapping[str, Any]) -> None:
         elif name != "rewards":
             noted |= describe(name, value)
         elif value is not None:  # by their names in metrics, each with its weight
-            functions = prepare_rewards(value)
+            functions = as_weighted(value)
             noted[name] = [reward.name for reward in functions]
             for reward in functions:
                 noted |= describe(f"{name}.{reward.name}", reward.function)
