@@ -470,7 +470,10 @@ def note_options(module: Any, options: Mapping[str, Any]) -> None:
         elif name != "rewards":
             noted |= describe(name, value)
         elif value is not None:  # by their names in metrics, each with its weight
-            functions = as_weighted(value)
+            try:
+                functions = as_weighted(value)
+            except (TypeError, ValueError):  # the constructor raises, or replaces them
+                continue
             noted[name] = [reward.name for reward in functions]
             for reward in functions:
                 noted |= describe(f"{name}.{reward.name}", reward.function)
@@ -537,7 +540,7 @@ def compare_options(changes: Changes, allowed: Sequence[str], *, has_rollouts: b
             "that; restore it, or start a new run from the exported policy."
         )
     for name, (then, now) in changes.items():
-        if has_rollouts and is_allowed(name, _OF_ROLLOUTS):
+        if has_rollouts and (is_allowed(name, _OF_ROLLOUTS) or (name == "beta" and not then)):
             raise ValueError(
                 f"{name} is {now!r}, but the checkpoint has unfinished rollouts made with {then!r}; keep that value, "
                 "or resume where a batch of rollouts ends."

@@ -242,7 +242,7 @@ def check_prompts(
         if longer:
             longest, remedy = max(prompt.num_tokens for prompt in longer), f"lower {option}.max_new_tokens"
             if room > 0:
-                remedy = f"set max_prompt_length={room} of PromptDataModule, or {remedy}"
+                remedy = f"set max_prompt_length={room} of PromptDataModule (and overlong_prompts), or {remedy}"
             raise ValueError(
                 f"{longer[0].where or split}: the prompt has {longer[0].num_tokens} tokens, which with {new_tokens} "
                 f"new ones exceeds the model's {name}={limit}, as {len(longer)} of {len(prompts)} prompts of "

@@ -61,9 +61,7 @@ CHANGES = [
     ({"num_generations": 3}, "num_generations is 3, .* made with 4; keep that value"),
     ({"seed": 5}, "seed is 5, .* made with 0"),
     ({"sampling": SamplingConfig(max_new_tokens=5, temperature=0.5)}, "sampling.temperature is 0.5, .* made with 1.0"),
-    ({"beta": 0.1}, "beta > 0 is True, .* made with False"),
-    ({"loss_type": "grpo"}, "loss_agg_mode is 'seq-mean-token-mean', .* made with 'token-mean'"),
-    ({"epsilon": 0.3}, "policy_loss is .*epsilon=0.3.* made with .*epsilon=0.2"),
+    ({"beta": 0.1}, "beta is 0.1, .* made with 0.0"),
 ]
 
 
@@ -75,16 +73,10 @@ def test_other_options_between_updates_are_refused(checkpoints, make_module, mak
 
 
 @pytest.mark.parametrize("change", [{"seed": 5}, {"num_generations": 3}, {"beta": 0.1}])
-def test_other_options_at_a_rollout_boundary_are_refused_unless_allowed(
-    checkpoints, make_module, make_data, make_trainer, change
-):
-    name, checkpoint = next(iter(change)), checkpoints / "step=2.ckpt"
+def test_other_options_at_a_rollout_boundary_are_warned_of(checkpoints, make_module, make_data, make_trainer, change):
     module, trainer = make_module(num_mini_batches=2, **change), make_trainer(max_steps=3)
-    with pytest.raises(ValueError, match=rf"other options: {name} is .*pass allow_changed=\['{name}'\]"):
-        trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
-    module = make_module(num_mini_batches=2, allow_changed=[name], **change)
-    trainer = make_trainer(max_steps=3)
-    trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
+    with pytest.warns(UserWarning, match=f"other options[^;]*{next(iter(change))} "):
+        trainer.fit(module, make_data(), ckpt_path=checkpoints / "step=2.ckpt", weights_only=True)
     assert trainer.global_step == 3
 
 
@@ -93,7 +85,7 @@ def test_the_same_options_resume_without_a_word(checkpoints, make_module, make_d
         module = make_module(num_mini_batches=2)
         path = checkpoints / f"step={step}.ckpt"
         make_trainer(max_steps=3).fit(module, make_data(), ckpt_path=path, weights_only=True)
-    assert "from here on" not in caplog.text
+    assert "other options" not in caplog.text
 
 
 def test_a_compiled_policy_is_refused(make_module, make_data, make_trainer):
