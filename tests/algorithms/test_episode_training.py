@@ -307,5 +307,5 @@ def test_functions_cannot_read_environments_sampled_ahead(tmp_path):
         return [float(environment.total) for environment in environments]
 
     ahead = {"max_staleness": 1, "importance_sampling": "token_truncate"}
-    with pytest.raises(ValueError, match=r"'total' requires \['environments'\].*max_staleness at 0"):
+    with pytest.raises(ValueError, match=r"'total' requires \['environments'\]"):
         fit(make(rewards=[total], environment_factory=Counter, **ahead), tmp_path)
