@@ -88,7 +88,5 @@ def test_a_later_run_with_the_same_data_has_all_levels_again(make_module, make_t
 def test_a_metric_that_rollouts_lack_and_rows_without_levels(run):
     with pytest.raises(ValueError, match=r"Curriculum.metric is 'rewards/exact'; rollouts have \['completions"):
         run(1, curriculum={"metric": "rewards/exact"})
-    with pytest.raises(
-        ValueError, match="train, row 0: column 'stage' is None"
-    ):
+    with pytest.raises(ValueError, match="train, row 0: column 'stage' is None"):
         run(1, curriculum={"column": "stage"})

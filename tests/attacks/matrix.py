@@ -246,13 +246,13 @@ ROWS: tuple[Row, ...] = (
         (
             "tests/rewards/sandbox",
             "tests/rewards/test_code_tests.py",
-            "tests/rewards/test_process_state.py",
+            "tests/rewards/test_exits.py",
         ),
     ),
     Row(
         "1,000 random option sets",
         "each runs, or ends in an error that names an option",
-        ("tests/attacks/test_fuzz_options.py", "tests/utilities/test_arguments.py"),
+        ("tests/attacks/test_fuzz_options.py", "tests/integration/test_config_errors.py"),
     ),
     Row(
         "security: floors of dependencies, loads without code, optional packages absent",
