@@ -16,9 +16,8 @@ from torch import Tensor
 from pl_grouprl import RolloutGroup, SamplingConfig
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.data import PromptBatch, PromptDataModule
-from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.functional.advantages import group_relative_advantages
-from pl_grouprl.models import WarmStartedPolicy
 from pl_grouprl.models.score import score
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.metrics import StepTimer

@@ -40,7 +40,8 @@ def step(make_module, make_trainer, make_data, history):
         """One step: its gradients, its metrics, and the tokens that the policy ran on with gradient."""
         module = make_module(cls, sampling=SamplingConfig(max_new_tokens=24), **options)
         if not divides:
-            module.updater._split_idle = lambda buffer: None
+            update = module.updater.update
+            module.updater.update = lambda *args, **kwargs: update(*args, **kwargs | {"skips_idle": False})
 
         record, counter = history(), CountTokens()
         record.keep_tensors = True
