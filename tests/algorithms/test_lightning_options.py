@@ -95,7 +95,7 @@ def test_a_run_with_a_schedule_of_accumulation_resumes_exactly(make_module, make
 
 def test_an_asynchronous_plugin_is_refused_by_the_callback_that_verifies(make_module, make_trainer, make_data):
     trainer = make_trainer(callbacks=[SafeCheckpoint()], plugins=[AsyncCheckpointIO()])
-    with pytest.raises(ValueError, match=r"plugins has AsyncCheckpointIO, .*; leave the plugin out, or use Model"):
+    with pytest.raises(ValueError, match=r"plugins has AsyncCheckpointIO"):
         trainer.fit(make_module(), make_data())
 
 

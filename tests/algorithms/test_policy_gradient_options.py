@@ -171,7 +171,7 @@ def test_options_of_a_preset_can_be_set(make_module):
         ({"epsilon": 0.1, "policy_loss_options": {"epsilon": 0.2}}, "epsilon is set twice, as 0.1 and in policy_loss_"),
         (
             {"scale_rewards": "batch", "advantage_options": {"scale": "none"}},
-            "scale is set twice, as 'batch' and in advantage_options as 'none'; leave one",
+            "scale is set twice, as 'batch' and in advantage_options as 'none'",
         ),
         ({"importance_sampling": "truncate"}, "importance_sampling is 'truncate'"),
         ({"importance_sampling_low": 0.5}, "importance_sampling_low is 0.5 .* importance_sampling is 'none'"),

@@ -7,6 +7,7 @@ import torch
 import yaml
 from helpers.sweeps import sweep
 from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 
 from pl_grouprl.cli import main
@@ -93,8 +94,8 @@ def test_deepspeed_has_the_stage_of_its_name(name, stage, offloads):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("name", sweep(ON_GPU, quick=["fsdp", "deepspeed_z3"]))
-def test_without_a_gpu_the_error_says_what_runs_here(name):
+def test_without_a_gpu_lightning_says_so(name):
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    with pytest.raises(ValueError, match=r"trainer.accelerator is 'gpu' and PyTorch finds no GPU.*strategy/fsdp2.yaml"):
+    with pytest.raises(MisconfigurationException, match="gpu"):
         main(["fit", "--config", "grpo_pg.yaml", "--config", f"strategy/{name}.yaml"])

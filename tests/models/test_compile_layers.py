@@ -168,7 +168,7 @@ def test_layers_are_found(family, sizes):
 def test_a_decoder_without_such_a_list_is_refused():
     model = tiny_model("qwen3")
     model.config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match=r"Qwen3Model has no list of 3 layers .* leave out compile_layers"):
+    with pytest.raises(ValueError, match=r"Qwen3Model has no list of 3 layers"):
         compiling.compile_layers(model)
 
 
