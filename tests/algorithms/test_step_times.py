@@ -168,5 +168,5 @@ def test_summary_agrees_with_the_logged_rows(make_module, make_data, make_traine
 
 def test_a_loader_without_rollouts_is_refused(make_module, make_trainer, scripted_engine):
     loader = torch.utils.data.DataLoader([1, 2, 3], batch_size=None)
-    with pytest.raises(TypeError, match=r"loader yields int; .*PromptBatch.* PromptDataModule"):
+    with pytest.raises(TypeError, match="loader yields int"):
         make_trainer(max_steps=1).fit(make_module(engine=scripted_engine), loader)
