@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import math
 import os
 import random
 import re
@@ -86,7 +85,6 @@ FIXED = {
 }
 FOREIGN = ("per_device_train_batch_size", "max_completion_length", "lr", "kl_coef", "num_train_epochs", "clip_ratio")
 GIVEN = re.compile(r"^ *Given value: .*$", re.MULTILINE)
-WRONG: tuple[Any, ...] = ("3", "nonsense", None, True, math.nan, -1, 0, 1.5, [], {}, [1], ("a",), object, {"a": 1})
 
 
 class TinyPolicy:
@@ -165,21 +163,17 @@ def config(rng: random.Random, cls: type) -> dict[str, Any]:
     fields = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     chosen = rng.sample(names, rng.randrange(min(3, len(names)) + 1))
-    found = {name: value(rng, fields[name], name) for name in chosen}
+    found = {name: valid_value(rng, fields[name], name) for name in chosen}
     if rng.random() < 0.1:
         found[misspelt(rng, rng.choice(names))] = 1
     return found
 
 
-def value(rng: random.Random, hint: Any, name: str) -> Any:
-    return valid_value(rng, hint, name) if rng.random() < 0.8 else rng.choice(WRONG)
-
-
 def options(rng: random.Random, known: dict[str, Any], most: int, *, typed: bool = False) -> dict[str, Any]:
-    """Some options by name, a few of them unknown. What Lightning reads only gets values of the right type."""
+    """Some options by name, a few of them unknown unless `typed`, as for what Lightning reads."""
     names = [name for name in known if name not in FIXED]
     chosen = rng.sample(names, min(rng.randrange(most + 1), len(names)))
-    found = {name: (valid_value if typed else value)(rng, known[name], name) for name in chosen}
+    found = {name: valid_value(rng, known[name], name) for name in chosen}
     if names and not typed and rng.random() < 0.08:
         found[rng.choice((misspelt(rng, rng.choice(names)), rng.choice(FOREIGN), "zzz"))] = rng.choice((1, "a", {}))
     return found
