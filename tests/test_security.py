@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 FLOORS = {"lightning": (2, 6, 6), "torch": (2, 6)}
 """Older ones run code of a checkpoint."""
 UNPICKLE = {
-    "episodes/runner.py": 3,  # in a worker, from the process that has started it
+    "episodes/runner.py": 2,  # in a worker, from the process that has started it
     "rewards/workers.py": 2,  # in a worker, from the process that has started it
 }
 """Calls of `pickle.loads` that are allowed, by file."""

@@ -674,7 +674,7 @@ def run_worker(pipe: Connection, data: bytes) -> None:
     loop, process = asyncio.new_event_loop(), os.getpid()
     while True:
         try:
-            name, method, arguments, is_async = pipe.recv()
+            name, method, arguments, is_async = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
         except EOFError:
             return
         answer: dict[str, Any]
