@@ -347,7 +347,7 @@ class PPO(RLModule):
         critic, scoring, chosen_N = self._critic, batch.scoring, batch.tokens["value_mask"] & batch.mask_N
         if states is not None:
             values_K = critic.values(scoring, scoring.predict_index_N[chosen_N], states=states)
-        else:  # a trunk of its own stops at the last of these tokens
+        else:  # its own trunk ends at the last of these tokens
             rows_BT = to_rows(chosen_N.cpu(), torch.tensor(scoring.rollout_lengths))
             places_T = torch.arange(1, rows_BT.shape[1] + 1)
             ends_B = (rows_BT * places_T).amax(dim=1) if len(places_T) else rows_BT.sum(1)

@@ -64,7 +64,7 @@ class LayoutCall:
 # Layer states with which later calls continue earlier tokens, so that a group need not fit into one call: the keys and
 # values of attention layers, and final states of stateful layers. A call on the prompt fills a `PrefixStates`; calls
 # whose layout marks the prompt's tokens as prefilled read it. A call on a branch also fills another, for calls that
-# continue both. Each call has a graph of its own, which ends at the `Leaf` tensors of earlier calls. Its backward adds
+# continue both. Each call has its own graph, which ends at the `Leaf` tensors of earlier calls. Its backward adds
 # to their gradients, and theirs runs last.
 
 Name = tuple[str | int, ...]

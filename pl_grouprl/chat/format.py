@@ -291,7 +291,7 @@ class ChatFormat:
             always = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*tails, strict=False)))
             ends: list[int] = []
             for texts_of in (special, added) if turn is not call else (special,):
-                # An unknown token stands for other texts than its own.
+                # Any text may encode to the unknown token.
                 ends = ends or [token for token in self._encode_text(always) if texts_of.get(token, "\0") in always]
             found.update([eos] if eos in ends else ends[-1:])
         return sorted(found)

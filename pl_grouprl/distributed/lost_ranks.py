@@ -1,6 +1,6 @@
 """Ends a multi-rank run when one rank is lost, instead of letting the others wait for it.
 
-About once a second, each rank publishes its status under a key of its own in the store that the process group was
+About once a second, each rank publishes its status under its own key in the store that the process group was
 created with, reads those of the others, and judges them by its own clock. `RankWatchdog` is the callback, `_Watch` its
 thread, `RankJudge` the rules.
 """

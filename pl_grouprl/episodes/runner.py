@@ -86,8 +86,8 @@ class ToolRunner:
     order; its async methods run on the event loop or, one at a time, in its worker. Environments are reset one at
     a time in the order of the rows; with workers, that holds within each worker.
 
-    After a timeout, a call on the event loop is cancelled. A call in a thread cannot be stopped: its thread is left
-    behind, with a warning. A worker is killed with every process that it started, and replaced; its environments are
+    After a timeout, a call on the event loop is cancelled. A call in a thread cannot be stopped: the thread runs
+    on, with a warning. A worker is killed with every process that it started, and replaced; its environments are
     lost.
 
     Tools are the user's code and run with the user's rights. Workers limit their time; they are no security boundary.
@@ -430,7 +430,7 @@ class Operation:
         """
         try:
             return self.future.result()
-        except CancelledError:  # of a loop that was left behind
+        except CancelledError:  # its loop was abandoned
             message = "did not end, because its event loop was blocked"
             raise OperationError(message, "timeout", is_stuck=True) from None
 
