@@ -383,7 +383,11 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout, states
             "prefix_states can record a row of one prompt or one branch only; pass its layout, without rollouts."
         )
     positions = kwargs.get("position_ids")
-    if positions is None or positions.dim() == 3:
+    if positions is None:
+        return
+    if positions.dim() == 3:  # of images; another length would broadcast
+        if positions.shape[-1] != length:
+            raise ValueError(f"position_ids has shape {list(positions.shape)} for a packed row of {length} tokens.")
         return
     # Accepts the layout's positions plus a constant per tree, as for callers that count from 1. Synchronizes with the
     # device, unless they are the layout's own tensor, as from `pack`.

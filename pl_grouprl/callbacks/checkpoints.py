@@ -82,7 +82,7 @@ def run_folder(trainer: Trainer) -> Path | None:
     if is_trial(trainer):
         return None
     if trainer not in _RUNS:
-        _RUNS[trainer] = _Run(Path(on_rank_zero(trainer, lambda: str(_take_folder(trainer)))))
+        _RUNS[trainer] = _Run(Path(on_rank_zero(trainer, lambda: str(_take_folder(trainer).absolute()))))
     return _RUNS[trainer].folder
 
 

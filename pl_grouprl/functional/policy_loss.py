@@ -123,8 +123,13 @@ class PolicyLossFunction(RegisteredFunction):
     def __call__(
         self, policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, **data: Any
     ) -> PolicyLoss:
-        """Return the loss of each token; see the module for the tensors."""
+        """Return the loss of each token; see the module for the tensors.
+
+        Raises:
+            ValueError: If the function returns another shape than [N], which would broadcast.
+        """
         loss: PolicyLoss = self.call(policy_logprobs_N, old_logprobs_N, advantages_N, **data)
+        check_flat(policy_logprobs_N=policy_logprobs_N, per_token_N=loss.per_token_N)
         return loss
 
 
@@ -643,15 +648,13 @@ def gmpo_policy_loss(
     clipped_N = torch.where(advantages_N > 0, limited_N.clamp(max=high), clipped_N)
     mean_B, _ = mean_per_rollout(clipped_N, mask_N, rollout_index_N, num_rollouts)
     loss_N = -advantages_N * mean_B.exp()[rollout_index_N]
-    flags = flags_by_side((log_ratio_N < -low) & (advantages_N < 0), (log_ratio_N > high) & (advantages_N > 0))
-    return finish(loss_N, mask_N, flags)
+    return finish(loss_N, mask_N, clip_flags(log_ratio_N, advantages_N, -low, high))
 
 
 def mean_per_rollout(
     log_ratio_N: Tensor, mask_N: Tensor, rollout_index_N: Tensor, num_rollouts: int
 ) -> tuple[Tensor, Tensor]:
     """Mean log-ratio (0 outside the mask) over each rollout's trained tokens, and their number."""
-    check_flat(policy_logprobs_N=log_ratio_N, rollout_index_N=rollout_index_N)
     lengths_B = sum_per_rollout(mask_N.to(log_ratio_N.dtype), rollout_index_N, num_rollouts)
     return sum_per_rollout(log_ratio_N, rollout_index_N, num_rollouts) / lengths_B.clamp(min=1), lengths_B
 

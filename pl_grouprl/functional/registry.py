@@ -52,7 +52,8 @@ class RegisteredFunction:
         """Bind options; the others keep the function's defaults.
 
         Raises:
-            ValueError: If the function has no such option. Its own range checks run when it is called.
+            ValueError: If the function has no such option, or one that is on or off is neither. Its own range checks
+                run when it is called.
         """
         known = self.known_options()
         if unknown := [name for name in options if name not in known]:
@@ -61,6 +62,9 @@ class RegisteredFunction:
                 f"{', '.join(known) or 'no options'}."
             )
         defaults = {name: p.default for name, p in known.items() if p.default is not p.empty}
+        for name, value in options.items():  # a mapping in YAML, whose values have no types: "false" would be true
+            if isinstance(defaults.get(name), bool) and not isinstance(value, bool):
+                raise ValueError(f"{self.argument}={self.name!r}: {name} is {value!r}; it must be true or false.")
         return replace(self, options=defaults | dict(options))
 
     def call(self, *tensors: Any, **data: Any) -> Any:

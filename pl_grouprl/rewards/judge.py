@@ -21,6 +21,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from pl_grouprl.rewards.base import RewardConfigurationError, ground_truth_of
 from pl_grouprl.utilities.options import check_options
@@ -110,9 +111,13 @@ class Judge:
                 "Judge.max_retries": (max_retries, max_retries >= 0, "0 or larger"),
             }
         )
-        if re.match(r"(?:\w+://)?[^/]*@", base_url):
+        base_url = base_url.strip()
+        url = urlsplit(base_url)
+        secret = "@" in url.netloc or url.query or url.fragment
+        if secret or url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(
-                "Judge.base_url has a user name or password; put the key in an environment variable: api_key_env."
+                "Judge.base_url must look like http://localhost:8000/v1, without a user, password or query (it is not "
+                "shown, as it might hold a key); put the key in an environment variable: api_key_env."
             )
         if api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", api_key_env):
             raise ValueError(

@@ -37,9 +37,16 @@ from pl_grouprl.training.metrics import StepTimer
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler import Episodes, Sampler
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.utilities.describe import is_allowed
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.options import drop_none
 from pl_grouprl.utilities.progress import tick
+
+_OF_EPISODES = (
+    *("tools", "environment_factory", "harness", "max_tool_calling_iterations", "max_turn_tokens"),
+    *("max_episode_tokens", "chat_template", "rewritten_history", "seed"),
+)
+"""Options of episodes that rollouts are sampled with."""
 
 NAME = "rollouts-ahead"
 """Name of the threads."""
@@ -239,7 +246,9 @@ class RolloutsAhead:
     def _sampling_options(self) -> dict[str, Any]:
         """What rollouts are sampled with, as plain values."""
         branching = None if self._branching is None else asdict(self._branching)
-        options = {**asdict(self._sampling), "num_generations": self._num_generations, "branching": branching}
+        noted = vars(self._run).get("_noted_options", {})
+        options = {name: value for name, value in noted.items() if is_allowed(name, _OF_EPISODES)}
+        options |= {**asdict(self._sampling), "num_generations": self._num_generations, "branching": branching}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
     def _restore(self, queue: RolloutQueue) -> None:

@@ -423,7 +423,10 @@ _OF_OPTIMIZER_STATE = re.compile(
 )
 """Options that the optimizer's state in a checkpoint would silently override."""
 
-_OF_ROLLOUTS = ("sampling", "num_generations", "branching", "seed", "kl_in")
+_OF_ROLLOUTS = (
+    *("sampling", "num_generations", "branching", "seed", "kl_in"),
+    "trainer.accumulate_grad_batches",  # decides whether their old log-probabilities were computed
+)
 """Options that unfinished rollouts were made with."""
 
 

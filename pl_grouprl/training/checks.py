@@ -33,6 +33,7 @@ from pl_grouprl.types import Prompt, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import refuse_unloadable
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.modes import naming_memory
+from pl_grouprl.utilities.options import check_options
 
 _REWARD = re.compile(r"((val|test)/)?(reward|rewards/.+/mean|.+/(mean|best|maj|pass)@\d+)")
 """Names of metrics of which more is better."""
@@ -77,6 +78,9 @@ def _check_fit(module: Any) -> None:
             f"{type(module).__name__}.automatic_optimization is False, under which the optimizer would never step; "
             "leave it at True and override optimizer_step or configure_optimizers."
         )
+    clip = trainer.gradient_clip_val
+    # A negative norm would turn gradients around.
+    check_options({"trainer.gradient_clip_val": (clip, clip is None or clip >= 0, "0 (off) or larger, or None")})
     for saved in (module, data):  # by save_hyperparameters
         refuse_unloadable({"hyper_parameters": dict(getattr(saved, "hparams", {}))})
     if num_ranks() not in (1, trainer.world_size):

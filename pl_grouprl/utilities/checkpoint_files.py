@@ -154,7 +154,7 @@ def commit(unfinished: Path, target: Path, facts: dict[str, Any]) -> None:
         facts: Plain values stored in the manifest with the hashes.
 
     Raises:
-        OSError: If a file cannot be written; the earlier checkpoint is still there.
+        OSError: If a file cannot be written; the earlier checkpoint is still there, perhaps without its manifest.
     """
     is_folder, files = unfinished.is_dir(), _files(unfinished)
     for path in files.values():
@@ -319,7 +319,7 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
-    for manifest in folder.glob(f"*.{_MANIFEST}"):
+    for manifest in folder.glob(f"*.ckpt.{_MANIFEST}"):
         if not os.path.lexists(folder / manifest.name.removesuffix(f".{_MANIFEST}")):
             manifest.unlink(missing_ok=True)
 
@@ -616,7 +616,7 @@ def find_last(trainer: Trainer) -> None:
         chosen = parse(state_fn, ckpt_path, **options)
         if chosen is not None and "://" not in str(chosen):
             path = Path(chosen)
-            if not os.path.lexists(path) and path.parent.is_dir():
+            if not path.exists() and path.parent.is_dir():
                 finish_interrupted(path.parent)  # a save that was killed may have moved it aside
             if not os.path.lexists(path):
                 raise FileNotFoundError(f"ckpt_path is {str(path)!r}: {ABSENT}; pass a checkpoint's path, or 'last'.")

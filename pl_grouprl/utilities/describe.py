@@ -93,10 +93,7 @@ def describe(name: str, value: Any) -> dict[str, Any]:
     Returns:
         Strings, numbers, None, and lists of them, by name.
     """
-    try:
-        described = dict(_walk(name, value, ()))
-    except Exception:  # a user's attributes may raise anything
-        return {name: identity(type(value))}
+    described = dict(_walk(name, value, ()))
     if len(described) <= _MOST_PARTS:
         return described
     digest = hashlib.sha256(json.dumps(described, default=repr).encode()).hexdigest()
@@ -167,10 +164,14 @@ def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, 
         return
     parts: Mapping[Any, Any] = {}
     itself = value
-    if not isinstance(value, list | tuple | set | frozenset) or not is_plain(value):
-        itself, parts = _parts(value)
-    itself = plain(itself)
-    text = repr(itself)
+    try:
+        if not isinstance(value, list | tuple | set | frozenset) or not is_plain(value):
+            itself, parts = _parts(value)
+        itself = plain(itself)
+        text = repr(itself)
+    except Exception:  # a user's attributes may raise anything
+        yield name, identity(type(value))
+        return
     if len(text) > _LONGEST:
         itself = f"{text[:40]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
     yield name, itself
@@ -183,7 +184,10 @@ def _parts(value: Any) -> tuple[Any, Mapping[Any, Any]]:
     if type(plain(value)) in _ATOMS:
         return value, {}
     if isinstance(value, list | tuple | set | frozenset):
-        return len(value), dict(enumerate(value if isinstance(value, list | tuple) else sorted(value, key=repr)))
+        # By their descriptions: the repr of an object or function may hold its address.
+        if isinstance(value, set | frozenset):
+            value = sorted(value, key=lambda item: repr(describe("", item)))
+        return len(value), dict(enumerate(value))
     if isinstance(value, Mapping):
         return sorted(map(str, value)), value
     if isinstance(value, functools.partial):

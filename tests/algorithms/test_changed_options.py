@@ -353,6 +353,11 @@ def test_the_order_of_a_set_is_no_property_of_an_option():
     assert repr(frozenset([0, 8])) != repr(frozenset([8, 0]))
     for hold in (set, lambda values: {frozenset(values), frozenset({1})}):
         assert describe("r", hold([0, 8])) == describe("r", hold([8, 0]))
+    assert describe("r", {share_of_letters, share_of_digits})["r.0"].endswith("share_of_digits")
+
+
+def test_a_part_that_cannot_be_described_hides_no_other():
+    assert describe("r", {"a": 1, "b": Proxy()})["r.a"] == 1
 
 
 @pytest.mark.parametrize(

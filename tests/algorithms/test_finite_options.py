@@ -136,9 +136,10 @@ def test_the_optimizer_refuses_what_makes_nan(options, message):
         OptimizerConfig(**options)
 
 
-def test_clipping_to_nan_ends_at_the_first_step(make_module, make_data, make_trainer):
-    with pytest.raises(RuntimeError, match="gradient_clip_val=nan"):
-        make_trainer(max_steps=1, gradient_clip_val=math.nan).fit(make_module(), make_data())
+@pytest.mark.parametrize("value", [math.nan, -1.0])
+def test_a_clip_that_is_nan_or_turns_gradients_around_is_refused(make_module, make_data, make_trainer, value):
+    with pytest.raises(ValueError, match=f"trainer.gradient_clip_val is {value}"):
+        make_trainer(max_steps=1, gradient_clip_val=value).fit(make_module(), make_data())
 
 
 def test_the_shared_check_finds_what_comparisons_let_through():

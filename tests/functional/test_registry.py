@@ -110,3 +110,20 @@ def test_an_option_that_is_a_function_is_recorded_by_its_name():
     record = describe(make_advantage_estimator("shaped"))
     assert "centered" in record
     assert " at 0x" not in record
+
+
+def test_a_loss_that_is_no_loss_per_token_is_refused():
+    """A sum would broadcast over the weights of tokens."""
+
+    @register_policy_loss("summed")
+    def summed(policy_logprobs_N, old_logprobs_N, advantages_N, *, mask_N):
+        return PolicyLoss(-(advantages_N * policy_logprobs_N).sum(), {}, mask_N.sum())
+
+    tokens = torch.zeros(3)
+    with pytest.raises(ValueError, match="per_token_N"):
+        make_policy_loss("summed")(tokens, tokens, tokens, mask_N=torch.ones(3, dtype=torch.bool))
+
+
+def test_a_word_is_no_switch():
+    with pytest.raises(ValueError, match="leave_one_out is 'false'"):
+        make_advantage_estimator("tree", leave_one_out="false")

@@ -35,7 +35,8 @@ class BatchedSampler:
     Args:
         model: A transformers decoder with a language-model head, in evaluation mode.
         max_sequences: Most sequences decoded at once; None decodes all at once.
-        max_prefill_tokens: Most prompt tokens in one forward pass, including padding.
+        max_prefill_tokens: Maximum prompt tokens in one forward pass, including padding. Where a turn continues kept
+            sequences, their cached tokens count too; raise it for episodes with long histories.
     """
 
     def __init__(self, model: Any, max_sequences: int | None, max_prefill_tokens: int) -> None:
@@ -224,7 +225,8 @@ class HFRolloutEngine:
         max_sequences: Most sequences decoded at once, which bounds the cache; None decodes as many as half of the free
             memory can hold, counted by the longest prompt and completion. A prompt whose rollouts are split is still
             encoded once.
-        max_prefill_tokens: Most prompt tokens in one forward pass, including padding.
+        max_prefill_tokens: Maximum prompt tokens in one forward pass, including padding. Where a turn continues kept
+            sequences, their cached tokens count too; raise it for episodes with long histories.
         dtype: Dtype to sample in. `auto` is bfloat16 on a GPU under `bf16-mixed`, if the model passes the decoding
             check in it; otherwise the dtype of the weights. In any other dtype, each call of `generate` samples from a
             temporary copy of the weights.

@@ -75,17 +75,24 @@ def engine_prompt(model: Any, prompt: Sequence[int], media: Media) -> MultiModal
         media: Its images; see `Media`.
 
     Raises:
-        ValueError: If the media are not only images, or placeholders and images do not match.
+        ValueError: If the media are not only images, the family is not supported, or placeholders and images do not
+            match.
     """
     from vllm.inputs.engine import mm_input, tokens_input
-    from vllm.multimodal.inputs import PlaceholderRange
-
-    from pl_grouprl.rollout.vllm.image_models import image_items
 
     tokens = list(prompt)
     if not media:
         return tokens_input(tokens)
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    from pl_grouprl.rollout.vllm.image_models import image_items
+
     config = base_of(model).config
+    if config.model_type not in _WITH_IMAGES:
+        raise ValueError(
+            f"images for vLLM are not supported with models of the family {config.model_type}, only with "
+            f"{', '.join(_WITH_IMAGES)}; {_ELSEWHERE}."
+        )
     others = sorted(name for name in media if name not in _IMAGES and not is_per_token(name))
     if others:
         raise ValueError(

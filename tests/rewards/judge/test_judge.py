@@ -457,7 +457,13 @@ def test_malformed_options_are_refused(options, message):
 
 @pytest.mark.parametrize(
     "options",
-    [{"base_url": f"http://user:{KEY}@h/v1"}, {"base_url": f"user:{KEY}@h/v1"}, {"api_key_env": KEY}],
+    [
+        {"base_url": f"http://user:{KEY}@h/v1"},
+        {"base_url": f"user:{KEY}@h/v1"},
+        {"base_url": f"http://h/v1?api_key={KEY}"},
+        {"base_url": f" http:u:{KEY}@h/v1"},
+        {"api_key_env": KEY},
+    ],
 )
 def test_secrets_in_options_are_refused_without_showing_them(options):
     with pytest.raises(ValueError, match=r"Judge.*variable") as caught:
