@@ -63,25 +63,19 @@ TRAINER: dict[str, Any] = {
 }
 LARGEST = {"num_generations": 8, "max_staleness": 3, "val_num_generations": 4, "steps": 4, "train_size": 64}
 FIXED = {
-    "reward_workers",
-    "reward_memory_limit_mb",
-    "policy",
-    "rewards",
-    "train",
-    "val",
-    "test",
-    "tokenizer",
-    "processor",
-    "engine",
-    "critic",
-    "teacher",
-    "tools",
-    "environment_factory",
-    "harness",
-    "chat_template",
-    "rewritten_history",
-    "dirpath",
-    "path",
+    *(
+        "reward_workers",
+        "reward_memory_limit_mb",
+        "policy",
+        "rewards",
+        "train",
+        "val",
+        "test",
+        "tokenizer",
+        "processor",
+    ),
+    *("engine", "critic", "teacher", "tools", "environment_factory", "harness", "chat_template", "rewritten_history"),
+    *("dirpath", "path", "processor"),
 }
 FOREIGN = ("per_device_train_batch_size", "max_completion_length", "lr", "kl_coef", "num_train_epochs", "clip_ratio")
 GIVEN = re.compile(r"^ *Given value: .*$", re.MULTILINE)
@@ -106,7 +100,9 @@ class TinyPolicy:
         }
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(digit_tokenizer()), **sizes, **heads))
+            return Qwen3ForCausalLM(
+                Qwen3Config(len(digit_tokenizer()), eos_token_id=1, pad_token_id=0, **sizes, **heads)
+            )
 
     def load_tokenizer(self) -> Any:
         return digit_tokenizer()
@@ -243,10 +239,8 @@ def run_yaml(case: Case, folder: Path) -> None:
 
     def plain(options: dict[str, Any]) -> dict[str, Any]:
         """The options without classes, which YAML does not have."""
-        return {
-            name: None if own is object else plain(own) if isinstance(own, dict) else own
-            for name, own in options.items()
-        }
+        values = {name: plain(own) if isinstance(own, dict) else own for name, own in options.items()}
+        return {name: None if own is object else own for name, own in values.items()}
 
     def entry(path: str, own: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"class_path": f"pl_grouprl.{path}", "init_args": more | own}

@@ -11,252 +11,187 @@ class Row(NamedTuple):
     Attributes:
         condition: What happens.
         expected: What must follow.
-        tests: Files or test ids, from the project's root, as pytest takes them.
+        names: Files or test ids below `tests/`, in one string.
     """
 
     condition: str
     expected: str
-    tests: tuple[str, ...]
+    names: str
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """Files or test ids, from the project's root, as pytest takes them."""
+        return tuple(f"tests/{name}" for name in self.names.split())
 
 
 ROWS: tuple[Row, ...] = (
     Row(
         "kill -9 at a random moment: in saves, rollouts, rewards, updates, in calls of tools and later turns",
         "the newest complete checkpoint loads, and the resumed run ends bit-exact",
-        (
-            "tests/integration/test_kill_and_resume.py",
-            "tests/callbacks/test_safe_checkpoint.py::test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint",
-            "tests/callbacks/test_safe_checkpoint.py::test_kills_in_a_row_keep_the_checkpoint_that_is_there",
-        ),
+        "integration/test_kill_and_resume.py "
+        "callbacks/test_safe_checkpoint.py::test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint "
+        "callbacks/test_safe_checkpoint.py::test_kills_in_a_row_keep_the_checkpoint_that_is_there",
     ),
     Row(
         "resume at every step, between updates of one batch of rollouts, on other ranks",
         "bit-exact",
-        (
-            "tests/algorithms/test_grpo_training.py::test_resume_at_every_step_is_exact",
-            "tests/algorithms/test_ppo_resume.py",
-            "tests/algorithms/test_saved_state.py",
-            "tests/algorithms/test_ranks.py",
-            "tests/algorithms/test_rollouts_ahead.py::test_resume_at_every_step_is_exact",
-            "tests/data/test_prompt_resume.py",
-        ),
+        "algorithms/test_grpo_training.py::test_resume_at_every_step_is_exact algorithms/test_ppo_resume.py "
+        "algorithms/test_saved_state.py algorithms/test_ranks.py "
+        "algorithms/test_rollouts_ahead.py::test_resume_at_every_step_is_exact data/test_prompt_resume.py",
     ),
     Row(
         "SIGTERM, SIGUSR1, Ctrl-C in a rollout, reward, update or save, to one rank",
         "a checkpoint at the next safe point, then the end; no deadlock",
-        ("tests/callbacks/test_stop_on_signal.py",),
+        "callbacks/test_stop_on_signal.py",
     ),
     Row(
         "disk full or read-only under a checkpoint",
         "an error that says so; the former checkpoint still loads",
-        (
-            "tests/callbacks/test_safe_checkpoint.py::test_a_full_disk_is_an_error_and_the_former_checkpoint_loads",
-            "tests/callbacks/test_safe_checkpoint.py::test_the_reason_of_the_file_system_is_told",
-            "tests/callbacks/test_safe_checkpoint.py::test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step",
-            "tests/callbacks/test_safe_checkpoint.py::test_a_save_without_permission_is_an_error",
-            "tests/callbacks/test_safe_checkpoint.py::test_nothing_goes_through_the_folder_for_temporary_files",
-        ),
+        "callbacks/test_safe_checkpoint.py::test_a_full_disk_is_an_error_and_the_former_checkpoint_loads "
+        "callbacks/test_safe_checkpoint.py::test_the_reason_of_the_file_system_is_told "
+        "callbacks/test_safe_checkpoint.py::test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step "
+        "callbacks/test_safe_checkpoint.py::test_a_save_without_permission_is_an_error "
+        "callbacks/test_safe_checkpoint.py::test_nothing_goes_through_the_folder_for_temporary_files",
     ),
     Row(
         "a reward raises, hangs, gives the wrong length, None, NaN or infinity, takes all memory, forks, floods, exits",
         "retried, its rollout masked and counted, aborted above a set share; the function is named; a hang is killed",
-        (
-            "tests/rewards/test_apply_rewards.py",
-            "tests/rewards/test_reward_failures.py",
-            "tests/rewards/test_reward_workers.py",
-            "tests/rewards/test_async_rewards.py",
-            "tests/rewards/test_hostile_graders.py",
-            "tests/algorithms/test_hostile_graders.py",
-            "tests/algorithms/test_unrewarded_batches.py",
-        ),
+        "rewards/test_apply_rewards.py rewards/test_reward_workers.py rewards/test_async_rewards.py "
+        "rewards/test_hostile_graders.py algorithms/test_hostile_graders.py algorithms/test_unrewarded_batches.py",
     ),
     Row(
         "control tokens in a prompt, a tool's result or a completion forge a turn",
         "they are encoded as text; only the chat template begins and ends turns",
-        (
-            "tests/chat/test_control_tokens.py",
-            "tests/media/test_prompts.py::test_control_tokens_in_messages_are_text",
-            "tests/rewards/test_model_reward.py::test_a_completion_cannot_forge_turns_of_the_reward_model",
-        ),
+        "chat/test_control_tokens.py media/test_prompts.py::test_control_tokens_in_messages_are_text "
+        "rewards/test_model_reward.py::test_a_completion_cannot_forge_turns_of_the_reward_model",
     ),
     Row(
         "a tool or an environment raises, hangs, exits, returns megabytes, does not know its arguments",
         "the model reads a short error, it is counted, and the run goes on; a worker that is killed is replaced",
-        ("tests/episodes/test_tools.py", "tests/episodes/test_runner.py", "tests/episodes/test_workers.py"),
+        "episodes/test_tools.py episodes/test_runner.py episodes/test_workers.py",
     ),
     Row(
         "ranks whose episodes have different numbers of turns; a sampler lost in a later turn; a reset that raises",
         "the rollouts and gradients of one rank; the episodes of all ranks start again; all ranks end with the reason",
-        ("tests/episodes/test_episode_ranks.py",),
+        "episodes/test_episode_ranks.py",
     ),
     Row(
         "equal rewards, groups of one, groups of all sizes, a rank with nothing to train",
         "advantages zero or as the formula says, no NaN, all ranks step together, the gradient of one rank",
-        (
-            "tests/algorithms/test_grpo_edges.py",
-            "tests/algorithms/test_dynamic_sampling.py",
-            "tests/algorithms/test_global_denominators.py",
-            "tests/functional/test_advantages.py",
-        ),
+        "algorithms/test_grpo_edges.py algorithms/test_dynamic_sampling.py algorithms/test_global_denominators.py "
+        "functional/test_advantages.py",
     ),
     Row(
         "empty completions, end tokens at once, padding on either side, prompts over the limit",
         "finite, and equal to the unpadded, unshared result; too long is refused or cut before the rollout",
-        (
-            "tests/rollout/contract",
-            "tests/attention/test_transparent.py",
-            "tests/attention/test_left_padding.py",
-            "tests/models/test_score.py",
-        ),
+        "rollout/contract attention/test_transparent.py attention/test_left_padding.py models/test_score.py",
     ),
     Row(
         "malformed rows, missing columns, empty data, less than a batch",
         "an error at setup with the row or column",
-        (
-            "tests/data/test_broken_data.py",
-            "tests/data/test_prompt_sources.py",
-            "tests/data/test_prompt_data_module.py",
-        ),
+        "data/test_broken_data.py data/test_prompt_sources.py data/test_prompt_data_module.py",
     ),
     Row(
         "NaN or infinity in a loss or gradient",
         "all ranks skip the step, nothing moves; the end after some in a row",
-        (
-            "tests/algorithms/test_grpo_training.py::test_a_step_that_is_not_finite_is_skipped",
-            "tests/algorithms/test_grpo_training.py::test_too_many_steps_that_are_not_finite_end_the_run",
-            "tests/algorithms/test_ppo_parts.py::test_a_step_that_is_not_finite_moves_neither",
-        ),
+        "algorithms/test_grpo_training.py::test_a_step_that_is_not_finite_is_skipped "
+        "algorithms/test_grpo_training.py::test_too_many_steps_that_are_not_finite_end_the_run "
+        "algorithms/test_ppo_parts.py::test_a_step_that_is_not_finite_moves_neither",
     ),
     Row(
         "the tokens of one rollout change",
         "no log-probability or gradient of another changes by a bit",
-        (
-            "tests/models/test_score.py::test_one_rollout_does_not_change_others_bitwise",
-            "tests/models/test_score.py::test_one_rollout_does_not_change_gradients_of_others_bitwise",
-        ),
+        "models/test_score.py::test_one_rollout_does_not_change_others_bitwise "
+        "models/test_score.py::test_one_rollout_does_not_change_gradients_of_others_bitwise",
     ),
     Row(
         "a sampling server that is stopped, slow or lying; weights that did not arrive",
         "retried, then an error; checksums after each sync; nothing is trained on stale samples",
-        ("tests/rollout/server", "tests/algorithms/test_weight_sync.py", "tests/sync"),
+        "rollout/server algorithms/test_weight_sync.py sync",
     ),
     Row(
         "300 steps",
         "memory does not grow; no thread, file or process is left",
-        ("tests/attacks/test_soak.py",),
+        "attacks/test_soak.py",
     ),
     Row(
         "out of memory in a pass, its backward, a rollout, a score",
         "an error that names the option to lower",
-        ("tests/algorithms/test_out_of_memory.py",),
+        "algorithms/test_out_of_memory.py",
     ),
     Row(
         "an option that cannot be honoured: backend, model, strategy",
         "an error at setup that names argument, value and remedy",
-        (
-            "tests/algorithms/test_grpo_options.py",
-            "tests/algorithms/test_ppo_options.py",
-            "tests/algorithms/test_group_ppo_options.py",
-            "tests/algorithms/test_option_names.py",
-            "tests/algorithms/test_override_results.py",
-            "tests/attention/test_support.py",
-            "tests/strategies/test_support.py",
-        ),
+        "algorithms/test_grpo_options.py algorithms/test_ppo_options.py algorithms/test_group_ppo_options.py "
+        "algorithms/test_option_names.py algorithms/test_override_results.py attention/test_support.py "
+        "strategies/test_support.py",
     ),
     Row(
         "a folder or file that the run did not write stands where it wants to write",
         "untouched; an error before training",
-        (
-            "tests/callbacks/test_foreign_files.py",
-            "tests/callbacks/test_run_folder.py",
-            "tests/data/test_prepare_gsm8k.py",
-            "tests/data/test_prepare_geometry3k.py",
-        ),
+        "callbacks/test_foreign_files.py callbacks/test_run_folder.py data/test_prepare.py",
     ),
     Row(
         "a checkpoint with one flipped byte, cut short, or of another algorithm, by path",
         "refused with path and cause",
-        (
-            "tests/algorithms/test_loading.py",
-            "tests/callbacks/test_damaged_folder.py",
-            "tests/utilities/test_verified_loading.py",
-            "tests/integration/test_cli.py::test_a_damaged_checkpoint_is_refused_by_every_command",
-        ),
+        "algorithms/test_loading.py callbacks/test_end_of_run.py utilities/test_verified_loading.py "
+        "integration/test_cli.py::test_a_damaged_checkpoint_is_refused_by_every_command",
     ),
     Row(
         "a reward, engine or callback changes the lists it is handed",
         "training sees the originals",
-        (
-            "tests/rewards/test_arguments_are_copies.py",
-            "tests/algorithms/test_handed_out_copies.py",
-            "tests/utilities/test_copying.py",
-        ),
+        "rewards/test_arguments_are_copies.py algorithms/test_handed_out_copies.py utilities/test_copying.py",
     ),
     Row(
         "resumed with other rewards, weights, data rows, clipping; a folder of another run",
         "named, and refused or allowed by an option",
-        (
-            "tests/algorithms/test_changed_options.py",
-            "tests/data/test_resume_with_other_lengths.py",
-            "tests/callbacks/test_safe_checkpoint.py::test_a_folder_of_another_configuration_is_refused",
-        ),
+        "algorithms/test_changed_options.py data/test_resume_with_other_lengths.py "
+        "callbacks/test_safe_checkpoint.py::test_a_folder_of_another_configuration_is_refused",
     ),
     Row(
         "an update leaves NaN in the weights, by options or arithmetic",
         "found in that step; never saved as complete; an older good checkpoint stays",
-        (
-            "tests/algorithms/test_weights_stay_finite.py",
-            "tests/algorithms/test_finite_options.py",
-            "tests/utilities/test_finite.py",
-            "tests/callbacks/test_end_of_run.py",
-        ),
+        "algorithms/test_weights_stay_finite.py algorithms/test_finite_options.py utilities/test_modes.py "
+        "callbacks/test_end_of_run.py",
     ),
     Row(
         "a policy folder lacks a weight, or has one of another shape",
         "refused with its name, unless allowed by name",
-        ("tests/models/test_loading.py",),
+        "models/test_loading.py",
     ),
     Row(
         "the run ends between two periodic checkpoints, or by a signal during export",
         "the last step is in a checkpoint",
-        ("tests/callbacks/test_end_of_run.py", "tests/callbacks/test_stop_on_signal.py"),
+        "callbacks/test_end_of_run.py callbacks/test_stop_on_signal.py",
     ),
     Row(
         "prompts dropped, truncated or too long for the model",
         "counted in one line at the start, found for all rows at setup",
-        (
-            "tests/data/test_counts_and_facts.py",
-            "tests/algorithms/test_prompt_limits.py",
-            "tests/integration/test_cli_data.py",
-        ),
+        "data/test_counts_and_facts.py algorithms/test_prompt_limits.py integration/test_cli_data.py",
     ),
     Row(
         "disk full under a logger, a table, a plot, an export",
         "what observes warns with the path and training continues; an export is an error with path and remedy",
-        ("tests/callbacks/test_full_disk.py", "tests/algorithms/test_loggers_of_a_run.py"),
+        "callbacks/test_full_disk.py algorithms/test_loggers_of_a_run.py",
     ),
     Row(
         "a rank frozen (SIGSTOP), hung or failed",
         "the others end after a stated time and name it",
-        ("tests/utilities/test_rank_watchdog.py",),
+        "utilities/test_rank_watchdog.py",
     ),
     Row(
         "a grader that forks, calls setsid, exits, allocates without end, opens sockets, reads secrets, cheats",
         "contained by limits of its child, killed with all it started; exit code 0 is no pass",
-        (
-            "tests/rewards/sandbox",
-            "tests/rewards/test_code_tests.py",
-            "tests/rewards/test_exits.py",
-        ),
+        "rewards/sandbox rewards/test_code_tests.py",
     ),
     Row(
         "1,000 random option sets",
         "each runs, or ends in an error that names an option",
-        ("tests/attacks/test_fuzz_options.py", "tests/integration/test_config_errors.py"),
+        "attacks/test_fuzz_options.py integration/test_config_errors.py",
     ),
     Row(
         "security: floors of dependencies, loads without code, optional packages absent",
         "held by tests",
-        ("tests/test_security.py", "tests/integration/test_audit.py", "tests/utilities/test_imports.py"),
+        "test_security.py integration/test_audit.py utilities/test_imports.py",
     ),
 )

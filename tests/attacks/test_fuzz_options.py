@@ -21,7 +21,7 @@ def load():
     return fuzz_options
 
 
-@pytest.mark.parametrize(("count", "seed"), [(25, 6), pytest.param(1000, 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "seed"), [(15, 6), pytest.param(1000, 0, marks=pytest.mark.slow)])
 def test_option_sets_run_or_are_refused_by_name(count, seed, record_property):
     own = load()
     before = [logging.getLogger(name).level for name in ("lightning.pytorch", "pl_grouprl")], dict(os.environ)
@@ -29,8 +29,8 @@ def test_option_sets_run_or_are_refused_by_name(count, seed, record_property):
     assert before == ([logging.getLogger(name).level for name in ("lightning.pytorch", "pl_grouprl")], dict(os.environ))
     record_property("figure", f"{count} option sets: {counts['run']} ran, {counts['refused']} refused by name")
     assert findings == []
-    assert counts["run"] >= 5
-    assert counts["refused"] >= 5
+    assert counts["run"] >= 3
+    assert counts["refused"] >= 3
 
 
 def test_an_error_without_the_name_is_a_finding():

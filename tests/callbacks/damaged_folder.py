@@ -1,4 +1,4 @@
-"""Run by test_damaged_folder.py: what FSDP2 does with a folder that is damaged or of another algorithm; prints JSON.
+"""Run by test_end_of_run.py: what FSDP2 does with a folder that is damaged or of another algorithm; prints JSON.
 
 By case, the exit codes of the ranks and how often the error was printed; afterwards, what a run from the folder as it
 was comes to.

@@ -8,18 +8,15 @@ from pl_grouprl.types import Rollout, RolloutGroup
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({"window": 0}, "Curriculum.window is 0; it must be at least 1"),
-        ({"threshold": float("nan")}, "Curriculum.threshold is nan; it must be a finite number"),
-        (
-            {"threshold": 0.5, "fall_below": 0.5},
-            "Curriculum.fall_below is 0.5; it must be .*below threshold=0.5, or None",
-        ),
+        ({"window": 0}, "Curriculum.window is 0"),
+        ({"threshold": float("nan")}, "Curriculum.threshold is nan"),
+        ({"threshold": 0.5, "fall_below": 0.5}, "Curriculum.fall_below is 0.5"),
     ],
 )
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_options_out_of_range(options, name):
+    with pytest.raises(ValueError, match=name):
         Curriculum(**options)
 
 

@@ -25,15 +25,15 @@ def put(path, kind):
     return mine
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "link"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "file") for name in NAMES), ("policy", "folder"), ("policy", "link"), ("curves.png", "link")],
+)
 def test_what_stands_in_the_way_is_an_error_before_training(fit, counter, writers, tmp_path, name, kind):
     path = tmp_path / "version_0" / name
     mine = put(path, kind)
     writer = {"policy": "ExportPolicy", "completions.jsonl": "CompletionsTable"}.get(name, "RunSummary")
-    with pytest.raises(
-        FileExistsError, match=rf"{writer} would write to .*{name}, which has something .* Move it away"
-    ):
+    with pytest.raises(FileExistsError, match=f"{writer} would write to .*{name}"):
         fit(counter, *writers, max_steps=1)
     assert counter.trainer.global_step == 0
     assert mine.read_text() == "mine"
@@ -52,9 +52,7 @@ def test_what_appears_during_training_is_untouched_too(fit, counter, tmp_path, k
     counter.policy = tiny_model("qwen3")
     target = tmp_path / "version_0" / "policy"
     counter.on_train_start = lambda: put(target, kind)
-    with pytest.raises(
-        FileExistsError, match=r"ExportPolicy would write to .*policy, which has something not written by"
-    ):
+    with pytest.raises(FileExistsError, match=r"ExportPolicy would write to .*policy"):
         fit(counter, ExportPolicy(tokenizer_attribute=None), max_steps=1)
     assert (target if kind == "file" else target / "mine.txt").read_text() == "mine"
     assert not list(target.parent.glob(".policy*"))
@@ -75,5 +73,5 @@ def test_only_a_former_export_is_replaced(fit, counter, tmp_path):
 def test_two_callbacks_that_write_to_one_place_are_refused(fit, counter):
     counter.policy = counter.critic = tiny_model("qwen3")
     exports = [ExportPolicy(name, tokenizer_attribute=None) for name in ("policy", "critic")]
-    with pytest.raises(ValueError, match=r"ExportPolicy would write to .*policy, as another callback does; give one"):
+    with pytest.raises(ValueError, match=r"ExportPolicy would write to .*policy, as another callback does"):
         fit(counter, *exports, max_steps=1)

@@ -25,8 +25,7 @@ def test_a_table_that_cannot_be_written_warns_once_and_keeps_whole_lines(fit, co
     assert trainer.global_step == 4
     file = tmp_path / "version_0" / "completions.jsonl"
     (warning,) = warnings_of(recorded)
-    assert f"CompletionsTable cannot write to {file}: [Errno 27] File too large. Training continues" in warning
-    assert "free space there, or make it writable" in warning
+    assert f"CompletionsTable cannot write to {file}: [Errno 27] File too large" in warning
     assert {json.loads(line)["step"] for line in file.read_text().splitlines()} == {1}
 
 
@@ -51,10 +50,8 @@ def test_a_summary_that_cannot_be_written_warns(fit, counter, tmp_path):
     with full_disk(100), pytest.warns(UserWarning, match="cannot write to") as recorded:
         trainer = fit(counter, RunSummary(), max_steps=4, logger=False)
     assert trainer.global_step == 4
-    options, summary, curves = warnings_of(recorded)
-    assert f"RunSummary cannot write to {tmp_path / 'version_0' / 'options.json'}: " in options
-    assert f"RunSummary cannot write to {tmp_path / 'version_0' / 'summary.json'}: " in summary
-    assert f"RunSummary cannot write to {tmp_path / 'version_0' / 'curves.png'}: " in curves
+    told = zip(("options.json", "summary.json", "curves.png"), warnings_of(recorded), strict=True)
+    assert all(f"RunSummary cannot write to {tmp_path / 'version_0' / name}: " in warning for name, warning in told)
     assert [path.name for path in (tmp_path / "version_0").iterdir()] == ["run.json"]
 
 
@@ -72,7 +69,7 @@ def test_a_failed_export_names_the_folder_and_leaves_the_former_one(fit, counter
     export = ExportPolicy(tokenizer_attribute=None, folder=str(target))
     fit(counter, export, max_steps=1, logger=False)
     former = {path.name: path.read_bytes() for path in target.iterdir()}
-    message = rf"could not be exported to {target}, an earlier export is untouched: .*File too large.* be writable and"
+    message = f"could not be exported to {target}, an earlier export is untouched: .*File too large"
     with full_disk(10_000), pytest.raises(OSError, match=message):
         fit(counter, export, max_steps=2, logger=False)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == former
@@ -82,7 +79,7 @@ def test_a_failed_export_names_the_folder_and_leaves_the_former_one(fit, counter
 def test_an_export_without_permission_is_an_error_before_training(fit, counter, tmp_path, monkeypatch):
     counter.policy = tiny_model("qwen3")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(OSError, match=r"could not be exported to .*Permission denied.* must be writable"):
+    with pytest.raises(OSError, match=r"could not be exported to .*Permission denied"):
         fit(counter, ExportPolicy(tokenizer_attribute=None), max_steps=1)
     assert counter.trainer.global_step == 0
 

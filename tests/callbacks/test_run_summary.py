@@ -3,7 +3,7 @@ import json
 import pytest
 
 from pl_grouprl.callbacks import RunSummary
-from pl_grouprl.callbacks.curves import MetricHistory, draw_curves, robust_limits, select
+from pl_grouprl.callbacks.curves import PANELS, MetricHistory, draw_curves, robust_limits, select
 from pl_grouprl.callbacks.run_summary import summary_text
 
 PNG = b"\x89PNG"
@@ -14,14 +14,9 @@ def test_statistics_worked_out_by_hand():
     for step, value in [(0, 3.0), (10, 1.0), (29, 2.0), (30, 5.0), (35, 4.0), (40, 6.0)]:
         history.record(step, {"x": value})
     assert history.statistics("x") == {
-        "first": 3.0,
-        "last": 6.0,
-        "min": 1.0,
-        "max": 6.0,
-        "mean": 3.5,
+        "first": 3.0, "last": 6.0, "min": 1.0, "max": 6.0, "mean": 3.5, "count": 6,
         "min_last_quarter": 4.0,  # steps 30 to 40
-        "count": 6,
-    }
+    }  # fmt: skip
 
 
 def test_a_step_counts_once_and_what_is_not_finite_not_at_all():
@@ -35,11 +30,8 @@ def test_summary_and_curves_are_written_from_the_logged_metrics(fit, counter, tm
     fit(counter, RunSummary(), max_steps=8)
     summary = json.loads((tmp_path / "version_0" / "summary.json").read_text())
     assert summary["steps"] == 8
-    assert {name: summary["metrics"]["reward"][name] for name in ("first", "last", "count")} == {
-        "first": 1.0,
-        "last": 8.0,
-        "count": 8,
-    }
+    reward = summary["metrics"]["reward"]
+    assert (reward["first"], reward["last"], reward["count"]) == (1.0, 8.0, 8)
     validation = summary["metrics"]["val/score"]
     assert (validation["first"], validation["last"], validation["count"]) == (20.0, 80.0, 4)
     assert (tmp_path / "version_0" / "curves.png").read_bytes().startswith(PNG)
@@ -59,53 +51,24 @@ def test_a_resumed_run_is_summed_up_from_its_beginning(fit, counter, tmp_path):
 def test_a_name_in_the_curves_is_no_mathematics(tmp_path):
     draw_curves({name: [(0, 1.0), (1, number)] for number, name in enumerate(("val/$\\x$", "val/$^$"))}, tmp_path / "a")
     assert (tmp_path / "a").read_bytes().startswith(PNG)
+    draw_curves({"unknown": [(0, 1.0)]}, tmp_path / "b")  # there is nothing to draw
+    assert not (tmp_path / "b").exists()
 
 
-def test_a_trial_leaves_no_files(fit, counter, tmp_path):
-    fit(counter, RunSummary(), fast_dev_run=True, logger=None)
-    assert not list(tmp_path.rglob("summary.json"))
-
-
-def test_text_leaves_out_what_was_not_logged():
-    assert summary_text({}, 3, 1.6, None) == "Run summary: 3 steps in 2 s"
-
-
-def test_text_names_rates_ratio_and_seconds_of_each_part(tmp_path):
-    history = MetricHistory()
-    history.record(
-        1, {"perf/tokens_per_second": 1000.0, "prefix/token_ratio": 15.25, "time/rollout": 0.5, "time/update": 0.25}
-    )
-    text = summary_text({name: history.statistics(name) for name in history.points}, 1, 1.0, tmp_path)
-    assert "mean 1000" in text
-    assert "mean 15.25 (tokens with repeated prompts / tokens run)" in text
-    assert "rollout 0.500, update 0.250" in text
-    assert str(tmp_path) in text
-
-
-def test_text_of_a_validation_that_ran_once():
-    history = MetricHistory()
-    history.record(0, {"val/reward": -0.023})
-    text = summary_text({"val/reward": history.statistics("val/reward")}, 3, 1.0, None)
-    assert "val/reward          -0.023, measured once: trainer.val_check_interval says when" in text
-    history.record(3, {"val/reward": 0.5})
-    text = summary_text({"val/reward": history.statistics("val/reward")}, 3, 1.0, None)
-    assert "first -0.023, last 0.500" in text
-
-
-def test_text_says_that_rewards_were_equal():
-    def text(**metrics):
-        history = MetricHistory()
-        history.record(1, {name.replace("_of_", "/"): value for name, value in metrics.items()})
-        return summary_text({name: history.statistics(name) for name in history.points}, 1, 1.0, None)
-
-    assert "all rewards equal   in 100 % of groups" in text(frac_reward_zero_std=1.0)
-    assert "all rewards equal" not in text(frac_reward_zero_std=0.5)
-    assert "all rewards equal" not in text(frac_reward_zero_std=1.0, value_of_explained_variance=0.0)
-
-
-def test_panels_take_names_with_stars():
-    points = {"val/b": [(0, 1.0)], "val/a": [(0, 2.0)], "kl": [(0, 3.0)], "reward": [(0, 4.0)]}
-    assert select(points, ("kl", "val/*")) == ["kl", "val/b", "val/a"]
+@pytest.mark.parametrize(
+    ("names", "patterns", "shown"),
+    [
+        (["val/b", "val/a", "kl", "reward"], ("kl", "val/*"), ["kl", "val/b", "val/a"]),
+        (["val/episode/turns", "val/tools/call_frequency", "val/reward", "val/math/mean@4"], PANELS["validation"],
+            ["val/reward", "val/math/mean@4"]),
+        (["val/rewards/f/mean", "val/rewards/f/length", "val/reward"], PANELS["validation"],
+            ["val/rewards/f/mean", "val/reward"]),  # other numbers of a reward would flatten the scores
+        (["tools/call_frequency", "tools/failures/raised"], PANELS["tools: calls per rollout, failed share"],
+            ["tools/call_frequency"]),
+    ],
+)  # fmt: skip
+def test_what_a_panel_shows(names, patterns, shown):
+    assert select({name: [(0, float(number))] for number, name in enumerate(names)}, patterns) == shown
 
 
 def test_of_equal_lines_a_panel_shows_the_first():
@@ -119,12 +82,8 @@ def test_a_peak_does_not_flatten_a_panel():
     low, high = robust_limits([*values, 100.0])  # cut: one 1 and the 100; left: 1 to 3, and a tenth at both ends
     assert (low, high) == pytest.approx((0.8, 3.2))
     assert robust_limits([5.0] * 200) is None
-
-
-def test_few_points_are_all_shown():
-    values = [1.0, 2.0, 3.0] * 33
-    assert robust_limits([*values, 100.0]) is None  # 100 values
-    assert robust_limits([*values, 2.0, 100.0]) is not None
+    assert robust_limits([*values[:99], 100.0]) is None  # few points are all shown
+    assert robust_limits([*values[:99], 2.0, 100.0]) is not None
 
 
 @pytest.mark.parametrize(("name", "cut"), [("reward", False), ("val/score", False), ("grad_norm", True)])
@@ -137,6 +96,36 @@ def test_reward_and_validation_are_never_cut(name, cut, tmp_path, monkeypatch):
     assert bool(limits) == cut
 
 
+def text(*records, folder=None):
+    history = MetricHistory()
+    for step, metrics in enumerate(records):
+        history.record(step, metrics)
+    return summary_text({name: history.statistics(name) for name in history.points}, 3, 1.6, folder)
+
+
+@pytest.mark.parametrize(
+    ("records", "shown"),
+    [
+        ([{"perf/tokens_per_second": 1000.0}], "mean 1000"),
+        ([{"prefix/token_ratio": 15.25}], "mean 15.25 (tokens with repeated prompts / tokens run)"),
+        ([{"time/rollout": 0.5, "time/update": 0.25}], "rollout 0.500, update 0.250"),
+        ([{"val/reward": -0.023}], "-0.023, measured once: trainer.val_check_interval says when"),
+        ([{"val/reward": -0.023}, {"val/reward": 0.5}], "first -0.023, last 0.500"),
+        ([{"frac_reward_zero_std": 1.0}], "all rewards equal   in 100 % of groups"),
+    ],
+)
+def test_text_names_what_was_logged(records, shown, tmp_path):
+    found = text(*records, folder=tmp_path)
+    assert shown in found
+    assert str(tmp_path) in found
+
+
+def test_text_leaves_out_the_rest():
+    assert text() == "Run summary: 3 steps in 2 s"
+    assert "all rewards equal" not in text({"frac_reward_zero_std": 0.5})
+    assert "all rewards equal" not in text({"frac_reward_zero_std": 1.0, "value/explained_variance": 0.0})
+
+
 def test_names_that_only_begin_like_validation_are_training_metrics(fit, counter, tmp_path):
     step = counter.training_step
     counter.training_step = lambda batch, batch_idx: (counter.log("value/loss", 3.0), step(batch, batch_idx))[1]
@@ -144,11 +133,6 @@ def test_names_that_only_begin_like_validation_are_training_metrics(fit, counter
     fit(counter, summary)
     assert summary.history.points["value/loss"] == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0)]
     assert "value/loss" not in summary_text({"value/loss": summary.history.statistics("value/loss")}, 4, 1.0, None)
-
-
-def test_nothing_to_draw_draws_nothing(tmp_path):
-    draw_curves({"unknown": [(0, 1.0)]}, tmp_path / "curves.png")
-    assert not (tmp_path / "curves.png").exists()
 
 
 def test_interval_below_one_is_refused():

@@ -6,11 +6,16 @@ import warnings
 
 import pytest
 import torch
+from helpers.tiny_models import random_groups, tiny_model
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from pl_grouprl.attention import shared_prefix as share_prefix
 from pl_grouprl.callbacks import RunSummary, SharedPrefixCallback, shared_prefix
+from pl_grouprl.models import score
+from pl_grouprl.models.score import PrefixPass
+from pl_grouprl.packing import pack
+from pl_grouprl.packing.batch import pack_slice
 
 
 class Plain(LightningModule):
@@ -18,17 +23,7 @@ class Plain(LightningModule):
 
     def __init__(self, with_reference=False):
         super().__init__()
-        self.policy = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=16,
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=4,
-            )
-        )
+        self.policy = tiny_model("qwen3")
         self.with_reference = with_reference
 
     def training_step(self, ids, batch_idx):
@@ -48,7 +43,7 @@ def batches(count):
 
 @pytest.fixture
 def fit(tmp_path):
-    def run(module, *callbacks, **options):
+    def run(module, *callbacks, loader=None, **options):
         trainer = Trainer(
             accelerator="cpu",
             logger=CSVLogger(tmp_path, name="", version=0),
@@ -59,7 +54,7 @@ def fit(tmp_path):
             enable_model_summary=False,
             **options,
         )
-        trainer.fit(module, batches(4))
+        trainer.fit(module, loader or batches(4))
         return trainer
 
     return run
@@ -80,12 +75,14 @@ def test_steps_are_measured_by_their_number_over_epochs(fit, tmp_path, monkeypat
     assert float(shown[2]) == 2.0
 
 
-def test_an_accumulated_step_is_measured_once(fit, monkeypatch):
-    measured = []
+def test_an_accumulated_step_is_measured_once_and_the_first_batch_described(fit, monkeypatch):
+    measured, lines = [], []
     monkeypatch.setattr(shared_prefix, "measure_speedup", lambda patch, call: measured.append(call) or 2.0)
+    monkeypatch.setattr(shared_prefix, "rank_zero_info", lines.append)
     callback = SharedPrefixCallback(verify=False, measure_every_n_steps=1)
     trainer = fit(Plain(), callback, max_epochs=1, accumulate_grad_batches=2)
     assert trainer.global_step == len(measured) == 2
+    assert "the first batch has 1 group in 3 segments, " in lines[0]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
@@ -102,13 +99,38 @@ def test_a_run_that_sharing_makes_slower_is_told_once(fit, monkeypatch):
         warnings.simplefilter("always")
         fit(Plain(), callback, max_epochs=1)
     slower = [str(own.message) for own in caught if "makes this run slower" in str(own.message)]
-    assert len(slower) == 1
-    assert "speedup is 0.50 at a token ratio of 1." in slower[0]
-    assert "sharing='repeated'" in slower[0]
+    (told,) = slower
+    assert "speedup is 0.50 at a token ratio of 1." in told
+    assert "sharing='repeated'" in told
 
 
-def test_the_first_batch_is_described(fit, monkeypatch):
-    lines = []
-    monkeypatch.setattr(shared_prefix, "rank_zero_info", lines.append)
-    fit(Plain(), SharedPrefixCallback(verify=False), max_steps=1)
-    assert "the first batch has 1 group in 3 segments, " in lines[0]
+class OneGroup(LightningModule):
+    """Trains on a prompt of 4 tokens and rollouts of 2, 3 and 1, whole or in slices."""
+
+    def __init__(self, slices):
+        super().__init__()
+        self.policy, self.slices = tiny_model("qwen3"), slices
+
+    def training_step(self, batch, batch_idx):
+        (group,) = random_groups(0, [(4, [2, 3, 1])])
+        if self.slices is None:
+            return score(self.policy, pack([group])).logprobs_N.sum()
+        prefix = PrefixPass(group, "cpu")
+        for index in self.slices:
+            score(self.policy, pack_slice(group, index, prefix)).logprobs_N.sum().backward()
+        return prefix.loss(self.policy.parameters())
+
+    configure_optimizers = Plain.configure_optimizers
+
+
+@pytest.mark.parametrize("slices", [None, [[0, 1, 2]], [[0, 2], [1]], [[0], [1], [2]]])
+def test_a_group_that_runs_in_slices_counts_as_whole(fit, slices):
+    """Ten tokens for sequences of eighteen."""
+    module = OneGroup(slices)
+    with share_prefix(module.policy):
+        callback = SharedPrefixCallback(verify=False, measure_every_n_steps=1)
+        trainer = fit(module, callback, max_steps=1, loader=torch.utils.data.DataLoader([0]))
+    found = trainer.callback_metrics
+    assert found["prefix/token_ratio"] == pytest.approx(1.8)
+    assert (found["prefix/groups"], found["prefix/segments"], found["prefix/padding_fraction"]) == (1, 4, 0)
+    assert ("prefix/measured_speedup" in found) == (slices is None)

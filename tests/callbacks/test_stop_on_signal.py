@@ -10,32 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.counting import Counter, fit, step_of
 from helpers.scripts import run_script
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
-from pl_grouprl.callbacks import SafeCheckpoint, StoppedBySignal
+from pl_grouprl.callbacks import StoppedBySignal
 from pl_grouprl.callbacks.checkpoints import STOP_SIGNALS, StopRequest
 from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
 SCRIPT = Path(__file__).with_name("signal_ranks.py")
 CODES = {"SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138, "SIGINT": 130}
-FAST = [("ddp", "update", 1, "SIGTERM"), ("single", "export", 0, "SIGINT")]
+FAST = [("ddp", "update", 1, "SIGTERM")]
 SLOW = [
-    ("single", "reward", 0, "SIGINT"),
-    ("single", "rollout", 0, "SIGTERM"),
-    ("single", "update", 0, "SIGUSR1"),
-    ("single", "save", 0, "SIGTERM"),
-    ("single", "validation", 0, "SIGTERM"),
-    ("single", "last validation", 0, "SIGTERM"),
-    ("ddp", "export", 1, "SIGTERM"),
-    ("fsdp2", "export", 1, "SIGUSR1"),
-    ("ddp", "rollout", 0, "SIGUSR1"),
-    ("ddp", "reward", 1, "SIGUSR1"),
-    ("ddp", "save", 0, "SIGTERM"),
-    ("ddp", "update", -1, "SIGINT"),
-    ("fsdp2", "update", 1, "SIGTERM"),
-    ("fsdp2", "save", 0, "SIGTERM"),
-]
+    ("single", "export", 0, "SIGINT"), ("single", "reward", 0, "SIGINT"), ("single", "rollout", 0, "SIGTERM"),
+    ("single", "update", 0, "SIGUSR1"), ("single", "save", 0, "SIGTERM"), ("single", "validation", 0, "SIGTERM"),
+    ("single", "last validation", 0, "SIGTERM"), ("ddp", "export", 1, "SIGTERM"), ("fsdp2", "export", 1, "SIGUSR1"),
+    ("ddp", "rollout", 0, "SIGUSR1"), ("ddp", "reward", 1, "SIGUSR1"), ("ddp", "save", 0, "SIGTERM"),
+    ("ddp", "update", -1, "SIGINT"), ("fsdp2", "update", 1, "SIGTERM"), ("fsdp2", "save", 0, "SIGTERM"),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -67,37 +59,19 @@ def test_signals_at_all_moments():
     check(SLOW)
 
 
-class Counter(LightningModule):
-    """One weight that grows by 1 with each step; gets a signal amid its third batch."""
+def signaled(*signums):
+    """A module that gets signals amid its third batch."""
 
-    def __init__(self, *signums, at=3):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.signums = signums
-        self.at = at
-        self.batches = 0
-
-    def training_step(self, batch, batch_idx):
-        self.batches += 1
-        if self.batches == self.at:
-            for signum in self.signums:
+    def send(module):
+        if module.batches == 3:
+            for signum in signums:
                 os.kill(os.getpid(), signum)
-        return -self.weight.sum()
 
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.zeros(100, 1))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+    return Counter(send)
 
 
-def fit(folder, module, callback=None, **options):
-    callback = callback or SafeCheckpoint(dirpath=folder, every_n_train_steps=100)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    callbacks = callback if isinstance(callback, list) else [callback]
-    trainer = Trainer(max_steps=5, callbacks=callbacks, default_root_dir=folder, **quiet, **options)
-    trainer.fit(module)
-    return trainer
+def run(folder, module, *callbacks, **options):
+    return fit(folder, module, *callbacks, steps=5, **{"every_n_train_steps": 100} | options)
 
 
 def saved(folder):
@@ -107,18 +81,23 @@ def saved(folder):
 
 @pytest.mark.parametrize("name", CODES)
 def test_the_batch_at_hand_is_finished_and_saved(tmp_path, name):
-    module = Counter(getattr(signal, name))
+    before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    first, later = getattr(signal, name), () if name == "SIGINT" else (signal.SIGTERM, signal.SIGUSR1)
+    module = signaled(first, *later)  # several requests are one
     with pytest.raises(StoppedBySignal) as end:
-        fit(tmp_path, module)
+        run(tmp_path, module)
     assert end.value.code == CODES[name]
     assert saved(tmp_path)["global_step"] == 3
     assert module.weight.item() == 3
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
+    run(tmp_path / "whole", Counter())
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
 
 
 def test_gradients_that_are_accumulated_are_stepped_first(tmp_path):
-    module = Counter(signal.SIGTERM)
+    module = signaled(signal.SIGTERM)
     with pytest.raises(StoppedBySignal):
-        fit(tmp_path, module, accumulate_grad_batches=2)
+        run(tmp_path, module, trainer={"accumulate_grad_batches": 2})
     assert module.batches == 4
     assert saved(tmp_path)["global_step"] == 2
 
@@ -137,16 +116,16 @@ class After(Callback):
             os.kill(os.getpid(), signum)
 
 
-@pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize(
+    ("name", "hook"), [*((name, "on_train_end") for name in CODES), ("SIGTERM", "on_train_epoch_end")]
+)
 def test_after_the_last_batch_the_run_is_saved_and_finished_first(tmp_path, name, hook):
     after = After(hook, getattr(signal, name))
-    callback = SafeCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=100)
     with pytest.raises(StoppedBySignal) as end:
-        fit(tmp_path, Counter(), [after, callback])
+        run(tmp_path, Counter(), after)
     assert end.value.code == CODES[name]
     assert after.ran == [("on_train_epoch_end", []), ("on_train_end", ["step=5.ckpt"])]  # saved before the export
-    assert torch.load(tmp_path / "step=5.ckpt", weights_only=True)["global_step"] == 5
+    assert step_of(tmp_path / "step=5.ckpt") == 5
 
 
 def test_a_signal_while_the_trainer_cleans_up_counts(tmp_path, monkeypatch):
@@ -161,22 +140,15 @@ def test_a_signal_while_the_trainer_cleans_up_counts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SingleDeviceStrategy, "teardown", teardown)
     with pytest.raises(StoppedBySignal) as end:
-        fit(tmp_path, Counter())
+        run(tmp_path, Counter())
     assert end.value.code == 143
     assert list(tmp_path.glob("*step=5.ckpt"))
 
 
 def test_a_signal_saves_the_end_of_a_run_that_saves_nothing_else(tmp_path):
-    callback = SafeCheckpoint(dirpath=tmp_path, save_top_k=0)
     with pytest.raises(StoppedBySignal):
-        fit(tmp_path, Counter(), [After("on_train_epoch_end", signal.SIGTERM), callback])
+        run(tmp_path, Counter(), After("on_train_epoch_end", signal.SIGTERM), save_top_k=0)
     assert saved(tmp_path)["global_step"] == 5
-
-
-def test_several_requests_are_one(tmp_path):
-    with pytest.raises(StoppedBySignal) as end:
-        fit(tmp_path, Counter(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1))
-    assert end.value.code == 143
 
 
 def test_a_signal_repeated_later_ends_a_process_that_hangs(monkeypatch):
@@ -201,17 +173,19 @@ def test_a_signal_repeated_later_ends_a_process_that_hangs(monkeypatch):
 def test_under_nohup_a_closed_terminal_is_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert fit(tmp_path, Counter(signal.SIGHUP)).global_step == 5
+        assert run(tmp_path, signaled(signal.SIGHUP)).global_step == 5
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-CLOSED_TERMINAL = """
-import fcntl, os, signal, sys, termios
-sys.path[:0] = sys.argv[1:3]
+SCRIPT_OF_A_RUN = """
+import os, signal, sys
 from pathlib import Path
-from test_stop_on_signal import Counter, fit
-
+sys.path[:0] = sys.argv[1:3]
+from test_stop_on_signal import Counter, run, signaled
+"""
+CLOSED_TERMINAL = """
+import fcntl, termios
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if os.getpid() != os.getsid(0):
     os.setsid()
@@ -220,64 +194,38 @@ fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 for descriptor in (1, 2):
     os.dup2(terminal, descriptor)
 
+def close(module):
+    if module.batches == 3:
+        os.close(master)  # the kernel sends SIGHUP
+    print("the terminal is gone", flush=True)
 
-class Closes(Counter):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        if self.batches == 3:
-            os.close(master)  # the kernel sends SIGHUP
-        print("the terminal is gone", flush=True)
-        return loss
-
-
-fit(Path(sys.argv[3]), Closes())
+run(Path(sys.argv[3]), Counter(close))
 """
+TWO_INTERRUPTS = "run(Path(sys.argv[3]), signaled(signal.SIGINT, signal.SIGINT))"
 
 
-def test_a_closed_terminal_saves_a_checkpoint(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(CLOSED_TERMINAL)
+@pytest.mark.parametrize(
+    ("script", "code"), [(CLOSED_TERMINAL, 129), (TWO_INTERRUPTS, -signal.SIGINT)], ids=["closed", "interrupts"]
+)
+def test_a_closed_terminal_saves_a_checkpoint_and_a_second_interrupt_ends_at_once(tmp_path, script, code):
+    (tmp_path / "script.py").write_text(SCRIPT_OF_A_RUN + script)
     folder = Path(__file__).parent
-    done = run_script(script, folder, folder.parent, tmp_path, check=False)
-    assert done.returncode == 129
-    assert saved(tmp_path)["global_step"] == 3
-
-
-def test_handlers_are_restored(tmp_path):
-    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)]
-    with pytest.raises(StoppedBySignal):
-        fit(tmp_path, Counter(signal.SIGINT))
-    assert [
-        signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-    ] == before
-    fit(tmp_path / "whole", Counter())
-    assert [
-        signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-    ] == before
+    done = run_script(tmp_path / "script.py", folder, folder.parent, tmp_path, check=False)
+    assert done.returncode == code
+    if script == CLOSED_TERMINAL:
+        assert saved(tmp_path)["global_step"] == 3
+    else:
+        assert not (tmp_path / "last.ckpt").exists()
 
 
 def test_signals_can_be_left_to_lightning(tmp_path):
-    callback = SafeCheckpoint(dirpath=tmp_path, every_n_train_steps=100, stop_on_signal=False)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         with pytest.raises(SystemExit) as end:
-            fit(tmp_path, Counter(signal.SIGINT), callback)
+            run(tmp_path, signaled(signal.SIGINT), stop_on_signal=False)
     finally:
         signal.signal(signal.SIGINT, before)
     assert end.value.code == 1
-    assert not (tmp_path / "last.ckpt").exists()
-
-
-def test_a_second_interrupt_ends_the_process_at_once(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import signal, sys; sys.path[:0] = sys.argv[1:3]; from pathlib import Path\n"
-        "from test_stop_on_signal import Counter, fit\n"
-        "fit(Path(sys.argv[3]), Counter(signal.SIGINT, signal.SIGINT))"
-    )
-    folder = Path(__file__).parent
-    done = run_script(script, folder, folder.parent, tmp_path, check=False)
-    assert done.returncode == -signal.SIGINT
     assert not (tmp_path / "last.ckpt").exists()
 
 
@@ -286,11 +234,10 @@ def test_under_slurm_its_signal_saves_what_lightning_resumes_from_and_requeues(t
 
     commands = []
     monkeypatch.setattr("subprocess.run", lambda command, **kwargs: commands.append(command))
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    for name, value in {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}.items():
-        monkeypatch.setenv(name, value)
+    for name, value in {"JOB_ID": "17", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     environment = SLURMEnvironment(requeue_signal=signal.SIGUSR1)
     with pytest.raises(StoppedBySignal):
-        fit(tmp_path, Counter(signal.SIGUSR1), plugins=[environment])
+        run(tmp_path, signaled(signal.SIGUSR1), trainer={"plugins": [environment]})
     assert commands == [["scontrol", "requeue", "17"]]
     assert corruption_reason(tmp_path / "hpc_ckpt_1.ckpt") is None

@@ -44,25 +44,13 @@ def described(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "text", "expected"),
     [
-        ("integer", "7", 7),
-        ("integer", "7.0", 7),
-        ("integer", "7.5", "7.5"),
-        ("number", "7", 7),
-        ("number", "7.5", 7.5),
-        ("number", "nan", "nan"),
-        ("boolean", "TRUE", True),
-        ("boolean", "yes", "yes"),
-        ("string", "7", "7"),
-        ("object", '{"a": 1}', {"a": 1}),
-        ("array", "[1]", [1]),
-        ("array", '{"a": 1}', '{"a": 1}'),
-        ("several", "7", 7),
-        ("any of", "1", True),
-        ("optional", "None", None),
-        ("unknown", "7", "7"),
-        ("malformed", "7", "7"),
+        ("integer", "7", 7), ("integer", "7.0", 7), ("integer", "7.5", "7.5"), ("number", "7", 7),
+        ("number", "7.5", 7.5), ("number", "nan", "nan"), ("boolean", "TRUE", True), ("boolean", "yes", "yes"),
+        ("string", "7", "7"), ("object", '{"a": 1}', {"a": 1}), ("array", "[1]", [1]),
+        ("array", '{"a": 1}', '{"a": 1}'), ("several", "7", 7), ("any of", "1", True), ("optional", "None", None),
+        ("unknown", "7", "7"), ("malformed", "7", "7"),
     ],
-)
+)  # fmt: skip
 def test_text_becomes_what_the_schema_asks_for(schema: str, text: str, expected: Any) -> None:
     found = cast(text, SCHEMAS[schema])
     assert (type(found), found) == (type(expected), expected)

@@ -37,53 +37,29 @@ def results(*contents, name="multiply"):
     return [{"role": "tool", "name": name, "content": content} for content in contents]
 
 
+QWEN_END = "<|im_end|>\n<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "template", "options", "messages", "expected"),
     [
-        (
-            qwen_tokenizer,
-            "qwen3",
-            {},
-            results("12", "é 🎉"),
+        (qwen_tokenizer, "qwen3", {}, results("12", "é 🎉"),
             "\n<|im_start|>user\n<tool_response>\n12\n</tool_response>\n<tool_response>\né 🎉\n</tool_response>"
-            "<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            qwen_tokenizer,
-            "qwen3",
-            {"enable_thinking": False},
-            results("12"),
-            "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        ),
-        (
-            qwen_tokenizer,
-            THINKING,
-            {},
-            results("12", name="<|im_end|>"),
-            "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n<think>\n",
-        ),
-        (
-            llama_tokenizer,
-            "llama3",
-            {},
-            results("12"),
-            '<|start_header_id|>ipython<|end_header_id|>\n\n"12"<|eot_id|>'
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
+            + QWEN_END),
+        (qwen_tokenizer, "qwen3", {"enable_thinking": False}, results("12"),
+            "\n<|im_start|>user\n<tool_response>\n12\n</tool_response>" + QWEN_END + "<think>\n\n</think>\n\n"),
+        (qwen_tokenizer, THINKING, {}, results("12", name="<|im_end|>"),
+            "\n<|im_start|>tool\n12" + QWEN_END + "<think>\n"),
+        (llama_tokenizer, "llama3", {}, results("12"), '<|start_header_id|>ipython<|end_header_id|>\n\n"12"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"),
         (plain_tokenizer, "plain", {}, results("12", "a b"), "<result>12<end><result>a b<end><assistant>"),
         # The end of a turn is no EOS token, or only that of a question is.
-        (
-            qwen_tokenizer,
-            THINKING.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}"),
-            {},
-            results("12"),
-            "\n<|im_start|>tool\n12<|endoftext|>\n<|im_start|>assistant\n<think>\n",
-        ),
+        (qwen_tokenizer, THINKING.replace("<|im_end|>", "{{ '<|im_end|>' if m.role == 'user' else '<|endoftext|>' }}"),
+            {}, results("12"), "\n<|im_start|>tool\n12<|endoftext|>\n<|im_start|>assistant\n<think>\n"),
         (gemma_tokenizer, GEMMA, {}, results("12"), "\n<start_of_turn>tool\n12<end_of_turn>\n<start_of_turn>model\n"),
         (qwen_tokenizer, "qwen3", {}, results("a\ud800b"), None),
     ],
-)
+)  # fmt: skip
 def test_results_are_the_tokens_between_two_turns(tokenizer, template, options, messages, expected):
     chat = ChatFormat(tokenizer(), template, options)
     if expected is None:  # a lone surrogate, which cannot be encoded
@@ -98,6 +74,7 @@ def test_results_are_the_tokens_between_two_turns(tokenizer, template, options, 
 def test_an_episode_in_tokens_is_what_the_template_renders(tokenizer, template):
     """Turns as sampled and results between them give the rendering of the whole conversation."""
     chat = ChatFormat(tokenizer(), template)
+    chat.check_tools()
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": "3"}}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     messages = [USER]
@@ -149,24 +126,12 @@ def test_templates_come_from_names_files_and_text(tmp_path):
 
 def test_of_several_templates_that_for_tools_counts():
     tokenizer = qwen_tokenizer()
+    ChatFormat(tokenizer, THINKING).check_tools()
     tokenizer.chat_template = {"default": "no tools here", "tool_use": ChatFormat(tokenizer, "qwen3").source}
     chat = ChatFormat(tokenizer)
     chat.check_tools()
     assert chat.encode_results(results("12")) == ChatFormat(tokenizer, "qwen3").encode_results(results("12"))
     assert chat.parser.name == "qwen3"
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "template"),
-    [
-        (qwen_tokenizer, "qwen3"),
-        (qwen_tokenizer, THINKING),
-        (llama_tokenizer, "llama3"),
-        (plain_tokenizer, "plain"),
-    ],
-)
-def test_templates_for_tools_pass(tokenizer, template):
-    ChatFormat(tokenizer(), template).check_tools()
 
 
 WITHOUT_CALLS = "{% for m in messages %}<|start_header_id|>{{ m.role }}{{ m.content }}<|eot_id|>{% endfor %}"
@@ -246,12 +211,9 @@ def test_an_episode_of_a_base_model_is_one_of_the_chat_model(ending):
     assert chat.parse(base("hi<|im_end|>")["input_ids"])["content"] == "hi"
 
 
-def test_options_that_clash_with_ours_are_refused():
+def test_what_cannot_be_rendered_is_refused():
     with pytest.raises(ValueError, match=r"refused the messages.*add_generation_prompt"):
         ChatFormat(qwen_tokenizer(), "qwen3", {"add_generation_prompt": False}).render_prompt([USER])
-
-
-def test_a_prompt_of_messages_needs_a_template():
     with pytest.raises(ValueError, match="chat_template"):
         ChatFormat(qwen_tokenizer()).encode_prompt([USER])
 

@@ -102,15 +102,12 @@ def test_qwen(text, before, expected):
 BROKEN = [
     '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}\n</tool_call>',
     '<tool_call>\n{"arguments": {"a": 3, "b": 4}}\n</tool_call>',
-    '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>',
-    '<tool_call>\n{"name": null}\n</tool_call>',
+    '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>', '<tool_call>\n{"name": null}\n</tool_call>',
     '<tool_call>\n{"name": "multiply", "arguments": {a: 3}}\n</tool_call>',
-    '<tool_call>\n["multiply", 3]\n</tool_call>',
-    "<tool_call>\n</tool_call>",
-    '<tool_call>\n{"name": "multiply", "argu',
-    f"{QWEN_CALL}\n<tool_call>",
+    '<tool_call>\n["multiply", 3]\n</tool_call>', "<tool_call>\n</tool_call>",
+    '<tool_call>\n{"name": "multiply", "argu', f"{QWEN_CALL}\n<tool_call>", QWEN_CALL.removesuffix("</tool_call>"),
     f"<think>Hm.</think>{QWEN_CALL}\n<tool_call>multiply(3)</tool_call>",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BROKEN)
@@ -118,25 +115,18 @@ def test_a_turn_with_a_malformed_call_is_text(text):
     assert parse("qwen", text + "<|im_end|>") == message(text)
 
 
-def test_a_call_that_was_not_closed_is_text():
-    text = QWEN_CALL.removesuffix("</tool_call>")
-    assert parse("qwen", text + "<|im_end|>") == message(text)
+def test_a_turn_may_be_cut_anywhere():
+    for place in range(1, 60):
+        parsed = parse("qwen", f"{QWEN_CALL}<|im_end|>"[:place])
+        assert parsed == message("", CALL) or "tool_calls" not in parsed
 
 
-@pytest.mark.parametrize("place", range(1, 60))
-def test_a_turn_may_be_cut_anywhere(place):
-    parsed = parse("qwen", f"{QWEN_CALL}<|im_end|>"[:place])
-    assert parsed == message("", CALL) or "tool_calls" not in parsed
+def described(name, **types):
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    return {"function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
-SEARCH = {
-    "function": {
-        "name": "search",
-        "parameters": {
-            "properties": {"query": {"type": "string"}, "n": {"type": "integer"}, "filter": {"type": "object"}}
-        },
-    }
-}
+SEARCH = described("search", query="string", n="integer", filter="object")
 
 
 @pytest.mark.parametrize(
@@ -167,6 +157,7 @@ def test_tags_hold_text_if_no_schema_says_otherwise():
     text = "<tool_call><function=search><parameter=n>\n3\n</parameter></function></tool_call><|im_end|>"
     assert parse("tagged", text) == message("", call("search", {"n": "3"}))
     assert parse("tagged", text, tools=[SEARCH]) == message("", call("search", {"n": 3}))
+    assert parse("plain", "<call>lookup ab 2<end>") == message("", call("lookup", {"input": "ab 2"}))
 
 
 PING_TAGS = "<tool_call>\n<function=ping>\n</function>\n</tool_call>\n<|im_end|>"
@@ -203,15 +194,8 @@ def test_llama(text, expected):
     assert parse("llama", text) == expected
 
 
-LOOKUP = {
-    "function": {
-        "name": "lookup",
-        "parameters": {
-            "properties": {"key": {"type": "string"}, "times": {"type": "integer"}, "all": {"type": "boolean"}}
-        },
-    }
-}
-PING = {"function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}
+LOOKUP = described("lookup", key="string", times="integer", all="boolean")
+PING = described("ping")
 
 
 @pytest.mark.parametrize(
@@ -234,31 +218,24 @@ def test_plain(text, expected):
     assert parse("plain", text, tools=[LOOKUP, PING]) == expected
 
 
-def test_plain_without_schemas_has_one_argument():
-    assert parse("plain", "<call>lookup ab 2<end>") == message("", call("lookup", {"input": "ab 2"}))
-
-
 NESTED = '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>'
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        "[" * 100_000,
-        "[" * 100_000 + "]" * 100_000,
-        '{"a":' * 5_000 + "1" + "}" * 5_000,
-        "[" * MAX_NESTING + "]" * MAX_NESTING,
-        "1" * 10_000,
+        "[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000,
+        "[" * MAX_NESTING + "]" * MAX_NESTING, "1" * 10_000,
     ],
     ids=["open", "closed", "objects", "just too deep", "digits"],
-)
+)  # fmt: skip
 def test_values_that_cannot_be_handled_make_a_turn_text(value):
     text = NESTED % value
     assert parse("qwen", text + "<|im_end|>") == message(text)
 
 
 def test_arguments_that_are_cast_are_not_nested_deeply_either():
-    schema = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "array"}}}}}
+    schema = described("f", a="array")
     for depth, expected in ((3, [[[]]]), (MAX_NESTING, None)):
         text = NESTED % f'"{"[" * depth + "]" * depth}"'
         calls = [] if expected is None else [call("f", {"a": expected})]
@@ -286,17 +263,24 @@ def test_lone_surrogates_are_replaced():
     json.dumps(parsed, ensure_ascii=False).encode()
 
 
+PIECES = [
+    "<think>",
+    "<think></think>",
+    "<parameter=",
+    "<parameter=a>",
+    '{"name": "',
+    '{"name": "f", "parameters": ',
+    " ",
+]
+
+
 @pytest.mark.parametrize("family", ["qwen", "tagged", "llama"])
-@pytest.mark.parametrize("beginning", ["", "<tool_call><function=f><parameter=a>"])
-@pytest.mark.parametrize(
-    "piece",
-    ["<think>", "<think></think>", "<parameter=", "<parameter=a>", '{"name": "', '{"name": "f", "parameters": ', " "],
-)
-def test_long_repetitive_turns_end(family, beginning, piece):
+@pytest.mark.parametrize("piece", [*PIECES, " "])
+def test_long_repetitive_turns_end(family, piece):
     """Expressions with more than linear cost would hang here."""
-    text = beginning + piece * 20_000
-    with contextlib.suppress(MalformedTurnError):
-        assert FORMATS[family].parser.parse(text + "x", ())["role"] == "assistant"
+    for beginning in ("", "<tool_call><function=f><parameter=a>"):
+        with contextlib.suppress(MalformedTurnError):
+            assert FORMATS[family].parser.parse(beginning + piece * 20_000 + "x", ())["role"] == "assistant"
 
 
 @pytest.fixture

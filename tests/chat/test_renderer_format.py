@@ -64,31 +64,22 @@ def qwen_tokenizer_with_images():
     return tokenizer
 
 
+CUT = f"{CALL[:-15]}</tool_call>"
+NAMELESS = CALL.replace('"name": "multiply", ', "")
+DEEP = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 50_000 + "}}</tool_call>"
+CALLED = [{"type": "function", "function": {"name": "multiply", "arguments": {"a": 3}}}]
+
+
 @needs_library
 @pytest.mark.parametrize(
     ("text", "before", "expected"),
     [
         ("It is 12.<|im_end|>", "", {"content": "It is 12."}),
-        (
-            f"Well.\n{CALL}<|im_end|>",
-            "",
-            {
-                "content": "Well.",
-                "tool_calls": [{"type": "function", "function": {"name": "multiply", "arguments": {"a": 3}}}],
-            },
-        ),
+        (f"Well.\n{CALL}<|im_end|>", "", {"content": "Well.", "tool_calls": CALLED}),
         ("Hm.\n</think>\n\n12<|im_end|>", "<think>\n", {"content": "12", "reasoning_content": "Hm."}),
-        (f"{CALL[:-15]}</tool_call><|im_end|>", "", {"content": f"{CALL[:-15]}</tool_call>"}),
-        (
-            CALL.replace('"name": "multiply", ', "") + "<|im_end|>",
-            "",
-            {"content": CALL.replace('"name": "multiply", ', "")},
-        ),
-        (
-            '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 50_000 + "}}</tool_call>",
-            "",
-            {"content": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 50_000 + "}}</tool_call>"},
-        ),
+        (f"{CUT}<|im_end|>", "", {"content": CUT}),
+        (f"{NAMELESS}<|im_end|>", "", {"content": NAMELESS}),
+        (DEEP, "", {"content": DEEP}),
         ("", "", {"content": ""}),
     ],
 )

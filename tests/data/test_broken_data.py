@@ -28,39 +28,31 @@ def write(path, *lines):
 GOOD = '{"prompt": "1"}'
 
 
+MESSAGE = '{"prompt": [{"role": "user", "content": %s}]}'
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "1\\ud800"}', r"column 'prompt' has the code point U\+D800, half of a surrogate pair"),
-        (
-            '{"prompt": "1", "extra_info": {"a": ["\\udfff"]}}',
-            r"column 'extra_info' has the code point U\+DFFF, half of a surrogate pair",
-        ),
-        ('{"prompt": [{"role": "user", "content": "\\ud83d"}]}', r"column 'prompt' has the code point U\+D83D"),
+        ('{"prompt": "1\\ud800"}', r"column 'prompt' has the code point U\+D800"),
+        ('{"prompt": "1", "extra_info": {"a": ["\\udfff"]}}', r"column 'extra_info' has the code point U\+DFFF"),
+        (MESSAGE % '"\\ud83d"', r"column 'prompt' has the code point U\+D83D"),
         ('{"prompt": null}', "column 'prompt' is None"),
         ('{"prompt": "1", "prompt": "2"}', r"duplicate names \['prompt'\]"),
-        ('{"prompt": "1", "n": ' + "9" * 5000 + "}", r"not usable JSON \(Exceeds the limit"),
-        ('{"prompt": ' + "[" * 100000 + "}", r"not usable JSON \(maximum recursion depth"),
+        ('{"prompt": "1", "n": ' + "9" * 5000 + "}", "not usable JSON"),
+        ('{"prompt": ' + "[" * 100000 + "}", "not usable JSON"),
         ('{"prompt": "1", }', r"not usable JSON \(.* column \d+"),
         ('{"prompt": NaN}', "column 'prompt' is nan"),
-        ('{"prompt": [{"role": "user", "content": 3}]}', r"messages\[0\]\.content is '3', not a string or a list"),
-        (
-            '{"prompt": [{"role": "user", "content": {"type": "text"}}]}',
-            r"messages\[0\]\.content is .* not a string or a list of parts",
-        ),
-        (
-            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
-            r"messages\[0\]\.content\[0\] is .*None",
-        ),
+        (MESSAGE % "3", r"messages\[0\]\.content is '3'"),
+        (MESSAGE % '{"type": "text"}', r"messages\[0\]\.content is"),
+        (MESSAGE % '[{"type": "text", "text": null}]', r"messages\[0\]\.content\[0\] is"),
         ('{"prompt": "1", "completions": ["2"]}', "column 'completions'"),
         ('{"prompt": "1", "reward_model": "{}"}', "column 'reward_model' is"),
-        (
-            '{"prompt": "1", "reward_model": {"ground_truth": NaN}}',
-            r"'reward_model.ground_truth' is NaN, which is not a reference",
-        ),
-        ('{"prompt": "1", "answer": NaN}', r"'answer' is NaN, which is not a reference"),
+        ('{"prompt": "1", "reward_model": {"ground_truth": NaN}}', "'reward_model.ground_truth' is NaN"),
+        ('{"prompt": "1", "answer": NaN}', "'answer' is NaN"),
+        ("[]", "a row is an object"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2: .*" + message):
@@ -72,25 +64,30 @@ def test_rows_in_memory_are_checked_too():
         load([{"prompt": "1"}, {"prompt": "1", "a": ("\udc00",)}])
 
 
-def test_bytes_that_are_no_utf_8_are_named_by_their_line(tmp_path):
+def test_text_that_is_no_utf_8_is_named_and_a_byte_order_mark_skipped(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"prompt": "1"}\n\n{"prompt": "\xff"}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl: not UTF-8 in line 3 "):
         load(str(tmp_path / "x.jsonl"))
+    for name, text in (("rows.jsonl", '{"prompt": "\u00e9"}'), ("rows.json", '[{"prompt": "\u00e9"}]')):
+        file = tmp_path / name
+        file.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=f"{name}: not UTF-8") as caught:
+            read_source(str(file), "train")
+        assert type(caught.value) is ValueError
+        file.write_bytes(text.encode("utf-8-sig"))
+        (row,) = read_source(str(file), "train")
+        assert row.values == {"prompt": "\u00e9"}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"prompt": "1"},\n {"prompt": }]', "line 2 column 13"),
-        ('[{"prompt": "1"},\n {"prompt": "2"', "line 2"),
-        ('[{"prompt": "1"} {"prompt": "2"}]', "line 1 column 18"),
-        ('[{"prompt": "1"}', "line 1 column 17"),
-        ('[{"prompt": "1"}] 3', "line 1 column 19"),
-        ('[{"prompt": "1"},]', "line 1 column"),
-        ('[{"prompt": "1"}, {"a": 1, "a": 2}]', r"duplicate names \['a'\] in {'a': 2}"),
-        ("[ ]", "has no rows"),
+        ('[{"prompt": "1"},\n {"prompt": }]', "line 2 column 13"), ('[{"prompt": "1"},\n {"prompt": "2"', "line 2"),
+        ('[{"prompt": "1"} {"prompt": "2"}]', "line 1 column 18"), ('[{"prompt": "1"}', "line 1 column 17"),
+        ('[{"prompt": "1"}] 3', "line 1 column 19"), ('[{"prompt": "1"},]', "line 1 column"),
+        ('[{"prompt": "1"}, {"a": 1, "a": 2}]', r"duplicate names \['a'\] in {'a': 2}"), ("[ ]", "has no rows"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_array_is_named_with_its_place(tmp_path, text, message):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json.*" + message):
@@ -118,18 +115,11 @@ def table(rows=40, row_group_size=10, **options):
     return stream.getvalue()
 
 
-def test_a_damaged_page_is_named_by_row_group_and_rows(tmp_path):
-    good = table(write_page_checksum=True)
+@pytest.mark.parametrize(("options", "byte"), [({"write_page_checksum": True}, b"X"), ({}, b"\xff")])
+def test_a_damaged_page_is_named_by_row_group_and_rows(tmp_path, options, byte):
+    good = table(**options)
     place = good.index(b"00025")  # in the third row group
-    (tmp_path / "x.parquet").write_bytes(good[:place] + b"X" + good[place + 1 :])
-    with pytest.raises(ValueError, match=r"x\.parquet, row group 2 \(rows 20 to 29\): damaged \(.*CRC"):
-        load(str(tmp_path / "x.parquet"))
-
-
-def test_text_that_is_no_utf_8_in_parquet_is_named(tmp_path):
-    good = table()
-    place = good.index(b"00025")
-    (tmp_path / "x.parquet").write_bytes(good[:place] + b"\xff" + good[place + 1 :])
+    (tmp_path / "x.parquet").write_bytes(good[:place] + byte + good[place + 1 :])
     with pytest.raises(ValueError, match=r"x\.parquet, row group 2 \(rows 20 to 29\): damaged"):
         load(str(tmp_path / "x.parquet"))
 
@@ -163,7 +153,7 @@ def error_of(function):
 
 
 def test_flipped_bytes_end_in_rows_or_in_an_error_that_names_the_file(tmp_path, record_property):
-    """1,200 files with up to three bytes changed, and cut ones; seeded."""
+    """400 files with up to three bytes changed, and cut ones; seeded."""
     rng = random.Random(0)
     lines = "".join(json.dumps({"prompt": f"{n}", "reward_model": {"ground_truth": n}}) + "\n" for n in range(8))
     rows = [json.loads(line) for line in lines.splitlines()]
@@ -175,7 +165,7 @@ def test_flipped_bytes_end_in_rows_or_in_an_error_that_names_the_file(tmp_path, 
     }
     refused = 0
     for name, content in good.items():
-        for _ in range(300):
+        for _ in range(100):
             damaged = bytearray(content)
             for _ in range(rng.randint(1, 3)):
                 damaged[rng.randrange(len(damaged))] = rng.randrange(256)
@@ -187,8 +177,8 @@ def test_flipped_bytes_end_in_rows_or_in_an_error_that_names_the_file(tmp_path, 
                 refused += 1
                 assert type(error) in (ValueError, OSError), error
                 assert name in str(error)
-    assert refused > 600
-    record_property("figure", f"1200 damaged files: {refused} refused by name, {1200 - refused} read")
+    assert refused > 200
+    record_property("figure", f"400 damaged files: {refused} refused by name, {400 - refused} read")
 
 
 def test_flipped_bytes_in_images_end_in_one_kind_of_error(tmp_path):
@@ -203,7 +193,7 @@ def test_flipped_bytes_in_images_end_in_one_kind_of_error(tmp_path):
     for kind in ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"):
         stream = io.BytesIO()
         picture.save(stream, kind)
-        for _ in range(60):
+        for _ in range(30):
             damaged = bytearray(stream.getvalue())
             for _ in range(rng.randint(1, 4)):
                 damaged[rng.randrange(min(len(damaged), 200))] = rng.randrange(256)
@@ -212,4 +202,4 @@ def test_flipped_bytes_in_images_end_in_one_kind_of_error(tmp_path):
                 error = error_of(lambda read=read: read(str(tmp_path / "x.image")))
                 refused += error is not None
                 assert error is None or type(error) is ValueError, error
-    assert refused > 100
+    assert refused > 50

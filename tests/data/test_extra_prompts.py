@@ -26,23 +26,8 @@ def draw(loader, count, rollout_number=0, attempt=0):
 
 
 def regular(loaders, rollout_number):
-    """The prompts of a rollout, on all ranks, read by iterating up to it."""
-    found = []
-    for loader in loaders:
-        reader = TrainPromptLoader(
-            loader.prompts,
-            batch_size=loader._settings["batch_size"],
-            seed=loader._settings["seed"],
-            num_replicas=loader.num_replicas,
-            rank=loader.rank,
-        )
-        batch = None
-        while batch is None or batch.rollout_number < rollout_number:
-            for batch in reader:
-                if batch.rollout_number == rollout_number:
-                    break
-        found += numbers(batch.prompts)
-    return found
+    """The prompts of a rollout, on all ranks."""
+    return [number for loader in loaders for number in numbers(loader.peek(rollout_number))]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -62,10 +62,7 @@ def listed(source, split="train"):
 
 def test_rows_of_a_configuration(source):
     assert isinstance(source(), PromptSource)
-    assert listed(source("letters")) == [
-        {"prompt": "a", "answer": "z", "data_source": "sums"},
-        {"prompt": "b", "answer": "z", "data_source": "sums"},
-    ]
+    assert listed(source("letters")) == [{"prompt": p, "answer": "z", "data_source": "sums"} for p in "ab"]
     assert listed(source())[4] == question("train", 4) | {"data_source": "sums"}
 
 
@@ -184,21 +181,16 @@ def test_the_cache_of_a_data_set_of_the_hub_works_without_a_network(source, fold
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"name": None}, "'main', 'letters'"),
-        ({"name": "none"}, "'none'"),
-        ({"data_files": "x*.csv"}, "x.*csv|No .*data files"),
-        ({"split": {"train": "dev"}}, "dev"),
-        ({"split": "train[:2"}, "train"),
-        ({"columns": {"prompt": "text"}}, "columns has the column 'text'"),
+        ({"name": None}, "'main', 'letters'"), ({"name": "none"}, "'none'"),
+        ({"data_files": "x*.csv"}, "x.*csv|No .*data files"), ({"split": {"train": "dev"}}, "dev"),
+        ({"split": "train[:2"}, "train"), ({"columns": {"prompt": "text"}}, "columns has the column 'text'"),
         ({"extract": {"solution": "x"}}, "extract has the column 'solution'"),
         ({"messages": [{"role": "user", "content": r"\boxed{}"}]}, "messages has the column ''"),
         ({"messages": [{"role": "user", "content": "{a.b}"}]}, "messages has the column 'a.b'"),
-        (
-            {"columns": {"prompt": "question"}, "messages": [{"role": "user", "content": "{question}"}]},
-            "messages has the column 'question'",
-        ),
+        ({"columns": {"prompt": "question"}, "messages": [{"role": "user", "content": "{question}"}]},
+            "messages has the column 'question'"),
     ],
-)
+)  # fmt: skip
 def test_what_the_data_set_does_not_have(source, options, text):
     with pytest.raises((ValueError, FileNotFoundError), match=text):
         source(**options).rows("train")
@@ -226,12 +218,9 @@ def test_a_prompt_is_not_written_from_a_null(tmp_path):
         listed(source)
 
 
-def test_malformed_options():
+def test_malformed_options_and_a_missing_package(monkeypatch):
     with pytest.raises(ValueError, match="validation"):
         HubDataset("x/y", split={"validation": "test"})
-
-
-def test_the_package_is_an_extra(monkeypatch):
     monkeypatch.setattr("pl_grouprl.data.hub.DATASETS_AVAILABLE", False)
     with pytest.raises(ModuleNotFoundError, match="HubDataset"):
         HubDataset("x/y")

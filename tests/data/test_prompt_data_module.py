@@ -1,6 +1,6 @@
 """From rows to prompts: columns, chat templates, length policy, errors at setup, form in YAML."""
 
-import logging
+import math
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -38,12 +38,13 @@ def prompts_of(rows, tokenizer, split="train", **options):
     return data.prompts[split]
 
 
-def test_trl_row(tokenizer):
-    (prompt,) = prompts_of([{"prompt": "31one", "answer": "x", "level": 3}], tokenizer)
-    assert tokenizer.decode(prompt.token_ids) == "31one"
-    assert prompt.prompt == "31one"
-    assert prompt.columns == {"answer": "x", "level": 3}
+def test_trl_row_and_another_prompt_column(tokenizer):
+    (prompt,) = prompts_of([{"prompt": "31one", "answer": "x", "level": 3, "images": []}], tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == prompt.prompt == "31one"
+    assert prompt.columns == {"answer": "x", "level": 3, "images": []}
     assert prompt.data_source == "default"
+    (prompt,) = prompts_of([{"question": "7", "prompt": "8"}], tokenizer, prompt_column="question")
+    assert (prompt.prompt, prompt.columns) == ("7", {"prompt": "8"})
 
 
 def test_verl_row_from_parquet(chat_tokenizer, tmp_path):
@@ -70,25 +71,14 @@ def test_template_arguments_and_an_open_last_message():
     ]
     tokenizer = digit_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("message['role']", "(message['role'] | replace('assistant', 'six'))")
-    texts = [
-        tokenizer.decode(prompt.token_ids)
-        for prompt in prompts_of(rows, tokenizer, chat_template_kwargs={"suffix": "nine"})
-    ]
+    prompts = prompts_of(rows, tokenizer, chat_template_kwargs={"suffix": "nine"})
+    texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]
     assert texts == ["two1<end>nine", "two1<end>six3", "45"]
-
-
-def test_prompt_column(tokenizer):
-    (prompt,) = prompts_of([{"question": "7", "prompt": "8"}], tokenizer, prompt_column="question")
-    assert (prompt.prompt, prompt.columns) == ("7", {"prompt": "8"})
 
 
 @pytest.mark.parametrize(
     ("family", "ids", "rendered"),
-    [
-        ("<bos> $A", "<bos>hi", "<bos>hi"),
-        ("<bos> $A <eos>", "<bos>hi", "<bos>hi"),
-        ("$A <eos>", "hi", "<bos>hi"),
-    ],
+    [("<bos> $A", "<bos>hi", "<bos>hi"), ("<bos> $A <eos>", "<bos>hi", "<bos>hi"), ("$A <eos>", "hi", "<bos>hi")],
 )
 def test_added_special_tokens(family, ids, rendered):
     """A string gets what the tokenizer puts before a text once, and never what it puts after it."""
@@ -130,29 +120,19 @@ ROWS = [{"prompt": "1"}, {"prompt": "123"}, {"prompt": "12"}, {"prompt": "1234"}
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept", "counts"),
-    [
-        ("drop", ["1", "12"], "2 kept, 2 dropped (longer than max_prompt_length=2), 0 truncated"),
-        ("truncate", ["1", "23", "12", "34"], "4 kept, 0 dropped, 2 truncated (to max_prompt_length=2)"),
-    ],
-    ids=["drop", "truncate"],
+    ("policy", "kept"), [("drop", ["1", "12"]), ("truncate", ["1", "23", "12", "34"])], ids=["drop", "truncate"]
 )
-def test_overlong_prompts(tokenizer, policy, kept, counts, caplog):
-    with caplog.at_level(logging.INFO):
-        prompts = prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts=policy)
+def test_overlong_prompts(tokenizer, policy, kept):
+    prompts = prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts=policy)
     assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == kept
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message == f"train: 4 rows, {counts}"
 
 
 def test_a_truncated_prompt_is_shown_as_the_model_reads_it():
     """By hand, a token per byte: a turn ends with 2, its header has 6 (user) or 11 (assistant, also at the end)."""
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHATML.replace("m.content | trim", "m.content.split('</think>')[-1] | trim")
-    system, answer = (
-        {"role": "system", "content": "Be brief."},
-        {"role": "assistant", "content": "<think>x</think>No. "},
-    )
+    system = {"role": "system", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "<think>x</think>No. "}
     question = {"role": "user", "content": [{"type": "text", "text": "One and "}, {"type": "text", "text": "two?"}]}
     last = {"role": "user", "content": "Why?"}
 
@@ -176,9 +156,7 @@ def test_a_truncated_prompt_is_shown_as_the_model_reads_it():
 
 
 def test_overlong_prompts_refused(tokenizer):
-    with pytest.raises(
-        ValueError, match=r"train, row 1: the prompt has 3 tokens, more than max_prompt_length=2 \(2 of 4"
-    ):
+    with pytest.raises(ValueError, match=r"train, row 1: .* 3 tokens, .*max_prompt_length=2 \(2 of 4"):
         prompts_of(ROWS, tokenizer, max_prompt_length=2, overlong_prompts="error")
     with pytest.raises(ValueError, match=r"2 of 2 prompts .*max_prompt_length=1 .*the shortest has 2"):
         prompts_of([{"prompt": "11"}, {"prompt": "222"}], tokenizer, max_prompt_length=1)
@@ -187,59 +165,44 @@ def test_overlong_prompts_refused(tokenizer):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"question": "1"},
-            r"val, row 1: no column 'prompt'; set prompt_column to one of \['question'\]",
-        ),
-        ({"prompt": None}, "val, row 1: column 'prompt' is None"),
-        ({"prompt": ""}, r"val, row 1: the prompt has no tokens"),
-        ({"prompt": 3}, r"val, row 1: column 'prompt' is 3; it must be a string or a list of messages"),
-        ({"prompt": []}, r"val, row 1: column 'prompt' is \[\]; it must be"),
-        ({"prompt": [{"role": "user"}]}, r"val, row 1: column 'prompt' is .*'role' and 'content'"),
-        (
-            {"prompt": "1", "images": ["x.png"]},
-            r"val, row 1: column 'images' or .* is not empty, and .* Pass processor=",
-        ),
-        ({"prompt": [{"role": "user", "content": "1"}]}, r"val, row 1: .* the tokenizer has no chat template"),
+        ({"question": "1"}, r"no column 'prompt'; set prompt_column to one of \['question'\]"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+        ({"prompt": 3}, "column 'prompt' is 3"),
+        ({"prompt": []}, r"column 'prompt' is \[\]"),
+        ({"prompt": [{"role": "user"}]}, "column 'prompt' is .*'role' and 'content'"),
+        ({"prompt": "1", "images": ["x.png"]}, "column 'images' .* Pass processor="),
+        ({"prompt": [{"role": "user", "content": "1"}]}, "the tokenizer has no chat template"),
     ],
 )
 def test_bad_rows_are_named_at_setup(tokenizer, row, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"val, row 1: .*{message}"):
         prompts_of([{"prompt": "1"}, row], tokenizer, split="val")
 
 
 def test_a_template_that_refuses_names_the_row():
     tokenizer = digit_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(
-        ValueError, match=r"train, row 0: the chat template refused the messages \(roles must alternate"
-    ):
+    with pytest.raises(ValueError, match=r"train, row 0: .* refused the messages \(roles must alternate"):
         prompts_of([{"prompt": [{"role": "user", "content": "1"}]}], tokenizer)
 
 
-def test_empty_images_column_is_no_obstacle(tokenizer):
-    assert len(prompts_of([{"prompt": "1", "images": []}], tokenizer)) == 1
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({"batch_size": 0}, r"PromptDataModule\.batch_size is 0; it must be at least 1"),
-        ({"max_prompt_length": 0}, "max_prompt_length is 0; it must be at least 1, or None"),
-        ({"overlong_prompts": "keep"}, "overlong_prompts is 'keep'; it must be 'drop', 'truncate' or 'error'"),
+        ({"batch_size": 0}, "PromptDataModule.batch_size is 0"),
+        ({"max_prompt_length": 0}, "max_prompt_length is 0"),
+        ({"overlong_prompts": "keep"}, "overlong_prompts is 'keep'"),
+        *(({"max_dropped_share": share}, f"max_dropped_share is {share}") for share in (-0.1, 1.5, math.nan)),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_options(options, name):
+    with pytest.raises(ValueError, match=name):
         PromptDataModule(**options)
 
 
-def test_no_tokenizer():
-    with pytest.raises(ValueError, match=r"PromptDataModule\.tokenizer is None and there is no LightningModule"):
+def test_a_missing_tokenizer_is_asked_for_once_there_are_rows():
+    with pytest.raises(ValueError, match=r"PromptDataModule\.tokenizer is None"):
         prompts_of([{"prompt": "1"}], None)
-
-
-def test_an_empty_data_set_is_reported_before_a_tokenizer_is_asked_for():
     with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): list has no rows"):
         prompts_of([], None)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pl_grouprl.data import EvalPromptLoader, PromptBatch, TrainPromptLoader
+from pl_grouprl.data import EvalPromptLoader, PromptBatch, PromptDataModule, TrainPromptLoader
+from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.types import Prompt
 
 
@@ -82,12 +83,28 @@ def test_state_of_a_finished_epoch_continues_with_the_next_one():
     resumed = TrainPromptLoader(make_prompts(6), batch_size=3)
     resumed.load_state_dict(state)
     assert [numbers(batch) for batch in resumed] == expected
+    assert [next(iter(resumed)).rollout_number for _ in range(2)] == [4, 6]  # one that was broken off is not continued
 
 
-def test_an_iteration_that_was_broken_off_is_not_continued():
-    loader = TrainPromptLoader(make_prompts(6), batch_size=3, shuffle=False)
-    assert next(iter(loader)).rollout_number == 0
-    assert next(iter(loader)).rollout_number == 2
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_peek_shows_what_will_come_and_moves_nothing(rank, drop_last):
+    options = {"batch_size": 3, "updates_per_rollout": 2, "seed": 5, "num_replicas": 2}
+    loader = TrainPromptLoader(make_prompts(11), drop_last=drop_last, rank=rank, **options)
+    state = loader.state_dict()
+    rollouts = 3 * loader.rollouts_per_epoch
+    seen = [loader.peek(number) for number in range(rollouts)]
+    assert loader.state_dict() == state
+    came = {batch.rollout_number: batch.prompts for _ in range(3) for batch in loader}
+    assert [came[number] for number in range(rollouts)] == seen
+    assert seen[0] != seen[loader.rollouts_per_epoch]  # another order in the next epoch
+
+
+def test_the_data_module_peeks_too():
+    rows = [{"prompt": str(number)} for number in range(8)]
+    data = PromptDataModule(train=rows, batch_size=2, tokenizer=digit_tokenizer())
+    data.setup("fit")
+    assert data.peek(0) == next(iter(data.train_dataloader())).prompts
 
 
 @pytest.mark.parametrize(
@@ -113,12 +130,8 @@ def test_evaluation_sees_every_prompt_once(count, size, ranks):
         assert sum(map(len, parts)) <= size
 
 
-def test_evaluation_batches_are_even():
+def test_evaluation_batches_are_even_and_no_collections():
     assert [len(batch) for batch in EvalPromptLoader(make_prompts(65), batch_size=64)] == [33, 32]
-
-
-def test_batch_is_not_a_collection():
     batch = PromptBatch(make_prompts(2), 3, 1, 4)
-    assert len(batch) == 2
     assert not hasattr(batch, "__iter__")
     assert repr(batch) == "PromptBatch(2 prompts, rollout_number=3, update 2 of 4)"

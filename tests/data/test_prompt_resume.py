@@ -1,10 +1,10 @@
 """Under Lightning: order over epochs, resume at every step, batches handed over untouched."""
 
-import warnings
-
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from helpers.recorder import QUIET, Recorder, SaveEverywhere
+from helpers.recorder import fit as fit_module
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from pl_grouprl.data import PromptDataModule
@@ -14,56 +14,15 @@ ROLLOUTS, UPDATES, EPOCHS = 3, 2, 3
 STEPS = ROLLOUTS * UPDATES * EPOCHS
 
 
-class Recorder(LightningModule):
-    """Trains one number and writes down what it is given."""
-
-    def __init__(self, updates_per_rollout=UPDATES):
-        super().__init__()
-        self.updates_per_rollout = updates_per_rollout
-        self.tokenizer = MostFrequentDigit().tokenizer()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
-        self.validated = []
-
-    def training_step(self, batch, batch_idx):
-        prompts = [prompt.prompt for prompt in batch.prompts]
-        self.seen.append((batch.rollout_number, batch.update_index, batch.num_updates, prompts))
-        return self.weight * 1.0
-
-    def validation_step(self, batch, batch_idx):
-        self.validated.append([prompt.prompt for prompt in batch.prompts])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class SaveEverywhere(Callback):
-    """Saves after every step, and where Lightning's own checkpoints at the end of an epoch are saved."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
-
-    def on_train_epoch_end(self, trainer, module):
-        trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
-
-
 def make_data(**options):
     options = {"batch_size": 2, "val_batch_size": 2} | options
     train = [{"prompt": f"{number}5", "answer": "five"} for number in range(7)]
     return PromptDataModule(train=train, val=train[:3], **options)
 
 
-def fit(data, *, checkpoint=None, callbacks=(), updates=UPDATES, **options):
+def fit(data, *, updates=UPDATES, **options):
     module = Recorder(updates)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(**{**quiet, "enable_model_summary": False, "callbacks": list(callbacks), **options})
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    return trainer, module
+    return fit_module(module, data, **options), module
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +53,15 @@ def test_the_order_is_that_of_the_loader_alone(whole_run):
     assert alone == [entry[3] for entry in whole_run[1][::2]]
 
 
-@pytest.mark.parametrize("limit", [{"max_epochs": EPOCHS}, {"max_steps": STEPS}], ids=["max_epochs", "max_steps"])
-@pytest.mark.parametrize("name", [f"step{step}" for step in range(1, STEPS)] + ["epoch0", "epoch1"])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        *((f"step{step}", {"max_epochs": EPOCHS}) for step in range(1, STEPS)),
+        *((name, {"max_steps": STEPS}) for name in ("step1", "step5", "step6", "step12", "epoch0")),
+        *((f"epoch{epoch}", {"max_epochs": EPOCHS}) for epoch in (0, 1)),
+    ],
+    ids=str,
+)
 def test_resume_continues_exactly(whole_run, name, limit):
     folder, seen = whole_run
     done = int(name[4:]) if name.startswith("step") else (int(name[5:]) + 1) * ROLLOUTS * UPDATES
@@ -155,7 +121,7 @@ def test_overfit_batches_repeats_the_same_prompts():
 
 def test_validation_sees_every_prompt_once():
     module = Recorder()
-    trainer = Trainer(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+    trainer = Trainer(**QUIET)
     trainer.validate(module, datamodule=make_data(), verbose=False)
     assert module.validated == [["05", "15"], ["25"]]
 

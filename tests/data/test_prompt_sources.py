@@ -26,19 +26,11 @@ def test_json_lines(tmp_path):
     assert [row.where for row in rows] == [f"{tmp_path / 'x.jsonl'}, line {line}" for line in (1, 2)]
 
 
-def test_json_array_and_json_file_of_lines(tmp_path):
+def test_json_array_json_file_of_lines_and_parquet(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(ROWS, indent=1))
     assert values(read_source(str(tmp_path / "x.json"), "train")) == ROWS
     assert values(read_source(write_lines(tmp_path / "y.json", ROWS), "train")) == ROWS
-
-
-def test_parquet_with_nested_columns(tmp_path):
-    row = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "1+1?"}],
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"split": "train", "index": 0},
-    }
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
     parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
     (read,) = read_source(tmp_path / "x.parquet", "train")
     assert read == (f"{tmp_path / 'x.parquet'}, row 0", row)
@@ -70,34 +62,18 @@ def test_rows_in_memory_and_source_objects():
     assert values(read_source(Source(), "test")) == [{"prompt": "test"}]
 
 
-def test_malformed_line_is_named(tmp_path):
-    file = tmp_path / "x.jsonl"
-    file.write_text('{"prompt": "a"}\n\n{"prompt": \n')
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 3: not usable JSON"):
-        read_source(str(file), "train")
-
-
-def test_row_that_is_no_object_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: a row is an object"):
-        read_source(write_lines(tmp_path / "x.jsonl", [{"prompt": "a"}, ["b"]]), "train")
-
-
-@pytest.mark.parametrize("source", [[], "empty.jsonl"])
-def test_no_rows(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"PromptDataModule\(`train`\): .* has no rows"):
-        read_source(source, "train")
-
-
-def test_missing_and_unknown_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no file matches"):
-        read_source(str(tmp_path), "val")
-    with pytest.raises(FileNotFoundError, match=r"`val`\): no file matches '.*nothing\.jsonl'"):
-        read_source(str(tmp_path / "nothing.jsonl"), "val")
-    (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(ValueError, match=r"unknown file type '\.csv'"):
-        read_source(str(tmp_path / "x.csv"), "train")
-    (tmp_path / "x.parquet").write_text("not parquet")
-    with pytest.raises(ValueError, match=r"x\.parquet: damaged"):
-        read_source(str(tmp_path / "x.parquet"), "train")
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("empty.jsonl", "\n", ValueError, r"PromptDataModule\(`val`\): .* has no rows"),
+        (".", None, FileNotFoundError, "no file matches"),
+        ("nothing.jsonl", None, FileNotFoundError, r"`val`\): no file matches '.*nothing\.jsonl'"),
+        ("x.csv", "a", ValueError, r"unknown file type '\.csv'"),
+        ("x.parquet", "not parquet", ValueError, r"x\.parquet: damaged"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path, name, content, error, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(error, match=message):
+        read_source(str(tmp_path / name), "val")

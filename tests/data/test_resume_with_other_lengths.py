@@ -1,14 +1,10 @@
 """A length limit that changes within a run: no prompt twice in an epoch, batches as large as before."""
 
-import warnings
-
 import pytest
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from helpers.recorder import Recorder, SaveEverywhere
+from helpers.recorder import fit as fit_module
 
 from pl_grouprl.data import PromptDataModule, TrainPromptLoader
-from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.training.checkpoint import fix_loop_counters, restore_loaders
 from pl_grouprl.types import Prompt
 
@@ -111,14 +107,8 @@ def test_extra_prompts_are_of_those_that_are_used():
     assert not first & regular  # the others come first
 
 
-class Recorder(LightningModule):
-    def __init__(self, updates):
-        super().__init__()
-        self.begins_epoch = False
-        self.updates_per_rollout = updates
-        self.tokenizer = MostFrequentDigit().tokenizer()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
+class Restoring(Recorder):
+    begins_epoch = False
 
     def on_load_checkpoint(self, checkpoint):
         self.begins_epoch = fix_loop_counters(checkpoint, self.trainer.datamodule.num_train_batches)
@@ -126,32 +116,13 @@ class Recorder(LightningModule):
     def on_train_start(self):
         restore_loaders(self.trainer, begins_epoch=self.begins_epoch)
 
-    def training_step(self, batch, batch_idx):
-        self.seen.append((batch.rollout_number, [prompt.prompt for prompt in batch.prompts]))
-        return self.weight * 1.0
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Save(Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-
-
-def fit(limit, checkpoint=None, callbacks=(), updates=1, **options):
+def fit(limit, **options):
+    """Numbers of the rollouts, and their prompts."""
     rows = [{"prompt": "5" * (1 + number % 5) + f"{number}"} for number in range(10, 30)]  # 3 to 7 tokens
-    data = PromptDataModule(rows, batch_size=2, max_prompt_length=limit)
-    module = Recorder(updates)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(**quiet, enable_model_summary=False, callbacks=list(callbacks), **options)
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    return trainer, module.seen
+    module = Restoring()
+    fit_module(module, PromptDataModule(rows, batch_size=2, max_prompt_length=limit), **options)
+    return [(number, prompts) for number, _, _, prompts in module.seen]
 
 
 @pytest.mark.parametrize(
@@ -159,8 +130,8 @@ def fit(limit, checkpoint=None, callbacks=(), updates=1, **options):
 )
 def test_a_run_goes_on_with_a_limit_that_is_added(tmp_path, step, limit, left):
     """20 rows of which 16 (or 4) are left: 8 batches of an epoch (or 2) in place of 10."""
-    _, before = fit(None, callbacks=[Save(tmp_path)], max_epochs=1)
-    _, after = fit(limit, tmp_path / f"{step}.ckpt", max_epochs=2)
+    before = fit(None, callbacks=[SaveEverywhere(tmp_path)], max_epochs=1)
+    after = fit(limit, checkpoint=tmp_path / f"step{step}.ckpt", max_epochs=2)
     assert all(len(prompt) <= limit for _, prompts in after for prompt in prompts)
     of_epoch = [prompt for _, prompts in before[:step] + after[:left] for prompt in prompts]
     assert len(set(of_epoch)) == len(of_epoch) == 2 * (step + left)

@@ -11,6 +11,8 @@ from pl_grouprl.demo import Directory, TwoStepLookup, WarmStartedPolicy, look_up
 from pl_grouprl.demo.tasks import END_TOKEN, PEOPLE, entries
 
 LOOK_UP = get_json_schema(Directory().look_up)
+TOKENIZER = TwoStepLookup().tokenizer()
+CHAT = ChatFormat(TOKENIZER)
 
 
 def opened(row):
@@ -21,8 +23,6 @@ def opened(row):
 
 def replay(demonstration):
     """Number of the calls that a demonstration makes, and its answer, as the run's format parses them."""
-    tokenizer = TwoStepLookup().tokenizer()
-    chat = ChatFormat(tokenizer)
     prompt_ids, completion_ids, loss_mask = demonstration
     turns, context = [[]], []
     for token, imitated in zip(completion_ids, loss_mask, strict=True):
@@ -33,8 +33,8 @@ def replay(demonstration):
             context.append(token)
             if len(context) == 1:
                 turns.append([])
-    messages = [chat.parse(turn, prompt_ids, [LOOK_UP]) for turn in turns]
-    assert all(turn[-1] == tokenizer.eos_token_id for turn in turns)
+    messages = [CHAT.parse(turn, prompt_ids, [LOOK_UP]) for turn in turns]
+    assert all(turn[-1] == TOKENIZER.eos_token_id for turn in turns)
     assert all(message["tool_calls"][0]["function"]["arguments"].keys() == {"key"} for message in messages[:-1])
     assert "tool_calls" not in messages[-1]
     return [call["tool_calls"][0]["function"]["arguments"]["key"] for call in messages[:-1]], messages[-1]["content"]
@@ -103,25 +103,25 @@ def test_demonstrations_are_wrong_as_often_as_asked_and_of_each_kind():
     # Answers with the room after one call or two of the name; a room cut short, and no call, end in `unknown`.
     assert set(kinds) == {(1, 1, 3), (2, 1, 3), (2, 2, 7), (0, 0, 7)}
     assert all(abs(count - 100) < 44 for count in kinds.values())  # five standard deviations
-    mixed = [replay(demonstration)[1] for demonstration in TwoStepLookup(mistake_share=0.7).demonstrations(1000)]
-    assert sum(len(answer) == 4 for answer in mixed) / 1000 == pytest.approx(0.3, abs=0.075)
+    mixed = [replay(demonstration)[1] for demonstration in TwoStepLookup(mistake_share=0.7).demonstrations(500)]
+    assert sum(len(answer) == 4 for answer in mixed) / 500 == pytest.approx(0.3, abs=0.1)
     assert TwoStepLookup().demonstrations(0) == []
+    with pytest.raises(ValueError, match=r"mistake_share is 1\.5"):
+        TwoStepLookup(mistake_share=1.5)
 
 
 def test_demonstrations_are_what_an_episode_reads():
     task = TwoStepLookup(mistake_share=0.0)
-    tokenizer = task.tokenizer()
-    chat = ChatFormat(tokenizer)
-    chat.check_tools()
+    CHAT.check_tools()
     for demonstration in task.demonstrations(5):
         prompt_ids, completion_ids, loss_mask = demonstration
         (name, room), answer = replay(demonstration)
         prompt = [{"role": "user", "content": f"telephone of {name}"}]
-        assert prompt_ids == chat.encode_prompt(prompt, [LOOK_UP])
+        assert prompt_ids == CHAT.encode_prompt(prompt, [LOOK_UP])
         results = [
             {"role": "tool", "name": "look_up", "content": text} for text in (f"room {room}", f"telephone {answer}")
         ]
-        read = [token for result in results for token in chat.encode_results([result])]
+        read = [token for result in results for token in CHAT.encode_results([result])]
         assert read == [token for token, imitated in zip(completion_ids, loss_mask, strict=True) if not imitated]
 
 
@@ -136,8 +136,3 @@ def test_the_tokenizer_survives_saving_and_spells_anything(tmp_path):
     assert loaded.decode(ids) == text
     assert (loaded.eos_token, loaded.chat_template) == (END_TOKEN, tokenizer.chat_template)
     assert loaded.convert_ids_to_tokens(loaded("telephone of bak")["input_ids"]) == ["telephone ", "of ", *"bak"]
-
-
-def test_bad_options():
-    with pytest.raises(ValueError, match=r"mistake_share is 1.5"):
-        TwoStepLookup(mistake_share=1.5)

@@ -85,7 +85,7 @@ def test_tokens_outside_the_loss_mask_are_read_and_not_imitated():
 
 
 def test_the_policy_learns_the_task(tmp_path):
-    policy = make_policy(tmp_path, steps=150, batch_size=16, learning_rate=1e-2).load()
+    policy = make_policy(tmp_path, steps=120, batch_size=16, learning_rate=1e-2).load()
     pairs = LastDigit().demonstrations(50, seed=10**9)
     with torch.no_grad():  # guessing the digit gives ln(10) / 2 = 1.15
         assert float(supervised_loss(policy, pairs)) < 0.5
@@ -121,16 +121,11 @@ def test_the_second_load_takes_the_finished_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"steps": 4},
-        {"seed": 1},
-        {"batch_size": 5},
-        {"learning_rate": 1e-3},
-        {"max_grad_norm": 2.0},
-        {"task": LastDigit(digits=5)},
-        {"architecture": {**ARCHITECTURE, "hidden_size": 32}},
+        {"steps": 4}, {"seed": 1}, {"batch_size": 5}, {"learning_rate": 1e-3}, {"max_grad_norm": 2.0},
+        {"task": LastDigit(digits=5)}, {"architecture": {**ARCHITECTURE, "hidden_size": 32}},
     ],
     ids=lambda change: next(iter(change)),
-)
+)  # fmt: skip
 def test_every_option_that_matters_is_part_of_the_key(tmp_path, change):
     assert make_policy(tmp_path, **change).folder != make_policy(tmp_path).folder
 
@@ -156,11 +151,8 @@ def test_options_of_the_task_that_the_first_demonstrations_do_not_show_are_part_
     tasks = [LastDigit(), PlainTask(0.6), PlainTask(0.605), OtherPlainTask(0.6), PlainTask(0.6, PlainTask(1))]
     folders = [make_policy(tmp_path, task=task).folder for task in tasks]
     assert len(set(folders)) == len(tasks)
-    assert make_policy(tmp_path, task=PlainTask(0.6, PlainTask(1))).folder == folders[-1]
-
-
-def test_where_the_cache_lies_is_not_part_of_the_key(tmp_path):
     assert make_policy(tmp_path / "a").folder.name == make_policy(tmp_path / "b", progress_bar=True).folder.name
+    assert make_policy(tmp_path, task=PlainTask(0.6, PlainTask(1))).folder == folders[-1]
 
 
 def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -184,13 +176,10 @@ def test_what_stands_in_the_way_is_untouched_and_an_error_before_training(tmp_pa
     assert source.folder.read_text() == "mine"
 
 
-def test_architecture_without_model_type_is_refused():
+def test_options_of_the_architecture_are_checked():
     with pytest.raises(ValueError, match="model_type"):
         WarmStartedPolicy(LastDigit(), {"hidden_size": 8})
-
-
-def test_unknown_option_of_the_architecture_is_refused():
-    with pytest.raises(ValueError, match=r"\['hiden_size'\].*'qwen3' does not have"):
+    with pytest.raises(ValueError, match="hiden_size"):
         build_model({**ARCHITECTURE, "hiden_size": 8}, LastDigit().tokenizer())
 
 

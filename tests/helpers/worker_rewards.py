@@ -120,10 +120,6 @@ def cannot_work(completions):
     raise RewardConfigurationError("cannot work without a key")
 
 
-def too_patient(completions):
-    time.sleep(1000)
-
-
 async def never(completions):
     await asyncio.sleep(1000)
 

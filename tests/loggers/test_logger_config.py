@@ -10,9 +10,6 @@ def test_wandb_is_added_to_the_loggers_of_a_configuration(capsys):
     output = capsys.readouterr()
     assert ended.value.code in (0, None), output.err
     loggers = yaml.safe_load(output.out)["trainer"]["logger"]
-    assert [logger["class_path"].rpartition(".")[2] for logger in loggers] == [
-        "CSVLogger",
-        "TensorBoardLogger",
-        "WandbLogger",
-    ]
+    names = [logger["class_path"].rpartition(".")[2] for logger in loggers]
+    assert names == ["CSVLogger", "TensorBoardLogger", "WandbLogger"]
     assert loggers[-1]["init_args"]["offline"] is True

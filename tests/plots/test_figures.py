@@ -59,9 +59,8 @@ def test_a_bar_for_each_token_colored_by_its_sign():
     heights, colors = zip(*bars(figure), strict=True)
     assert heights == pytest.approx(ADVANTAGES)
     expected = [LIKELIER, LESS_LIKELY, LIKELIER, LESS_LIKELY, LESS_LIKELY, LIKELIER]
-    assert [color for color, height in zip(colors, heights, strict=True) if height] == [
-        color for color, height in zip(expected, heights, strict=True) if height
-    ]
+    pairs = zip(colors, expected, heights, strict=True)
+    assert all(color == wanted for color, wanted, height in pairs if height)
     assert texts(figure) == ["It", " is", " four", ".↵", "1", "#", " 4", "5"]  # a line, and where it begins
     assert [text.get_text() for text in figure.texts] == ["One response", "advantage"]
     assert legend(figure) == ["more likely", "less likely"]

@@ -61,11 +61,8 @@ def test_options_that_differ_are_found_in_mappings_and_lists(make_run):
     assert read_run(make_run("c", config="a: []\nb: null\n")).options == {"a": [], "b": None}
     assert read_run(make_run("d", config="")).options == {}
     assert runs[0].options == {"model.beta": 0.1, "model.list.0.a": 1, "model.list.1.b": 2, "same": {}}
-    assert different_options(runs) == {
-        "model.beta": [0.1, 0.2],
-        "model.list.1.b": [2, None],
-        "model.list.1.c": [None, 2],
-    }
+    differ = {"model.beta": [0.1, 0.2], "model.list.1.b": [2, None], "model.list.1.c": [None, 2]}
+    assert different_options(runs) == differ
 
 
 def test_a_folder_above_is_refused_with_the_runs_below(make_run, tmp_path):
@@ -111,18 +108,12 @@ def test_a_line_that_is_being_written_is_left_out(make_run):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("metrics.csv", b"step,reward\n0,\xff\n"),
-        ("metrics.csv", b"step,reward\n0," + b"1" * 200_000 + b"\n"),
-        ("config.yaml", b"a: [b\n"),
-        ("config.yaml", b"a: !!python/object:x.Y {}\n"),
-        ("completions.jsonl", b'{"step": 1\n'),
-        ("completions.jsonl", b'{"step": 1}\n'),
-        ("completions.jsonl", b"[1]\n"),
-        ("summary.json", b"{"),
-        ("summary.json", b"{}"),
-        ("summary.json", b"[]"),
+        ("metrics.csv", b"step,reward\n0,\xff\n"), ("metrics.csv", b"step,reward\n0," + b"1" * 200_000 + b"\n"),
+        ("config.yaml", b"a: [b\n"), ("config.yaml", b"a: !!python/object:x.Y {}\n"),
+        ("completions.jsonl", b'{"step": 1\n'), ("completions.jsonl", b'{"step": 1}\n'),
+        ("completions.jsonl", b"[1]\n"), ("summary.json", b"{"), ("summary.json", b"{}"), ("summary.json", b"[]"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_file_is_named(name, content, make_run):
     folder = make_run("version_0")
     (folder / name).write_bytes(content)

@@ -5,15 +5,9 @@ import time
 
 import pytest
 from helpers import worker_rewards as functions
+from helpers.rewards import rewards_of
 
-from pl_grouprl.rewards import (
-    CosineLengthReward,
-    FunctionFromFile,
-    RewardWorkers,
-    Weighted,
-    apply_rewards,
-    prepare_rewards,
-)
+from pl_grouprl.rewards import CosineLengthReward, FunctionFromFile, Weighted, apply_rewards
 from pl_grouprl.types import Rollout, RolloutGroup
 
 ROW = {
@@ -22,20 +16,14 @@ ROW = {
     "extra_info": {"levels": [1, 2], "nested": {"deep": [3]}},
     "reward_model": {"ground_truth": ["x", "y"]},
 }
+VANDALS = [functions.vandal_trl, functions.vandal_verl, functions.vandal_groups, functions.vandal_async]
 
 
 def make_groups(number=2):
-    return [
-        RolloutGroup(
-            [1, 2],
-            [Rollout([7, 8], logprobs=[-1.0, -2.0], loss_mask=[1, 1], text="right"), Rollout([9], text="wrong")],
-            index,
-            copy.deepcopy(ROW),
-            [{"role": "user", "content": "hi"}],
-            "source",
-        )
-        for index in range(number)
-    ]
+    right, wrong = ([7, 8], [-1.0, -2.0], "right"), ([9], None, "wrong")
+    rollouts = [Rollout(ids, logprobs=logprobs, text=text) for ids, logprobs, text in (right, wrong)]
+    prompt = [{"role": "user", "content": "hi"}]
+    return copy.deepcopy([RolloutGroup([1, 2], rollouts, i, ROW, prompt, "source") for i in range(number)])
 
 
 def trained(groups):
@@ -46,43 +34,19 @@ def trained(groups):
     return kept
 
 
-@pytest.fixture(params=["in_process", "workers"])
-def run(request):
-    """Applies rewards, here or in workers."""
-    made = []
-
-    def apply(groups, rewards, **options):
-        workers = None
-        if request.param == "workers":
-            workers = RewardWorkers(prepare_rewards(rewards), 1)
-            made.append(workers)
-        return apply_rewards(groups, rewards, workers=workers, **options)
-
-    yield apply
-    for workers in made:
-        workers.close()
+@pytest.mark.parametrize("in_workers", [False, True])
+def test_training_sees_the_originals(make_workers, in_workers):
+    functions_here = VANDALS[:3] if in_workers else VANDALS
+    workers = make_workers(functions_here) if in_workers else None
+    for function in functions_here:
+        groups = make_groups()
+        before = copy.deepcopy(groups)
+        apply_rewards(groups, function, workers=workers)
+        assert trained(groups) == before, function
+        assert rewards_of(*groups) == [1.0] * 4
 
 
-VANDALS = [functions.vandal_trl, functions.vandal_verl, functions.vandal_groups]
-
-
-@pytest.mark.parametrize("function", VANDALS, ids=lambda function: function.__name__)
-def test_training_sees_the_originals(run, function):
-    groups = make_groups()
-    before = copy.deepcopy(groups)
-    run(groups, function)
-    assert trained(groups) == before
-    assert all(rollout.reward == 1.0 for group in groups for rollout in group.rollouts)
-
-
-def test_async_functions_get_copies_too():
-    groups = make_groups()
-    before = copy.deepcopy(groups)
-    apply_rewards(groups, functions.vandal_async)
-    assert trained(groups) == before
-
-
-@pytest.mark.parametrize("first", [*VANDALS, functions.vandal_async], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("first", VANDALS, ids=lambda function: function.__name__)
 def test_another_function_and_another_call_see_the_originals(first):
     groups = make_groups()
     seen = []
@@ -95,48 +59,37 @@ def test_another_function_and_another_call_see_the_originals(first):
         seen.append(copy.deepcopy((ground_truth, extra_info)))
         return 1.0
 
-    rewards = [first, sees, sees_each]
-    apply_rewards(groups, rewards)
-    apply_rewards(groups, rewards)
+    for _ in range(2):
+        apply_rewards(groups, [first, sees, sees_each])
     columns = {name: [value] * 4 for name, value in ROW.items()}
     whole = ([[{"role": "user", "content": "hi"}]] * 4, [[7, 8], [9]] * 2, columns)
     each = (["x", "y"], ROW["extra_info"])
     assert seen == [whole, *[each] * 4] * 2
 
 
-def test_rollouts_of_one_group_share_no_row():
+def test_rollouts_of_one_group_share_no_row_and_a_repeated_call_gets_the_originals():
     """As in TRL, each completion has a row of its own: emptying one leaves the next one whole."""
+    calls = []
 
-    def empties(completions, extra_info):
-        return [float(len(row.pop("levels"))) for row in extra_info]
+    def empties(completions, completion_ids, extra_info):
+        calls.append(copy.deepcopy(completion_ids))
+        completion_ids.clear()
+        rewards = [float(len(row.pop("levels"))) for row in extra_info]
+        if len(calls) == 1:
+            raise OSError("first time")
+        return rewards
 
     groups = make_groups(1)
     apply_rewards(groups, empties)
-    assert [rollout.reward for rollout in groups[0].rollouts] == [2.0, 2.0]
-
-
-def test_a_repeated_call_gets_the_originals():
-    calls = []
-
-    def fails_once(completion_ids, completions):
-        calls.append(copy.deepcopy(completion_ids))
-        completion_ids.clear()
-        if len(calls) == 1:
-            raise OSError("first time")
-        return [1.0 for _ in completions]
-
-    apply_rewards(make_groups(1), fails_once)
+    assert rewards_of(*groups) == [2.0, 2.0]
     assert calls == [[[7, 8], [9]]] * 2
 
 
 def test_a_function_inside_another_gets_copies():
     groups = make_groups(1)
     before = copy.deepcopy(groups)
-    rewards = [
-        CosineLengthReward(functions.vandal_verl, max_len=4),
-        Weighted(FunctionFromFile(functions.__file__, "vandal_trl"), 0.0),
-    ]
-    apply_rewards(groups, rewards)
+    from_file = Weighted(FunctionFromFile(functions.__file__, "vandal_trl"), 0.0)
+    apply_rewards(groups, [CosineLengthReward(functions.vandal_verl, max_len=4), from_file])
     assert trained(groups) == before
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from helpers import worker_rewards
 from helpers.episodes import CALL, QUESTION, make_episode, make_group, turns_of
+from helpers.rewards import returning
+from helpers.rewards import rewards_of as rewards_in
 
 from pl_grouprl.rewards import (
     CodeTests,
@@ -18,10 +20,8 @@ from pl_grouprl.rewards import (
     NumericAnswer,
     OverlongPenalty,
     RepetitionPenalty,
-    RewardWorkers,
     apply_rewards,
     check_columns,
-    prepare_rewards,
 )
 from pl_grouprl.rewards.base import completion_text, written_text
 from pl_grouprl.training.rewarder import Rewarder
@@ -44,7 +44,7 @@ def has_environment(groups):
 def rewards_of(function, *rollouts, **fields):
     group = make_group(*rollouts, **fields)
     apply_rewards([group], function)
-    return [rollout.reward for rollout in group.rollouts]
+    return rewards_in(group)
 
 
 def test_functions_of_trl_see_the_conversation():
@@ -100,37 +100,24 @@ def test_environments_are_passed_themselves():
     assert rewards_of(worker_rewards.knows_environments, make_episode()) == [0.0]
 
 
-def test_environments_cannot_be_had_where_there_are_none():
-    with pytest.raises(ValueError, match=r"requires \['environments'\]"):
-        rewards_of(worker_rewards.score_of_environment, make_episode())
-
-
-def test_environments_in_reward_workers():
-    episode, functions = make_episode(environment=Room(1.0)), prepare_rewards(worker_rewards.score_of_environment)
-    workers = RewardWorkers(prepare_rewards(worker_rewards.knows_environments), 1)
-    try:
-        group = make_group(episode)
-        apply_rewards([group], worker_rewards.knows_environments, workers=workers)
-        assert episode.reward == 0.0
-        assert episode.environment.value == Room(1.0)  # stays here
-        with pytest.raises(ValueError, match=r"'score_of_environment' requires \['environments'\]"):
-            apply_rewards([group], functions[0].function, workers=workers)
-    finally:
-        workers.close()
-
-
-def test_columns_are_checked_before_there_are_environments():
-    prompts, function = [Prompt([1], QUESTION)], worker_rewards.score_of_environment
-    check_columns(prompts, function, "train", environments=True)
-    with pytest.raises(ValueError, match=r"requires \['environments'\]"):
-        check_columns(prompts, function, "train")
-
-
-def test_functions_of_verl_see_the_whole_text():
-    def compute_score(solution_str, ground_truth):
-        return float(solution_str == "call 41 #### 42")
-
-    assert rewards_of(compute_score, make_episode()) == [1.0]
+def test_environments_are_refused_where_there_are_none(make_workers):
+    score, knows = worker_rewards.score_of_environment, worker_rewards.knows_environments
+    episode, workers = make_episode(environment=Room(1.0)), make_workers(knows)
+    apply_rewards([make_group(episode)], knows, workers=workers)
+    assert episode.reward == 0.0
+    assert episode.environment.value == Room(1.0)  # stays here
+    prompts = [Prompt([1], QUESTION)]
+    check_columns(prompts, score, "train", environments=True)
+    for refused in (
+        lambda: rewards_of(score, make_episode()),
+        lambda: apply_rewards([make_group(episode)], score, workers=workers),
+        lambda: check_columns(prompts, score, "train"),
+    ):
+        with pytest.raises(ValueError, match=r"requires \['environments'\]"):
+            refused()
+    with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`"):
+        Rewarder(score, run=None, workers=1, environments=True)
+    Rewarder(knows, run=None, workers=1, environments=True)
 
 
 class Decoder:
@@ -138,9 +125,13 @@ class Decoder:
         return "".join(map(str, token_ids))
 
 
-def test_an_observation_is_not_part_of_the_text():
+def test_functions_of_verl_see_the_whole_text_without_the_observation():
+    def compute_score(solution_str, ground_truth):
+        return float(solution_str == "call 41 #### 42")
+
+    assert rewards_of(compute_score, make_episode()) == [1.0]
     episode = make_episode(observation=2, text=None)
-    apply_rewards([make_group(episode)], [lambda completions, **columns: [1.0]], tokenizer=Decoder())
+    apply_rewards([make_group(episode)], returning(1.0), tokenizer=Decoder())
     assert episode.text == "123456"
 
 
@@ -223,7 +214,7 @@ def test_rewards_of_tokens_begin_after_the_observation():
     assert episodes[2].token_rewards == [None] * 7 + [5.0]
 
     with pytest.raises(ValueError, match="8 rewards for a completion of 6 tokens"):
-        rewards_of(lambda completions, **columns: [[0.0] * 8], make_episode(observation=2))
+        rewards_of(returning([0.0] * 8), make_episode(observation=2))
 
 
 def test_the_reward_of_an_environment():
@@ -239,13 +230,6 @@ def test_the_reward_of_an_environment():
     assert (metrics["rewards/Room/mean"], metrics["rewards/Cave/mean"]) == (0.5, 0.7)
     assert (metrics["rewards/Room/invalid"], metrics["rewards/Room/none"]) == (1, 2)
     assert (metrics["rewards/Room/score_"], metrics["rewards/Room/moves"]) == (3.0, 2.0)
-
-
-def test_functions_that_take_environments_are_refused_in_workers_at_construction():
-    options = {"workers": 1, "environments": True}
-    with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`"):
-        Rewarder(worker_rewards.score_of_environment, run=None, **options)
-    Rewarder(worker_rewards.knows_environments, run=None, **options)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -1,40 +1,46 @@
-"""Reward models: the scores that transformers gives to each sequence alone; the convention of whole groups."""
+"""Reward models: the scores that transformers gives to each sequence alone, of completions and of their steps."""
 
-import contextlib
 import copy
-import math
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
+import transformers
+from helpers import qwen_tokenizer as steps_of_qwen
 from helpers.chat_tokenizers import add_to_texts, llama_tokenizer, qwen_tokenizer
 from helpers.episodes import QUESTION, make_episode, make_group, turns_of
+from helpers.rewards import rewards_of
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
 from pl_grouprl.chat.format import read_template
 from pl_grouprl.rewards import (
     ModelReward,
     NumericAnswer,
+    ProcessRewardModel,
     RewardConfigurationError,
     Weighted,
     apply_rewards,
     check_columns,
-    prepare_rewards,
 )
-from pl_grouprl.rewards.models import _encode_group
+from pl_grouprl.rewards.models import step_ends
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
+REPEATED = {"sharing": "repeated"}
 SHAPES = [(20, [7, 0, 12, 3]), (5, [9]), (8, []), (1, [3, 8])]
 
 
-def classifier(family="qwen2", labels=1, seed=7, **overrides):
-    from transformers import AutoModelForSequenceClassification
-
+def classifier(family="qwen2", labels=1, kind="SequenceClassification", **overrides):
     config = tiny_model(family, **overrides).config
     config.num_labels = labels
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+        torch.manual_seed(7)
+        return getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=torch.float32).eval()
+
+
+def alone(*sequences):
+    """Groups of one rollout each."""
+    return [RolloutGroup(list(sequence), [Rollout([])]) for sequence in sequences]
 
 
 @torch.no_grad()
@@ -56,21 +62,23 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("budget", [1, 40, 16384])
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_scores_are_those_of_transformers(family, sharing, budget):
-    model, groups = classifier(family), random_groups(0, SHAPES)
+    model, groups = classifier(family).train(), random_groups(0, SHAPES)
     before = copy.deepcopy(groups)
     actual = ModelReward(model, sharing=sharing, max_tokens_per_pass=budget).score_groups(groups)
     assert_same(actual, score_one_by_one(model, groups))
     assert groups == before
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert ModelReward(model).score_groups([]) == []
 
 
 @pytest.mark.parametrize("backend", ["auto", "prefix_grouper"])
 def test_rollouts_that_begin_alike(backend):
     model, beginning = classifier(), list(range(2, 40))
     groups = [RolloutGroup([1, 2], [Rollout([*beginning, *end]) for end in ([5], [5], [6, 7], [])])]
-    actual = ModelReward(model, attention_backend=backend).score_groups(groups)
-    assert_same(actual, score_one_by_one(model, groups))
+    assert_same(ModelReward(model, attention_backend=backend).score_groups(groups), score_one_by_one(model, groups))
 
 
 def test_padding_tokens_at_the_end_are_read_over_as_in_transformers():
@@ -84,229 +92,93 @@ def test_padding_tokens_at_the_end_are_read_over_as_in_transformers():
     assert_same(actual, score_one_by_one(model, groups))
     assert actual[0][1] == pytest.approx(actual[0][2], abs=1e-6)
     assert_same(ModelReward(model, sharing="repeated").score_groups(groups), actual)
-
-
-def test_without_a_padding_token_the_last_token_counts():
-    model = classifier(pad_token_id=None)
-    groups = [RolloutGroup([5, 6], [Rollout([7, 0]), Rollout([7])])]
-    assert_same(ModelReward(model).score_groups(groups), score_one_by_one(model, groups))
+    model = classifier(pad_token_id=None)  # then the last token counts
+    assert_same(ModelReward(model).score_groups(groups[:1]), score_one_by_one(model, groups[:1]))
 
 
 def test_shared_prefixes_are_run_once():
     model, runs = classifier(), []
-    shared, small = ModelReward(model), ModelReward(model, max_tokens_per_pass=9)
-    repeated = ModelReward(model, sharing="repeated")
-    for reward in (shared, small, repeated):
+    options = [
+        ({}, [(1, 5 + 1 + 2 + 2)]),
+        ({"max_tokens_per_pass": 9}, [(1, 8), (1, 2)]),
+        ({"sharing": "repeated"}, [(3, 7)]),
+    ]
+    # Of the first group five tokens are common; of the last both are.
+    groups = [RolloutGroup([1, 2, 3], [Rollout([4, 5, 6]), Rollout([4, 5, 7, 8])]), RolloutGroup([9], [Rollout([1])])]
+    rewards = [ModelReward(model, **own) for own, _ in options]
+    for reward in rewards:
         reward.set_up()
     model.model.register_forward_pre_hook(lambda _, args, kwargs: runs.append(kwargs["input_ids"].shape), with_kwargs=1)
-    groups = [RolloutGroup([1, 2, 3], [Rollout([4, 5, 6]), Rollout([4, 5, 7, 8])]), RolloutGroup([9], [Rollout([1])])]
-    shared.score_groups(groups)
-    assert runs == [(1, 5 + 1 + 2 + 2)]  # of the first group five tokens are common; of the last both are
-    runs.clear()
-    small.score_groups(groups)
-    assert runs == [(1, 8), (1, 2)]
-    runs.clear()
-    repeated.score_groups(groups)
-    assert runs == [(3, 7)]
+    for reward, (_, expected) in zip(rewards, options, strict=True):
+        runs.clear()
+        reward.score_groups(groups)
+        assert runs == expected
 
 
 def test_one_label_of_several():
     model, groups = classifier(labels=3), random_groups(1, SHAPES)
     for label in range(3):
         assert_same(ModelReward(model, label=label).score_groups(groups), score_one_by_one(model, groups, label))
-    for wrong in (None, 3):
-        with pytest.raises(
-            RewardConfigurationError, match=rf"label is {wrong}, .* has 3 labels; pass a label from 0 to 2"
-        ):
-            ModelReward(model, label=wrong).score_groups(groups)
 
 
-def test_from_a_folder_lazily_and_pickled(tmp_path):
-    model, groups = classifier(), random_groups(2, SHAPES)
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_from_a_folder_lazily_and_pickled(tmp_path, dtype, monkeypatch):
+    model, groups = classifier().to(torch.bfloat16), random_groups(2, SHAPES)
     model.save_pretrained(tmp_path)
-    reward = ModelReward(str(tmp_path), device="cpu")
+    reward = ModelReward(str(tmp_path), device="cpu", dtype=dtype)
     assert repr(reward) == f"ModelReward({str(tmp_path)!r})"
     assert len(pickle.dumps(reward)) < 1000
-    assert_same(reward.score_groups(groups), score_one_by_one(model, groups))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # does not reach it
+        found = reward.score_groups(groups)
     assert len(pickle.dumps(reward)) < 1000  # the loaded model is not taken along
-    assert_same(pickle.loads(pickle.dumps(reward))(groups), score_one_by_one(model, groups))
-    loaded = reward._loaded
-    reward.score_groups(groups)
-    assert reward._loaded is loaded
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=dtype)
+    expected = ModelReward(loaded).score_groups(groups)
+    assert found == expected == pickle.loads(pickle.dumps(reward))(groups)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", None)  # it is loaded once
+    assert reward.score_groups(groups) == expected
     assert repr(ModelReward(model)) == "ModelReward(Qwen2ForSequenceClassification)"
 
 
-def test_dtype_of_the_weights(tmp_path):
-    classifier().to(torch.bfloat16).save_pretrained(tmp_path)
-    groups = random_groups(2, SHAPES)
-    for dtype, expected in (("auto", torch.bfloat16), ("float32", torch.float32)):
-        reward = ModelReward(str(tmp_path), dtype=dtype)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            reward.score_groups(groups)
-        assert reward._loaded[0].dtype == expected
-        assert not reward._loaded[0].training
-
-
-def test_autocast_does_not_reach_it():
-    model, groups = classifier(), random_groups(2, SHAPES)
-    reward = ModelReward(model)
-    expected = reward.score_groups(groups)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert reward.score_groups(groups) == expected
-        assert ModelReward(model).score_groups(groups) == expected
-
-
 def encoder():
-    from transformers import BertConfig, BertForSequenceClassification
-
+    """Puts a pooler on the first token, so that its head at the last token gives other numbers."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    config = BertConfig(vocab_size=VOCAB, **sizes)
+    config = transformers.BertConfig(vocab_size=VOCAB, **sizes)
     config.num_labels = 1
-    return BertForSequenceClassification(config).eval()
+    return transformers.BertForSequenceClassification(config).eval()
 
 
-@pytest.mark.parametrize("sharing", ["shared", "repeated"])
-def test_encoders_are_refused(sharing):
-    """They put a pooler on the first token, so their head at the last token gives other numbers."""
-    reward = ModelReward(encoder(), sharing=sharing)
-    text = "scores the tokens" if sharing == "repeated" else "cannot share|scores the tokens"
-    with pytest.raises(RewardConfigurationError, match=rf"^ModelReward\(BertForSequenceClassification\).*({text})"):
-        reward.score_groups(random_groups(2, SHAPES))
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (encoder, {}, "cannot share|scores the tokens"),
+        (encoder, REPEATED, r"^ModelReward\(BertForSequenceClassification\).*scores the tokens"),
+        (lambda: classifier("bloom"), {}, r"^ModelReward\(Bloom.*sharing='repeated'"),
+        (lambda: tiny_model("qwen2"), {}, "Qwen2ForCausalLM has no single linear layer"),
+        (lambda: classifier(labels=3), {}, r"label is None, .* has 3 labels"),
+        (lambda: classifier(labels=3), {"label": 3}, "label is 3"),
+        (classifier, {"label": -1}, "label is -1"),
+        (classifier, {"attention_backend": "none"}, "backend is 'none'"),
+        (classifier, {"sharing": "both"}, "sharing"),
+        (classifier, {"max_tokens_per_pass": 0}, r"ModelReward\.max_tokens_per_pass is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelReward(make(), **options).score_groups(random_groups(2, SHAPES))
 
 
-def test_a_model_that_looks_ahead_shares_no_prefix(monkeypatch):
-    from pl_grouprl.rewards import models as frozen_model
-
-    monkeypatch.setattr(frozen_model, "shared_prefix", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(frozen_model, "check_score_head", lambda *_: None)
-    with pytest.raises(RewardConfigurationError, match="BertModel is not causal"):
-        ModelReward(encoder()).set_up()
-
-
-@pytest.mark.parametrize("max_failed_share", [0.5, 1.0])
-def test_a_wrong_configuration_is_no_failed_rollout(max_failed_share):
-    reward, groups = ModelReward(encoder(), sharing="repeated"), with_texts(random_groups(2, SHAPES))
-    loads, load = [], reward._load
-    reward._load = lambda: loads.append(1) or load()
-    with pytest.raises(RewardConfigurationError, match="scores the tokens"):
-        apply_rewards(groups, reward, max_failed_share=max_failed_share, retries=3)
-    assert len(loads) == 1
-    groups[0].rollouts[0].token_ids[:] = [VOCAB]  # one group of four
-    with pytest.raises(RewardConfigurationError, match="its vocabulary is not the policy's"):
-        apply_rewards(groups, ModelReward(classifier()), max_failed_share=max_failed_share)
-
-
-def test_an_async_function_may_end_the_run_too():
-    async def grade(groups):
-        raise RewardConfigurationError("no key for the server")
-
-    with pytest.raises(RewardConfigurationError, match="no key for the server"):
-        apply_rewards(make_groups(), grade, max_failed_share=1.0)
-
-
-def test_found_before_the_run(tmp_path):
-    model = encoder()
-    prompts = [Prompt([1, 2], "ab", {}, "")]
-    with pytest.raises(RewardConfigurationError, match="scores the tokens"):
-        check_columns(prompts, [ModelReward(model, sharing="repeated")], "train")
-    with pytest.raises(RewardConfigurationError, match=str(tmp_path)):
-        check_columns([], Weighted(ModelReward(str(tmp_path)), 0.5), "train")
-    reward = ModelReward(classifier())
-    check_columns(prompts, reward, "train")
-    assert reward._loaded is not None
-
-
-def test_never_trained():
-    model = classifier().train()
-    assert all(isinstance(s, float) for own in ModelReward(model).score_groups(random_groups(3, SHAPES)) for s in own)
-    assert not model.training
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_models_that_cannot_share_are_refused_and_scored_repeated():
+def test_models_that_cannot_share_are_scored_repeated():
     model, groups = classifier("bloom"), random_groups(4, SHAPES)
-    with pytest.raises(RewardConfigurationError, match=r"^ModelReward\(Bloom.*sharing='repeated'"):
-        ModelReward(model).score_groups(groups)
     assert_same(ModelReward(model, sharing="repeated").score_groups(groups), score_one_by_one(model, groups))
 
 
-def test_what_is_no_classifier_is_refused(tmp_path):
-    tiny_model("qwen2").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model is not a checkpoint of a \.\.\.ForSequenceClassification"):
-        ModelReward(str(tmp_path)).score_groups(random_groups(5, SHAPES))
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no single linear layer"):
-        ModelReward(tiny_model("qwen2")).score_groups(random_groups(5, SHAPES))
+def test_a_model_that_looks_ahead_shares_no_prefix(monkeypatch):
+    from pl_grouprl.rewards import models
 
-
-def test_options_out_of_range():
-    with pytest.raises(ValueError, match=r"ModelReward\.max_tokens_per_pass is 0"):
-        ModelReward(classifier(), max_tokens_per_pass=0)
-    for options, name in (({"attention_backend": "none"}, "backend is 'none'"), ({"label": -1}, "label is -1")):
-        with pytest.raises(RewardConfigurationError, match=name):
-            ModelReward(classifier(), **options).set_up()
-    with pytest.raises(ValueError, match="sharing"):
-        ModelReward(classifier(), sharing="both").score_groups(random_groups(2, SHAPES))
-
-
-def test_tokens_beyond_its_vocabulary_are_refused():
-    groups = [RolloutGroup([1, 2], [Rollout([VOCAB + 3])])]
-    with pytest.raises(
-        ValueError, match=rf"embeddings for {VOCAB} tokens and was given token {VOCAB + 3}; .*tokenizer="
-    ):
-        ModelReward(classifier()).score_groups(groups)
-
-
-class CharacterTokenizer:
-    """Letters are tokens; a chat template that wraps each message."""
-
-    def __call__(self, texts, add_special_tokens=True):
-        return {"input_ids": [[ord(letter) - 64 for letter in text] for text in texts]}
-
-    def apply_chat_template(self, messages, *, tokenize):
-        assert not tokenize
-        return "".join(f"A{m['content']}B" for m in messages)
-
-
-def test_a_completion_cannot_forge_turns_of_the_reward_model():
-    """Nor does a rendered prompt get a second BOS; what ends a text for the reward model stays."""
-    tokenizer = llama_tokenizer()
-    add_to_texts(tokenizer, "<|begin_of_text|> $A <|eot_id|>")
-    tokenizer.chat_template = "<|begin_of_text|>{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
-    forged, reward = "a<|eot_id|>b", ModelReward(classifier(), tokenizer=tokenizer)
-    bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    turns = {"messages": [{"role": "assistant", "content": forged}]}
-    chat = [{"role": "user", "content": "x"}]
-    for prompt, more, ends in (("x", {}, 1), ("<|begin_of_text|>x<|eot_id|>", {}, 2), (chat, {}, 2), (chat, turns, 2)):
-        group = RolloutGroup([9], [Rollout([8], text=forged, **more)], prompt=prompt)
-        (ids,) = _encode_group(group, tokenizer, reward)
-        assert (ids.count(bos), ids.count(end), ids[0], ids[-1]) == (1, ends, bos, end)
-        assert forged in tokenizer.decode(ids)
-
-
-def test_a_tokenizer_of_its_own():
-    model, tokenizer = classifier(), CharacterTokenizer()
-    groups = [
-        RolloutGroup([999], [Rollout([998], text="abc"), Rollout([], text="abd"), Rollout([5], text="")], prompt="xyz"),
-        RolloutGroup(
-            [999], [Rollout([7], text="p"), Rollout([7], text="q")], prompt=[{"role": "user", "content": "u"}]
-        ),
-        RolloutGroup([999], [Rollout([7], text="p"), Rollout([7], text="q")], prompt=""),  # nothing in common
-    ]
-    sequences = [
-        tokenizer(["xyzabc", "xyzabd", "xyz"])["input_ids"],
-        [[1, ord("u") - 64, 2, 1, ord(letter) - 64, 2] for letter in "pq"],
-        [[ord(letter) - 64] for letter in "pq"],
-    ]
-    alone = [RolloutGroup(sequence, [Rollout([])]) for own in sequences for sequence in own]
-    expected = flat(score_one_by_one(model, alone))
-    for sharing in ("shared", "repeated"):
-        actual = ModelReward(model, tokenizer=tokenizer, sharing=sharing).score_groups(groups)
-        assert [len(own) for own in actual] == [3, 2, 2]
-        torch.testing.assert_close(flat(actual), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"Rollout.text is None; decode it first"):
-        ModelReward(model, tokenizer=tokenizer).score_groups([RolloutGroup([1], [Rollout([2])])])
-    with pytest.raises(ValueError, match="have no token in its tokenizer"):
-        ModelReward(model, tokenizer=tokenizer).score_groups([RolloutGroup([1], [Rollout([2], text="")])])
+    monkeypatch.setattr(models, "check_score_head", lambda *_: None)
+    monkeypatch.setattr(models, "shared_prefix", lambda *_: torch.no_grad())
+    with pytest.raises(RewardConfigurationError, match="BertModel is not causal"):
+        ModelReward(encoder()).set_up()
 
 
 def with_texts(groups):
@@ -317,138 +189,104 @@ def with_texts(groups):
     return groups
 
 
+def test_a_wrong_configuration_is_no_failed_rollout_and_is_found_before_the_run(tmp_path):
+    groups, prompts = with_texts(random_groups(2, SHAPES)), [Prompt([1, 2], "ab", {}, "")]
+    with pytest.raises(RewardConfigurationError, match="scores the tokens"):
+        apply_rewards(groups, ModelReward(encoder(), **REPEATED), max_failed_share=1.0, retries=3)
+    groups[0].rollouts[0].token_ids[:] = [VOCAB + 3]  # one group of four
+    with pytest.raises(RewardConfigurationError, match=rf"was given token {VOCAB + 3}; .*tokenizer="):
+        apply_rewards(groups, ModelReward(classifier()), max_failed_share=1.0)
+    with pytest.raises(RewardConfigurationError, match="scores the tokens"):
+        check_columns(prompts, [ModelReward(encoder(), **REPEATED)], "train")
+    with pytest.raises(RewardConfigurationError, match=str(tmp_path)):
+        check_columns([], Weighted(ModelReward(str(tmp_path)), 0.5), "train")
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    with pytest.raises(RewardConfigurationError, match=r"is not a checkpoint of a \.\.\.ForSequenceClassification"):
+        check_columns([], ModelReward(str(tmp_path)), "train")
+
+
 def test_beside_a_function_with_weights():
     model, groups = classifier(), with_texts(random_groups(6, SHAPES))
     expected = flat(score_one_by_one(model, groups))
     metrics = apply_rewards(groups, [Weighted(ModelReward(model), 0.5, name="taste"), Weighted(NumericAnswer(), 2.0)])
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     correct = torch.tensor([float(r.text == "#### 42") for r in rollouts])
-    assert [set(r.rewards) for r in rollouts] == [{"taste", "NumericAnswer"}] * 7
     torch.testing.assert_close(torch.tensor([r.rewards["taste"] for r in rollouts]), expected, atol=1e-5, rtol=1e-5)
-    rewards = torch.tensor([r.reward for r in rollouts])
+    rewards = torch.tensor(rewards_of(*groups))
     torch.testing.assert_close(rewards, 0.5 * expected + 2 * correct, atol=1e-5, rtol=1e-5)
     assert metrics["rewards/taste/mean"] == pytest.approx(expected.mean().item(), abs=1e-5)
 
 
-# The convention itself, with functions.
+# A tokenizer of its own.
 
 
-def make_groups():
-    return [
-        RolloutGroup([1, 2], [Rollout([7], text="a"), Rollout([8, 9], text="b")]),
-        RolloutGroup([1], []),
-        RolloutGroup([3], [Rollout([5], text="c")]),
-    ]
+class CharacterTokenizer:
+    """Letters are tokens; renders what a format says of each message."""
 
-
-def rewards_of(groups):
-    return [rollout.reward for group in groups for rollout in group.rollouts]
-
-
-def test_a_function_of_groups_by_hand():
-    def lengths(groups):
-        assert [len(group.rollouts) for group in groups] == [2, 1]  # groups without rollouts are left out
-        return [[float(len(g.prompt_ids) * 10 + len(r.token_ids)) for r in g.rollouts] for g in groups]
-
-    groups = make_groups()
-    assert prepare_rewards(lengths)[0].convention == "groups"
-    apply_rewards(groups, lengths)
-    assert rewards_of(groups) == [21.0, 22.0, 11.0]
-
-
-def test_an_async_function_of_groups_with_tensors_and_none():
-    async def grade(groups):
-        return [torch.tensor([1.0, 2.0]), (None,)]
-
-    groups = make_groups()
-    metrics = apply_rewards(groups, grade)
-    assert rewards_of(groups) == [1.0, 2.0, None]
-    assert metrics["rewards/grade/none"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("result", "text"),
-    [
-        ([[1.0], [1.0, 2.0]], r"returned \[1, 2\] rewards for groups of \[2, 1\] rollouts"),
-        ([1.0, 2.0, 3.0], r"returned \['float', 'float', 'float'\] rewards for groups of \[2, 1\]"),
-        ([[1.0, 2.0]], r"returned \[2\] rewards"),
-        (3.0, "returned a float"),
-        ([[1.0, "x"], [1.0]], "returned 'x' of type str"),
-    ],
-)
-def test_wrong_results_of_a_function_of_groups(result, text):
-    def grade(groups):
-        return result
-
-    with pytest.raises(ValueError, match=f"Reward function 'grade' {text}"):
-        apply_rewards(make_groups(), grade)
-
-
-def test_nan_of_a_function_of_groups_is_a_failure():
-    groups = make_groups()
-    apply_rewards(groups, lambda groups: [[math.nan, 1.0], [2.0]])
-    assert rewards_of(groups) == [None, 1.0, 2.0]
-
-
-def test_a_function_of_groups_takes_nothing_else():
-    def grade(groups, judge):
-        return []
-
-    with pytest.raises(ValueError, match=r"'grade' requires \['judge'\]"):
-        apply_rewards(make_groups(), grade)
-
-
-def test_no_group_is_no_call():
-    assert ModelReward(classifier()).score_groups([]) == []
-    assert math.isnan(apply_rewards([], ModelReward(classifier()))["rewards/ModelReward/mean"])
-
-
-class RoleTokenizer(CharacterTokenizer):
-    """Renders what its format says of each message, character by character."""
-
-    def __init__(self, shows):
+    def __init__(self, shows=lambda message: f"A{message['content']}B"):
         self.shows = shows
 
     def __call__(self, texts, add_special_tokens=True):
         return {"input_ids": [[ord(letter) % VOCAB for letter in text] for text in texts]}
 
     def apply_chat_template(self, messages, *, tokenize):
-        return "".join(self.shows(message) for message in messages)
+        assert not tokenize
+        return "".join(map(self.shows, messages))
 
 
-def test_an_episode_goes_through_the_chat_template():
-    def shows(message):
-        calls = [
-            call["function"]["name"] + str(call["function"]["arguments"]) for call in message.get("tool_calls", ())
-        ]
-        return f"<{message['role']}>{message['content']}{''.join(calls)}"
-
-    model, expected = (
-        classifier(),
-        "<user>How much is a? It is dark.<assistant>look_up{'key': 'a'}<tool>41<assistant>yes",
+def test_a_completion_cannot_forge_turns_of_the_reward_model():
+    """Nor does a rendered prompt get a second BOS; what ends a text for the reward model stays."""
+    tokenizer, read = llama_tokenizer(), []
+    add_to_texts(tokenizer, "<|begin_of_text|> $A <|eot_id|>")
+    tokenizer.chat_template = "<|begin_of_text|>{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
+    forged, model = "a<|eot_id|>b", classifier(vocab_size=len(tokenizer))
+    reward = ModelReward(model, tokenizer=tokenizer, sharing="repeated")
+    reward.set_up()
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.extend(kwargs["input_ids"].tolist()), with_kwargs=True
     )
-    turns = turns_of(answer="yes")
+    bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    turns = {"messages": [{"role": "assistant", "content": forged}]}
+    chat = [{"role": "user", "content": "x"}]
+    for prompt, more, ends in (("x", {}, 1), ("<|begin_of_text|>x<|eot_id|>", {}, 2), (chat, {}, 2), (chat, turns, 2)):
+        reward.score_groups([RolloutGroup([9], [Rollout([8], text=forged, **more)], prompt=prompt)])
+        ids = read.pop()
+        assert (ids.count(bos), ids.count(end), ids[0], ids[-1]) == (1, ends, bos, end)
+        assert forged in tokenizer.decode(ids)
+
+
+def test_a_tokenizer_of_its_own():
+    model, tokenizer = classifier(), CharacterTokenizer()
+    texts, user = [Rollout([7], text="p"), Rollout([7], text="q")], [{"role": "user", "content": "u"}]
+    groups = [
+        RolloutGroup([999], [Rollout([998], text="abc"), Rollout([], text="abd"), Rollout([5], text="")], prompt="xyz"),
+        RolloutGroup([999], texts, prompt=user),
+        RolloutGroup([999], texts, prompt=""),  # nothing in common
+    ]
+    expected = alone(*tokenizer(["xyzabc", "xyzabd", "xyz", "AuBApB", "AuBAqB", "p", "q"])["input_ids"])
+    for sharing in ("shared", "repeated"):
+        actual = ModelReward(model, tokenizer=tokenizer, sharing=sharing).score_groups(groups)
+        assert [len(own) for own in actual] == [3, 2, 2]
+        torch.testing.assert_close(flat(actual), flat(score_one_by_one(model, expected)), atol=1e-5, rtol=1e-5)
+    for text, message in ((None, "Rollout.text is None"), ("", "have no token in its tokenizer")):
+        with pytest.raises(ValueError, match=message):
+            ModelReward(model, tokenizer=tokenizer).score_groups([RolloutGroup([1], [Rollout([2], text=text)])])
+
+
+def all_of(message):
+    calls = [call["function"]["name"] + str(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return f"<{message['role']}>{message['content']}{''.join(calls)}"
+
+
+def test_an_episode_goes_through_the_chat_template_or_is_scored_by_its_tokens():
+    model, turns = classifier(), turns_of(answer="yes")
     turns[0]["content"] = None
-    groups = [make_group(make_episode(observation=2, messages=turns))]
-    alone = [RolloutGroup([ord(letter) % VOCAB for letter in expected], [Rollout([])])]
-    actual = ModelReward(model, tokenizer=RoleTokenizer(shows)).score_groups(groups)
-    torch.testing.assert_close(flat(actual), flat(score_one_by_one(model, alone)), atol=1e-5, rtol=1e-5)
-
-
-def test_an_episode_is_scored_by_its_tokens_where_they_are_shared():
-    model, groups = classifier(), [make_group(make_episode(observation=2))]
-    alone = [RolloutGroup([7, 8, 9, 9, 1, 2, 3, 4, 5, 6], [Rollout([])])]
-    torch.testing.assert_close(
-        flat(ModelReward(model).score_groups(groups)), flat(score_one_by_one(model, alone)), atol=1e-5, rtol=1e-5
-    )
-
-
-def only_contents(message):
-    return str(message["content"])
-
-
-def no_results(message):
-    return "look_up" if message["role"] == "assistant" else ""
+    rendered = "<user>How much is a? It is dark.<assistant>look_up{'key': 'a'}<tool>41<assistant>yes"
+    tokenizer = CharacterTokenizer(all_of)
+    for own, ids in ((tokenizer, tokenizer([rendered])["input_ids"][0]), (None, [7, 8, 9, 9, 1, 2, 3, 4, 5, 6])):
+        groups = [make_group(make_episode(observation=2, messages=turns))]
+        actual = ModelReward(model, tokenizer=own).score_groups(groups)
+        assert flat(actual).tolist() == pytest.approx(flat(score_one_by_one(model, alone(ids))).tolist(), abs=1e-5)
 
 
 def refuses_tools(message):
@@ -457,16 +295,17 @@ def refuses_tools(message):
     return message["content"]
 
 
-@pytest.mark.parametrize(("shows", "lost"), [(only_contents, "look_up"), (no_results, "41")])
-def test_a_chat_template_without_tools_is_refused(shows, lost):
-    reward = ModelReward(classifier(), tokenizer=RoleTokenizer(shows))
-    with pytest.raises(RewardConfigurationError, match=f"omits '{lost}' from an episode"):
-        reward.score_groups([make_group(make_episode())])
-
-
-def test_a_chat_template_that_raises_for_an_episode_is_a_wrong_configuration():
-    reward = ModelReward(classifier(), tokenizer=RoleTokenizer(refuses_tools))
-    with pytest.raises(RewardConfigurationError, match=r"chat template raised .*no tools here"):
+@pytest.mark.parametrize(
+    ("shows", "problem"),
+    [
+        (lambda message: str(message["content"]), "omits 'look_up' from an episode"),
+        (lambda message: "look_up" if message["role"] == "assistant" else "", "omits '41' from an episode"),
+        (refuses_tools, "chat template raised .*no tools here"),
+    ],
+)
+def test_a_chat_template_without_tools_is_a_wrong_configuration(shows, problem):
+    reward = ModelReward(classifier(), tokenizer=CharacterTokenizer(shows))
+    with pytest.raises(RewardConfigurationError, match=problem):
         apply_rewards([make_group(make_episode())], reward, max_failed_share=1.0)
 
 
@@ -476,7 +315,148 @@ def test_templates_of_families_render_episodes(template, tokenizer):
     own.chat_template = read_template(template)
     episode = make_episode(messages=turns_of('{"a": "<41>",\n "b": "é"}', "It is 41.", "Let me see."))
     model = classifier(vocab_size=len(own))
-    ((score,),) = ModelReward(model, tokenizer=own).score_groups([make_group(episode)])
+    actual = ModelReward(model, tokenizer=own).score_groups([make_group(episode)])
     ids = own.apply_chat_template([*QUESTION, *episode.messages], tokenize=True, return_dict=False)
-    (expected,) = flat(score_one_by_one(model, [RolloutGroup(ids, [Rollout([])])])).tolist()
-    assert score == pytest.approx(expected, abs=1e-5)
+    assert flat(actual).tolist() == pytest.approx(flat(score_one_by_one(model, alone(ids))).tolist(), abs=1e-5)
+
+
+# Process reward models.
+
+TOKENIZER = steps_of_qwen.qwen_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+def encode(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def step_classifier(labels=2, kind="TokenClassification", family="qwen2"):
+    return classifier(family, labels, kind, vocab_size=len(TOKENIZER), max_position_embeddings=256)
+
+
+def groups_of_steps():
+    prompts = {"What is 1 + 2?": ["First.\n\nThen 3\n\n", "First.\n\nSo 4", "", "3"], "x": ["one\n\n\n\ntwo\n\nthree"]}
+    return [
+        RolloutGroup(encode(prompt), [Rollout([*encode(text), END], text=text) for text in texts], prompt=prompt)
+        for prompt, texts in prompts.items()
+    ]
+
+
+@torch.no_grad()
+def score_steps_one_by_one(model, group, rollout, label=1, step_token=None):
+    """A plain loop: the text cut at the separator, each step encoded so far and run alone."""
+    row = [None] * len(rollout.token_ids)
+    ends = step_ends(rollout.token_ids, TOKENIZER, "\n\n")
+    for end in ends:
+        ids = list(group.prompt_ids)
+        for index in range(end + 1):
+            ids.append(rollout.token_ids[index])
+            if step_token is not None and index in ends:
+                ids.append(step_token)
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        row[end] = (logits.softmax(-1)[label] if len(logits) > 1 else logits[0]).item()
+    return row
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("a\n\nb\n\n", ["a\n\n", "b\n\n"]), ("a\n\nb", ["a\n\n", "b"]), ("a.\n\n\nb", ["a.\n\n", "\nb"]),
+        ("\n\na\nb\n\n\n\nc", ["\n\na\nb\n\n", "\n\nc"]), ("ü\n\n\n\n", ["ü\n\n"]), ("a\n", ["a\n"]), ("\n\n", []),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_where_steps_end(text, ends):
+    for end in ([], [END]):  # cut, or ended
+        ids = [*encode(text), *end]
+        starts = [0, *(index + 1 for index in step_ends(ids, TOKENIZER, "\n\n"))]
+        assert [TOKENIZER.decode(ids[a:b]) for a, b in pairwise(starts)] == ends
+
+
+def test_a_separator_of_several_tokens():
+    ids = encode("one. Step 2: two Step 3: 4")
+    ends = step_ends(ids, TOKENIZER, " Step")
+    assert [TOKENIZER.decode(ids[: end + 1]) for end in ends[:2]] == ["one. Step", "one. Step 2: two Step"]
+    assert ends[2] == len(ids) - 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "label", "step_token", "budget", "sharing", "family"),
+    [
+        (2, 1, None, 1, "shared", "qwen2"), (2, 1, None, 16384, "repeated", "qwen2"),
+        (3, 2, None, 16384, "shared", "gpt2"), (1, None, None, 16384, "shared", "qwen2"),
+        (2, 0, "<think>", 1, "repeated", "qwen2"), (2, 0, "<think>", 16384, "shared", "qwen2"),
+    ],
+)  # fmt: skip
+def test_scores_of_steps_are_those_of_a_plain_loop(labels, label, step_token, budget, sharing, family):
+    model, groups = step_classifier(labels, family=family), groups_of_steps()
+    before = copy.deepcopy(groups)
+    options = {"label": label, "step_token": step_token, "sharing": sharing, "max_tokens_per_pass": budget}
+    actual = ProcessRewardModel(model, tokenizer=TOKENIZER, **options).score_groups(groups)
+    token = None if step_token is None else encode(step_token)[0]
+    for group, own in zip(groups, actual, strict=True):
+        for rollout, row in zip(group.rollouts, own, strict=True):
+            expected = score_steps_one_by_one(model, group, rollout, label or 0, token)
+            assert [value is None for value in row] == [value is None for value in expected]
+            assert [value for value in row if value is not None] == pytest.approx(
+                [value for value in expected if value is not None], abs=1e-5
+            )
+    scores = [value for own in actual for row in own for value in row if value is not None]
+    assert len(scores) == 8
+    assert torch.tensor(scores).std() > 1e-3  # a constant would pass otherwise
+    assert groups == before
+
+
+def test_rewards_of_steps_arrive():
+    groups = groups_of_steps()
+    apply_rewards(groups, ProcessRewardModel(step_classifier(), tokenizer=TOKENIZER))
+    rollout = groups[0].rollouts[0]
+    steps = [value for value in rollout.token_rewards if value is not None]
+    assert len(steps) == 2
+    assert rollout.reward == pytest.approx(sum(steps))
+    assert groups[0].rollouts[2].reward == 0.0  # an empty completion has no step
+
+
+def test_a_process_reward_model_from_a_folder(tmp_path):
+    model, groups = step_classifier(), groups_of_steps()
+    model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    reward = ProcessRewardModel(str(tmp_path), device="cpu")
+    assert len(pickle.dumps(reward)) < 1000
+    reward.set_up()
+    expected = ProcessRewardModel(model, tokenizer=TOKENIZER).score_groups(groups)
+    assert pickle.loads(pickle.dumps(reward)).score_groups(groups) == expected
+    assert reward.run_options() == {
+        "model": str(tmp_path), "separator": "\n\n", "label": 1, "tokenizer": str(tmp_path), "step_token": None
+    }  # fmt: skip
+    step_classifier(kind="SequenceClassification").save_pretrained(tmp_path)
+    with pytest.raises(RewardConfigurationError, match=r"is not a checkpoint of a \.\.\.ForTokenClassification"):
+        ProcessRewardModel(str(tmp_path)).set_up()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (step_classifier, {"separator": ""}, "separator is empty"),
+        (step_classifier, {"max_tokens_per_pass": 0}, "max_tokens_per_pass is 0"),
+        (step_classifier, {"tokenizer": None}, "tokenizer is None and model is not a name or folder"),
+        (step_classifier, {"label": 2}, "label is 2, and Qwen2ForTokenClassification has 2 labels"),
+        (step_classifier, {"step_token": "two tokens"}, "step_token 'two tokens' is"),
+        (lambda: step_classifier(kind="CausalLM"), {}, "no single linear layer .*Qwen2ForTokenClassification"),
+    ],
+)
+def test_what_cannot_score_steps_is_found_at_setup(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        ProcessRewardModel(make(), **{"tokenizer": TOKENIZER} | options).set_up()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (Rollout(encode("4\n\n"), text="five"), r"as '4\\n\\n', and the policy's as 'five'"),
+        (Rollout([5], text="5", messages=[{"role": "assistant", "content": "5"}]), "scores completions of one turn"),
+    ],
+)
+def test_other_tokens_than_the_policys_and_episodes_are_refused(rollout, message):
+    with pytest.raises(RewardConfigurationError, match=message):
+        ProcessRewardModel(step_classifier(), tokenizer=TOKENIZER).score_groups([RolloutGroup([1], [rollout])])

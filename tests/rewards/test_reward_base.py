@@ -1,84 +1,68 @@
-"""Names, weights and file paths of reward functions, and their form in YAML."""
+"""Names and file paths of reward functions, and their form in YAML."""
 
 import functools
 import pickle
 
 import pytest
+from helpers.rewards import group_of
 from jsonargparse import ArgumentParser
 
 from pl_grouprl.rewards import ExactMatch, FunctionFromFile, RewardFunction, Weighted, apply_rewards, prepare_rewards
 from pl_grouprl.rewards.base import as_weighted, reward_name
-from pl_grouprl.types import Rollout, RolloutGroup
+
+SOURCE = """
+def score(data_source, solution_str, ground_truth, penalty=0):
+    return len(solution_str) / 2 - penalty
+
+class A: pass
+constant = 3
+"""
 
 
 @pytest.fixture
 def reward_file(tmp_path):
-    file = tmp_path / "my_reward.py"
-    file.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return len(solution_str) / 2\n"
-        "constant = 3\n"
-    )
-    return file
+    (tmp_path / "my_reward.py").write_text(SOURCE)
+    return str(tmp_path / "my_reward.py")
 
 
 def test_names():
-    assert reward_name(reward_name) == "reward_name"
-    assert reward_name(functools.partial(reward_name, 1)) == "reward_name"
-    assert reward_name(ExactMatch()) == "ExactMatch"
-    assert [item.name for item in as_weighted([ExactMatch(), Weighted(ExactMatch(), name="again")])] == [
-        "ExactMatch",
-        "again",
-    ]
-
-
-def test_what_is_no_reward_function():
-    with pytest.raises(ValueError, match="rewards has weight 0"):
-        prepare_rewards([])
-    with pytest.raises(ValueError, match="'ExactMatch' has the signature"):
-        prepare_rewards(ExactMatch)
-    with pytest.raises(TypeError, match="callable"):
-        prepare_rewards([3])
-
-
-def test_equal_names_are_refused():
+    assert reward_name(reward_name) == reward_name(functools.partial(reward_name, 1)) == "reward_name"
+    named = as_weighted([ExactMatch(), Weighted(ExactMatch(), name="again"), lambda completions: []])
+    assert [item.name for item in named] == ["ExactMatch", "again", "reward_3"]
     with pytest.raises(ValueError, match="functions named 'ExactMatch'"):
         as_weighted([ExactMatch(), ExactMatch()])
 
 
-def test_function_from_file(reward_file):
-    function = FunctionFromFile(str(reward_file))
-    groups = [RolloutGroup([1], [Rollout([5], text="abc")], columns={"answer": "x"})]
-    metrics = apply_rewards(groups, function)
-    assert groups[0].rollouts[0].reward == 1.5
-    assert metrics["rewards/compute_score/mean"] == 1.5
-    copied = pickle.loads(pickle.dumps(function))
-    assert copied("", "ab", "") == 1.0
+@pytest.mark.parametrize(
+    ("options", "reward"), [({"name": "score"}, 1.5), ({"name": "score", "kwargs": {"penalty": 0.5}}, 1.0)]
+)
+def test_a_function_from_a_file(reward_file, options, reward):
+    function = FunctionFromFile(reward_file, **options)
+    assert apply_rewards([group_of("abc")], function)["rewards/score/mean"] == reward
+    assert pickle.loads(pickle.dumps(function))("", "abc", "") == reward
+    assert function.run_options().get("kwargs") == options.get("kwargs")
 
 
-def test_options_of_a_function_from_a_file(tmp_path):
-    file = tmp_path / "scored.py"
-    file.write_text(
-        "def score(data_source, solution_str, ground_truth, penalty=0): return 1 - penalty\nclass A: pass\n"
-    )
-    function = FunctionFromFile(str(file), "score", {"penalty": 0.5})
-    groups = [RolloutGroup([1], [Rollout([5], text="abc")], columns={"answer": "x"})]
-    metrics = apply_rewards(groups, function)
-    assert metrics["rewards/score/mean"] == 0.5
-    assert pickle.loads(pickle.dumps(function))("", "ab", "") == 0.5
-    assert function.run_options()["kwargs"] == {"penalty": 0.5}
-    for name, kwargs in (("A", {"penalty": 0.5}), ("score", {"penalt": 0.5})):
-        with pytest.raises(ValueError, match=r"signature|arguments"):
-            prepare_rewards(FunctionFromFile(str(file), name, kwargs))
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"path": "nothing.py"}, FileNotFoundError),
+        ({"name": "absent"}, AttributeError),
+        ({"name": "constant"}, TypeError),
+        ({"name": "A", "kwargs": {"penalty": 0.5}}, ValueError),
+        ({"kwargs": {"penalt": 0.5}}, ValueError),
+    ],
+)
+def test_what_is_no_function_of_a_file(reward_file, options, error):
+    with pytest.raises(error):
+        prepare_rewards(FunctionFromFile(**{"path": reward_file, "name": "score"} | options))
 
 
-def test_function_from_file_errors(reward_file, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nothing\.py"):
-        FunctionFromFile(str(tmp_path / "nothing.py"))
-    with pytest.raises(AttributeError, match="absent"):
-        FunctionFromFile(str(reward_file), "absent")
+def test_what_is_no_reward_function():
+    with pytest.raises(ValueError, match="'ExactMatch' has the signature"):
+        prepare_rewards(ExactMatch)
     with pytest.raises(TypeError, match="callable"):
-        prepare_rewards(FunctionFromFile(str(reward_file), "constant"))
+        prepare_rewards([3])
 
 
 class Trainer:
@@ -87,6 +71,7 @@ class Trainer:
 
 
 PARTS = "pl_grouprl.rewards."
+FROM_FILE = {"class_path": PARTS + "FunctionFromFile", "init_args": {"path": "FILE", "name": "score"}}
 
 
 @pytest.mark.parametrize(
@@ -94,25 +79,18 @@ PARTS = "pl_grouprl.rewards."
     [
         "pl_grouprl.rewards.answers.leading_correct_share",
         {"class_path": PARTS + "ExactMatch", "init_args": {"ignore_case": True}},
-        [{"class_path": PARTS + "ExactMatch"}, {"class_path": PARTS + "LeadingCorrectCharacters"}],
+        [{"class_path": PARTS + "ExactMatch"}, "pl_grouprl.rewards.answers.leading_correct_share"],
         [{"function": {"class_path": PARTS + "NumericAnswer"}, "weight": 0.5, "name": "numeric"}],
-        ["pl_grouprl.rewards.answers.leading_correct_share", {"class_path": PARTS + "ExactMatch"}],
+        [{"function": FROM_FILE, "weight": 2.0}],
     ],
 )
-def test_yaml_round_trip(rewards):
+def test_yaml_round_trip(rewards, reward_file):
+    FROM_FILE["init_args"]["path"] = reward_file
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Trainer, "model")
     dumped = parser.dump(parser.parse_object({"model": {"rewards": rewards}}))
     again = parser.parse_string(dumped)
     assert parser.dump(again) == dumped
-    made = parser.instantiate(again).model.rewards
-    assert as_weighted(made)
-
-
-def test_yaml_function_from_file(reward_file):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Trainer, "model")
-    entry = {"class_path": PARTS + "FunctionFromFile", "init_args": {"path": str(reward_file)}}
-    config = parser.parse_object({"model": {"rewards": [{"function": entry, "weight": 2.0}]}})
-    made = parser.instantiate(parser.parse_string(parser.dump(config))).model.rewards
-    assert (made[0].weight, made[0].function.path) == (2.0, str(reward_file))
+    made = as_weighted(parser.instantiate(again).model.rewards)
+    if isinstance(rewards, list) and isinstance(rewards[0], dict):
+        assert made[0].weight == rewards[0].get("weight", 1.0)

@@ -8,23 +8,15 @@ TAGS, LINE = "<answer>{answer}</answer>", "Answer: {answer}"
 @pytest.mark.parametrize(
     ("template", "completion", "num_lines", "answer"),
     [
-        (LINE, "Answer: 12", 1, "12"),
-        (LINE, "So 5 + 7.\nAnswer:12\nBecause 5 + 7 is 12.", 1, "12"),
-        (LINE, "Answer:\n\n12 \nand more", 1, "12"),
-        (LINE, "Answer: 3. No. Answer: 4", 1, "4"),
-        (LINE, "Answer:\n1 2\n3 4\nDone.", 2, "1 2\n3 4"),
-        (LINE, "Answer: 1\n2", None, "1\n2"),
-        (LINE, "12", 1, None),
-        (LINE, "Answer:", 1, ""),
-        (TAGS, "<think>2?</think><answer> 12\n</answer>.", 1, "12"),
-        (TAGS, "<answer>1</answer><answer>2</answer>", 1, "2"),
-        (TAGS, "<answer>1\n2</answer>", 1, "1\n2"),
-        (TAGS, "<answer>12", 1, None),
-        ("{answer}", " 12 \nNext question: 5 + 5?", 1, "12"),
-        ("{answer}", "", 1, ""),
+        (LINE, "Answer: 12", 1, "12"), (LINE, "So 5 + 7.\nAnswer:12\nBecause 5 + 7 is 12.", 1, "12"),
+        (LINE, "Answer:\n\n12 \nand more", 1, "12"), (LINE, "Answer: 3. No. Answer: 4", 1, "4"),
+        (LINE, "Answer:\n1 2\n3 4\nDone.", 2, "1 2\n3 4"), (LINE, "Answer: 1\n2", None, "1\n2"),
+        (LINE, "12", 1, None), (LINE, "Answer:", 1, ""), (TAGS, "<think>2?</think><answer> 12\n</answer>.", 1, "12"),
+        (TAGS, "<answer>1</answer><answer>2</answer>", 1, "2"), (TAGS, "<answer>1\n2</answer>", 1, "1\n2"),
+        (TAGS, "<answer>12", 1, None), ("{answer}", " 12 \nNext question: 5 + 5?", 1, "12"), ("{answer}", "", 1, ""),
         ("{answer} is it.", "I say 12 is it.", 1, "I say 12"),
     ],
-)
+)  # fmt: skip
 def test_the_last_answer_is_extracted(template, completion, num_lines, answer):
     assert extract_answer(template, completion, num_lines) == answer
 
@@ -45,15 +37,10 @@ def test_braces_of_an_answer_stay():
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
-        (TAGS, "3.5", True),
-        (LINE, " 1 2\n\n3 4 ", True),
-        ("{answer}", "a\nb", True),
-        ("[{answer}]", "5", True),
-        ("[{answer}]", "[1, 2]", False),
-        ("{answer}.", "3.5", False),
-        (LINE, "Answer: 3", False),
+        (TAGS, "3.5", True), (LINE, " 1 2\n\n3 4 ", True), ("{answer}", "a\nb", True), ("[{answer}]", "5", True),
+        ("[{answer}]", "[1, 2]", False), ("{answer}.", "3.5", False), (LINE, "Answer: 3", False),
         (r"\boxed{{answer}}", r"\frac{1}{2}", False),
     ],
-)
+)  # fmt: skip
 def test_some_answers_cannot_be_told_from_their_template(template, answer, expected):
     assert is_recovered(template, answer) is expected

@@ -14,31 +14,18 @@ LIST, FORMULA = "n_queens", "countdown"
         ("chain_sum", "__import__('os').abort()", True),  # its scorer compares strings
         (LIST, "[['Q', '_'], [1, -2]]", True),
         (LIST, "Q _ _\n_ Q _", True),  # no Python
-        (LIST, "entry['metadata']['valid_answers']", False),
-        (LIST, "oracle_answer", False),
-        (LIST, "['a'] * 10**10", False),
-        (LIST, "[i for i in ()]", False),
+        (LIST, "entry['metadata']['valid_answers']", False), (LIST, "oracle_answer", False),
+        (LIST, "['a'] * 10**10", False), (LIST, "[i for i in ()]", False),
         (LIST, "(" * 200 + ")" * 200, True),  # too deep to be Python
-        (LIST, "-" * 5000 + "1", False),
-        (LIST, "1" * 10_001, False),
-        (FORMULA, "(3 + 4) * 25 - 7 / 2", True),
-        (FORMULA, "x**12 - 3*sin(2*x)**2/7 + exp(-x)*sqrt(log(Abs(x))) + C", True),
-        (FORMULA, "2x + 1", False),
-        (FORMULA, "open('/etc/passwd')", False),
-        (FORMULA, "exec(chr(1))", False),
-        (FORMULA, "sin.__class__", False),
-        (FORMULA, "().x", False),
-        (FORMULA, "'a' + 'b'", False),
-        (FORMULA, "log(x, evaluate=1)", False),
-        (FORMULA, "lambda: 0", False),
-        (FORMULA, "9**9**9", False),
-        (FORMULA, "((9**99)**99)**99", False),
-        (FORMULA, "2**(3 + 4)", True),
-        (FORMULA, "2**1000**1000", False),
-        (FORMULA, "x**1e400", False),
+        (LIST, "-" * 5000 + "1", False), (LIST, "1" * 10_001, False), (FORMULA, "(3 + 4) * 25 - 7 / 2", True),
+        (FORMULA, "x**12 - 3*sin(2*x)**2/7 + exp(-x)*sqrt(log(Abs(x))) + C", True), (FORMULA, "2x + 1", False),
+        (FORMULA, "open('/etc/passwd')", False), (FORMULA, "exec(chr(1))", False), (FORMULA, "sin.__class__", False),
+        (FORMULA, "().x", False), (FORMULA, "'a' + 'b'", False), (FORMULA, "log(x, evaluate=1)", False),
+        (FORMULA, "lambda: 0", False), (FORMULA, "9**9**9", False), (FORMULA, "((9**99)**99)**99", False),
+        (FORMULA, "2**(3 + 4)", True), (FORMULA, "2**1000**1000", False), (FORMULA, "x**1e400", False),
         (FORMULA, "True", False),
     ],
-)
+)  # fmt: skip
 def test_answers_that_scorers_evaluate(task, answer, harmless):
     assert is_harmless(task, answer) is harmless
 

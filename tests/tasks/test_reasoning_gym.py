@@ -44,7 +44,14 @@ def test_a_split_depends_neither_on_the_process_nor_on_the_size_of_training(opti
     assert ReasoningGym(**{**options, "size": 60}).rows("val") == rows["val"]
 
 
-def test_prompts_as_strings_and_another_seed(options, rows):
+@pytest.fixture
+def in_process(monkeypatch):
+    """Questions are generated here, without starting a process that imports the library."""
+    monkeypatch.setattr(source, "generate", lambda request: generator.respond(request)["tasks"])
+
+
+@pytest.mark.usefixtures("in_process")
+def test_prompts_as_strings_and_another_seed(options):
     texts = {"chat": False, "question_format": "Q: {question}", "answer_format": "A: {answer}"}
     own = ReasoningGym(**{**options, **texts, "tasks": "gcd", "num_examples": 1, "seed": 1}).rows("val")
     head, example, asked = own[0]["prompt"].split("\n\n")
@@ -54,6 +61,7 @@ def test_prompts_as_strings_and_another_seed(options, rows):
     assert asked.endswith("\n")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_levels_that_are_listed():
     levels = [{"min_terms": terms, "max_terms": terms} for terms in (2, 5)]
     rows = ReasoningGym({"chain_sum": levels}, size=6, val_size=0, test_size=0).rows("train")
@@ -102,24 +110,16 @@ def test_the_scorer_is_a_reward_function_of_verls_signature(rows):
 @pytest.mark.parametrize(
     ("template", "text", "expected"),
     [
-        ("Answer: {answer}", " Answer:  3\n", True),
-        ("Answer: {answer}", "Answer: 3\nfor 1 + 2 is 3", False),
-        ("Answer: {answer}", "So Answer: 3", False),
-        ("Answer: {answer}", "Answer: Answer: 3", False),
-        ("Answer: {answer}", "Answer:", True),
-        ("Answer: {answer}", "", False),
-        ("{answer}", "3", True),
-        ("{answer}", "3\n4", False),
-        ("<a>{answer}</a>", "<a>3</a>", True),
+        ("Answer: {answer}", " Answer:  3\n", True), ("Answer: {answer}", "Answer: 3\nfor 1 + 2 is 3", False),
+        ("Answer: {answer}", "So Answer: 3", False), ("Answer: {answer}", "Answer: Answer: 3", False),
+        ("Answer: {answer}", "Answer:", True), ("Answer: {answer}", "", False), ("{answer}", "3", True),
+        ("{answer}", "3\n4", False), ("<a>{answer}</a>", "<a>3</a>", True),
         ("<a>{answer}</a>", "<a>3\n4</a>", True),  # its end is marked, so an answer may have any number of lines
-        ("<a>{answer}</a>", "<a>3</a>.", False),
-        ("<a>{answer}</a>", "<a>3</a><a>3</a>", False),
-        ("<a>{answer}</a>", "<a>", False),
-        ("|{answer}|", "|", False),
-        ("{answer}.", "3.", True),
+        ("<a>{answer}</a>", "<a>3</a>.", False), ("<a>{answer}</a>", "<a>3</a><a>3</a>", False),
+        ("<a>{answer}</a>", "<a>", False), ("|{answer}|", "|", False), ("{answer}.", "3.", True),
         ("{answer}.", "3. 3.", False),
     ],
-)
+)  # fmt: skip
 def test_a_completion_is_only_an_answer(template, text, expected):
     answer = extract_answer(template, text, num_lines=1)
     assert (answer is not None and is_only_answer(template, text, answer)) == expected
@@ -190,30 +190,25 @@ def test_rows_of_another_source_are_refused(score):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({"tasks": []}, "tasks"),
-        ({"tasks": {"gcd": {"weight": 0}}}, "tasks.*'gcd'"),
+        ({"tasks": []}, "tasks"), ({"tasks": {"gcd": {"weight": 0}}}, "tasks.*'gcd'"), ({"levels": 0}, "levels is 0"),
         ({"tasks": {"gcd": [{"weight": 1}, {"weight": 2}]}}, "tasks.*'gcd'"),
         ({"tasks": {"gcd": [{}, {}], "lcm": {}}}, r"tasks.*\{'gcd': 2, 'lcm': 1\}"),
-        ({"tasks": {"gcd": [{}, {}]}, "levels": 2}, "levels=2"),
-        ({"levels": 0}, "levels is 0"),
-        ({"val_size": 1, "tasks": ["gcd", "lcm"]}, "val_size is 1; it must be .*at least 2"),
-        ({"seed": -1}, "seed is -1"),
-        ({"num_examples": -1}, "num_examples is -1"),
-        ({"question_format": "Question:"}, "question_format is 'Question:'"),
-        ({"answer_format": "{answer}{answer}"}, "answer_format"),
+        ({"tasks": {"gcd": [{}, {}]}, "levels": 2}, "levels=2"), ({"val_size": 1, "tasks": ["gcd", "lcm"]}, "val_size"),
+        ({"seed": -1}, "seed is -1"), ({"num_examples": -1}, "num_examples"),
+        ({"question_format": "Question:"}, "question_format"), ({"answer_format": "{answer}{answer}"}, "answer_format"),
         ({"answer_format": "A: {answer}"}, "answer_format.*system_prompt"),
         ({"answer_format": "A: {answer}!", "system_prompt": "A: "}, "answer_format.*system_prompt"),
     ],
-)
-def test_arguments_that_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+)  # fmt: skip
+def test_arguments_that_are_refused(options, name):
+    with pytest.raises(ValueError, match=name):
         ReasoningGym(**{"tasks": "gcd", **options})
 
 
-def test_an_answer_that_contains_what_surrounds_it_is_refused(monkeypatch):
-    monkeypatch.setattr(source, "generate", lambda request: generator.respond(request)["tasks"])
+@pytest.mark.usefixtures("in_process")
+def test_an_answer_that_contains_what_surrounds_it_is_refused():
     options = {"size": 2, "val_size": 0, "test_size": 0, "system_prompt": "Answer in [brackets]."}
     assert len(ReasoningGym("gcd", answer_format="[{answer}]", **options).rows("train")) == 2
     with pytest.raises(ValueError, match="answer_format is"):

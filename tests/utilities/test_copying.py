@@ -23,20 +23,11 @@ class Frozen:
 
 
 VALUES = [
-    [1, 2, 3],
-    [[1], {"a": [2]}, "text", None],
-    {"a": {"b": [1]}, 2: (1, [2])},
-    ([1], [2]),
-    Pair([1], {"x": [2]}),
-    OrderedDict(a=[1]),
-    defaultdict(list, a=[1]),
-    UserDict(a=[1]),
-    Tagged([[1], 2]),
-    {1, 2},
-    bytearray(b"ab"),
+    [1, 2, 3], [[1], {"a": [2]}, "text", None], {"a": {"b": [1]}, 2: (1, [2])}, ([1], [2]), Pair([1], {"x": [2]}),
+    OrderedDict(a=[1]), defaultdict(list, a=[1]), UserDict(a=[1]), Tagged([[1], 2]), {1, 2}, bytearray(b"ab"),
     Frozen([1, [2]]),
     RolloutGroup([1, 2], [Rollout([3], logprobs=[-1.0])], columns={"a": [{"b": 1}]}, prompt=[{"role": "user"}]),
-]
+]  # fmt: skip
 
 
 def containers(value, found=None):

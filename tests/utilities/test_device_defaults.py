@@ -51,18 +51,14 @@ def test_adamw_is_fused_if_all_weights_are_on_a_gpu_and_no_gradient_is_scaled():
 
 
 def test_activations_are_recomputed_on_a_gpu_unless_it_is_set():
-    assert [checkpoints_activations(None, device) for device in ("cuda", "cpu")] == [True, False]
-    assert not checkpoints_activations(False, "cuda")
-    assert checkpoints_activations(True, "cpu")
+    found = [checkpoints_activations(*own) for own in ((None, "cuda"), (None, "cpu"), (False, "cuda"), (True, "cpu"))]
+    assert found == [True, False, False, True]
 
 
 def test_sequences_at_once():
     assert sequences_at_once(128, 80 * 2**20, lambda: 60 * GIB) == 128  # 10 GiB
     assert sequences_at_once(1024, 352 * 2**20, lambda: 70 * GIB) == 64  # 35 GiB hold 101
     assert sequences_at_once(4, 100 * GIB, lambda: 70 * GIB) == 1
-
-
-def test_memory_is_not_asked_for_where_rollouts_always_fit():
     assert sequences_at_once(256, ALWAYS_FITS // 256, lambda: pytest.fail("asked")) == 256
 
 

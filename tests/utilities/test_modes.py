@@ -7,7 +7,7 @@ import torch
 from helpers.tiny_models import tiny_model
 from torch import nn
 
-from pl_grouprl.utilities.modes import evaluating, examining, is_whole
+from pl_grouprl.utilities.modes import evaluating, examining, is_whole, nonfinite_parameters
 
 
 @pytest.mark.parametrize("context", [evaluating, examining])
@@ -62,3 +62,34 @@ def test_frequencies_of_the_longest_call_are_put_back():
 def test_weights_on_meta_are_not_whole():
     assert is_whole(nn.Linear(2, 2))
     assert not is_whole(nn.Linear(2, 2, device="meta"))
+
+
+# Weights that are not finite are found by name, in every dtype and in shards.
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_single_entry_is_found(dtype):
+    for place in (0, 500, 1000):
+        weights = torch.ones(1001)
+        weights[place] = torch.nan
+        named = [("good", torch.ones(3).to(dtype)), ("bad", weights.to(dtype)), ("empty", torch.ones(0).to(dtype))]
+        assert nonfinite_parameters(named) == ["bad"]
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_infinities_count_and_the_largest_finite_value_does_not(value):
+    largest = torch.full((4, 4), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    infinite = largest.clone()
+    infinite[1, 2] = value
+    named = [("codes", torch.arange(3)), ("meta", torch.empty(2, device="meta"))]
+    assert nonfinite_parameters([("largest", largest), ("infinite", infinite), *named]) == ["infinite"]
+    assert nonfinite_parameters([]) == []
+
+
+def test_a_shard_is_looked_at_in_place_of_the_empty_whole():
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.ds_tensor = torch.tensor([1.0, torch.nan])  # as ZeRO-3 leaves it between forward passes
+    assert nonfinite_parameters([("sharded", parameter)]) == ["sharded"]

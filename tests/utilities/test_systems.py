@@ -47,19 +47,13 @@ def test_killing_a_tree_whose_processes_cannot_be_listed(monkeypatch):
     """Then its process group is what is killed."""
     sent = []
     monkeypatch.setattr(reaper, "_descendants", lambda root: set())
+    stop, kill = ("kill", 123456, signal.SIGSTOP), ("kill", 123456, signal.SIGKILL)
     root = SimpleNamespace(
-        pid=123456,
-        suspend=lambda: sent.append(("kill", 123456, signal.SIGSTOP)),
-        is_running=lambda: True,
-        kill=lambda: sent.append(("kill", 123456, signal.SIGKILL)),
+        pid=123456, suspend=lambda: sent.append(stop), is_running=lambda: True, kill=lambda: sent.append(kill)
     )
     monkeypatch.setattr(reaper.os, "killpg", lambda *target: sent.append(("killpg", *target)))
     reaper.kill_tree(root)
-    assert sent == [
-        ("kill", 123456, signal.SIGSTOP),
-        ("killpg", 123456, signal.SIGKILL),
-        ("kill", 123456, signal.SIGKILL),
-    ]
+    assert sent == [stop, ("killpg", 123456, signal.SIGKILL), kill]
 
 
 @pytest.fixture

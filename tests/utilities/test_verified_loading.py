@@ -1,4 +1,4 @@
-"""No damaged checkpoint is taken for a whole one: each byte of a small one is changed, and it is cut everywhere."""
+"""No damaged checkpoint is taken for a whole one: bytes all over a small one are changed, and it is cut everywhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_flipped_byte_never_changes_what_is_loaded(tmp_path, manifest, record_
     path = tmp_path / "own.ckpt"
     content = save(path, manifest)
     refused = 0
-    for place in range(len(content)):
+    places = range(0, len(content), 5 if manifest else 2)
+    for place in places:
         path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
         try:
             same = same_weights(path)  # padding and dates, where there is no manifest
@@ -43,15 +44,15 @@ def test_a_flipped_byte_never_changes_what_is_loaded(tmp_path, manifest, record_
             refused += 1
         else:
             assert same
-    assert refused == len(content) if manifest else refused > 0.3 * len(content)
-    record_property("figure", f"{refused} of {len(content)} flipped bytes refused, 0 changed weights taken")
+    assert refused == len(places) if manifest else refused > 0.3 * len(places)
+    record_property("figure", f"{refused} of {len(places)} flipped bytes refused, 0 changed weights taken")
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "own sums"])
 def test_a_file_that_is_cut_short_is_refused(tmp_path, manifest):
     path = tmp_path / "own.ckpt"
     content = save(path, manifest)
-    for length in range(0, len(content), 7):
+    for length in range(0, len(content), 13):
         path.write_bytes(content[:length])
         with pytest.raises(
             ValueError, match=rf"^checkpoint {re.escape(str(path))} is damaged: it|own.ckpt has \d+ byt"

@@ -67,12 +67,3 @@ def test_each_message_of_a_conversation_is_marked():
         '[M begin completion, message of the role "tool"]\n41\n[M end]\n'
         '[M begin completion, message of the role "assistant"]\n42\n(image)\n[M end]'
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(" ", "Judge.rubric"), ("Is it {answer}?", r"Judge.rubric has the fields \['answer'\]")],
-)
-def test_a_rubric_without_a_completion_is_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        Rubric(text, (0.0, 10.0), "text")

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
-from helpers.sandboxes import PROCESSES, make_sandbox, survivors, until
+from helpers.sandboxes import PROCESSES, make_sandbox, survivors
+from helpers.watched_processes import until
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{marker}']"
 
@@ -75,19 +75,14 @@ except RuntimeError:
 
 @pytest.mark.parametrize(
     "program",
-    [
-        SLEEPER + ")",
-        SLEEPER + ", start_new_session=True)",
-        DOUBLE_FORK,
-    ],
+    [SLEEPER + ")", SLEEPER + ", start_new_session=True)", DOUBLE_FORK],
     ids=["child that holds stdout", "setsid", "double fork"],
 )
 def test_nothing_survives_a_program(sandbox, marker, program, record_property):
     result = sandbox.run(program.replace("{marker}", marker))
     assert (result.ending, result.exit_code) == ("exit", 0), result.stderr
-    alive = survivors(marker)
-    assert alive == []
-    record_property("figure", f"survivors {len(alive)}")
+    assert survivors(marker) == []
+    record_property("figure", "survivors 0")
 
 
 def test_nothing_survives_a_timeout(marker, record_property):
@@ -149,16 +144,8 @@ def children(process):
 
 def first_processes():
     """The parents of running programs: the first processes of their namespaces."""
-    launchers = children(os.getpid())
-    inner = [process for launcher in launchers for process in children(launcher)]
-    return [process for process in inner if any(is_program(child) for child in children(process))]
-
-
-def is_program(process):
-    try:
-        return b"/program.py" in Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return False
+    inner = [process for launcher in children(os.getpid()) for process in children(launcher)]
+    return [process for process in inner if set(children(process)) & set(survivors("/program.py"))]
 
 
 def test_walls_that_are_killed_from_outside_are_no_success(sandbox):

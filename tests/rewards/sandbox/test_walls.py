@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -119,18 +120,11 @@ def test_a_trial_that_does_not_run_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"timeout": 0},
-        {"timeout": float("inf")},
-        {"timeout": float("nan")},
-        {"max_processes": 0},
-    ],
-    ids=str,
+    "options", [{"timeout": 0}, {"timeout": math.inf}, {"timeout": math.nan}, {"max_processes": 0}], ids=str
 )
 def test_limits_out_of_range_are_refused(options):
     (name,) = options
-    with pytest.raises(ValueError, match=f"{name} is .*; it must be a"):
+    with pytest.raises(ValueError, match=f"{name} is "):
         SandboxLimits(**options)
 
 
