@@ -107,7 +107,7 @@ def test_the_expected_answer_never_enters_the_sandbox():
 
 def test_a_launcher_that_ends_early_is_an_error(monkeypatch):
     popen, tests = subprocess.Popen, read_tests([STDIN[0], CALLS[0]], "t")
-    silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    silent = [sys.executable, "-c", "input()"]
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", lambda command, **options: popen(silent, **options))
         for test in tests:
