@@ -100,9 +100,7 @@ class TinyPolicy:
         }
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            return Qwen3ForCausalLM(
-                Qwen3Config(len(digit_tokenizer()), eos_token_id=1, pad_token_id=0, **sizes, **heads)
-            )
+            return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(digit_tokenizer()), **sizes, **heads))
 
     def load_tokenizer(self) -> Any:
         return digit_tokenizer()
