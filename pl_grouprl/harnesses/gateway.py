@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.episodes.loop import EpisodeLimits, smallest
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.vllm.client import FRESH
 from pl_grouprl.rollout.vllm.requests import NOT_FINITE, check_temperature, sampling_options
 from pl_grouprl.types import SamplingConfig

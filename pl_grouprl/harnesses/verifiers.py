@@ -16,9 +16,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from pl_grouprl.episodes.loop import EpisodeLimits, smallest
 from pl_grouprl.harnesses.gateway import RoundRequests, Stage, check_sampling
 from pl_grouprl.harnesses.traces import make_group, read_episode
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rewards.base import EnvironmentReward
-from pl_grouprl.rollout.engine import BoundPolicy, length_limits, sequence_seeds
+from pl_grouprl.rollout.engine import end_token_ids, length_limits
 from pl_grouprl.types import Messages, Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.optional import VERIFIERS_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
 
@@ -203,24 +205,25 @@ class Verifiers:
         """
         if not prompts:
             return [], []
-        bound = BoundPolicy(policy, tokenizer)
         vocab_size = policy.config.get_text_config(decoder=True).vocab_size  # without placeholders beyond it: text only
         round_requests = RoundRequests(
             sampling,
             engine.weight_version,
             limits,
             max_model_len=smallest(engine.max_model_len, *length_limits(policy).values()),
-            end_ids=bound.end_ids(sampling),
-            never=[token for token in bound.never if token < vocab_size],
+            end_ids=end_token_ids(policy, tokenizer, sampling),
+            never=[token for token in sorted(placeholder_ids(policy).values()) if token < vocab_size],
             vocab_size=vocab_size,
         )
         if self._stage is None:
             config, renderer = read_config(self.taskset, self.config), renderer_config(tokenizer, self.renderer)
             make = partial(Environment, config, renderer=renderer, max_concurrent=self.max_concurrent)
             self._stage = Stage(engine.urls, engine.token, tokenizer, make)
-        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        tasks = [prompt.columns["extra_info"]["task"] for prompt in prompts]
-        asked = [(task, one) for task, of_prompt in zip(tasks, seeds, strict=True) for one in of_prompt]
+        asked = [
+            (prompt.columns["extra_info"]["task"], derive_seed(seed, index, number))
+            for prompt, index in zip(prompts, prompt_indices, strict=True)
+            for number in range(num_generations)
+        ]
         recorded = {"temperature": sampling.temperature, "max_tokens": sampling.max_new_tokens}
         played = [
             read_episode(episode, round_requests.was_sampled, round_requests.ran_out)

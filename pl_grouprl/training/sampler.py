@@ -24,7 +24,7 @@ from pl_grouprl.chat import ChatFormat, make_chat_format
 from pl_grouprl.chat.format import uses_renderers
 from pl_grouprl.checks.sampling import can_compare, sampler_difference
 from pl_grouprl.data.encoding import ChatOptions
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.episodes.loop import EpisodeLimits, EpisodeLoop
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.harnesses import Verifiers
@@ -35,6 +35,7 @@ from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.branching import Branching, BranchLoop, PartialRollout
 from pl_grouprl.rollout.engine import (
     RolloutEngine,
+    SamplerLostError,
     StopStrings,
     SyncedRolloutEngine,
     checked_rollouts,

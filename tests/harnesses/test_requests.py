@@ -1,8 +1,9 @@
 import pytest
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.harnesses.gateway import RoundRequests, check_sampling, check_version
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.types import SamplingConfig
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from pl_grouprl.types import Prompt
+from pl_grouprl.rollout.engine import SampleRequest
 
 _WINDOWS = {"DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 _KEYS = _WINDOWS | {"LinearAttentionAndFullAttentionLayer"}
@@ -105,7 +105,7 @@ class KeptCaches:
         """Drop all."""
         self._sequences = {}
 
-    def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
+    def claim(self, prompts: Sequence[SampleRequest]) -> list[KeptSequence | None]:
         """Find the kept cache of each prompt's beginning, and drop all others.
 
         A prompt that a kept sequence begins with (a branch of it) gets the cache of all its tokens but the last, if the

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
-from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.rollout.engine import SamplerLostError, StopStrings
 from pl_grouprl.rollout.vllm.access import check_token
 from pl_grouprl.rollout.vllm.requests import NOT_FINITE, Completion
 from pl_grouprl.types import Rollout

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pl_grouprl.distributed.checksum import Bucket, SamplerLostError, WeightsMismatchError, buckets, check_weights
+from pl_grouprl.distributed.checksum import Bucket, WeightsMismatchError, buckets, check_weights
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.vllm.client import Labels, RefusedError, Server
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.rollout.engine import SampleRequest, StopStrings
 from pl_grouprl.rollout.vllm.adapter import adapter_folder
 from pl_grouprl.rollout.vllm.images import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.requests import Completion, new_tokens, sampling_params
@@ -37,7 +37,7 @@ from pl_grouprl.rollout.vllm.settings import (
     unique_shared_memory,
     write_model_folder,
 )
-from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import raise_on_all_ranks
 from pl_grouprl.utilities.modes import random_state, set_random_state
 from pl_grouprl.utilities.progress import tick
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
-
-Request = tuple[Sequence[int], Media, Sequence[int], int]
-"""Tokens and media of a prompt, a seed for each of its sequences, and their length limit."""
 
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
 """At most one per process, because it uses the process's process groups."""
@@ -213,23 +210,26 @@ class VLLMInstance:
 
     def sample(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[SampleRequest],
         sampling: SamplingConfig,
+        seed: int,
         *,
         end_ids: Sequence[int],
         never: Sequence[int],
         stop: StopStrings,
     ) -> list[list[Rollout]]:
-        """Sample a sequence per seed of each request; ranks that share an engine pool their requests.
+        """Sample the rollouts of each request; ranks that share an engine pool their requests.
 
         Args:
             requests: This rank's requests; may be empty. If those of all its ranks are empty, vLLM is not called.
             sampling: How to sample; its `max_new_tokens` is not read.
+            seed: Seed of this rank's call.
             end_ids: Tokens that end a sequence.
             never: Tokens that are not sampled.
             stop: Strings that end a sequence.
         """
-        pooled, mine = share_requests([list(request) for request in requests], self._group)
+        asked = [[one.token_ids, dict(one.media), one.seeds(seed), one.max_new_tokens] for one in requests]
+        pooled, mine = share_requests(asked, self._group)
         if not pooled:
             return []
         with self._process.inside():

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from helpers.fake_sampler import FakeSampler
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
-from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.rollout.engine import SamplerLostError, StopStrings
 from pl_grouprl.rollout.vllm import client as server_module
 from pl_grouprl.rollout.vllm import scheduler as scheduler_module
 from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server

@@ -14,9 +14,10 @@ from helpers.serving import Server
 from helpers.tiny_models import tiny_model
 from helpers.tiny_tokenizers import letters_tokenizer
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.distributed.weight_stream import checkpoint_weights
 from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.vllm.scheduler import _Dispatcher
 from pl_grouprl.types import SamplingConfig
 
