@@ -354,7 +354,14 @@ class ChatFormat:
         name = results[0]["name"]
         for _ in range(2):
             token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
-            prefix_ids = self._dummy_prefix_ids(name)
+            prefix_ids = self._dummy_prefixes.get(name)
+            if prefix_ids is None:  # up to the token that ends the call
+                prefix_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
+                ends = [place for place, token in enumerate(prefix_ids, 1) if token in self.turn_end_ids]
+                prefix_ids = prefix_ids[: max(ends, default=None)]
+                if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
+                    self._dummy_prefixes.clear()
+                self._dummy_prefixes[name] = prefix_ids
             if token_ids[: len(prefix_ids)] == prefix_ids:
                 return token_ids[len(prefix_ids) :]
             self._dummy_prefixes.clear()  # the template may render the date, which may have changed
@@ -415,18 +422,6 @@ class ChatFormat:
     @property
     def _response_template(self) -> Mapping[str, Any] | None:
         return getattr(self.tokenizer, "response_template", None)
-
-    def _dummy_prefix_ids(self, name: str) -> list[int]:
-        """Tokens of a dummy conversation up to the token that ends a call of this name."""
-        if name in self._dummy_prefixes:
-            return self._dummy_prefixes[name]
-        token_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
-        ends = [place for place, token in enumerate(token_ids, 1) if token in self.turn_end_ids]
-        token_ids = token_ids[: max(ends, default=None)]
-        if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
-            self._dummy_prefixes.clear()
-        self._dummy_prefixes[name] = token_ids
-        return token_ids
 
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
         return self._encode_text(self._render(messages, add_generation_prompt=add_generation_prompt))

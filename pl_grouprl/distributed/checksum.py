@@ -96,7 +96,23 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
         for fields in worker:
             weight = LoadedWeight(*fields)
             by_name.setdefault(weight.name, []).append(weight)
-    faults = [f"{name} {fault}" for name, loaded in by_name.items() if (fault := _fault(expected, loaded)) is not None]
+    faults = []
+    for name, loaded in by_name.items():
+        parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
+        unknown = [part for part in parts if part not in expected]
+        kinds, is_equal = {weight.how for weight in loaded}, True
+        if not all(weight.parts for weight in loaded):
+            faults.append(f"{name} was not sent")
+        elif unknown:
+            faults.append(f"{name} contains {unknown[0]}, which was not sent")
+        elif len(kinds) > 1:
+            faults.append(f"{name} is stored in different ways ({', '.join(sorted(kinds))})")
+        elif kinds == {"sum"}:
+            is_equal = add(*(weight.checksum for weight in loaded)) == add(*(expected[part] for part in parts))
+        else:
+            is_equal = all(weight.checksum == add(*(expected[part] for part in weight.parts)) for weight in loaded)
+        if not is_equal:
+            faults.append(f"{name} differs from what was sent as {' + '.join(parts)}")
     arrived = {part for loaded in by_name.values() for weight in loaded for part in weight.parts}
     faults += [f"{name} was sent, but no parameter contains it" for name in expected if name not in arrived]
     if faults:
@@ -105,24 +121,6 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
             f"The sampler did not load the policy's weights, {len(faults)} differ: {shown}. Its rollouts must not be "
             "trained on. Start the sampler with the policy's config and dtype, without quantization."
         )
-
-
-def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
-    """What is wrong with one parameter, given all workers' parts of it; None if it is correct."""
-    parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
-    unknown = [part for part in parts if part not in expected]
-    if not all(weight.parts for weight in loaded):
-        return "was not sent"
-    if unknown:
-        return f"contains {unknown[0]}, which was not sent"
-    kinds = {weight.how for weight in loaded}
-    if kinds == {"sum"}:
-        equal = add(*(weight.checksum for weight in loaded)) == add(*(expected[part] for part in parts))
-    elif kinds == {"copy"}:
-        equal = all(weight.checksum == add(*(expected[part] for part in weight.parts)) for weight in loaded)
-    else:
-        return f"is stored in different ways ({', '.join(sorted(kinds))})"
-    return None if equal else f"differs from what was sent as {' + '.join(parts)}"
 
 
 # A stream of weights, prepared for sending: cast to the sampler's dtype, checksummed, in buckets.

@@ -524,15 +524,10 @@ class FSDP2Support(ShardedSupport):
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Each weight of a model, gathered separately, even while its units are gathered."""
         for weight in weights_of(model):
-            yield weight.name, _whole(weight)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _whole(weight: Weight) -> Tensor:
-    tensor = weight.get()
-    # A gathered unit will free its storage, so copy.
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = weight.get()  # a gathered unit will free its storage, so copy
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            yield weight.name, whole
 
 
 def _sharded_roots(*models: nn.Module) -> list[Any]:

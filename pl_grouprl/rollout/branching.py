@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from pl_grouprl.rollout.engine import StopStrings
@@ -171,30 +170,23 @@ class PartialRollout(Protocol):
     def media(self) -> Media:
         """Images and videos of the prompt."""
 
-    def next_prompt(self) -> list[int]:
-        """Its prompt and its tokens so far."""
-        ...
-
-
-U = TypeVar("U", bound=PartialRollout, contravariant=True)
-
-
-class ForkableRollout(PartialRollout, Protocol):
-    """A rollout in progress that can branch."""
-
     @property
     def is_open(self) -> bool:
         """Whether it is unfinished."""
+
+    def next_prompt(self) -> list[int]:
+        """Its prompt and its tokens so far."""
+        ...
 
     def fork(self, count: int, width: int) -> list[Any]:
         """Its `count` continuations from here on, of at most `width`."""
         ...
 
 
-F = TypeVar("F", bound=ForkableRollout)
+U = TypeVar("U", bound=PartialRollout)
 
 
-class RoundSampler(Protocol[U]):
+class RoundSampler(Protocol):
     """Samples many rollouts in rounds."""
 
     max_length: int | None
@@ -203,7 +195,7 @@ class RoundSampler(Protocol[U]):
     is_concurrent: bool
     """Whether several threads may call it at once, each with other rollouts."""
 
-    def sample(self, number: int, rollouts: Sequence[U], limits: Sequence[int]) -> list[Rollout]:
+    def sample(self, number: int, rollouts: Sequence[PartialRollout], limits: Sequence[int]) -> list[Rollout]:
         """Continue each rollout by at most its limit, in round `number`; also called on ranks without rollouts."""
         ...
 
@@ -323,7 +315,7 @@ class BranchLoop:
 
     def run(
         self,
-        sampler: RoundSampler[BranchingCompletion],
+        sampler: RoundSampler,
         prompts: Sequence[Prompt],
         prompt_indices: Sequence[int],
         num_generations: int,
@@ -345,55 +337,59 @@ class BranchLoop:
             for number in range(num_generations)
         ]
         sampled: Counter[int] = Counter()
-        number = 0
-        while sampler.any_open(any(branch.is_open for branch in branches)):
-            sampler.raise_together(partial(self._advance, sampler, number, branches, sampled))
+        options, longest, number = self._options, self._longest, 0
+
+        def advance() -> None:
+            """Sample the unfinished branches up to their next branch point, and fork them there."""
+            nonlocal number
+            unfinished = [branch for branch in branches if branch.is_open]
+            left = [longest - len(branch.token_ids) for branch in unfinished]
+            to_point = options.every_n if number < options.depth else None
+            limits = left if to_point is None else [min(rest, to_point) for rest in left]
+            found = sampler.sample(number, unfinished, limits)
+            for branch, rollout, limit in zip(unfinished, found, limits, strict=True):
+                sampled[branch.prompt_index] += branch.add(rollout, limit, longest, self._stop)
+            if options.points != "entropy":
+                branches[:] = fork_unfinished(
+                    branches, options, sampled, lambda branch: longest - len(branch.token_ids)
+                )
+            elif number == 0:
+                branches[:] = self._fork_uncertain(branches, sampled)
             number += 1
+
+        while sampler.any_open(any(branch.is_open for branch in branches)):
+            sampler.raise_together(advance)
         leaves = {index: [b for b in branches if b.prompt_index == index] for index in prompt_indices}
         return [[b.rollout() for b in sorted(own, key=lambda b: b.path)] for own in leaves.values()]
-
-    def _advance(
-        self,
-        sampler: RoundSampler[BranchingCompletion],
-        number: int,
-        branches: list[BranchingCompletion],
-        sampled: Counter[int],
-    ) -> None:
-        """Sample the unfinished branches up to their next branch point, and fork them there."""
-        unfinished = [branch for branch in branches if branch.is_open]
-        limits = [self._limit(number, branch) for branch in unfinished]
-        for branch, rollout, limit in zip(unfinished, sampler.sample(number, unfinished, limits), limits, strict=True):
-            sampled[branch.prompt_index] += branch.add(rollout, limit, self._longest, self._stop)
-        if self._options.points != "entropy":
-            branches[:] = fork_unfinished(
-                branches, self._options, sampled, lambda branch: self._longest - len(branch.token_ids)
-            )
-        elif number == 0:
-            branches[:] = self._fork_uncertain(branches, sampled)
-
-    def _limit(self, number: int, branch: BranchingCompletion) -> int:
-        rest, every_n = self._longest - len(branch.token_ids), self._options.every_n
-        return rest if every_n is None or number >= self._options.depth else min(rest, every_n)
 
     def _fork_uncertain(self, roots: Sequence[BranchingCompletion], sampled: Counter[int]) -> list[BranchingCompletion]:
         """Fork the finished roots before their most uncertain tokens, within the budget."""
         points = [(root, place) for root in roots for place in uncertain_places(root, self._options.depth)]
-        points.sort(key=lambda point: _logprob(*point))  # stable
+        points.sort(key=lambda point: point[0].logprobs[point[1]])  # type: ignore[index]  # stable
         remaining = [self._longest - place for _, place in points]
         fit = self._options.fit_budget([root.prompt_index for root, _ in points], remaining, sampled)
         chosen: dict[int, list[int]] = {}
         for (root, place), fits in zip(points, fit, strict=True):
             if fits:
                 chosen.setdefault(root.stream, []).append(place)
-        found = []
-        for root in roots:
-            found += _forks_before(root, sorted(chosen.get(root.stream, ())), self._options)
+        others, found = self._options.width - 1, []
+        for root in roots:  # as continuation 0 everywhere, then the new branches
+            places = sorted(chosen.get(root.stream, ()))
+            found.append(replace(root, points=tuple(places), path=(*root.path, *[0] * len(places))))
+            for number, place in enumerate(places):
+                cut = replace(root, points=tuple(places[: number + 1]), token_ids=root.token_ids[:place])
+                cut.logprobs = None if root.logprobs is None else root.logprobs[:place]
+                cut.weight_versions = None if root.weight_versions is None else root.weight_versions[:place]
+                first, path = (root.stream * self._options.depth + number) * others, (*root.path, *[0] * number)
+                found += [
+                    replace(cut, stream=first + n, path=(*path, n + 1), finish_reason=None) for n in range(others)
+                ]
         return found
 
 
 def fork_unfinished(
-    rollouts: Sequence[F], branching: Branching, sampled: Mapping[int, int], remaining: Callable[[F], int]
-) -> list[F]:
+    rollouts: Sequence[U], branching: Branching, sampled: Mapping[int, int], remaining: Callable[[U], int]
+) -> list[U]:
     """Continue each unfinished rollout `width` times, within the budget.
 
     Args:
@@ -445,24 +441,3 @@ def end_of_stop_string(stop: StopStrings, before: Sequence[int], token_ids: Sequ
     tail, ends = list(before[-stop.window :]), range(1, min(stop.window, len(token_ids)) + 1) if before else range(0)
     tails = [[*tail, *token_ids[:end]][-stop.window :] for end in ends]
     return next((end for end, found in zip(ends, stop.found(tails), strict=True) if found), None)
-
-
-def _logprob(branch: BranchingCompletion, place: int) -> float:
-    assert branch.logprobs is not None
-    return branch.logprobs[place]
-
-
-def _forks_before(root: BranchingCompletion, places: Sequence[int], options: Branching) -> list[BranchingCompletion]:
-    """Fork a finished root before some tokens: the root, as continuation 0 everywhere, then the new branches."""
-    if not places:
-        return [root]
-    others, found = options.width - 1, []
-    for number, place in enumerate(places):
-        path, points = (*root.path, *[0] * number), tuple(places[: number + 1])
-        assert root.logprobs is not None
-        cut = replace(root, points=points, token_ids=root.token_ids[:place], finish_reason=None)
-        cut.logprobs = root.logprobs[:place]
-        cut.weight_versions = None if root.weight_versions is None else root.weight_versions[:place]
-        first = (root.stream * options.depth + number) * others
-        found += [replace(cut, stream=first + n, path=(*path, n + 1)) for n in range(others)]
-    return [replace(root, points=tuple(places), path=(*root.path, *[0] * len(places))), *found]

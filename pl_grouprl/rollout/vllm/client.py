@@ -290,36 +290,6 @@ class PromptRequest:
     min_version: int
     vocab_size: int
 
-    def check(self, label: str, server: Server) -> None:
-        """Check that weights are not lost, too old, or another trainer's; see `Labels.version`."""
-        self.labels.version(label, self.min_version, server.url)
-
-
-async def sample(
-    http: httpx2.AsyncClient, server: Server, request: PromptRequest, gate: asyncio.Semaphore
-) -> list[Rollout]:
-    """Sample the sequences of a prompt concurrently.
-
-    Args:
-        http: Client of the server.
-        server: The server.
-        request: The request.
-        gate: Limits the sequences that the server samples at a time.
-
-    Raises:
-        BrokenOffError: If the server breaks off an answer, or is overloaded.
-        httpx2.TransportError: If it cannot be reached.
-        SamplerLostError: If it has lost its weights.
-        WeightsMismatchError: If it has other weights.
-        ValueError: If it refuses the request.
-    """
-    return await run_all(_sequence(http, server, request, body, gate) for body in request.bodies)
-
-
-async def read_label(http: httpx2.AsyncClient, server: Server) -> str:
-    """The label of a server's weights."""
-    return server.decode(await http.get("/weight_info", timeout=server.timeout))["weight_version"]
-
 
 def decode(server: Server, response: httpx2.Response) -> Any:
     """Decode an answer while rollouts are sampled.
@@ -340,10 +310,25 @@ def decode(server: Server, response: httpx2.Response) -> Any:
         raise ValueError(str(error)) if error.status in (400, 422) else error from None
 
 
-async def _sequence(
+async def sample(
     http: httpx2.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any], gate: asyncio.Semaphore
 ) -> Rollout:
-    """Sample one sequence; start again if an update aborts it."""
+    """Sample one sequence of a prompt; start again if an update aborts it.
+
+    Args:
+        http: Client of the server.
+        server: The server.
+        request: The request.
+        body: One of its bodies.
+        gate: Limits the sequences that the server samples at a time.
+
+    Raises:
+        BrokenOffError: If the server breaks off an answer, or is overloaded.
+        httpx2.TransportError: If it cannot be reached.
+        SamplerLostError: If it has lost its weights.
+        WeightsMismatchError: If it has other weights.
+        ValueError: If it refuses the request.
+    """
     while True:
         completion, stopped, part = Completion(request.stop), False, None
         named = {**body, "request_id": secrets.token_hex(8), "stream": bool(request.stop)}
@@ -365,7 +350,7 @@ async def _sequence(
             tick(count)
             return rollout
         label = decode(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
-        request.check(label, server)
+        request.labels.version(label, request.min_version, server.url)
 
 
 class _Part(NamedTuple):

@@ -299,7 +299,7 @@ def test_rollouts_of_a_client_that_fails_are_stopped(servers, monkeypatch):
         raise KeyError("the watch")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Dispatcher, "_ask_label", fail)
+        patch.setattr(_Dispatcher, "_ask", fail)
         with pytest.raises(KeyError, match="the watch"):
             engine.generate([[1, 2]], LONG, num_generations=640, seed=0)  # minutes of work
     started = time.monotonic()
