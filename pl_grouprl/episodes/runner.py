@@ -194,10 +194,7 @@ class ToolRunner:
             return None
         name = row.get(COLUMN)
         if not isinstance(name, str) or name not in self._kinds:
-            raise ValueError(
-                f"A row has {COLUMN}={name!r}, which is not among the environments passed to environment_factory; use "
-                f"one of {list(self._kinds)}."
-            )
+            raise ValueError(f"A row has {COLUMN}={name!r}, not one of environment_factory: {list(self._kinds)}.")
         return name
 
     def open(self) -> None:

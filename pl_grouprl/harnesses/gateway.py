@@ -356,9 +356,7 @@ class RoundRequests:
         written = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if not all(value is not None and NOT_FINITE < value < math.inf for value in logprobs):  # false for NaN
-            raise FloatingPointError(
-                "the model's logits are not finite (NaN or infinite) in vLLM; check its weights and dtype."
-            )
+            raise FloatingPointError("the model's logits are not finite in vLLM; check its weights and dtype.")
         tick(len(written))
         self._usage[episode].written += len(written)
         self._exchanges.add(digest([*token_ids, *written]))
@@ -395,10 +393,7 @@ def check_version(found: str, expected: str) -> None:
     run, _, _ = expected.rpartition(":")
     if found == FRESH or found.startswith(f"{run}:"):
         raise SamplerLostError(f"the server has weights {found!r}, but {expected!r} is expected.")
-    raise WeightsMismatchError(
-        f"the server has weights of version {found!r}, but {expected!r} is expected. Does another trainer use this "
-        "server? Give each trainer its own servers."
-    )
+    raise WeightsMismatchError(f"the server has weights {found!r}, not {expected!r}: another trainer uses it.")
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
@@ -409,7 +404,4 @@ def check_sampling(sampling: SamplingConfig) -> None:
     """
     check_temperature(sampling)
     if sampling.stop:
-        raise ValueError(
-            f"SamplingConfig.stop is {list(sampling.stop)} together with a harness, whose turns end with end tokens "
-            "only; use stop_token_ids, or let the environment end the episode."
-        )
+        raise ValueError(f"SamplingConfig.stop is {list(sampling.stop)} together with a harness; use stop_token_ids.")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -25,23 +25,6 @@ from pl_grouprl.utilities.optional import VERIFIERS_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
 
 _SPLITS = ("val", "test", "train")
-
-
-@runtime_checkable
-class ServedEngine(Protocol):
-    """An engine whose sampling servers others may call directly.
-
-    Attributes:
-        urls: URLs of the vLLM servers.
-        token: Their token; None if they have none.
-        weight_version: The servers' label for the latest weights; None before the first update.
-        max_model_len: Longest sequence that every server takes; None if unknown.
-    """
-
-    urls: list[str]
-    token: str | None
-    weight_version: str | None
-    max_model_len: int | None
 
 
 class Verifiers:
@@ -129,8 +112,7 @@ class Verifiers:
         tasks = load_tasks(config, self.seed, None if size is None else kept + size)
         if len(tasks) <= kept:
             raise ValueError(
-                f"Verifiers.val_size and test_size are {kept} together, but taskset {self.taskset!r} has only "
-                f"{len(tasks)} tasks; lower them."
+                f"val_size and test_size are {kept} together, but taskset {self.taskset!r} has only {len(tasks)}."
             )
         start = sum(self.sizes[name] or 0 for name in _SPLITS[: _SPLITS.index(split)])
         end = None if split == "train" else start + (self.sizes[split] or 0)
@@ -154,18 +136,14 @@ class Verifiers:
             ValueError: If the engine has no servers, a sampling option cannot be passed on, or rollouts are to be
                 sampled ahead.
         """
-        if not isinstance(engine, ServedEngine):
+        if not hasattr(engine, "urls"):
             raise ValueError(
-                "harness is Verifiers, which calls the policy on a sampling server, but engine is "
-                f"{type(engine).__name__}; pass VLLMServerRolloutEngine."
+                f"harness needs servers, but engine is {type(engine).__name__}; pass VLLMServerRolloutEngine."
             )
         for sampling in samplings:
             check_sampling(sampling)
         if max_staleness:
-            raise ValueError(
-                f"max_staleness is {max_staleness} together with harness, whose episodes need the same weights from "
-                "their first turn to their last; set it to 0."
-            )
+            raise ValueError(f"max_staleness is {max_staleness} together with harness; set it to 0.")
 
     def play(
         self,
@@ -183,7 +161,7 @@ class Verifiers:
         """Play `num_generations` episodes of each prompt's task.
 
         Args:
-            engine: A `ServedEngine`; its servers have the policy's weights.
+            engine: A `VLLMServerRolloutEngine`; its servers have the policy's weights.
             policy: The policy, for its vocabulary and limits.
             tokenizer: Its tokenizer.
             prompts: Open prompts, from rows of this class.
@@ -262,10 +240,7 @@ class _TaskReward(EnvironmentReward):
         info = columns.get("extra_info")
         found = info.get("taskset") if isinstance(info, Mapping) else None
         if found != self.name:
-            raise ValueError(
-                f"harness is Verifiers({self.name!r}), but `extra_info` of the row names the taskset {found!r}; take "
-                "the prompts from Verifiers, too."
-            )
+            raise ValueError(f"harness is Verifiers({self.name!r}), but the row's taskset is {found!r}.")
 
 
 def _messages(task: Any) -> Messages:
@@ -299,10 +274,7 @@ def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
         raise ValueError(f"Verifiers({taskset!r}) is rejected by the library verifiers: {error}") from error
     for name, agent in agent_config_fields(read).items():
         if agent.client is None and agent.sampling is not None:
-            raise ValueError(
-                f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays with the run's "
-                "`sampling`; omit it, or give the agent its own client."
-            )
+            raise ValueError(f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays; omit it.")
     return read
 
 

@@ -7,7 +7,7 @@ import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -100,10 +100,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], lock: AbstractContextManager[Any] | None = None) -> None:
         if stop and tokenizer is None:
-            raise ValueError(
-                f"SamplingConfig.stop is {tuple(stop)!r} but the engine has no tokenizer to decode completions with; "
-                "bind one, or use stop_token_ids."
-            )
+            raise ValueError(f"SamplingConfig.stop is {tuple(stop)!r}, but the engine has no tokenizer; bind one.")
         if "" in stop:
             raise ValueError("SamplingConfig.stop has an empty string, which every completion contains; remove it.")
         self.tokenizer = tokenizer
@@ -191,9 +188,8 @@ class RolloutEngine(Protocol):
             media: Images and videos of each prompt, empty if it has none; passed only if a prompt has any, so an engine
                 for text may leave the argument out.
             prompt_indices: Index of each prompt in the batch of all ranks, which together with the seed determines its
-                random numbers; None if the prompts are the whole batch. Passed only with several ranks, to engines
-                that declare `takes_prompt_indices`, so that any number of ranks samples the same rollouts, and for the
-                later turns of episodes.
+                random numbers; None if the prompts are the whole batch. Passed only to engines that declare
+                `takes_prompt_indices`, so that any number of ranks samples the same rollouts.
             max_new_tokens: Longest completion of each prompt, at least 1, in place of `sampling.max_new_tokens`; None
                 uses that for all. Passed only to engines that declare `takes_limits`.
 
@@ -392,10 +388,7 @@ class PolicyEngine:
             if request.max_new_tokens < 1:
                 raise ValueError(f"max_new_tokens[{number}] is {request.max_new_tokens}; it must be at least 1.")
             if not tokens:
-                raise ValueError(
-                    f"prompts[{number}] is empty; the first token is predicted from the last token of the prompt, so "
-                    "pass at least one (a beginning-of-sequence token will do)."
-                )
+                raise ValueError(f"prompts[{number}] is empty; pass at least one token, such as BOS.")
             for name, limit in limits.items():
                 if length + request.max_new_tokens > limit:
                     raise ValueError(
@@ -422,29 +415,40 @@ class PolicyEngine:
 
 def checked_rollouts(
     engine: RolloutEngine,
-    prompts: Sequence[Sequence[int]],
+    requests: Sequence[SampleRequest],
     sampling: SamplingConfig,
     *,
-    num_generations: int,
+    seed: int,
     vocab_size: int | None,
-    **options: Any,
 ) -> list[list[Rollout]]:
     """Call `RolloutEngine.generate`, refuse what it cannot have sampled, and convert its numbers to Python's.
 
     Args:
-        engine: The engine, which errors name.
-        prompts: Tokens of each prompt.
-        sampling: How to sample.
-        num_generations: Rollouts per prompt.
+        engine: The engine, which errors name. An argument that it does not take is left out: it may exceed a request's
+            `max_new_tokens`, up to the largest.
+        requests: What to sample, of one `count`.
+        sampling: How to sample; each request has its own `max_new_tokens`.
+        seed: Seed of the call.
         vocab_size: Size of the policy's vocabulary; None if unknown.
-        **options: Further arguments of `generate`.
 
     Raises:
         TypeError: If something is not of its type, such as a token id that is not an integer.
         ValueError: If a value is impossible.
     """
-    name, limits = type(engine).__name__, options.get("max_new_tokens") or [sampling.max_new_tokens] * len(prompts)
-    rollouts = engine.generate(prompts, sampling, num_generations=num_generations, **options)
+    name, limits = type(engine).__name__, [request.max_new_tokens for request in requests]
+    longest = max(limits, default=sampling.max_new_tokens)
+    num_generations = max((request.count for request in requests), default=1)
+    options: dict[str, Any] = {"num_generations": num_generations, "seed": seed}
+    if any(request.media for request in requests):  # engines for text need not take it
+        options["media"] = [dict(request.media) for request in requests]
+    if declares(engine, "takes_prompt_indices"):
+        options["prompt_indices"] = [request.index for request in requests]
+    if declares(engine, "takes_limits"):
+        options["max_new_tokens"] = list(limits)
+    else:
+        limits = [longest] * len(limits)
+    prompts = [list(request.token_ids) for request in requests]
+    rollouts = engine.generate(prompts, replace(sampling, max_new_tokens=longest), **options)
     if not isinstance(rollouts, Sequence) or len(rollouts) != len(limits):
         raise ValueError(f"{name}.generate returned no list of {len(limits)} groups, one for each prompt.")
     newest = None if declares(engine, "updates_in_flight") else getattr(engine, "version", None) or 0
@@ -466,9 +470,7 @@ def checked_rollouts(
                 ) from None
     made = [rollout for group in rollouts for rollout in group]
     if len(set(map(id, made))) < len(made):
-        raise ValueError(
-            f"{name}.generate returned the same Rollout object twice; rewards of one would be the other's."
-        )
+        raise ValueError(f"{name}.generate returned the same Rollout object twice, so rewards of one would be both's.")
     sampled = [rollout.num_sampled_tokens for rollout in made]
     if any(rollout.token_ids for rollout in made) and not any(sampled):
         raise ValueError(f"{name}.generate returned {len(made)} rollouts that all have zeros for loss_mask.")

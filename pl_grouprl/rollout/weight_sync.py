@@ -108,10 +108,7 @@ class WeightSync:
             except BaseException:
                 self.forget()
                 raise
-        raise RuntimeError(
-            f"the sampler of {type(engine).__name__} was lost {MAX_RESTARTS} times in a row, most recently: {lost}. "
-            "See its log for the reason."
-        ) from lost
+        raise RuntimeError(f"{type(engine).__name__} was lost {MAX_RESTARTS} times in a row, lastly: {lost}") from lost
 
     def _update(self, owner: PolicyOwner, engine: SyncedRolloutEngine) -> None:
         """Send weights, unless the sampler has the current ones of every rank."""
@@ -179,15 +176,9 @@ def check_adapter(engine: object, policy: nn.Module) -> None:
     if not isinstance(engine, SyncedRolloutEngine):
         return
     if is_quantized(policy):
-        raise ValueError(
-            f"engine is {type(engine).__name__}, which receives weights as in a checkpoint, but those of the "
-            f"{type(policy).__name__} are quantized; sample with HFRolloutEngine, or omit quantization."
-        )
+        raise ValueError(f"engine is {type(engine).__name__}, but weights are quantized; sample with HFRolloutEngine.")
     if engine.adapter == "separate" and not has_adapters(policy):
-        raise ValueError(
-            f"{type(engine).__name__}.adapter is 'separate', but the {type(policy).__name__} has no adapter; pass "
-            "'merged', or train one (policy.init_args.adapter)."
-        )
+        raise ValueError(f"{type(engine).__name__}.adapter is 'separate', but the policy has none; pass 'merged'.")
 
 
 def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> int:

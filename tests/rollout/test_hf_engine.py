@@ -191,7 +191,7 @@ def test_engine_is_bound_later_and_again(qwen3, make_model):
     engine = HFRolloutEngine(max_sequences=2)
     assert isinstance(engine, RolloutEngine)
     sampling = SamplingConfig(max_new_tokens=3)
-    with pytest.raises(ValueError, match="has no model; pass one to the constructor or call bind"):
+    with pytest.raises(ValueError, match="has no model; call bind"):
         engine.generate([[1]], sampling, num_generations=1, seed=0)
     engine.bind(qwen3, None)
     first = engine.generate([[1]], sampling, num_generations=1, seed=0)

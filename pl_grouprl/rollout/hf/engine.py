@@ -252,16 +252,10 @@ class HFRolloutEngine(PolicyEngine):
         """
         if model is not self.model:
             if getattr(model.config, "is_encoder_decoder", False):
-                raise ValueError(
-                    f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
-                    "models, pass one (AutoModelForCausalLM)."
-                )
+                raise ValueError(f"model is an encoder-decoder ({type(model).__name__}); pass a decoder-only model.")
             decoder = find_decoder(model)
             if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
-                raise ValueError(
-                    f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
-                    "Sample with another engine, or choose a decoder that takes position_ids."
-                )
+                raise ValueError(f"HFRolloutEngine pads prompts and needs to set their positions, but {reason}")
             cache_argument(model)
             if self._kept is not None:
                 self._kept.clear()

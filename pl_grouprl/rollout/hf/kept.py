@@ -198,10 +198,7 @@ def gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int) ->
         reason = (
             f"leaves its {plain} empty, so it keeps its state elsewhere" if known else f"caches its state as {plain}"
         )
-        raise ValueError(
-            f"layer {index} of the model {reason}; HFRolloutEngine can only copy what a layer keeps for every token, "
-            "the keys and values of a window, and states of fixed size. Choose another rollout engine for this model."
-        )
+        raise ValueError(f"layer {index} of the model {reason}, which HFRolloutEngine cannot copy; use another engine.")
     return layer
 
 

@@ -107,10 +107,7 @@ def cache_argument(model: Any) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT passes on any argument
     name = internals.cache_argument(type(base).forward)
     if name is None:
-        raise ValueError(
-            f"HFRolloutEngine decodes with a cache, but {type(model).__name__} takes none. Choose another rollout "
-            "engine for this model."
-        )
+        raise ValueError(f"HFRolloutEngine decodes with a cache, but {type(model).__name__} takes none.")
     return name
 
 

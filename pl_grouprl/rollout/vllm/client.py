@@ -83,9 +83,7 @@ class Labels:
             raise SamplerLostError(f"{found} It was restarted, or has lost an update.")
         run, _, version = str(label).rpartition(":")
         if run != self.run:
-            raise WeightsMismatchError(
-                f"{found} Does another trainer use this server? Give each trainer its own servers."
-            )
+            raise WeightsMismatchError(f"{found} Does another trainer use this server? Give each its own servers.")
         if label == self.updating:
             return None
         if not version.isdigit():
@@ -115,7 +113,7 @@ class Labels:
             versions += [version] * (span["end"] - span["start"])
         if len(versions) < count:
             raise WeightsMismatchError(
-                f"the sampling server at {url} does not report which weights sampled its tokens: {spans!r}."
+                f"the sampling server at {url} does not report which weights sampled its tokens."
             )
         return versions[:count]
 

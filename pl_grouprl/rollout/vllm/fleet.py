@@ -245,10 +245,7 @@ def check_device() -> None:
         ValueError: If there is none.
     """
     if not torch.cuda.is_available():
-        raise ValueError(
-            "the server's --transfer is 'nccl', but this machine has no CUDA device; start the server with "
-            "--transfer file."
-        )
+        raise ValueError("the server's --transfer is 'nccl', but this machine has no CUDA device; use --transfer file.")
 
 
 def init_info(unique_id: str, rank_offset: int, world_size: int) -> dict[str, Any]:

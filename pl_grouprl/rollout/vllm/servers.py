@@ -219,10 +219,11 @@ class VLLMServerRolloutEngine(PolicyEngine):
             WeightsMismatchError: If a server has other weights.
             FloatingPointError: If the model's logits are not finite.
         """
-        version, vocab_size, stop = self.version, self._vocab_size, self.check(requests, sampling)
+        version, vocab_size = self.version, self._vocab_size
+        if any(request.media for request in requests):
+            raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
+        stop = self.check(requests, sampling)
         for request in requests:
-            if request.media:
-                raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
             if max(request.token_ids) >= vocab_size:  # a placeholder beyond the vocabulary, which crashes the server
                 raise ValueError(f"a prompt has token id {max(request.token_ids)}, beyond vocab_size={vocab_size}.")
         if version is None:
