@@ -238,8 +238,8 @@ class ToolRunner:
                         try:
                             session.observation = reset.result()
                         except OperationError as error:
-                            row = shorten(dict(reset.arguments[-1]), 300)
-                            raise RuntimeError(f"{reset.name} {error}, for the row {row}.") from error
+                            shown = shorten(dict(reset.arguments[-1]), 300)
+                            raise RuntimeError(f"{reset.name} {error}, for the row {shown}.") from error
                         session.environment = executors.host.instances.get(session._number)
         except BaseException:
             self.release(sessions)

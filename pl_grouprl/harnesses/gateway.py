@@ -388,12 +388,10 @@ def check_version(found: str, expected: str) -> None:
         SamplerLostError: If the server has no weights, or others of this run (after a failed update).
         WeightsMismatchError: If it has weights of another run.
     """
-    if found == expected:
-        return
-    run, _, _ = expected.rpartition(":")
-    if found == FRESH or found.startswith(f"{run}:"):
-        raise SamplerLostError(f"the server has weights {found!r}, but {expected!r} is expected.")
-    raise WeightsMismatchError(f"the server has weights {found!r}, not {expected!r}: another trainer uses it.")
+    if found != expected:
+        is_lost = found == FRESH or found.startswith(f"{expected.rpartition(':')[0]}:")
+        kind = SamplerLostError if is_lost else WeightsMismatchError  # of another trainer
+        raise kind(f"the server has weights {found!r}, but {expected!r} is expected.")
 
 
 def check_sampling(sampling: SamplingConfig) -> None:

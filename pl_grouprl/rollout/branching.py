@@ -246,7 +246,7 @@ class BranchingCompletion:
         at_branch_point = added == limit and len(before.token_ids) + limit < max_new_tokens
         if at_branch_point and end is None and sampled.finish_reason is None:
             raise ValueError("branching needs Rollout.finish_reason ('stop' or 'length'), which the engine left out.")
-        values = {}
+        values: dict[str, Any] = {}
         for name in ("token_ids", "logprobs", "weight_versions"):
             old, new = getattr(before, name), getattr(sampled, name)
             values[name] = None if old is None or new is None else [*old, *new[:added]]
@@ -278,11 +278,7 @@ class BranchLoop:
         self._options, self._longest, self._stop = branching, max_new_tokens, stop or None
 
     def run(
-        self,
-        sampler: RoundSampler,
-        prompts: Sequence[Prompt],
-        prompt_indices: Sequence[int],
-        num_generations: int,
+        self, sampler: RoundSampler, prompts: Sequence[Prompt], prompt_indices: Sequence[int], num_generations: int
     ) -> list[list[Rollout]]:
         """Sample the tree of each prompt.
 

@@ -379,13 +379,13 @@ class EngineRounds:
         is_first = number == 0 and self._one_prompt
         count = self._num_generations if is_first else 1
         requests = []
-        for rollout, limit in zip(rollouts[::count], limits[::count], strict=True):
-            prompt = rollout.next_prompt()
+        for one, limit in zip(rollouts[::count], limits[::count], strict=True):
+            prompt = one.next_prompt()
             media = {  # of a prompt, per token; the history that follows is text
                 name: pad(value, (0, len(prompt) - len(value))) if is_per_token(name) else value
-                for name, value in rollout.media.items()
+                for name, value in one.media.items()
             }
-            index = rollout.prompt_index if is_first else rollout.stream
+            index = one.prompt_index if is_first else one.stream
             requests.append(SampleRequest(prompt, count, index, limit, media))
         if not requests and not self._is_collective:
             return []
