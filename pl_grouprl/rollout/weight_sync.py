@@ -178,7 +178,10 @@ def check_adapter(engine: object, policy: nn.Module) -> None:
     if is_quantized(policy):
         raise ValueError(f"engine is {type(engine).__name__}, but weights are quantized; sample with HFRolloutEngine.")
     if engine.adapter == "separate" and not has_adapters(policy):
-        raise ValueError(f"{type(engine).__name__}.adapter is 'separate', but the policy has none; pass 'merged'.")
+        name = type(policy).__name__
+        raise ValueError(
+            f"{type(engine).__name__}.adapter is 'separate', but the {name} has no adapter; pass 'merged'."
+        )
 
 
 def fingerprint(model: nn.Module, *, frozen_only: bool = False) -> int:
