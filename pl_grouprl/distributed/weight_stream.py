@@ -229,7 +229,8 @@ class Routes:
                     del whole
             del weight
         if awaited:
-            raise ValueError(f"the stream of weights ended without {next(iter(awaited.values()))!r} of {self._owner}.")
+            first = next(iter(awaited.values()))
+            raise ValueError(f"the stream of weights ended without {len(awaited)} of {self._owner}, such as {first!r}.")
 
 
 def _inside(layer: Any, inner: str, merge: bool) -> tuple[str | None, bool]:

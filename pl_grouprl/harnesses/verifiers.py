@@ -240,7 +240,7 @@ class _TaskReward(EnvironmentReward):
         info = columns.get("extra_info")
         found = info.get("taskset") if isinstance(info, Mapping) else None
         if found != self.name:
-            raise ValueError(f"harness is Verifiers({self.name!r}), but the row's taskset is {found!r}.")
+            raise ValueError(f"harness is Verifiers({self.name!r}), but `extra_info` names {found!r}.")
 
 
 def _messages(task: Any) -> Messages:
