@@ -251,10 +251,7 @@ class ChatFormat:
             with suppress(MalformedTurnError):
                 self._parse([], [], ())  # a malformed template, which is another ValueError, ends the run here
         elif self.parser is None:
-            raise ValueError(
-                "No parser knows the tool calls of this chat template; set tokenizer.response_template, or add a "
-                "parser with pl_grouprl.chat.register_tool_parser."
-            )
+            raise ValueError("No parser knows this chat template's calls; see pl_grouprl.chat.register_tool_parser.")
 
     def _check_prefix_preserving(self, before: Messages, results: Messages) -> None:
         """A conversation with results must be the one without, up to its last turn, followed by the results."""
@@ -354,7 +351,14 @@ class ChatFormat:
         name = results[0]["name"]
         for _ in range(2):
             token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
-            prefix_ids = self._dummy_prefix_ids(name)
+            prefix_ids = self._dummy_prefixes.get(name)
+            if prefix_ids is None:  # up to the token that ends the call
+                prefix_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
+                ends = [place for place, token in enumerate(prefix_ids, 1) if token in self.turn_end_ids]
+                prefix_ids = prefix_ids[: max(ends, default=None)]
+                if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
+                    self._dummy_prefixes.clear()
+                self._dummy_prefixes[name] = prefix_ids
             if token_ids[: len(prefix_ids)] == prefix_ids:
                 return token_ids[len(prefix_ids) :]
             self._dummy_prefixes.clear()  # the template may render the date, which may have changed
@@ -416,18 +420,6 @@ class ChatFormat:
     def _response_template(self) -> Mapping[str, Any] | None:
         return getattr(self.tokenizer, "response_template", None)
 
-    def _dummy_prefix_ids(self, name: str) -> list[int]:
-        """Tokens of a dummy conversation up to the token that ends a call of this name."""
-        if name in self._dummy_prefixes:
-            return self._dummy_prefixes[name]
-        token_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
-        ends = [place for place, token in enumerate(token_ids, 1) if token in self.turn_end_ids]
-        token_ids = token_ids[: max(ends, default=None)]
-        if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
-            self._dummy_prefixes.clear()
-        self._dummy_prefixes[name] = token_ids
-        return token_ids
-
     def _encode(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
         return self._encode_text(self._render(messages, add_generation_prompt=add_generation_prompt))
 
@@ -476,10 +468,7 @@ class RendererFormat(ChatFormat):
                 tokenizer, config_from_name(name), chat_template_kwargs=self.template_kwargs or None
             )
         except Exception as error:  # the library asserts, and raises errors of pydantic and transformers
-            raise ValueError(
-                f"The library {LIBRARY} has no renderer {name!r} for this tokenizer ({error}); name one with "
-                f"chat_template='{LIBRARY}:NAME', such as '{LIBRARY}:qwen3'."
-            ) from error
+            raise ValueError(f"The library {LIBRARY} has no renderer {name!r} for this tokenizer ({error}).") from error
 
     def check_tools(self, *, may_rewrite: bool = False) -> None:
         """Check that the renderer can extend conversations.
@@ -488,10 +477,7 @@ class RendererFormat(ChatFormat):
             ValueError: If it cannot, or `may_rewrite` is set: renderers never rewrite conversations.
         """
         if may_rewrite:
-            raise ValueError(
-                f"rewritten_history is 'new_row', but renderers of the library {LIBRARY} never rewrite the history; "
-                "leave it 'refuse', or pass a chat template."
-            )
+            raise ValueError("rewritten_history is 'new_row', but renderers never rewrite it; leave it 'refuse'.")
         self.encode_results([{"role": "tool", "name": "check", "content": "check"}])
 
     @cached_property
@@ -530,10 +516,7 @@ class RendererFormat(ChatFormat):
             shared += 1
         rendered = self._renderer.bridge_to_next_turn(token_ids[:shared], token_ids[shared : last + 1], results)
         if rendered is None:
-            raise ValueError(
-                f"The renderer {type(self._renderer).__name__} cannot extend a conversation by tool results; name "
-                f"another with chat_template='{LIBRARY}:NAME', or pass a chat template."
-            )
+            raise ValueError(f"{type(self._renderer).__name__} cannot extend a conversation; pass a chat template.")
         return list(rendered.token_ids[last + 1 :])
 
     def _render_ids(self, messages: Messages, **options: Any) -> list[int]:

@@ -3,79 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-
-# Samplers that have a copy of the weights.
-
-
-@dataclass(frozen=True)
-class AdapterWeights:
-    """A LoRA adapter to send to a sampler, in the form in which PEFT saves it.
-
-    Attributes:
-        config: Contents of its `adapter_config.json`.
-        weights: Names, as in its `adapter_model.safetensors`, and whole values; read after the other weights.
-    """
-
-    config: Mapping[str, Any]
-    weights: Iterable[tuple[str, Tensor]]
-
-
-@runtime_checkable
-class SyncedSampler(Protocol):
-    """A sampler with a copy of the policy's weights, synced after updates.
-
-    `bind` and `update_weights` are collective. Ranks exchange errors afterwards, so an engine whose ranks wait for each
-    other inside a method must release all of them before raising. `bind` reads the policy's config; the weights may be
-    shards.
-
-    Attributes:
-        adapter: `merged`: takes weights with adapters merged; `separate`: takes the base once, then only the adapter.
-        version: Version of the weights that it has, as far as this process knows; None if none were sent.
-    """
-
-    adapter: Literal["merged", "separate"]
-    version: int | None
-
-    def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Set the policy; see `RolloutEngine.bind`."""
-        ...
-
-    def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
-    ) -> dict[str, float]:
-        """Load new weights into the sampler, and verify that it has them.
-
-        Args:
-            weights: Names, as in a Hugging Face checkpoint, and whole values. Read once, in order; the caller exhausts
-                what is left unread. A tensor may change once the next one is requested.
-            version: Larger than any before.
-            adapter: The adapter for those weights if `self.adapter` is `separate`. The first time, `weights` are the
-                base; later they are empty, and the sampler keeps its base.
-
-        Returns:
-            Metrics, including `bytes`; the caller measures `seconds`.
-
-        Raises:
-            SamplerLostError: If the sampler was restarted in the meantime.
-            WeightsMismatchError: If the sampler did not load exactly the weights sent.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the sampler; the next call of `update_weights` starts it again.
-
-        Idempotent. A rank may call it alone, after an exception.
-        """
-        ...
-
-
-class SamplerLostError(RuntimeError):
-    """The sampler was restarted and lost the policy's weights: send them and sample again."""
 
 
 class WeightsMismatchError(RuntimeError):
@@ -165,7 +96,23 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
         for fields in worker:
             weight = LoadedWeight(*fields)
             by_name.setdefault(weight.name, []).append(weight)
-    faults = [f"{name} {fault}" for name, loaded in by_name.items() if (fault := _fault(expected, loaded)) is not None]
+    faults = []
+    for name, loaded in by_name.items():
+        parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
+        unknown = [part for part in parts if part not in expected]
+        kinds, is_equal = {weight.how for weight in loaded}, True
+        if not all(weight.parts for weight in loaded):
+            faults.append(f"{name} was not sent")
+        elif unknown:
+            faults.append(f"{name} contains {unknown[0]}, which was not sent")
+        elif len(kinds) > 1:
+            faults.append(f"{name} is stored in different ways ({', '.join(sorted(kinds))})")
+        elif kinds == {"sum"}:
+            is_equal = add(*(weight.checksum for weight in loaded)) == add(*(expected[part] for part in parts))
+        else:
+            is_equal = all(weight.checksum == add(*(expected[part] for part in weight.parts)) for weight in loaded)
+        if not is_equal:
+            faults.append(f"{name} differs from what was sent as {' + '.join(parts)}")
     arrived = {part for loaded in by_name.values() for weight in loaded for part in weight.parts}
     faults += [f"{name} was sent, but no parameter contains it" for name in expected if name not in arrived]
     if faults:
@@ -174,24 +121,6 @@ def check_weights(expected: Mapping[str, int], workers: Iterable[Iterable[Sequen
             f"The sampler did not load the policy's weights, {len(faults)} differ: {shown}. Its rollouts must not be "
             "trained on. Start the sampler with the policy's config and dtype, without quantization."
         )
-
-
-def _fault(expected: Mapping[str, int], loaded: Sequence[LoadedWeight]) -> str | None:
-    """What is wrong with one parameter, given all workers' parts of it; None if it is correct."""
-    parts = dict.fromkeys(part for weight in loaded for part in weight.parts)
-    unknown = [part for part in parts if part not in expected]
-    if not all(weight.parts for weight in loaded):
-        return "was not sent"
-    if unknown:
-        return f"contains {unknown[0]}, which was not sent"
-    kinds = {weight.how for weight in loaded}
-    if kinds == {"sum"}:
-        equal = add(*(weight.checksum for weight in loaded)) == add(*(expected[part] for part in parts))
-    elif kinds == {"copy"}:
-        equal = all(weight.checksum == add(*(expected[part] for part in weight.parts)) for weight in loaded)
-    else:
-        return f"is stored in different ways ({', '.join(sorted(kinds))})"
-    return None if equal else f"differs from what was sent as {' + '.join(parts)}"
 
 
 # A stream of weights, prepared for sending: cast to the sampler's dtype, checksummed, in buckets.

@@ -36,22 +36,16 @@ def support_of(trainer: Trainer | None) -> StrategySupport:
     Raises:
         ValueError: If the strategy is not supported.
     """
-    from lightning.pytorch.strategies import (
-        DDPStrategy,
-        DeepSpeedStrategy,
-        FSDPStrategy,
-        ModelParallelStrategy,
-        SingleDeviceStrategy,
-    )
+    from lightning.pytorch import strategies
 
     strategy = None if trainer is None else trainer.strategy
-    if isinstance(strategy, DeepSpeedStrategy):  # also a DDPStrategy
+    if isinstance(strategy, strategies.DeepSpeedStrategy):  # also a DDPStrategy
         return DeepSpeedSupport(trainer)
-    if strategy is None or isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+    if strategy is None or isinstance(strategy, strategies.SingleDeviceStrategy | strategies.DDPStrategy):
         return StrategySupport(trainer)
-    if isinstance(strategy, ModelParallelStrategy):
+    if isinstance(strategy, strategies.ModelParallelStrategy):
         return FSDP2Support(trainer)
-    if isinstance(strategy, FSDPStrategy):
+    if isinstance(strategy, strategies.FSDPStrategy):
         return FSDP1Support(trainer)
     raise ValueError(
         f"trainer.strategy is {type(strategy).__name__}, which is not supported here; use a single device, ddp, "
@@ -524,15 +518,10 @@ class FSDP2Support(ShardedSupport):
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Each weight of a model, gathered separately, even while its units are gathered."""
         for weight in weights_of(model):
-            yield weight.name, _whole(weight)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _whole(weight: Weight) -> Tensor:
-    tensor = weight.get()
-    # A gathered unit will free its storage, so copy.
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = weight.get()  # a gathered unit will free its storage, so copy
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            yield weight.name, whole
 
 
 def _sharded_roots(*models: nn.Module) -> list[Any]:
@@ -576,13 +565,6 @@ def _call_through(root: Any, backbone: nn.Module) -> None:
 # Before the optimizer's step, gradients are not in `parameter.grad`: each rank has its shards, flattened by parameter
 # group. DeepSpeed has no public way to read or scale them, so this class uses private attributes of DeepSpeed 0.19.
 
-_DECIDED_BY_MODULE = {
-    "gradient_clipping": "set trainer.gradient_clip_val",
-    "optimizer": "set the optimizer of the module",
-    "scheduler": "set the schedule of the module's optimizer",
-}
-"""Keys of DeepSpeed's configuration that are rejected, with the remedy."""
-
 
 class DeepSpeedSupport(StrategySupport):
     """DeepSpeed with ZeRO stage 1, 2 or 3, with or without CPU offloading.
@@ -615,20 +597,14 @@ class DeepSpeedSupport(StrategySupport):
         strategy: Any = self.trainer.strategy
         accumulated, precision = self.trainer.accumulate_grad_batches, self.trainer.precision
         if accumulated > 1:
-            raise ValueError(
-                f"trainer.accumulate_grad_batches is {accumulated} under DeepSpeed, which cannot divide the step's "
-                "losses by their common denominator; lower num_mini_batches for larger steps instead."
-            )
+            raise ValueError(f"accumulate_grad_batches is {accumulated} under DeepSpeed; lower num_mini_batches.")
         if self.stage not in (1, 2, 3):
             raise ValueError(f"DeepSpeed's ZeRO stage is {self.stage}; set stage to 1, 2 or 3, or use strategy ddp.")
         if precision.startswith("16"):
-            raise ValueError(
-                f"trainer.precision is {precision!r} under DeepSpeed, whose loss scaling differs from Lightning's; use "
-                "'bf16-mixed', which needs none."
-            )
-        for name, instead in _DECIDED_BY_MODULE.items():
+            raise ValueError(f"trainer.precision is {precision!r} under DeepSpeed; use 'bf16-mixed'.")
+        for name in ("gradient_clipping", "optimizer", "scheduler"):
             if strategy.config.get(name):
-                raise ValueError(f"config of DeepSpeed has {name}={strategy.config[name]!r}; omit it and {instead}.")
+                raise ValueError(f"config of DeepSpeed has {name}={strategy.config[name]!r}; leave it to the module.")
         # The module clips by part, and logs the norm.
         strategy.config["gradient_clipping"] = 0.0
         strategy.init_deepspeed = partial(_init_engine, strategy)
@@ -779,10 +755,7 @@ class DeepSpeedSupport(StrategySupport):
         indices = [index for index, group in enumerate(groups) if group and all(id(p) in wanted for p in group)]
         found = sum(len(groups[index]) for index in indices)
         if found != len(wanted):
-            raise ValueError(
-                f"{len(wanted)} parameters do not form whole parameter groups of the optimizer ({found} of them do), "
-                "and DeepSpeed stores gradients by group; give a part that is trained separately its own group."
-            )
+            raise ValueError(f"DeepSpeed needs a parameter group of its own for these {len(wanted)} parameters.")
         return indices
 
 

@@ -70,10 +70,7 @@ def base_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
         RuntimeError: As in `checkpoint_weights`.
     """
     if any(getattr(layer, "merged", False) for layer in adapter_layers(model)):
-        raise ValueError(
-            f"{type(base_of(model)).__name__} has an adapter merged into its weights, so they are not the base; call "
-            "its unmerge_adapter first."
-        )
+        raise ValueError("the policy has an adapter merged into its weights; call its unmerge_adapter first.")
     return _as_saved(model, weights, merge=False)
 
 
@@ -135,10 +132,7 @@ def _active_config(base: Any) -> tuple[str, Any]:
     """The active adapter's name and PEFT config."""
     active = {name for layer in adapter_layers(base) for name in layer.active_adapters}
     if len(active) != 1:
-        raise ValueError(
-            f"{type(base).__name__} has {len(active)} active adapters ({', '.join(sorted(active)) or 'none'}), but "
-            "only one can be sent; choose it with set_adapter, or send the weights merged."
-        )
+        raise ValueError(f"{type(base).__name__} has {len(active)} active adapters; choose one with set_adapter.")
     name = active.pop()
     return name, base.peft_config[name]
 
@@ -235,10 +229,8 @@ class Routes:
                     del whole
             del weight
         if awaited:
-            raise ValueError(
-                f"the stream of weights ended without {len(awaited)} of {self._owner}, such as "
-                f"{next(iter(awaited.values()))!r}; pass all parameters and persistent buffers."
-            )
+            first = next(iter(awaited.values()))
+            raise ValueError(f"the stream of weights ended without {len(awaited)} of {self._owner}, such as {first!r}.")
 
 
 def _inside(layer: Any, inner: str, merge: bool) -> tuple[str | None, bool]:

@@ -272,7 +272,7 @@ class EpisodeLoop:
 
     def run(
         self,
-        sampler: RoundSampler[Episode],
+        sampler: RoundSampler,
         prompts: Sequence[Prompt],
         prompt_indices: Sequence[int],
         max_new_tokens: int,
@@ -361,46 +361,36 @@ class EpisodeLoop:
             episode.opening = messages
 
     def _run_turns(
-        self,
-        sampler: RoundSampler[Episode],
-        episodes: list[Episode],
-        max_new_tokens: int,
-        branching: Branching | None,
+        self, sampler: RoundSampler, episodes: list[Episode], max_new_tokens: int, branching: Branching | None
     ) -> None:
         turn = 0
-        while sampler.any_open(any(episode.is_open for episode in episodes)):
-            sampler.raise_together(partial(self._advance, sampler, turn, episodes, max_new_tokens, branching))
-            turn += 1
-
-    def _advance(
-        self,
-        sampler: RoundSampler[Episode],
-        turn: int,
-        episodes: list[Episode],
-        max_new_tokens: int,
-        branching: Branching | None,
-    ) -> None:
-        """Let the model write one turn of each open episode, then run the tools that it calls."""
 
         def limit_of(episode: Episode) -> int:
             return episode.turn_limit(max_new_tokens, self._limits, sampler.max_length)
 
-        for episode in episodes:
-            if episode.is_open and limit_of(episode) <= 0:
-                episode.finish_reason = "length"
-        if branching is not None and 0 < turn <= branching.depth:
-            written = Counter[int]()
+        def advance() -> None:
+            """Let the model write one turn of each open episode, then run the tools that it calls."""
+            nonlocal turn
             for episode in episodes:
-                own = first_own_token(episode.path, episode.points)
-                written[episode.prompt_index] += sum(episode.row.loss_mask[own:])
-            episodes[:] = fork_unfinished(
-                episodes, branching, written, lambda episode: max_new_tokens - sum(episode.row.loss_mask)
-            )
-        writing = [episode for episode in episodes if episode.is_open]
-        sampled = sampler.sample(turn, writing, [limit_of(episode) for episode in writing])
-        for episode, rollout in zip(writing, sampled, strict=True):
-            self._take_turn(episode, rollout)
-        self._call_tools([episode for episode in writing if episode.is_open], sampler.max_length)
+                if episode.is_open and limit_of(episode) <= 0:
+                    episode.finish_reason = "length"
+            if branching is not None and 0 < turn <= branching.depth:
+                written = Counter[int]()
+                for episode in episodes:
+                    own = first_own_token(episode.path, episode.points)
+                    written[episode.prompt_index] += sum(episode.row.loss_mask[own:])
+                episodes[:] = fork_unfinished(
+                    episodes, branching, written, lambda episode: max_new_tokens - sum(episode.row.loss_mask)
+                )
+            writing = [episode for episode in episodes if episode.is_open]
+            sampled = sampler.sample(turn, writing, [limit_of(episode) for episode in writing])
+            for episode, rollout in zip(writing, sampled, strict=True):
+                self._take_turn(episode, rollout)
+            self._call_tools([episode for episode in writing if episode.is_open], sampler.max_length)
+            turn += 1
+
+        while sampler.any_open(any(episode.is_open for episode in episodes)):
+            sampler.raise_together(advance)
 
     def _take_turn(self, episode: Episode, sampled: Rollout) -> None:
         """Add what the model wrote, with the calls in it; without tools it is plain text."""
@@ -431,15 +421,21 @@ class EpisodeLoop:
             episode.counts["calls"] += len(results)
             episode.counts.update(result.failure for result in results if result.failure is not None)
             episode.seconds += sum(result.seconds for result in results)
+            most = smallest(
+                None if max_length is None else max_length - 1,
+                None
+                if self._limits.max_episode_tokens is None
+                else self._limits.max_episode_tokens + len(episode.row.prompt_ids),
+            )
             with self._lock:
-                next_ids = self._read_results(episode, results, max_length)
-            if self._fits(episode, len(next_ids), max_length):
+                next_ids = self._read_results(episode, results, most)
+            if most is None or len(next_ids) <= most:
                 episode.add_results(results, next_ids)
             else:
                 episode.finish_reason = "length"
 
-    def _read_results(self, episode: Episode, results: Sequence[ToolResult], max_length: int | None) -> list[int]:
-        """All tokens that the model reads before its next turn; only the first of them if they do not fit by far."""
+    def _read_results(self, episode: Episode, results: Sequence[ToolResult], most: int | None) -> list[int]:
+        """All tokens that the model reads before its next turn; only some if they exceed `most` by far."""
         history, characters = episode.row.history, _FIRST_CHARACTERS
         while True:
             messages = [{**result.message, "content": result.content[:characters]} for result in results]
@@ -449,11 +445,6 @@ class EpisodeLoop:
                 messages = [*episode.opening, *episode.row.messages, *messages]
                 next_ids = self._chat.encode_history(history, messages, self.runner.schemas(episode.session.kind))
             is_whole = all(len(result.content) <= characters for result in results)
-            if is_whole or not self._fits(episode, len(next_ids) - _CUT_TOKENS, max_length):
+            if is_whole or (most is not None and len(next_ids) - _CUT_TOKENS > most):
                 return next_ids
             characters *= 8
-
-    def _fits(self, episode: Episode, total: int, max_length: int | None) -> bool:
-        most = self._limits.max_episode_tokens
-        length = total - len(episode.row.prompt_ids)
-        return (most is None or length <= most) and (max_length is None or total < max_length)

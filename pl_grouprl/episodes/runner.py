@@ -194,10 +194,7 @@ class ToolRunner:
             return None
         name = row.get(COLUMN)
         if not isinstance(name, str) or name not in self._kinds:
-            raise ValueError(
-                f"A row has {COLUMN}={name!r}, which is not among the environments passed to environment_factory; use "
-                f"one of {list(self._kinds)}."
-            )
+            raise ValueError(f"A row has {COLUMN}={name!r}, not one of environment_factory: {list(self._kinds)}.")
         return name
 
     def open(self) -> None:
@@ -238,7 +235,11 @@ class ToolRunner:
                 for batch in [begun] if self.workers else [[one] for one in begun]:
                     executors.run([reset for _, reset in batch])
                     for session, reset in batch:
-                        session.observation = _observation(reset)
+                        try:
+                            session.observation = reset.result()
+                        except OperationError as error:
+                            shown = shorten(dict(reset.arguments[-1]), 300)
+                            raise RuntimeError(f"{reset.name} {error}, for the row {shown}.") from error
                         session.environment = executors.host.instances.get(session._number)
         except BaseException:
             self.release(sessions)
@@ -267,9 +268,15 @@ class ToolRunner:
             now: list[ToolResult] = []
             late: list[ToolResult] = []
             for one in turn:
-                result = _call_result(one) if isinstance(one, Operation) else one
-                is_late = isinstance(one, Operation) and one.is_async and result.failure != "arguments"
-                (late if is_late else now).append(result)
+                if isinstance(one, ToolResult):
+                    now.append(one)
+                    continue
+                try:
+                    result: ToolResult = one.result()
+                except OperationError as error:
+                    seconds = one.limit or 0.0 if error.failure == "timeout" else 0.0
+                    result = ToolResult.error(one.name, f"Tool {one.name} {error}.", error.failure, seconds)
+                (late if one.is_async and result.failure != "arguments" else now).append(result)
             found.append(now + late)
         return found
 
@@ -340,23 +347,6 @@ class ToolRunner:
         number, is_method = session._number, name not in self._tools
         arguments = (number, session.kind, name, call.arguments)
         return Operation(call.name, "call", arguments, self._timeout, tool.is_async, number, is_method)
-
-
-def _observation(reset: Operation) -> str | None:
-    try:
-        observation: str | None = reset.result()
-    except OperationError as error:
-        raise RuntimeError(f"{reset.name} {error}, for the row {shorten(dict(reset.arguments[-1]), 300)}.") from error
-    return observation
-
-
-def _call_result(operation: Operation) -> ToolResult:
-    try:
-        result: ToolResult = operation.result()
-    except OperationError as error:
-        seconds = operation.limit or 0.0 if error.failure == "timeout" else 0.0
-        return ToolResult.error(operation.name, f"Tool {operation.name} {error}.", error.failure, seconds)
-    return result
 
 
 class OperationError(RuntimeError):
@@ -594,7 +584,16 @@ class _Threads:
         thread.start()
 
     def _serve(self, call: Callable[[Operation], Any]) -> None:
-        while (operation := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                operation = self._waiting.popleft()
+                if not operation.future.set_running_or_notify_cancel():
+                    continue
+                self._running[operation] = threading.current_thread()
+                operation.began = time.monotonic() if self._keeps_limits else None
             try:
                 settle = partial(operation.future.set_result, call(operation))
             except BaseException as error:
@@ -605,17 +604,6 @@ class _Threads:
             tick()
             settle()
             del operation, settle  # an idle thread keeps nothing alive
-
-    def _next(self) -> Operation | None:
-        with self._changed:
-            while not self._closed:
-                if not self._waiting:
-                    self._changed.wait()
-                elif (operation := self._waiting.popleft()).future.set_running_or_notify_cancel():
-                    self._running[operation] = threading.current_thread()
-                    operation.began = time.monotonic() if self._keeps_limits else None
-                    return operation
-            return None
 
     def replace(self, operation: Operation, before: Callable[[Operation], None]) -> None:
         """Leave the thread of an overdue operation behind, and start another; `before` is called in between."""

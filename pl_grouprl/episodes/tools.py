@@ -13,8 +13,8 @@ import math
 import time
 from abc import ABC
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pl_grouprl.chat.parsing import Schema
 from pl_grouprl.utilities.describe import private_copy
@@ -78,13 +78,13 @@ class Tool:
 
     Attributes:
         name: Name by which the model calls it.
-        function: The function.
+        function: The function; None for a method of an environment, which each instance has.
         is_async: Whether it is a coroutine function.
         schema: Its JSON schema, for the chat template.
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Any
     is_async: bool
     schema: Schema
 
@@ -237,20 +237,6 @@ COLUMN = "environment"
 """The column that chooses a row's environment if there are several."""
 
 
-class Method(NamedTuple):
-    """A method of an environment that the model may call.
-
-    Attributes:
-        attribute: Its name in the environment.
-        is_async: Whether it is a coroutine function.
-        schema: Its JSON schema.
-    """
-
-    attribute: str
-    is_async: bool
-    schema: Schema
-
-
 @dataclass(frozen=True)
 class EnvironmentKind:
     """What the environments of one factory have in common.
@@ -258,14 +244,14 @@ class EnvironmentKind:
     Attributes:
         class_name: Name of their class.
         factory: Makes one.
-        methods: Their tools, by name.
+        methods: Their tools, by name, each with the name of its attribute and no function.
         async_reset: Whether `reset` is a coroutine function.
         async_reward: Whether `get_reward` is a coroutine function; None if there is no such method.
     """
 
     class_name: str
     factory: Callable[[], Any]
-    methods: dict[str, Method]
+    methods: dict[str, Tool]
     async_reset: bool
     async_reward: bool | None
 
@@ -295,7 +281,7 @@ class EnvironmentKind:
                 "for the model, let its name begin with an underscore."
             ) from error
         described = {
-            tool.name: Method(name, tool.is_async, tool.schema) for name, tool in zip(public, tools, strict=True)
+            tool.name: replace(tool, name=name, function=None) for name, tool in zip(public, tools, strict=True)
         }
         async_reward = None if get_reward is None else is_async(get_reward)
         return cls(class_name, factory, described, is_async(reset), async_reward)
@@ -327,10 +313,10 @@ class EnvironmentHost:
             return ToolResult.error(name, "The environment of this episode was lost.", "exited")
         method = self.kinds[kind].methods[name]
         try:
-            function = getattr(self.instances[number], method.attribute)
+            function = getattr(self.instances[number], method.name)
         except Exception as error:
             return ToolResult.error(name, describe_error(error), "raised")
-        return await call_tool(Tool(name, function, method.is_async, method.schema), arguments)
+        return await call_tool(replace(method, name=name, function=function), arguments)
 
     async def reset(self, number: int, kind: str | None, row: Mapping[str, Any]) -> str | None:
         """Begin an episode, in a new environment if there is none of that number.

@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.episodes.loop import EpisodeLimits, smallest
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.vllm.client import FRESH
 from pl_grouprl.rollout.vllm.requests import NOT_FINITE, check_temperature, sampling_options
 from pl_grouprl.types import SamplingConfig
@@ -355,9 +356,7 @@ class RoundRequests:
         written = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if not all(value is not None and NOT_FINITE < value < math.inf for value in logprobs):  # false for NaN
-            raise FloatingPointError(
-                "the model's logits are not finite (NaN or infinite) in vLLM; check its weights and dtype."
-            )
+            raise FloatingPointError("the model's logits are not finite in vLLM; check its weights and dtype.")
         tick(len(written))
         self._usage[episode].written += len(written)
         self._exchanges.add(digest([*token_ids, *written]))
@@ -389,15 +388,10 @@ def check_version(found: str, expected: str) -> None:
         SamplerLostError: If the server has no weights, or others of this run (after a failed update).
         WeightsMismatchError: If it has weights of another run.
     """
-    if found == expected:
-        return
-    run, _, _ = expected.rpartition(":")
-    if found == FRESH or found.startswith(f"{run}:"):
-        raise SamplerLostError(f"the server has weights {found!r}, but {expected!r} is expected.")
-    raise WeightsMismatchError(
-        f"the server has weights of version {found!r}, but {expected!r} is expected. Does another trainer use this "
-        "server? Give each trainer its own servers."
-    )
+    if found != expected:
+        is_lost = found == FRESH or found.startswith(f"{expected.rpartition(':')[0]}:")
+        kind = SamplerLostError if is_lost else WeightsMismatchError  # of another trainer
+        raise kind(f"the server has weights {found!r}, but {expected!r} is expected.")
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
@@ -408,7 +402,4 @@ def check_sampling(sampling: SamplingConfig) -> None:
     """
     check_temperature(sampling)
     if sampling.stop:
-        raise ValueError(
-            f"SamplingConfig.stop is {list(sampling.stop)} together with a harness, whose turns end with end tokens "
-            "only; use stop_token_ids, or let the environment end the episode."
-        )
+        raise ValueError(f"SamplingConfig.stop is {list(sampling.stop)} together with a harness; use stop_token_ids.")

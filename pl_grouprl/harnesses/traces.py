@@ -77,10 +77,7 @@ def read_episode(episode: Any, was_sampled: WasSampled, ran_out: Callable[[str],
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) > 1:
         names = ", ".join(trace.agent.name for trace in trained)
-        raise ValueError(
-            f"an episode of {episode.env.id!r} trains {len(trained)} agent runs ({names}), but a rollout holds only "
-            "one; use an environment that sets `trainable` for one of them only."
-        )
+        raise ValueError(f"an episode of {episode.env.id!r} trains {len(trained)} agent runs ({names}), not one.")
     if not trained:
         return FinishedEpisode(failure=_last_error(episode.errors) or "no agent ran that is trained")
     (trace,) = trained
@@ -177,10 +174,7 @@ def make_group(prompt: Prompt, episodes: Sequence[FinishedEpisode], reward_name:
     prompts = [row.token_ids[: row.prompt_length] for episode in episodes for row in episode.rows]
     shared = common_length(prompts) if prompts else 0
     if prompts and not shared:
-        raise ValueError(
-            f"the contexts of an episode of {prompt.where or 'a task'} begin with different tokens, so its rollouts do "
-            "not share a prompt; use a chat format that always begins with the same token."
-        )
+        raise ValueError(f"contexts of {prompt.where or 'a task'} begin with different tokens and share no prompt.")
     rollouts: list[Rollout] = []
     for index, played in enumerate(episodes):
         for row in played.rows:

@@ -9,37 +9,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from pl_grouprl.episodes.loop import EpisodeLimits, smallest
 from pl_grouprl.harnesses.gateway import RoundRequests, Stage, check_sampling
 from pl_grouprl.harnesses.traces import make_group, read_episode
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rewards.base import EnvironmentReward
-from pl_grouprl.rollout.engine import BoundPolicy, length_limits, sequence_seeds
+from pl_grouprl.rollout.engine import end_token_ids, length_limits
 from pl_grouprl.types import Messages, Prompt, Rollout, SamplingConfig
+from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.optional import VERIFIERS_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
 
 _SPLITS = ("val", "test", "train")
-
-
-@runtime_checkable
-class ServedEngine(Protocol):
-    """An engine whose sampling servers others may call directly.
-
-    Attributes:
-        urls: URLs of the vLLM servers.
-        token: Their token; None if they have none.
-        weight_version: The servers' label for the latest weights; None before the first update.
-        max_model_len: Longest sequence that every server takes; None if unknown.
-    """
-
-    urls: list[str]
-    token: str | None
-    weight_version: str | None
-    max_model_len: int | None
 
 
 class Verifiers:
@@ -127,8 +112,7 @@ class Verifiers:
         tasks = load_tasks(config, self.seed, None if size is None else kept + size)
         if len(tasks) <= kept:
             raise ValueError(
-                f"Verifiers.val_size and test_size are {kept} together, but taskset {self.taskset!r} has only "
-                f"{len(tasks)} tasks; lower them."
+                f"val_size and test_size are {kept} together, but taskset {self.taskset!r} has only {len(tasks)}."
             )
         start = sum(self.sizes[name] or 0 for name in _SPLITS[: _SPLITS.index(split)])
         end = None if split == "train" else start + (self.sizes[split] or 0)
@@ -152,18 +136,14 @@ class Verifiers:
             ValueError: If the engine has no servers, a sampling option cannot be passed on, or rollouts are to be
                 sampled ahead.
         """
-        if not isinstance(engine, ServedEngine):
+        if not hasattr(engine, "urls"):
             raise ValueError(
-                "harness is Verifiers, which calls the policy on a sampling server, but engine is "
-                f"{type(engine).__name__}; pass VLLMServerRolloutEngine."
+                f"harness needs servers, but engine is {type(engine).__name__}; pass VLLMServerRolloutEngine."
             )
         for sampling in samplings:
             check_sampling(sampling)
         if max_staleness:
-            raise ValueError(
-                f"max_staleness is {max_staleness} together with harness, whose episodes need the same weights from "
-                "their first turn to their last; set it to 0."
-            )
+            raise ValueError(f"max_staleness is {max_staleness} together with harness; set it to 0.")
 
     def play(
         self,
@@ -181,7 +161,7 @@ class Verifiers:
         """Play `num_generations` episodes of each prompt's task.
 
         Args:
-            engine: A `ServedEngine`; its servers have the policy's weights.
+            engine: A `VLLMServerRolloutEngine`; its servers have the policy's weights.
             policy: The policy, for its vocabulary and limits.
             tokenizer: Its tokenizer.
             prompts: Open prompts, from rows of this class.
@@ -203,24 +183,25 @@ class Verifiers:
         """
         if not prompts:
             return [], []
-        bound = BoundPolicy(policy, tokenizer)
         vocab_size = policy.config.get_text_config(decoder=True).vocab_size  # without placeholders beyond it: text only
         round_requests = RoundRequests(
             sampling,
             engine.weight_version,
             limits,
             max_model_len=smallest(engine.max_model_len, *length_limits(policy).values()),
-            end_ids=bound.end_ids(sampling),
-            never=[token for token in bound.never if token < vocab_size],
+            end_ids=end_token_ids(policy, tokenizer, sampling),
+            never=[token for token in sorted(placeholder_ids(policy).values()) if token < vocab_size],
             vocab_size=vocab_size,
         )
         if self._stage is None:
             config, renderer = read_config(self.taskset, self.config), renderer_config(tokenizer, self.renderer)
             make = partial(Environment, config, renderer=renderer, max_concurrent=self.max_concurrent)
             self._stage = Stage(engine.urls, engine.token, tokenizer, make)
-        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        tasks = [prompt.columns["extra_info"]["task"] for prompt in prompts]
-        asked = [(task, one) for task, of_prompt in zip(tasks, seeds, strict=True) for one in of_prompt]
+        asked = [
+            (prompt.columns["extra_info"]["task"], derive_seed(seed, index, number))
+            for prompt, index in zip(prompts, prompt_indices, strict=True)
+            for number in range(num_generations)
+        ]
         recorded = {"temperature": sampling.temperature, "max_tokens": sampling.max_new_tokens}
         played = [
             read_episode(episode, round_requests.was_sampled, round_requests.ran_out)
@@ -259,10 +240,7 @@ class _TaskReward(EnvironmentReward):
         info = columns.get("extra_info")
         found = info.get("taskset") if isinstance(info, Mapping) else None
         if found != self.name:
-            raise ValueError(
-                f"harness is Verifiers({self.name!r}), but `extra_info` of the row names the taskset {found!r}; take "
-                "the prompts from Verifiers, too."
-            )
+            raise ValueError(f"harness is Verifiers({self.name!r}), but `extra_info` names {found!r}.")
 
 
 def _messages(task: Any) -> Messages:
@@ -296,10 +274,7 @@ def read_config(taskset: str, config: Mapping[str, Any]) -> Any:
         raise ValueError(f"Verifiers({taskset!r}) is rejected by the library verifiers: {error}") from error
     for name, agent in agent_config_fields(read).items():
         if agent.client is None and agent.sampling is not None:
-            raise ValueError(
-                f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays with the run's "
-                "`sampling`; omit it, or give the agent its own client."
-            )
+            raise ValueError(f"Verifiers.config sets the sampling of agent {name!r}, which the policy plays; omit it.")
     return read
 
 

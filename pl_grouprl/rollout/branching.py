@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from pl_grouprl.rollout.engine import StopStrings
-from pl_grouprl.types import FinishReason, Media, Prompt, Rollout, SamplingConfig
+from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.options import check_options
 
 # Options of branching rollouts: where rollouts branch, how often, and within how many tokens.
@@ -91,24 +90,15 @@ class Branching:
         """
         most, new_tokens = self.max_rollouts(num_generations), sampling.max_new_tokens
         if most > MAX_ROLLOUTS:
-            raise ValueError(
-                f"branching has width={self.width} and depth={self.depth}, which with num_generations="
-                f"{num_generations} allows {most} rollouts per group; lower them to at most {MAX_ROLLOUTS}."
-            )
+            raise ValueError(f"branching (width, depth) allows {most} rollouts per group, more than {MAX_ROLLOUTS}.")
         if self.every_n is not None and self.every_n >= new_tokens:
-            raise ValueError(
-                f"Branching.every_n is {self.every_n}, but rollouts end after sampling.max_new_tokens={new_tokens}, so "
-                "none would branch; lower it."
-            )
+            raise ValueError(f"Branching.every_n is {self.every_n}, not below sampling.max_new_tokens={new_tokens}.")
         if self.points == "entropy" and new_tokens < 2:
+            raise ValueError("Branching.points is 'entropy', which needs sampling.max_new_tokens of at least 2.")
+        least = num_generations * new_tokens
+        if self.budget is not None and self.budget < least:
             raise ValueError(
-                f"Branching.points is 'entropy', but with sampling.max_new_tokens={new_tokens} no token has another "
-                "before it, so none would branch; raise it, or leave branching out."
-            )
-        if self.budget is not None and self.budget < num_generations * new_tokens:
-            raise ValueError(
-                f"Branching.budget is {self.budget}, but the {num_generations} roots alone may take "
-                f"{num_generations * new_tokens} tokens; raise it, or lower num_generations or sampling.max_new_tokens."
+                f"Branching.budget is {self.budget}, but the {num_generations} roots alone may take {least} tokens."
             )
 
     def continuations(
@@ -171,30 +161,23 @@ class PartialRollout(Protocol):
     def media(self) -> Media:
         """Images and videos of the prompt."""
 
-    def next_prompt(self) -> list[int]:
-        """Its prompt and its tokens so far."""
-        ...
-
-
-U = TypeVar("U", bound=PartialRollout, contravariant=True)
-
-
-class ForkableRollout(PartialRollout, Protocol):
-    """A rollout in progress that can branch."""
-
     @property
     def is_open(self) -> bool:
         """Whether it is unfinished."""
+
+    def next_prompt(self) -> list[int]:
+        """Its prompt and its tokens so far."""
+        ...
 
     def fork(self, count: int, width: int) -> list[Any]:
         """Its `count` continuations from here on, of at most `width`."""
         ...
 
 
-F = TypeVar("F", bound=ForkableRollout)
+U = TypeVar("U", bound=PartialRollout)
 
 
-class RoundSampler(Protocol[U]):
+class RoundSampler(Protocol):
     """Samples many rollouts in rounds."""
 
     max_length: int | None
@@ -203,7 +186,7 @@ class RoundSampler(Protocol[U]):
     is_concurrent: bool
     """Whether several threads may call it at once, each with other rollouts."""
 
-    def sample(self, number: int, rollouts: Sequence[U], limits: Sequence[int]) -> list[Rollout]:
+    def sample(self, number: int, rollouts: Sequence[PartialRollout], limits: Sequence[int]) -> list[Rollout]:
         """Continue each rollout by at most its limit, in round `number`; also called on ranks without rollouts."""
         ...
 
@@ -224,23 +207,13 @@ class BranchingCompletion:
         prompt: Its open prompt.
         prompt_index: See `PartialRollout`.
         stream: See `PartialRollout`.
-        path: See `Rollout.branch_path`.
-        points: See `Rollout.branch_points`.
-        token_ids: Tokens so far.
-        logprobs: Their log-probabilities; None if the sampler reports none.
-        weight_versions: See `Rollout.weight_versions`.
-        finish_reason: Why it ended; None while it is unfinished.
+        rollout: Its tokens so far, without text; `finish_reason` is None while it is unfinished.
     """
 
     prompt: Prompt
     prompt_index: int
     stream: int
-    path: tuple[int, ...]
-    points: tuple[int, ...] = ()
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)
-    weight_versions: list[int] | None = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    rollout: Rollout
 
     @property
     def media(self) -> Media:
@@ -250,11 +223,11 @@ class BranchingCompletion:
     @property
     def is_open(self) -> bool:
         """Whether it is unfinished."""
-        return self.finish_reason is None
+        return self.rollout.finish_reason is None
 
     def next_prompt(self) -> list[int]:
         """Its prompt and its tokens so far."""
-        return [*self.prompt.token_ids, *self.token_ids]
+        return [*self.prompt.token_ids, *self.rollout.token_ids]
 
     def add(self, sampled: Rollout, limit: int, max_new_tokens: int, stop: StopStrings | None) -> int:
         """Append what a round sampled; it stays unfinished only if `limit` cut it short of `max_new_tokens`.
@@ -265,48 +238,31 @@ class BranchingCompletion:
         Raises:
             ValueError: If the sampler does not say whether the rollout ended at a branch point.
         """
-        token_ids, reason = list(sampled.token_ids), sampled.finish_reason or "stop"
-        end = None if stop is None else end_of_stop_string(stop, self.token_ids, token_ids)
+        before, reason = self.rollout, sampled.finish_reason or "stop"
+        end = None if stop is None else end_of_stop_string(stop, before.token_ids, sampled.token_ids)
         if end is not None:
-            token_ids, reason = token_ids[:end], "stop"
-        before = len(self.token_ids)
-        self.token_ids = self.token_ids + token_ids
-        if self.logprobs is not None:
-            logprobs = sampled.logprobs
-            self.logprobs = None if logprobs is None else self.logprobs + list(logprobs[: len(token_ids)])
-        if self.weight_versions is not None:
-            versions = sampled.weight_versions
-            self.weight_versions = None if versions is None else self.weight_versions + versions[: len(token_ids)]
-        at_branch_point = len(token_ids) == limit and before + limit < max_new_tokens
+            reason = "stop"
+        added = len(sampled.token_ids) if end is None else end
+        at_branch_point = added == limit and len(before.token_ids) + limit < max_new_tokens
         if at_branch_point and end is None and sampled.finish_reason is None:
-            raise ValueError(
-                "branching needs Rollout.finish_reason, to continue no rollout that has ended at a branch point, but "
-                "the rollout engine left it out; set it to 'stop' or 'length'."
-            )
-        self.finish_reason = None if at_branch_point and reason == "length" else reason
-        return len(token_ids)
+            raise ValueError("branching needs Rollout.finish_reason ('stop' or 'length'), which the engine left out.")
+        values: dict[str, Any] = {}
+        for name in ("token_ids", "logprobs", "weight_versions"):
+            old, new = getattr(before, name), getattr(sampled, name)
+            values[name] = None if old is None or new is None else [*old, *new[:added]]
+        is_open = at_branch_point and reason == "length"
+        self.rollout = replace(before, **values, finish_reason=None if is_open else reason)
+        return added
 
     def fork(self, count: int, width: int) -> list[BranchingCompletion]:
         """Its `count` continuations from here on; streams are numbered as if there were `width`."""
         streams = range(self.stream * width, self.stream * width + count)
         if count == 1:
             return [replace(self, stream=streams[0])]
-        points = (*self.points, len(self.token_ids))
-        return [
-            replace(self, stream=stream, path=(*self.path, number), points=points)
-            for number, stream in enumerate(streams)
-        ]
-
-    def rollout(self) -> Rollout:
-        """The finished rollout, without text."""
-        return Rollout(
-            list(self.token_ids),
-            None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            weight_versions=None if self.weight_versions is None else list(self.weight_versions),
-            branch_points=self.points,
-            branch_path=self.path,
-        )
+        points = (*self.rollout.branch_points, len(self.rollout.token_ids))
+        paths = ((*self.rollout.branch_path, number) for number in range(count))
+        forks = [replace(self.rollout, branch_points=points, branch_path=path) for path in paths]
+        return [replace(self, stream=stream, rollout=fork) for stream, fork in zip(streams, forks, strict=True)]
 
 
 class BranchLoop:
@@ -322,11 +278,7 @@ class BranchLoop:
         self._options, self._longest, self._stop = branching, max_new_tokens, stop or None
 
     def run(
-        self,
-        sampler: RoundSampler[BranchingCompletion],
-        prompts: Sequence[Prompt],
-        prompt_indices: Sequence[int],
-        num_generations: int,
+        self, sampler: RoundSampler, prompts: Sequence[Prompt], prompt_indices: Sequence[int], num_generations: int
     ) -> list[list[Rollout]]:
         """Sample the tree of each prompt.
 
@@ -339,61 +291,70 @@ class BranchLoop:
         Returns:
             The leaves of each prompt's tree, in the order of their paths.
         """
+        roots = [Rollout([], [], weight_versions=[], branch_path=(number,)) for number in range(num_generations)]
         branches = [
-            BranchingCompletion(prompt, index, index * num_generations + number, (number,))
+            BranchingCompletion(prompt, index, index * num_generations + number, root)
             for prompt, index in zip(prompts, prompt_indices, strict=True)
-            for number in range(num_generations)
+            for number, root in enumerate(roots)
         ]
         sampled: Counter[int] = Counter()
-        number = 0
-        while sampler.any_open(any(branch.is_open for branch in branches)):
-            sampler.raise_together(partial(self._advance, sampler, number, branches, sampled))
+        options, longest, number = self._options, self._longest, 0
+
+        def advance() -> None:
+            """Sample the unfinished branches up to their next branch point, and fork them there."""
+            nonlocal number
+            unfinished = [branch for branch in branches if branch.is_open]
+            left = [longest - len(branch.rollout.token_ids) for branch in unfinished]
+            to_point = options.every_n if number < options.depth else None
+            limits = left if to_point is None else [min(rest, to_point) for rest in left]
+            found = sampler.sample(number, unfinished, limits)
+            for branch, rollout, limit in zip(unfinished, found, limits, strict=True):
+                sampled[branch.prompt_index] += branch.add(rollout, limit, longest, self._stop)
+            if options.points != "entropy":
+                branches[:] = fork_unfinished(
+                    branches, options, sampled, lambda branch: longest - len(branch.rollout.token_ids)
+                )
+            elif number == 0:
+                branches[:] = self._fork_uncertain(branches, sampled)
             number += 1
-        leaves = {index: [b for b in branches if b.prompt_index == index] for index in prompt_indices}
-        return [[b.rollout() for b in sorted(own, key=lambda b: b.path)] for own in leaves.values()]
 
-    def _advance(
-        self,
-        sampler: RoundSampler[BranchingCompletion],
-        number: int,
-        branches: list[BranchingCompletion],
-        sampled: Counter[int],
-    ) -> None:
-        """Sample the unfinished branches up to their next branch point, and fork them there."""
-        unfinished = [branch for branch in branches if branch.is_open]
-        limits = [self._limit(number, branch) for branch in unfinished]
-        for branch, rollout, limit in zip(unfinished, sampler.sample(number, unfinished, limits), limits, strict=True):
-            sampled[branch.prompt_index] += branch.add(rollout, limit, self._longest, self._stop)
-        if self._options.points != "entropy":
-            branches[:] = fork_unfinished(
-                branches, self._options, sampled, lambda branch: self._longest - len(branch.token_ids)
-            )
-        elif number == 0:
-            branches[:] = self._fork_uncertain(branches, sampled)
-
-    def _limit(self, number: int, branch: BranchingCompletion) -> int:
-        rest, every_n = self._longest - len(branch.token_ids), self._options.every_n
-        return rest if every_n is None or number >= self._options.depth else min(rest, every_n)
+        while sampler.any_open(any(branch.is_open for branch in branches)):
+            sampler.raise_together(advance)
+        leaves = [[b.rollout for b in branches if b.prompt_index == index] for index in prompt_indices]
+        return [sorted(own, key=lambda leaf: leaf.branch_path) for own in leaves]
 
     def _fork_uncertain(self, roots: Sequence[BranchingCompletion], sampled: Counter[int]) -> list[BranchingCompletion]:
         """Fork the finished roots before their most uncertain tokens, within the budget."""
-        points = [(root, place) for root in roots for place in uncertain_places(root, self._options.depth)]
-        points.sort(key=lambda point: _logprob(*point))  # stable
+        points = [(root, place) for root in roots for place in uncertain_places(root.rollout, self._options.depth)]
+        points.sort(key=lambda point: point[0].rollout.logprobs[point[1]])  # type: ignore[index]  # stable
         remaining = [self._longest - place for _, place in points]
         fit = self._options.fit_budget([root.prompt_index for root, _ in points], remaining, sampled)
         chosen: dict[int, list[int]] = {}
         for (root, place), fits in zip(points, fit, strict=True):
             if fits:
                 chosen.setdefault(root.stream, []).append(place)
-        found = []
-        for root in roots:
-            found += _forks_before(root, sorted(chosen.get(root.stream, ())), self._options)
+        others, found = self._options.width - 1, []
+        for root in roots:  # as continuation 0 everywhere, then the new branches
+            places, whole = sorted(chosen.get(root.stream, ())), root.rollout
+            path = (*whole.branch_path, *[0] * len(places))
+            found.append(replace(root, rollout=replace(whole, branch_points=tuple(places), branch_path=path)))
+            for number, place in enumerate(places):
+                first = (root.stream * self._options.depth + number) * others
+                for n in range(others):
+                    cut = Rollout(
+                        whole.token_ids[:place],
+                        None if whole.logprobs is None else whole.logprobs[:place],
+                        weight_versions=None if whole.weight_versions is None else whole.weight_versions[:place],
+                        branch_points=tuple(places[: number + 1]),
+                        branch_path=(*path[: len(whole.branch_path) + number], n + 1),
+                    )
+                    found.append(replace(root, stream=first + n, rollout=cut))
         return found
 
 
 def fork_unfinished(
-    rollouts: Sequence[F], branching: Branching, sampled: Mapping[int, int], remaining: Callable[[F], int]
-) -> list[F]:
+    rollouts: Sequence[U], branching: Branching, sampled: Mapping[int, int], remaining: Callable[[U], int]
+) -> list[U]:
     """Continue each unfinished rollout `width` times, within the budget.
 
     Args:
@@ -412,18 +373,15 @@ def fork_unfinished(
     ]
 
 
-def uncertain_places(branch: BranchingCompletion, count: int) -> list[int]:
+def uncertain_places(rollout: Rollout, count: int) -> list[int]:
     """Places of the `count` tokens with the highest -log p; of equal ones, the earlier. Never the first token.
 
     Raises:
         ValueError: If the sampler reports no log-probabilities.
     """
-    if branch.logprobs is None:
-        raise ValueError(
-            "branching has points='entropy', which needs log-probabilities of the sampled tokens, but the rollout "
-            "engine reports none; use one that does (HFRolloutEngine, VLLMRolloutEngine), or points='every_n'."
-        )
-    return sorted(range(1, len(branch.token_ids)), key=branch.logprobs.__getitem__)[:count]
+    if rollout.logprobs is None:
+        raise ValueError("branching has points='entropy', which needs an engine that reports Rollout.logprobs.")
+    return sorted(range(1, len(rollout.token_ids)), key=rollout.logprobs.__getitem__)[:count]
 
 
 def first_own_token(path: Sequence[int], points: Sequence[int]) -> int:
@@ -445,24 +403,3 @@ def end_of_stop_string(stop: StopStrings, before: Sequence[int], token_ids: Sequ
     tail, ends = list(before[-stop.window :]), range(1, min(stop.window, len(token_ids)) + 1) if before else range(0)
     tails = [[*tail, *token_ids[:end]][-stop.window :] for end in ends]
     return next((end for end, found in zip(ends, stop.found(tails), strict=True) if found), None)
-
-
-def _logprob(branch: BranchingCompletion, place: int) -> float:
-    assert branch.logprobs is not None
-    return branch.logprobs[place]
-
-
-def _forks_before(root: BranchingCompletion, places: Sequence[int], options: Branching) -> list[BranchingCompletion]:
-    """Fork a finished root before some tokens: the root, as continuation 0 everywhere, then the new branches."""
-    if not places:
-        return [root]
-    others, found = options.width - 1, []
-    for number, place in enumerate(places):
-        path, points = (*root.path, *[0] * number), tuple(places[: number + 1])
-        assert root.logprobs is not None
-        cut = replace(root, points=points, token_ids=root.token_ids[:place], finish_reason=None)
-        cut.logprobs = root.logprobs[:place]
-        cut.weight_versions = None if root.weight_versions is None else root.weight_versions[:place]
-        first = (root.stream * options.depth + number) * others
-        found += [replace(cut, stream=first + n, path=(*path, n + 1)) for n in range(others)]
-    return [replace(root, points=tuple(places), path=(*root.path, *[0] * len(places))), *found]

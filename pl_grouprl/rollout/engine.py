@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from pl_grouprl.distributed.checksum import SyncedSampler
-from pl_grouprl.media.inputs import placeholder_ids
+from torch import Tensor
+
+from pl_grouprl.media.inputs import check_prompt_media, placeholder_ids
 from pl_grouprl.types import FinishReason, Media, Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
 
@@ -35,8 +36,19 @@ def length_limits(model: Any) -> dict[str, int]:
     """
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = {} if positions is None else {"max_position_embeddings": int(positions)}
-    for name, length in _rotary_limits(model):
-        limits[name] = min(length, limits.get(name, length))
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:
+            name = f"original_max_position_embeddings (its {kind} rotary frequencies change beyond it)"
+            if isinstance(kind, str) and "dynamic" in kind:
+                length = module.original_max_seq_len
+            elif kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                length = parameters["original_max_position_embeddings"]
+            else:
+                continue
+            limits[name] = min(length, limits.get(name, length))
     return limits
 
 
@@ -44,19 +56,6 @@ def vocabulary(model: Any) -> int | None:
     """Size of the vocabulary for prompts; None if unknown."""
     size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     return None if size is None else max(size, *(token + 1 for token in (0, *placeholder_ids(model).values())))
-
-
-def _rotary_limits(model: Any) -> Iterator[tuple[str, int]]:
-    for module in model.modules():
-        types = getattr(module, "rope_type", None)
-        for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:
-            name = f"original_max_position_embeddings (its {kind} rotary frequencies change beyond it)"
-            if isinstance(kind, str) and "dynamic" in kind:
-                yield name, module.original_max_seq_len
-            elif kind == "longrope":
-                parameters = module.config.rope_parameters
-                parameters = parameters if layer_type is None else parameters[layer_type]
-                yield name, parameters["original_max_position_embeddings"]
 
 
 # End tokens and stop strings, which end a completion before its length limit.
@@ -73,12 +72,8 @@ def end_token_ids(model: Any, tokenizer: Any, sampling: SamplingConfig) -> list[
     Returns:
         The token ids, ascending and unique. If empty, all completions run to the limit.
     """
-    sources = [
-        getattr(model, "generation_config", None) or getattr(model, "config", None),
-        tokenizer,
-    ]
     found = set(sampling.stop_token_ids)
-    for source in sources:
+    for source in (getattr(model, "generation_config", None) or getattr(model, "config", None), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
@@ -105,10 +100,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], lock: AbstractContextManager[Any] | None = None) -> None:
         if stop and tokenizer is None:
-            raise ValueError(
-                f"SamplingConfig.stop is {tuple(stop)!r} but the engine has no tokenizer to decode completions with; "
-                "bind one, or use stop_token_ids."
-            )
+            raise ValueError(f"SamplingConfig.stop is {tuple(stop)!r}, but the engine has no tokenizer; bind one.")
         if "" in stop:
             raise ValueError("SamplingConfig.stop has an empty string, which every completion contains; remove it.")
         self.tokenizer = tokenizer
@@ -128,107 +120,6 @@ class StopStrings:
         with self._lock:
             tails = [self.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in tail_ids]
         return [any(string in tail for string in self.stop) for tail in tails]
-
-
-# The policy that an engine is bound to.
-
-
-class BoundPolicy:
-    """A policy and its tokenizer, with what engines need to know about them. Several threads may use it.
-
-    Args:
-        model: A transformers decoder; its weights may be shards.
-        tokenizer: Its tokenizer, or None.
-
-    Attributes:
-        never: Tokens that are never sampled: placeholders of images and videos.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self._decoding = threading.Lock()
-        self.never = sorted(placeholder_ids(model).values())
-
-    def check(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        num_generations: int,
-        max_model_len: int | None = None,
-        *,
-        max_new_tokens: Sequence[int] | None = None,
-    ) -> None:
-        """Refuse a request that cannot be served; see `check_request`."""
-        limits = length_limits(self.model)
-        if max_model_len is not None:
-            limits["max_model_len"] = max_model_len
-        check_request(
-            prompts,
-            sampling,
-            num_generations,
-            limits=limits,
-            vocab_size=vocabulary(self.model),
-            max_new_tokens=max_new_tokens,
-        )
-
-    def end_ids(self, sampling: SamplingConfig) -> list[int]:
-        """Tokens that end a completion, restricted to the model's vocabulary."""
-        size = vocabulary(self.model)
-        ids = end_token_ids(self.model, self.tokenizer, sampling)
-        return [token for token in ids if size is None or token < size]
-
-    def stop(self, sampling: SamplingConfig) -> StopStrings:
-        """Strings that end a completion."""
-        return StopStrings(self.tokenizer, sampling.stop, self._decoding)
-
-    def decode(self, rollouts: Iterable[Rollout]) -> None:
-        """Set the text of rollouts, if there is a tokenizer."""
-        if self.tokenizer is not None:
-            with self._decoding:
-                for rollout in rollouts:
-                    rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
-
-
-class HoldsPolicy:
-    """An engine that keeps its policy as a `BoundPolicy`."""
-
-    _policy: BoundPolicy | None = None
-
-    @property
-    def policy(self) -> BoundPolicy:
-        """The bound policy.
-
-        Raises:
-            ValueError: If none is bound.
-        """
-        if self._policy is None:
-            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
-        return self._policy
-
-
-def sequence_seeds(
-    seed: int, num_prompts: int, num_generations: int, prompt_indices: Sequence[int] | None
-) -> list[list[int]]:
-    """Derive a seed for each sequence from the prompt's index and the rollout's number.
-
-    Args:
-        seed: Seed of the call.
-        num_prompts: P.
-        num_generations: G.
-        prompt_indices: The prompts' indices in the batch of all ranks; None if they are the whole batch.
-
-    Returns:
-        P lists of G seeds in [0, 2^63).
-
-    Raises:
-        ValueError: If there is not one index per prompt.
-    """
-    if prompt_indices is not None and len(prompt_indices) != num_prompts:
-        raise ValueError(
-            f"prompt_indices has {len(prompt_indices)} entries for {num_prompts} prompts; pass one for each."
-        )
-    places = range(num_prompts) if prompt_indices is None else prompt_indices
-    return [[derive_seed(seed, int(place), number) for number in range(num_generations)] for place in places]
 
 
 # The interface of rollout engines: bind a policy once, then turn prompts into groups of rollouts.
@@ -297,9 +188,8 @@ class RolloutEngine(Protocol):
             media: Images and videos of each prompt, empty if it has none; passed only if a prompt has any, so an engine
                 for text may leave the argument out.
             prompt_indices: Index of each prompt in the batch of all ranks, which together with the seed determines its
-                random numbers; None if the prompts are the whole batch. Passed only with several ranks, to engines
-                that declare `takes_prompt_indices`, so that any number of ranks samples the same rollouts, and for the
-                later turns of episodes.
+                random numbers; None if the prompts are the whole batch. Passed only to engines that declare
+                `takes_prompt_indices`, so that any number of ranks samples the same rollouts.
             max_new_tokens: Longest completion of each prompt, at least 1, in place of `sampling.max_new_tokens`; None
                 uses that for all. Passed only to engines that declare `takes_limits`.
 
@@ -311,12 +201,66 @@ class RolloutEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A LoRA adapter to send to an engine, in the form in which PEFT saves it.
+
+    Attributes:
+        config: Contents of its `adapter_config.json`.
+        weights: Names, as in its `adapter_model.safetensors`, and whole values; read after the other weights.
+    """
+
+    config: Mapping[str, Any]
+    weights: Iterable[tuple[str, Tensor]]
+
+
+class SamplerLostError(RuntimeError):
+    """The sampler was restarted and lost the policy's weights: send them and sample again."""
+
+
 @runtime_checkable
-class SyncedRolloutEngine(RolloutEngine, SyncedSampler, Protocol):
+class SyncedRolloutEngine(RolloutEngine, Protocol):
     """Samples from a copy of the policy's weights, synced after updates.
 
-    `bind`, `update_weights` and `generate` are collective, even for a rank without prompts; see `SyncedSampler`.
+    `bind`, `update_weights` and `generate` are collective, even for a rank without prompts. Ranks exchange errors
+    afterwards, so an engine whose ranks wait for each other inside a method must release all of them before raising.
+    `bind` reads the policy's config; the weights may be shards.
+
+    Attributes:
+        adapter: `merged`: takes weights with adapters merged; `separate`: takes the base once, then only the adapter.
+        version: Version of the weights that it has, as far as this process knows; None if none were sent.
     """
+
+    adapter: Literal["merged", "separate"]
+    version: int | None
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
+    ) -> dict[str, float]:
+        """Load new weights into the sampler, and verify that it has them.
+
+        Args:
+            weights: Names, as in a Hugging Face checkpoint, and whole values. Read once, in order; the caller exhausts
+                what is left unread. A tensor may change once the next one is requested.
+            version: Larger than any before.
+            adapter: The adapter for those weights if `self.adapter` is `separate`. The first time, `weights` are the
+                base; later they are empty, and the sampler keeps its base.
+
+        Returns:
+            Metrics, including `bytes`; the caller measures `seconds`.
+
+        Raises:
+            SamplerLostError: If the sampler was restarted in the meantime.
+            WeightsMismatchError: If the sampler did not load exactly the weights sent.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the sampler; the next call of `update_weights` starts it again.
+
+        Idempotent. A rank may call it alone, after an exception.
+        """
+        ...
 
 
 Capability = Literal[
@@ -336,101 +280,175 @@ def declares(engine: object, capability: Capability) -> bool:
     return bool(getattr(engine, capability, False))
 
 
-def check_request(
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingConfig,
-    num_generations: int,
-    *,
-    limits: Mapping[str, int],
-    vocab_size: int | None,
-    max_new_tokens: Sequence[int] | None = None,
-) -> None:
-    """Refuse an invalid request before doing any work.
+@dataclass(frozen=True)
+class SampleRequest:
+    """Rollouts to sample of one prompt.
 
-    Args:
-        prompts: Tokens of each prompt.
-        sampling: How to sample; `max_new_tokens` is read, unless each prompt has its own.
-        num_generations: Rollouts per prompt.
-        limits: Maximum sequence lengths of the model, by the name of what sets each.
-        vocab_size: Size of the model's vocabulary; None if unknown.
-        max_new_tokens: Longest completion of each prompt; see `RolloutEngine.generate`.
-
-    Raises:
-        ValueError: If the request is invalid.
+    Attributes:
+        token_ids: The prompt.
+        count: Number of rollouts.
+        index: Index of the prompt in the batch of all ranks, which with the seed determines its random numbers.
+        max_new_tokens: Maximum tokens of each rollout.
+        media: Images and videos of the prompt.
     """
-    if num_generations < 1:
-        raise ValueError(f"num_generations is {num_generations}; it must be at least 1.")
-    longest = prompt_limits(prompts, sampling, max_new_tokens)
-    for index, (prompt, new_tokens) in enumerate(zip(prompts, longest, strict=True)):
-        if len(prompt) == 0:
-            raise ValueError(
-                f"prompts[{index}] is empty; the first token is predicted from the last token of the prompt, so pass "
-                "at least one (a beginning-of-sequence token will do)."
-            )
-        for name, limit in limits.items():
-            if len(prompt) + new_tokens > limit:
+
+    token_ids: list[int]
+    count: int
+    index: int
+    max_new_tokens: int
+    media: Media = field(default_factory=dict)
+
+    def seeds(self, seed: int) -> list[int]:
+        """A seed in [0, 2^63) for each rollout, from the seed of the call."""
+        return [derive_seed(seed, self.index, number) for number in range(self.count)]
+
+
+class PolicyEngine:
+    """Base class of the engines of this package; a subclass implements `sample`.
+
+    Attributes:
+        model: The policy, a transformers decoder; its weights may be shards. None before `bind`.
+        tokenizer: Its tokenizer, or None.
+        max_model_len: Maximum length of prompt plus completion, besides the model's; None if there is none.
+    """
+
+    reserves_max_new_tokens = True
+    takes_prompt_indices = True
+    takes_limits = True
+
+    model: Any = None
+    tokenizer: Any = None
+    max_model_len: int | None = None
+    _decoding: AbstractContextManager[Any] = nullcontext()  # held while the tokenizer decodes
+
+    def bind(self, model: Any, tokenizer: Any = None) -> None:
+        """Set the policy to sample from; see `RolloutEngine.bind`."""
+        self.model, self.tokenizer = model, tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        num_generations: int,
+        seed: int,
+        media: Sequence[Media] | None = None,
+        prompt_indices: Sequence[int] | None = None,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> list[list[Rollout]]:
+        """Sample completions; see `RolloutEngine.generate`.
+
+        Returns:
+            For each prompt, in the caller's order, `num_generations` rollouts: tokens including the end token,
+            log-probabilities, finish reason, and text if there is a tokenizer.
+
+        Raises:
+            ValueError: If no policy is bound, or the request cannot be served.
+            FloatingPointError: If the model's logits are not finite.
+        """
+        if self.model is None:
+            raise ValueError(f"{type(self).__name__} has no model; call bind(model, tokenizer).")
+        limits = [sampling.max_new_tokens] * len(prompts) if max_new_tokens is None else max_new_tokens
+        given = [{} for _ in prompts] if media is None else media
+        indices = range(len(prompts)) if prompt_indices is None else prompt_indices
+        requests = [
+            SampleRequest([int(token) for token in prompt], num_generations, int(index), limit, images)
+            for prompt, index, limit, images in zip(prompts, indices, limits, given, strict=True)
+        ]
+        groups = self.sample(requests, sampling, seed)
+        if self.tokenizer is not None:
+            with self._decoding:
+                for rollout in (rollout for group in groups for rollout in group):
+                    rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        return groups
+
+    def sample(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, seed: int) -> list[list[Rollout]]:
+        """Sample the rollouts of each request, without text.
+
+        Args:
+            requests: What to sample, not checked yet.
+            sampling: How to sample; each request has its own `max_new_tokens`.
+            seed: The same (weights, request, sampling, seed) give the same rollouts.
+        """
+        raise NotImplementedError
+
+    def check(self, requests: Sequence[SampleRequest], sampling: SamplingConfig) -> StopStrings:
+        """Check requests before doing any work; returns what finds the stop strings.
+
+        Raises:
+            ValueError: If a request cannot be served.
+        """
+        limits, vocab_size = length_limits(self.model), vocabulary(self.model)
+        if self.max_model_len is not None:
+            limits["max_model_len"] = self.max_model_len
+        for number, request in enumerate(requests):
+            length, tokens = len(request.token_ids), request.token_ids
+            if request.count < 1:
+                raise ValueError(f"num_generations is {request.count}; it must be at least 1.")
+            if request.max_new_tokens < 1:
+                raise ValueError(f"max_new_tokens[{number}] is {request.max_new_tokens}; it must be at least 1.")
+            if not tokens:
+                raise ValueError(f"prompts[{number}] is empty; pass at least one token, such as BOS.")
+            for name, limit in limits.items():
+                if length + request.max_new_tokens > limit:
+                    raise ValueError(
+                        f"prompts[{number}] has {length} tokens, which with max_new_tokens={request.max_new_tokens} "
+                        f"exceeds the model's {name}={limit}; shorten the prompt (max_prompt_length) or lower "
+                        "max_new_tokens."
+                    )
+            if vocab_size is not None and (min(tokens) < 0 or max(tokens) >= vocab_size):
                 raise ValueError(
-                    f"prompts[{index}] has {len(prompt)} tokens, which with max_new_tokens={new_tokens} "
-                    f"exceeds the model's {name}={limit}; shorten the prompt (max_prompt_length) or lower "
-                    "max_new_tokens."
+                    f"prompts[{number}] has token ids from {min(tokens)} to {max(tokens)}, but the model has "
+                    f"vocab_size={vocab_size}; use the tokenizer that belongs to the model."
                 )
-        if vocab_size is not None and (min(prompt) < 0 or max(prompt) >= vocab_size):
-            raise ValueError(
-                f"prompts[{index}] has token ids from {min(prompt)} to {max(prompt)}, but the model has vocab_size="
-                f"{vocab_size}; use the tokenizer that belongs to the model."
-            )
-
-
-def prompt_limits(
-    prompts: Sequence[Sequence[int]], sampling: SamplingConfig, max_new_tokens: Sequence[int] | None
-) -> list[int]:
-    """Longest completion of each prompt.
-
-    Args:
-        prompts: Tokens of each prompt.
-        sampling: Its `max_new_tokens` holds for all prompts where `max_new_tokens` is None.
-        max_new_tokens: See `RolloutEngine.generate`.
-
-    Raises:
-        ValueError: If there is not one limit per prompt, or one is below 1.
-    """
-    if max_new_tokens is None:
-        return [sampling.max_new_tokens] * len(prompts)
-    if len(max_new_tokens) != len(prompts):
-        raise ValueError(
-            f"max_new_tokens has {len(max_new_tokens)} entries for {len(prompts)} prompts; pass one for each."
+        check_prompt_media(
+            self.model, [request.token_ids for request in requests], [request.media for request in requests]
         )
-    for index, limit in enumerate(max_new_tokens):
-        if limit < 1:
-            raise ValueError(f"max_new_tokens[{index}] is {limit}; it must be at least 1.")
-    return list(max_new_tokens)
+        return StopStrings(self.tokenizer, sampling.stop, self._decoding)
+
+    def end_ids(self, sampling: SamplingConfig) -> list[int]:
+        """Tokens that end a completion, restricted to the model's vocabulary."""
+        size = vocabulary(self.model)
+        ids = end_token_ids(self.model, self.tokenizer, sampling)
+        return [token for token in ids if size is None or token < size]
 
 
 def checked_rollouts(
     engine: RolloutEngine,
-    prompts: Sequence[Sequence[int]],
+    requests: Sequence[SampleRequest],
     sampling: SamplingConfig,
     *,
-    num_generations: int,
+    seed: int,
     vocab_size: int | None,
-    **options: Any,
 ) -> list[list[Rollout]]:
     """Call `RolloutEngine.generate`, refuse what it cannot have sampled, and convert its numbers to Python's.
 
     Args:
-        engine: The engine, which errors name.
-        prompts: Tokens of each prompt.
-        sampling: How to sample.
-        num_generations: Rollouts per prompt.
+        engine: The engine, which errors name. An argument that it does not take is left out: it may exceed a request's
+            `max_new_tokens`, up to the largest.
+        requests: What to sample, of one `count`.
+        sampling: How to sample; each request has its own `max_new_tokens`.
+        seed: Seed of the call.
         vocab_size: Size of the policy's vocabulary; None if unknown.
-        **options: Further arguments of `generate`.
 
     Raises:
         TypeError: If something is not of its type, such as a token id that is not an integer.
         ValueError: If a value is impossible.
     """
-    name, limits = type(engine).__name__, prompt_limits(prompts, sampling, options.get("max_new_tokens"))
-    rollouts = engine.generate(prompts, sampling, num_generations=num_generations, **options)
+    name, limits = type(engine).__name__, [request.max_new_tokens for request in requests]
+    longest = max(limits, default=sampling.max_new_tokens)
+    num_generations = max((request.count for request in requests), default=1)
+    options: dict[str, Any] = {"num_generations": num_generations, "seed": seed}
+    if any(request.media for request in requests):  # engines for text need not take it
+        options["media"] = [dict(request.media) for request in requests]
+    if declares(engine, "takes_prompt_indices"):
+        options["prompt_indices"] = [request.index for request in requests]
+    if declares(engine, "takes_limits"):
+        options["max_new_tokens"] = list(limits)
+    else:
+        limits = [longest] * len(limits)
+    prompts = [list(request.token_ids) for request in requests]
+    rollouts = engine.generate(prompts, replace(sampling, max_new_tokens=longest), **options)
     if not isinstance(rollouts, Sequence) or len(rollouts) != len(limits):
         raise ValueError(f"{name}.generate returned no list of {len(limits)} groups, one for each prompt.")
     newest = None if declares(engine, "updates_in_flight") else getattr(engine, "version", None) or 0
@@ -445,7 +463,6 @@ def checked_rollouts(
             )
         for rollout in group:
             try:
-                _make_plain(rollout)
                 _check_rollout(rollout, None if rollout.episode is not None else limit, vocab_size, newest)
             except (TypeError, ValueError) as error:
                 raise type(error)(
@@ -453,13 +470,12 @@ def checked_rollouts(
                 ) from None
     made = [rollout for group in rollouts for rollout in group]
     if len(set(map(id, made))) < len(made):
-        raise ValueError(
-            f"{name}.generate returned the same Rollout object twice; rewards of one would be the other's."
-        )
+        raise ValueError(f"{name}.generate returned the same Rollout object twice, so rewards of one would be both's.")
     sampled = [rollout.num_sampled_tokens for rollout in made]
     if any(rollout.token_ids for rollout in made) and not any(sampled):
         raise ValueError(f"{name}.generate returned {len(made)} rollouts that all have zeros for loss_mask.")
-    if num_generations > 1 and sampled and max(sampled) > 1 and all(_are_equal(group) for group in rollouts):
+    same = all(other.token_ids == group[0].token_ids for group in rollouts for other in group[1:])
+    if num_generations > 1 and sampled and max(sampled) > 1 and same:
         warnings.warn(
             f"{name}.generate returned the same rollout {num_generations} times for every prompt of a batch, which "
             "trains nothing; is it certain of each token, or does it reuse a seed?",
@@ -468,18 +484,15 @@ def checked_rollouts(
     return rollouts
 
 
-def _make_plain(rollout: Rollout) -> None:
-    whole: Any = operator.index
-    for name, kind in (("token_ids", whole), ("logprobs", float), ("loss_mask", whole), ("weight_versions", whole)):
+def _check_rollout(rollout: Rollout, limit: int | None, vocab_size: int | None, newest: int | None) -> None:
+    for name in ("token_ids", "logprobs", "loss_mask", "weight_versions"):
         values = getattr(rollout, name)
         if values is not None:
+            to_plain: Any = float if name == "logprobs" else operator.index
             try:
-                setattr(rollout, name, list(map(kind, values)))
+                setattr(rollout, name, list(map(to_plain, values)))
             except TypeError as error:
                 raise TypeError(f"{name}: {error}") from None
-
-
-def _check_rollout(rollout: Rollout, limit: int | None, vocab_size: int | None, newest: int | None) -> None:
     rollout.__post_init__()  # an engine may have changed it since it was made
     tokens, mask, logprobs = rollout.token_ids, rollout.loss_mask, rollout.logprobs
     if rollout.finish_reason not in (None, *get_args(FinishReason)):
@@ -499,8 +512,3 @@ def _check_rollout(rollout: Rollout, limit: int | None, vocab_size: int | None, 
     versions = rollout.weight_versions
     if versions and newest is not None and max(versions) > newest:
         raise ValueError(f"weight_versions up to {max(versions)}, where the newest weights it was given are {newest}")
-
-
-def _are_equal(rollouts: Sequence[Rollout]) -> bool:
-    first = rollouts[0]
-    return all(other.token_ids == first.token_ids for other in rollouts[1:])

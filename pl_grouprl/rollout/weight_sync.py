@@ -14,10 +14,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from pl_grouprl.distributed.checksum import AdapterWeights, SamplerLostError, SyncedSampler, add, checksum
+from pl_grouprl.distributed.checksum import add, checksum
 from pl_grouprl.distributed.strategies import StrategySupport, local_weights
 from pl_grouprl.distributed.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 from pl_grouprl.models.adapters import has_adapters, is_quantized
+from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, SyncedRolloutEngine
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class WeightSync:
         taken, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         return {f"sync/{name}": value for name, value in taken.items()}
 
-    def sample(self, owner: PolicyOwner, engine: SyncedSampler, run: Callable[[], T]) -> T:
+    def sample(self, owner: PolicyOwner, engine: SyncedRolloutEngine, run: Callable[[], T]) -> T:
         """Sample on all ranks from the policy's current weights. Collective.
 
         Args:
@@ -107,12 +108,9 @@ class WeightSync:
             except BaseException:
                 self.forget()
                 raise
-        raise RuntimeError(
-            f"the sampler of {type(engine).__name__} was lost {MAX_RESTARTS} times in a row, most recently: {lost}. "
-            "See its log for the reason."
-        ) from lost
+        raise RuntimeError(f"{type(engine).__name__} was lost {MAX_RESTARTS} times in a row, lastly: {lost}") from lost
 
-    def _update(self, owner: PolicyOwner, engine: SyncedSampler) -> None:
+    def _update(self, owner: PolicyOwner, engine: SyncedRolloutEngine) -> None:
         """Send weights, unless the sampler has the current ones of every rank."""
         policy, known = owner.policy, engine.version == self._version
         present, base = fingerprint(policy), fingerprint(policy, frozen_only=True)
@@ -175,17 +173,14 @@ def check_adapter(engine: object, policy: nn.Module) -> None:
     Raises:
         ValueError: If the policy is quantized, or lacks the adapter that the engine takes separately.
     """
-    if not isinstance(engine, SyncedSampler):
+    if not isinstance(engine, SyncedRolloutEngine):
         return
     if is_quantized(policy):
-        raise ValueError(
-            f"engine is {type(engine).__name__}, which receives weights as in a checkpoint, but those of the "
-            f"{type(policy).__name__} are quantized; sample with HFRolloutEngine, or omit quantization."
-        )
+        raise ValueError(f"engine is {type(engine).__name__}, but weights are quantized; sample with HFRolloutEngine.")
     if engine.adapter == "separate" and not has_adapters(policy):
+        name = type(policy).__name__
         raise ValueError(
-            f"{type(engine).__name__}.adapter is 'separate', but the {type(policy).__name__} has no adapter; pass "
-            "'merged', or train one (policy.init_args.adapter)."
+            f"{type(engine).__name__}.adapter is 'separate', but the {name} has no adapter; pass 'merged'."
         )
 
 
@@ -206,7 +201,7 @@ class CloseEngine(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Close both; if that fails too, the original exception is still raised."""
         engine = getattr(pl_module, "engine", None)
-        for part in (getattr(pl_module, "harness", None), engine if isinstance(engine, SyncedSampler) else None):
+        for part in (getattr(pl_module, "harness", None), engine if isinstance(engine, SyncedRolloutEngine) else None):
             try:
                 if part is not None:
                     part.close()

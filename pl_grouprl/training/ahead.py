@@ -28,10 +28,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.data.loaders import PromptBatch
-from pl_grouprl.distributed.checksum import SamplerLostError
 from pl_grouprl.models.policy import frozen_copy
 from pl_grouprl.rollout.branching import Branching
-from pl_grouprl.rollout.engine import RolloutEngine, SyncedRolloutEngine, declares
+from pl_grouprl.rollout.engine import RolloutEngine, SamplerLostError, SyncedRolloutEngine, declares
 from pl_grouprl.training.buffer import rollout_state
 from pl_grouprl.training.metrics import StepTimer
 from pl_grouprl.training.run import Run

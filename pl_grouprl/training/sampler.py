@@ -24,7 +24,7 @@ from pl_grouprl.chat import ChatFormat, make_chat_format
 from pl_grouprl.chat.format import uses_renderers
 from pl_grouprl.checks.sampling import can_compare, sampler_difference
 from pl_grouprl.data.encoding import ChatOptions
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.episodes.loop import EpisodeLimits, EpisodeLoop
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.harnesses import Verifiers
@@ -35,6 +35,8 @@ from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.branching import Branching, BranchLoop, PartialRollout
 from pl_grouprl.rollout.engine import (
     RolloutEngine,
+    SampleRequest,
+    SamplerLostError,
     StopStrings,
     SyncedRolloutEngine,
     checked_rollouts,
@@ -184,7 +186,6 @@ class Sampler:
         run, rank = self._run, self._run.global_rank
         prompts = [prompt.open() for prompt in prompts]
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.turn_end_ids))
-        by_prompt = (num_ranks() > 1 or indices is not None) and declares(engine, "takes_prompt_indices")
         if indices is None:
             indices = range(rank, rank + num_ranks() * len(prompts), num_ranks())
         if self._harness is not None:  # may shorten what the prompts share
@@ -214,20 +215,14 @@ class Sampler:
                     loop = BranchLoop(branching, limit, stop or self.stop_strings(sampling))
                     rollouts = loop.run(rounds, prompts, list(indices), num_generations)
         else:
-            media = [dict(prompt.media) for prompt in prompts]
-            options: dict[str, Any] = {"media": media} if any(media) else {}  # text-only engines need not accept it
-            if by_prompt:
-                options["prompt_indices"] = list(indices)
-            rollouts = checked_rollouts(
-                engine,
-                [list(prompt.token_ids) for prompt in prompts],
-                sampling,
-                num_generations=num_generations,
-                vocab_size=vocabulary(run.policy),
-                # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
-                seed=derive_seed(*seed, self._seed, 0 if by_prompt else rank),
-                **options,
-            )
+            requests = [
+                SampleRequest(list(prompt.token_ids), num_generations, index, sampling.max_new_tokens, prompt.media)
+                for prompt, index in zip(prompts, indices, strict=True)
+            ]
+            # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
+            place = 0 if declares(engine, "takes_prompt_indices") else rank
+            call_seed, vocab_size = derive_seed(*seed, self._seed, place), vocabulary(run.policy)
+            rollouts = checked_rollouts(engine, requests, sampling, seed=call_seed, vocab_size=vocab_size)
         return self.group(prompts, rollouts, indices)
 
     def stop_strings(self, sampling: SamplingConfig) -> StopStrings | None:
@@ -291,10 +286,12 @@ class Sampler:
         def sample_one() -> list[RolloutGroup]:
             assert engine is not None
             opened = [prompt.open() for prompt in prompts[:1] if run.global_rank == 0]
-            options: dict[str, Any] = {"media": [dict(opened[0].media)]} if opened and opened[0].media else {}
-            options |= {"seed": derive_seed("compare", self._seed), "vocab_size": vocabulary(run.policy)}
-            tokens = [list(prompt.token_ids) for prompt in opened]
-            rollouts = checked_rollouts(engine, tokens, sampling, num_generations=1, **options) if opened else []
+            if not opened:
+                return []
+            limit, vocab_size = sampling.max_new_tokens, vocabulary(run.policy)
+            requests = [SampleRequest(list(one.token_ids), 1, 0, limit, one.media) for one in opened]
+            seed = derive_seed("compare", self._seed)
+            rollouts = checked_rollouts(engine, requests, sampling, seed=seed, vocab_size=vocab_size)
             return self.group(opened, rollouts, range(len(opened)))
 
         def compare() -> None:
@@ -379,40 +376,24 @@ class EngineRounds:
 
     def sample(self, number: int, rollouts: Sequence[PartialRollout], limits: Sequence[int]) -> list[Rollout]:
         """Continue each rollout by at most its limit; in the first round, they come prompt by prompt."""
-        all_limits = limits
-        if number == 0 and self._one_prompt:
-            count = self._num_generations
-            rollouts, limits = rollouts[::count], limits[::count]
-            indices = [first.prompt_index for first in rollouts]
-        else:
-            count, indices = 1, [rollout.stream for rollout in rollouts]
-        if not rollouts and not self._is_collective:
-            return []
-        prompts = [rollout.next_prompt() for rollout in rollouts]
-        media = [  # of a prompt, per token; the history that follows is text
-            {
+        is_first = number == 0 and self._one_prompt
+        count = self._num_generations if is_first else 1
+        requests = []
+        for one, limit in zip(rollouts[::count], limits[::count], strict=True):
+            prompt = one.next_prompt()
+            media = {  # of a prompt, per token; the history that follows is text
                 name: pad(value, (0, len(prompt) - len(value))) if is_per_token(name) else value
-                for name, value in rollout.media.items()
+                for name, value in one.media.items()
             }
-            for rollout, prompt in zip(rollouts, prompts, strict=True)
-        ]
-        options: dict[str, Any] = {"media": media} if any(media) else {}
-        if declares(self._engine, "takes_limits"):
-            options["max_new_tokens"] = list(limits)
-        takes_indices = declares(self._engine, "takes_prompt_indices")
-        if takes_indices:
-            options["prompt_indices"] = indices
+            index = one.prompt_index if is_first else one.stream
+            requests.append(SampleRequest(prompt, count, index, limit, media))
+        if not requests and not self._is_collective:
+            return []
         stream = self._seed if number == 0 else (*self._seed, "turn", number)
-        groups = checked_rollouts(
-            self._engine,
-            prompts,
-            replace(self._sampling, max_new_tokens=max(limits, default=1)),
-            num_generations=count,
-            vocab_size=vocabulary(self._run.policy),
-            # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
-            seed=derive_seed(*stream, self._base_seed, 0 if takes_indices else self._run.global_rank),
-            **options,
-        )
+        # Without indices, an engine numbers prompts from 0 on every rank, so seeds must differ by rank.
+        place = 0 if declares(self._engine, "takes_prompt_indices") else self._run.global_rank
+        seed, vocab_size = derive_seed(*stream, self._base_seed, place), vocabulary(self._run.policy)
+        groups = checked_rollouts(self._engine, requests, self._sampling, seed=seed, vocab_size=vocab_size)
         sampled = [rollout for group in groups for rollout in group]
         for rollout in sampled:
             if rollout.episode is not None or not all(rollout.loss_mask or ()):
@@ -429,7 +410,7 @@ class EngineRounds:
                 finish_reason="length",
                 weight_versions=None if rollout.weight_versions is None else rollout.weight_versions[:limit],
             )
-            for rollout, limit in zip(sampled, all_limits, strict=True)
+            for rollout, limit in zip(sampled, limits, strict=True)
         ]
 
     def raise_together(self, run: Callable[[], None]) -> None:

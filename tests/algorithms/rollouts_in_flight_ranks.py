@@ -21,7 +21,7 @@ from pl_grouprl import GRPO, PromptDataModule, SamplingConfig
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.distributed.checksum import SamplerLostError
+from pl_grouprl.rollout.engine import SamplerLostError
 
 TIME_LIMIT = 100.0
 

@@ -12,7 +12,7 @@ from pl_grouprl import PPO, OptimizerConfig, PretrainedPolicy
 from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import PretrainedCritic
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.hf.engine import BatchedSampler
+from pl_grouprl.rollout.hf import engine as hf_engine
 from pl_grouprl.training import device_choices
 from pl_grouprl.training.device_choices import DeviceChoices
 from pl_grouprl.utilities.device_defaults import GIB
@@ -31,14 +31,14 @@ def folder(tmp_path):
 def test_rollouts_in_bfloat16_are_of_copies_of_the_current_weights(
     options, make_module, make_data, make_trainer, monkeypatch
 ):
-    sampled, sample = [], BatchedSampler.sample
+    sampled, sample = [], hf_engine.sample_in_batches
 
-    def record(self, prompts, *args, **kwargs):
-        if len(prompts) == 4:  # not the check of decoding
-            sampled.append([weight.detach().clone() for weight in self._model.parameters()])
-        return sample(self, prompts, *args, **kwargs)
+    def record(model, requests, *args, **kwargs):
+        if len(requests) == 4:  # not the check of decoding
+            sampled.append([weight.detach().clone() for weight in model.parameters()])
+        return sample(model, requests, *args, **kwargs)
 
-    monkeypatch.setattr(BatchedSampler, "sample", record)
+    monkeypatch.setattr(hf_engine, "sample_in_batches", record)
     module, trainer = (
         make_module(engine=HFRolloutEngine(dtype="bfloat16"), **options),
         make_trainer(max_steps=3, precision="bf16-mixed"),

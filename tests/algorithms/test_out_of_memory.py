@@ -91,7 +91,7 @@ def test_the_optimizer_step_names_shards_and_adapters(make_module, make_data, ma
 def test_a_rollout_names_the_engines_limits(make_module, make_data, make_trainer, monkeypatch):
     from pl_grouprl.rollout.hf.engine import HFRolloutEngine
 
-    monkeypatch.setattr("pl_grouprl.rollout.hf.engine.BatchedSampler._chunks", out_of_memory)
+    monkeypatch.setattr("pl_grouprl.rollout.hf.engine.sample_in_batches", out_of_memory)
     message = (
         r"max_sequences=3 .* max_prefill_tokens=64 of HFRolloutEngine; lower max_sequences, which bounds the cache"
     )

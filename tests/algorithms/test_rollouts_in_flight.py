@@ -11,8 +11,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
-from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.rollout.engine import SamplerLostError, SyncedRolloutEngine
 from pl_grouprl.training.ahead import NAME
 
 AHEAD = {"importance_sampling": "token_truncate"}

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from pl_grouprl.distributed.checksum import SamplerLostError
 from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.harnesses.gateway import Gateway, RoundRequests
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.types import SamplingConfig
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.tiny_models import VOCAB, tiny_model

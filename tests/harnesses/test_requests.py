@@ -1,8 +1,9 @@
 import pytest
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.harnesses.gateway import RoundRequests, check_sampling, check_version
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.types import SamplingConfig
 
 
@@ -93,7 +94,7 @@ def test_answers_are_in_the_form_of_renderers():
 def test_tokens_of_other_weights_are_refused():
     requests = sampled()
     requests.request("a", ask([3]))
-    with pytest.raises(WeightsMismatchError, match="weights of version 'other:1', but 'run:1' is expected"):
+    with pytest.raises(WeightsMismatchError, match="weights 'other:1', but 'run:1' is expected"):
         requests.answer("a", [3], answer([4], version="other:1"))
     for version in ("default", "run:lost"):
         with pytest.raises(SamplerLostError, match=f"has weights '{version}', but 'run:1' is expected"):

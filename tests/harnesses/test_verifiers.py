@@ -113,7 +113,7 @@ def test_other_weights_end_the_run(tasks, policy, server):
             answer["choices"][0]["weight_versions"][0]["version"] = "another:1"
 
     server.spoil = spoil
-    with pytest.raises(WeightsMismatchError, match="weights of version 'another:1', but 'test:1' is expected"):
+    with pytest.raises(WeightsMismatchError, match="weights 'another:1', but 'test:1' is expected"):
         fit(module_of(policy, ServedPolicy(server)))
 
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pl_grouprl.distributed.checksum import AdapterWeights, SamplerLostError, WeightsMismatchError, checksum
+from pl_grouprl.distributed.checksum import WeightsMismatchError, checksum
 from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError
 
 Fault = Literal["lost", "lost at once", "failed", "failed at once"]
 

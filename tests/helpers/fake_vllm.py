@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pl_grouprl.rollout.engine import BoundPolicy, HoldsPolicy
+from pl_grouprl.rollout.engine import PolicyEngine
 
 
 class FakeVLLM:
@@ -91,7 +91,7 @@ class FakeVLLM:
         self._thread.join()
 
 
-class ServedPolicy(HoldsPolicy):
+class ServedPolicy(PolicyEngine):
     """An engine whose servers are fakes; the policy's weights go there by assignment."""
 
     adapter = "merged"
@@ -100,15 +100,11 @@ class ServedPolicy(HoldsPolicy):
         self.servers, self.urls, self.token = servers, [server.url for server in servers], token
         self.version: int | None = None
         self.weight_version: str | None = None
-        self.max_model_len: int | None = None
-
-    def bind(self, model: Any, tokenizer: Any = None) -> None:
-        self._policy = BoundPolicy(model, tokenizer)
 
     def update_weights(self, weights: Any, *, version: int, adapter: Any = None) -> dict[str, float]:
         self.version, self.weight_version = version, f"test:{version}"
         for server in self.servers:
-            server.model, server.version = copy.deepcopy(self.policy.model).eval(), self.weight_version
+            server.model, server.version = copy.deepcopy(self.model).eval(), self.weight_version
         return {"bytes": 0.0}
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

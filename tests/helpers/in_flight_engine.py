@@ -26,7 +26,7 @@ class InFlightEngine:
         reports: Whether rollouts say which version each token has.
 
     Attributes:
-        version: See `SyncedSampler`.
+        version: See `SyncedRolloutEngine`.
         calls: Prompt, seed and version at the start of each call of `generate`.
         closed: Set by `close`, which calls in flight that wait by `wait` notice.
         changed: Notified when weights have arrived, and by tests.

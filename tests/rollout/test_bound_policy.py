@@ -2,7 +2,7 @@ import threading
 
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.rollout.engine import BoundPolicy
+from pl_grouprl.rollout import VLLMServerRolloutEngine
 from pl_grouprl.types import Rollout, SamplingConfig
 
 
@@ -24,11 +24,12 @@ class OneAtATime:
 
 def test_threads_take_turns_with_the_tokenizer():
     tokenizer = OneAtATime()
-    policy = BoundPolicy(tiny_model("qwen3"), tokenizer)
-    rollout, found = Rollout([1]), []
-    stop = policy.stop(SamplingConfig(stop=("ex",)))
+    engine, rollout, found = VLLMServerRolloutEngine(), Rollout([1]), []
+    engine.model, engine.tokenizer = tiny_model("qwen3"), tokenizer
+    engine.sample = lambda requests, sampling, seed: [[rollout]]
+    stop = engine.check([], SamplingConfig(stop=("ex",)))
     threads = [
-        threading.Thread(target=lambda: policy.decode([rollout])),
+        threading.Thread(target=lambda: engine.generate([[1]], SamplingConfig(), num_generations=1, seed=0)),
         threading.Thread(target=lambda: found.extend(stop.found([[2]]))),
     ]
     threads[0].start()

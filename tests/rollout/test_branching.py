@@ -176,7 +176,7 @@ def test_engines_without_limits_or_indices(qwen3):
     engine = Plain()
     engine.reports = False
     assert all(r.logprobs is None for group in sample(qwen3, BY_TOKENS, engine=engine) for r in group.rollouts)
-    with pytest.raises(ValueError, match=r"points='entropy', which needs log-probabilities.*or points='every_n'"):
+    with pytest.raises(ValueError, match=r"points='entropy'"):
         sample(qwen3, BY_ENTROPY, engine=engine)
 
 
@@ -257,10 +257,10 @@ def test_refused_options(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"points": "turn", "width": 4, "depth": 9}, "width=4 and depth=9, which with num_generations=2 allows 524288"),
-        ({"points": "every_n", "every_n": 12}, "Branching.every_n is 12, but rollouts end after .*max_new_tokens=12"),
+        ({"points": "turn", "width": 4, "depth": 9}, "allows 524288 rollouts"),
+        ({"points": "every_n", "every_n": 12}, "Branching.every_n is 12, .*max_new_tokens=12"),
         ({"points": "turn", "budget": 23}, "Branching.budget is 23, but the 2 roots alone may take 24 tokens"),
-        ({"points": "entropy"}, "points is 'entropy', but with sampling.max_new_tokens=1 no token has another before"),
+        ({"points": "entropy"}, "points is 'entropy', .*max_new_tokens"),
     ],
 )
 def test_refused_together_with_others(options, words):
@@ -299,7 +299,7 @@ def test_rollouts_refuse_branches_that_do_not_fit(points, path, words):
             [Rollout([1, 2]) for _ in "abc"],
             "returned 3 different rollouts of prompt 0 in a list of 3, where 2 were asked for",
         ),
-        ([Rollout([1, 2, 3, 4]) for _ in "ab"], "needs Rollout.finish_reason, .* set it to 'stop' or 'length'"),
+        ([Rollout([1, 2, 3, 4]) for _ in "ab"], "needs Rollout.finish_reason"),
     ],
 )
 def test_rollouts_that_cannot_be_continued(qwen3, rollouts, words):

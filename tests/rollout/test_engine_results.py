@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pl_grouprl.rollout.engine import checked_rollouts
+from pl_grouprl.rollout.engine import SampleRequest, checked_rollouts
 from pl_grouprl.types import NOT_SAMPLED, Rollout, SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
@@ -37,8 +37,8 @@ def groups(**changes):
 
 
 def check(result):
-    options = {"num_generations": 2, "vocab_size": 10, "seed": 0}
-    return checked_rollouts(Scripted(result), [[1], [1, 2]], SAMPLING, **options)
+    requests = [SampleRequest([1], 2, 0, 4), SampleRequest([1, 2], 2, 1, 4)]
+    return checked_rollouts(Scripted(result), requests, SAMPLING, vocab_size=10, seed=0)
 
 
 def same(rollout):

@@ -84,7 +84,7 @@ def test_limits_per_prompt_are_checked(make_model):
     assert [len(group[0].token_ids) for group in groups] == [13, 2]
     with pytest.raises(ValueError, match=r"prompts\[1\] has 14 tokens, which with max_new_tokens=3 exceeds"):
         engine.generate(prompts, sampling, max_new_tokens=[13, 3], **options)
-    with pytest.raises(ValueError, match="max_new_tokens has 1 entries for 2 prompts; pass one for each"):
+    with pytest.raises(ValueError, match="argument 3 is shorter"):
         engine.generate(prompts, sampling, max_new_tokens=[1], **options)
     with pytest.raises(ValueError, match=r"max_new_tokens\[1\] is 0; it must be at least 1"):
         engine.generate(prompts, sampling, max_new_tokens=[1, 0], **options)
@@ -191,7 +191,7 @@ def test_engine_is_bound_later_and_again(qwen3, make_model):
     engine = HFRolloutEngine(max_sequences=2)
     assert isinstance(engine, RolloutEngine)
     sampling = SamplingConfig(max_new_tokens=3)
-    with pytest.raises(ValueError, match="has no model; pass one to the constructor or call bind"):
+    with pytest.raises(ValueError, match="has no model; call bind"):
         engine.generate([[1]], sampling, num_generations=1, seed=0)
     engine.bind(qwen3, None)
     first = engine.generate([[1]], sampling, num_generations=1, seed=0)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pl_grouprl.distributed.checksum import SamplerLostError
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.training.ahead import MAX_ATTEMPTS, RolloutQueue, SamplingThreads, Staleness, staleness_metrics
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup
 

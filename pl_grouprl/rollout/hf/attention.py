@@ -301,10 +301,7 @@ class StaticLayer(CacheLayerMixin):
             RuntimeError: If `attend` did not read the previous token.
         """
         if self._unread:
-            raise RuntimeError(
-                "a layer of the model read cached keys differently from when it encoded the prompts, and missed the "
-                "prompts; sample from this model with another rollout engine."
-            )
+            raise RuntimeError("a layer reads keys differently from when it encoded the prompts; use another engine.")
         self._unread = True
         for flat, new in zip(self.flat, (key_states, value_states), strict=True):
             flat.index_copy_(0, self.columns.slot_B, new.squeeze(2))

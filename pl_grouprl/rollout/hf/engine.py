@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder, takes_positions
 from pl_grouprl.checks.sampling import LONGEST, LONGEST_CONTINUED, check_decoding, continues_exactly
-from pl_grouprl.media.inputs import check_prompt_media, media_key, placeholder_ids
-from pl_grouprl.rollout.engine import BoundPolicy, StopStrings, length_limits, prompt_limits
+from pl_grouprl.media.inputs import media_key, placeholder_ids
+from pl_grouprl.rollout.engine import PolicyEngine, SampleRequest, StopStrings, length_limits
 from pl_grouprl.rollout.hf.attention import sharing_prompts
 from pl_grouprl.rollout.hf.copied_batch import CopiedBatch
 from pl_grouprl.rollout.hf.decode import DecodeRow
@@ -23,112 +23,89 @@ from pl_grouprl.rollout.hf.kept import KeptCaches
 from pl_grouprl.rollout.hf.packed_linear import original_weights, packed_linears
 from pl_grouprl.rollout.hf.prefill import NextTokenLogits, PromptEncoder, allows_padding, cache_argument
 from pl_grouprl.rollout.hf.static_batch import MIN_SAVED_TOKENS, StaticBatch, shares_prompts
-from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
+from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.device_defaults import cached_bytes, free_memory, sequences_at_once
 from pl_grouprl.utilities.modes import computing_in, evaluating, is_out_of_memory, naming_memory, uncompiled
 from pl_grouprl.utilities.options import check_options
 
 
-class BatchedSampler:
-    """Samples from a transformers decoder in batches of limited size.
+def sample_in_batches(
+    model: Any,
+    requests: Sequence[SampleRequest],
+    sampling: SamplingConfig,
+    seed: int,
+    *,
+    end_ids: Sequence[int],
+    stop: StopStrings,
+    max_sequences: int | None,
+    max_prefill_tokens: int,
+    kept: KeptCaches | None = None,
+    min_saved_tokens: float = MIN_SAVED_TOKENS,
+) -> list[list[Rollout]]:
+    """Sample the rollouts of every request in batches of limited size, without text.
 
     Args:
         model: A transformers decoder with a language-model head, in evaluation mode.
-        max_sequences: Most sequences decoded at once; None decodes all at once.
-        max_prefill_tokens: Maximum prompt tokens in one forward pass, including padding. Where a turn continues kept
-            sequences, their cached tokens count too; raise it for episodes with long histories.
+        requests: The requests; equal prompts are encoded once.
+        sampling: How to sample; its `max_new_tokens` is not read.
+        seed: Seed of the random streams.
+        end_ids: Tokens that end a sequence.
+        stop: Strings that end a sequence.
+        max_sequences: See `HFRolloutEngine`; None decodes all at once.
+        max_prefill_tokens: See `HFRolloutEngine`.
+        kept: Caches for the prompts to continue; replaced by those of the rollouts.
+        min_saved_tokens: See `static_batch.shares_prompts`.
     """
+    equal: dict[tuple[Any, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        equal.setdefault((*request.token_ids, media_key(request.media)), []).append(number)
+    owners = list(equal.values())
+    distinct = [requests[numbers[0]] for numbers in owners]
+    continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
 
-    def __init__(self, model: Any, max_sequences: int | None, max_prefill_tokens: int) -> None:
-        self._model, self._max_sequences, self._max_prefill_tokens = model, max_sequences, max_prefill_tokens
-
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingConfig,
-        num_generations: int,
-        seed: int,
-        *,
-        max_new_tokens: Sequence[int],
-        end_ids: Sequence[int],
-        stop: StopStrings,
-        indices: Sequence[int] | None = None,
-        kept: KeptCaches | None = None,
-        min_saved_tokens: float = MIN_SAVED_TOKENS,
-    ) -> list[list[Rollout]]:
-        """Sample completions of every prompt, without text.
-
-        Args:
-            prompts: The prompts; equal ones are encoded once.
-            sampling: How to sample.
-            num_generations: Rollouts per prompt.
-            seed: Seed of the random streams.
-            max_new_tokens: Most tokens of each prompt's rollouts.
-            end_ids: Tokens that end a sequence.
-            stop: Strings that end a sequence.
-            indices: Index of each prompt, for its random streams; None for its index in `prompts`.
-            kept: Caches for the prompts to continue; replaced by those of the rollouts.
-            min_saved_tokens: See `static_batch.shares_prompts`.
-        """
-        equal: dict[tuple[Any, ...], list[int]] = {}
-        for index, prompt in enumerate(prompts):
-            equal.setdefault((*prompt.token_ids, media_key(prompt.media)), []).append(index)
-        owners = list(equal.values())
-        distinct = [prompts[places[0]] for places in owners]
-        continued = [None] * len(distinct) if kept is None else kept.claim(distinct)
-
-        # Prompts that continue nothing come first; prompts are sorted by the number of tokens to run, then by length.
-        keys = [
-            (
-                cached is not None,
-                len(prompt.token_ids) - (0 if cached is None else cached.num_tokens),
-                len(prompt.token_ids),
-            )
-            for prompt, cached in zip(distinct, continued, strict=True)
+    # Prompts that continue nothing come first; prompts are sorted by the number of tokens to run, then by length.
+    lengths = [len(request.token_ids) for request in distinct]
+    keys = [
+        (cached is not None, length - (0 if cached is None else cached.num_tokens), length)
+        for length, cached in zip(lengths, continued, strict=True)
+    ]
+    order = sorted(range(len(distinct)), key=keys.__getitem__)
+    distinct, continued = [distinct[place] for place in order], [continued[place] for place in order]
+    sequences = [
+        (place, number, generation)
+        for place, owner in enumerate(order)
+        for number in owners[owner]
+        for generation in range(requests[number].count)
+    ]
+    logits = NextTokenLogits(model)
+    lengths = [len(distinct[place].token_ids) for place, *_ in sequences]
+    longest = max(lengths, default=0) + max((request.max_new_tokens for request in requests), default=0)
+    padding = allows_padding(model, longest)
+    encoder = PromptEncoder(logits, distinct, max_prefill_tokens, kept=continued, padding=padding)
+    del continued  # so that the encoder can free them
+    groups: list[list[Rollout]] = [[] for _ in requests]
+    end = 0
+    while end < len(sequences):
+        start, end = end, min(end + (max_sequences or len(sequences)), len(sequences))
+        if not padding:
+            end = next((place for place in range(start, end) if lengths[place] != lengths[start]), end)
+        chunk = sequences[start:end]
+        needed_later = sequences[end][0] if end < len(sequences) else len(distinct)
+        parts = encoder.select([place for place, *_ in chunk], needed_later)
+        places = [(prefix, row) for prefix, rows in parts for row in rows]
+        rows = [
+            DecodeRow(*place, (requests[number].index, generation), requests[number].max_new_tokens)
+            for place, (_, number, generation) in zip(places, chunk, strict=True)
         ]
-        order = sorted(range(len(distinct)), key=keys.__getitem__)
-        distinct, continued = [distinct[number] for number in order], [continued[number] for number in order]
-        sequences = [
-            (place, index, generation)
-            for place, number in enumerate(order)
-            for index in owners[number]
-            for generation in range(num_generations)
-        ]
-        logits = NextTokenLogits(self._model)
-        longest = max((len(prompt.token_ids) for prompt in distinct), default=0) + max(max_new_tokens, default=0)
-        padding = allows_padding(self._model, longest)
-        encoder = PromptEncoder(logits, distinct, self._max_prefill_tokens, kept=continued, padding=padding)
-        del continued  # so that the encoder can free them
-        groups: list[list[Rollout]] = [[] for _ in prompts]
-        for start, end in self._chunks([len(distinct[place].token_ids) for place, *_ in sequences], padding):
-            chunk = sequences[start:end]
-            needed_later = sequences[end][0] if end < len(sequences) else len(distinct)
-            parts = encoder.select([place for place, *_ in chunk], needed_later)
-            places = [(prefix, row) for prefix, rows in parts for row in rows]
-            rows = [
-                DecodeRow(*place, (index if indices is None else indices[index], generation), max_new_tokens[index])
-                for place, (_, index, generation) in zip(places, chunk, strict=True)
-            ]
-            kind = StaticBatch if shares_prompts(rows, min_saved_tokens) else CopiedBatch
-            batch = kind(rows, sampling, end_ids=end_ids, stop=stop, seed=seed, keep=kept is not None)
-            del parts, places, rows  # the prompts' caches are copied by now
-            for number, ((_, index, _), rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
-                groups[index].append(rollout)
-                prompt = prompts[index]
-                if kept is not None and not prompt.media:
-                    kept.add([*prompt.token_ids, *rollout.token_ids[:-1]], batch.kept[number])
-            del batch  # frees its cache before the next one
-        return groups
-
-    def _chunks(self, lengths: Sequence[int], padding: bool) -> Iterator[tuple[int, int]]:
-        """Split sequences, whose prompts have these lengths, into batches: start and end of each."""
-        start = 0
-        while start < len(lengths):
-            end = min(start + (self._max_sequences or len(lengths)), len(lengths))
-            if not padding:
-                end = next((index for index in range(start, end) if lengths[index] != lengths[start]), end)
-            yield start, end
-            start = end
+        kind = StaticBatch if shares_prompts(rows, min_saved_tokens) else CopiedBatch
+        batch = kind(rows, sampling, end_ids=end_ids, stop=stop, seed=seed, keep=kept is not None)
+        del parts, places, rows  # the prompts' caches are copied by now
+        for place, ((_, number, _), rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
+            groups[number].append(rollout)
+            if kept is not None and not requests[number].media:
+                kept.add([*requests[number].token_ids, *rollout.token_ids[:-1]], batch.kept[place])
+        del batch  # frees its cache before the next one
+    return groups
 
 
 # Samples a few tokens from a model to check that decoding with its cache is exact.
@@ -137,13 +114,13 @@ COPIED, SHARED = math.inf, 0.0
 """Values of `min_saved_tokens`: never share prompts, and always share them if the model can."""
 
 
-def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None) -> KeptCaches | None:
+def probe_decoding(model: Any, kept: KeptCaches | None, **limits: Any) -> KeptCaches | None:
     """Check a model's decoding, once per model, with copied and with shared prompts.
 
     Args:
         model: A transformers decoder, in evaluation mode.
-        sampler: Samples from it.
         kept: The caches that its next rollouts would continue.
+        **limits: `max_sequences` and `max_prefill_tokens`.
 
     Returns:
         `kept`, or None if the model cannot continue caches, or cannot take the `LONGEST_CONTINUED` tokens of the check.
@@ -155,11 +132,12 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
     def sample(
         prompts: list[Prompt], sampling: SamplingConfig, count: int, min_saved: float, kept: KeptCaches | None = None
     ) -> list[list[Rollout]]:
-        limits, stop = [sampling.max_new_tokens] * len(prompts), StopStrings(None, ())
-        return sampler.sample(
-            prompts, sampling, count, 0, max_new_tokens=limits, end_ids=[], stop=stop, kept=kept,
-            min_saved_tokens=min_saved,
-        )  # fmt: skip
+        requests = [
+            SampleRequest(prompt.token_ids, count, index, sampling.max_new_tokens)
+            for index, prompt in enumerate(prompts)
+        ]
+        options: dict[str, Any] = {**limits, "end_ids": [], "stop": StopStrings(None, ())}
+        return sample_in_batches(model, requests, sampling, 0, kept=kept, min_saved_tokens=min_saved, **options)
 
     def sample_both(prompts: list[Prompt], sampling: SamplingConfig) -> list[list[Rollout]]:
         copied, shared = (sample(prompts, sampling, 1, min_saved) for min_saved in (COPIED, SHARED))
@@ -198,7 +176,7 @@ def probe_decoding(model: Any, sampler: BatchedSampler, kept: KeptCaches | None)
 _DECODES_IN_BFLOAT16: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 
 
-class HFRolloutEngine:
+class HFRolloutEngine(PolicyEngine):
     """Samples from a transformers decoder; every distinct prompt is encoded once.
 
     Rollouts are decoded in a batch that sequences leave as soon as they end. If the model's layers allow it, rollouts
@@ -238,10 +216,7 @@ class HFRolloutEngine:
         ValueError: If a limit is below 1, or the model is not a decoder.
     """
 
-    reserves_max_new_tokens = True
-    takes_prompt_indices = True
     samples_from_copies = True
-    takes_limits = True
     keeps_caches = True
 
     def __init__(
@@ -259,8 +234,6 @@ class HFRolloutEngine:
         self.max_prefill_tokens = max_prefill_tokens
         self.dtype = dtype
         self.autocast_dtype: torch.dtype | None = None
-        self.model: Any = None
-        self.tokenizer: Any = None
         self._kept: KeptCaches | None = None
         self._told = False
         if model is not None:
@@ -279,83 +252,41 @@ class HFRolloutEngine:
         """
         if model is not self.model:
             if getattr(model.config, "is_encoder_decoder", False):
-                raise ValueError(
-                    f"model is an encoder-decoder ({type(model).__name__}); HFRolloutEngine samples from decoder-only "
-                    "models, pass one (AutoModelForCausalLM)."
-                )
+                raise ValueError(f"model is an encoder-decoder ({type(model).__name__}); pass a decoder-only model.")
             decoder = find_decoder(model)
             if takes_positions(decoder) and (reason := counts_tokens_itself(decoder)) is not None:
-                raise ValueError(
-                    f"HFRolloutEngine pads prompts on the left and needs to set their positions, but {reason} "
-                    "Sample with another engine, or choose a decoder that takes position_ids."
-                )
+                raise ValueError(f"HFRolloutEngine pads prompts and needs to set their positions, but {reason}")
             cache_argument(model)
             if self._kept is not None:
                 self._kept.clear()
         self.model, self.tokenizer = model, tokenizer
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        *,
-        num_generations: int,
-        seed: int,
-        media: Sequence[Media] | None = None,
-        prompt_indices: Sequence[int] | None = None,
-        max_new_tokens: Sequence[int] | None = None,
-    ) -> list[list[Rollout]]:
-        """Sample completions; see `RolloutEngine.generate`.
+    def sample(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, seed: int) -> list[list[Rollout]]:
+        """Sample the rollouts of each request, without text; see `PolicyEngine.sample`.
 
         The model is in evaluation mode during the call; the mode of every submodule is restored afterwards.
 
-        Returns:
-            For each prompt, in the caller's order, `num_generations` rollouts: tokens including the end token,
-            log-probabilities (`sampling.sample_tokens`), finish reason, and text if
-            there is a tokenizer.
-
         Raises:
-            ValueError: If no model is bound, the request is invalid (`engine.check_request`,
-                `media.inputs.check_prompt_media`), stop strings are given without a tokenizer, a layer's state cannot
-                be copied (`kept.gather_layer`), or the model's decoding differs from its scoring
-                (`checks.sampling.check_decoding`, in the first call for a model).
+            ValueError: If a request is invalid, a layer's state cannot be copied (`kept.gather_layer`), or the model's
+                decoding differs from its scoring (`checks.sampling.check_decoding`, in the first call for a model).
             FloatingPointError: If the model's logits are not finite.
         """
-        if self.model is None:
-            raise ValueError(
-                "HFRolloutEngine has no model; pass one to the constructor or call bind(model, tokenizer)."
-            )
-        policy = BoundPolicy(self.model, self.tokenizer)
-        policy.check(prompts, sampling, num_generations, max_new_tokens=max_new_tokens)
-        longest = prompt_limits(prompts, sampling, max_new_tokens)
-        media = [{} for _ in prompts] if media is None else media
-        check_prompt_media(self.model, prompts, media)
-        requests = [Prompt(list(prompt), media=images) for prompt, images in zip(prompts, media, strict=True)]
-        stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
+        stop, end_ids = self.check(requests, sampling), self.end_ids(sampling)
         dtype = self._checked_dtype()
-        most = self._sequences_at_once(prompts, longest, num_generations, dtype)
+        most = self._sequences_at_once(requests, dtype)
         memory = naming_memory(
             f"a rollout with max_sequences={most} (None: all at once) and max_prefill_tokens="
             f"{self.max_prefill_tokens} of HFRolloutEngine",
             "lower max_sequences, which bounds the cache of keys and values, or max_prefill_tokens if the prompts "
             "alone do not fit",
         )
-        mode = _evaluating(self.model, dtype, max(longest, default=0))
+        limits: dict[str, Any] = {"max_sequences": most, "max_prefill_tokens": self.max_prefill_tokens}
+        mode = _evaluating(self.model, dtype, max((request.max_new_tokens for request in requests), default=0))
         with memory, mode, sharing_prompts(self.model):
-            sampler = BatchedSampler(self.model, most, self.max_prefill_tokens)
-            groups = sampler.sample(
-                requests,
-                sampling,
-                num_generations,
-                seed,
-                max_new_tokens=longest,
-                end_ids=end_ids,
-                stop=stop,
-                indices=prompt_indices,
-                kept=probe_decoding(self.model, sampler, self._kept),
+            kept = probe_decoding(self.model, self._kept, **limits)
+            return sample_in_batches(
+                self.model, requests, sampling, seed, end_ids=end_ids, stop=stop, kept=kept, **limits
             )
-        policy.decode(rollout for group in groups for rollout in group)
-        return groups
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -372,7 +303,7 @@ class HFRolloutEngine:
         if self.model not in _DECODES_IN_BFLOAT16:
             try:
                 with _evaluating(self.model, dtype, 0), sharing_prompts(self.model):
-                    probe_decoding(self.model, BatchedSampler(self.model, None, self.max_prefill_tokens), None)
+                    probe_decoding(self.model, None, max_sequences=None, max_prefill_tokens=self.max_prefill_tokens)
                 _DECODES_IN_BFLOAT16[self.model] = True
             except (RuntimeError, ValueError, FloatingPointError) as error:
                 if is_out_of_memory(error):
@@ -383,19 +314,14 @@ class HFRolloutEngine:
                 _DECODES_IN_BFLOAT16[self.model] = False
         return dtype if _DECODES_IN_BFLOAT16[self.model] else None
 
-    def _sequences_at_once(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: Sequence[int],
-        num_generations: int,
-        dtype: torch.dtype | None,
-    ) -> int | None:
+    def _sequences_at_once(self, requests: Sequence[SampleRequest], dtype: torch.dtype | None) -> int | None:
         """`max_sequences`, or what the free memory holds: caches of whole sequences, and logits with temporaries."""
-        count = len(prompts) * num_generations
+        count = sum(request.count for request in requests)
         if self.max_sequences is not None or not count:
             return self.max_sequences
         config = self.model.config.get_text_config(decoder=True)
-        tokens = max(map(len, prompts)) + max(max_new_tokens)
+        tokens = max(len(request.token_ids) for request in requests)
+        tokens += max(request.max_new_tokens for request in requests)
         width = (dtype or self.model.dtype).itemsize
         copied = sum(width * weight.numel() for weight in self.model.parameters() if dtype not in (None, weight.dtype))
         needed = tokens * cached_bytes(config, width) + 24 * getattr(config, "vocab_size", 0)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from pl_grouprl.types import Prompt
+from pl_grouprl.rollout.engine import SampleRequest
 
 _WINDOWS = {"DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 _KEYS = _WINDOWS | {"LinearAttentionAndFullAttentionLayer"}
@@ -105,7 +105,7 @@ class KeptCaches:
         """Drop all."""
         self._sequences = {}
 
-    def claim(self, prompts: Sequence[Prompt]) -> list[KeptSequence | None]:
+    def claim(self, prompts: Sequence[SampleRequest]) -> list[KeptSequence | None]:
         """Find the kept cache of each prompt's beginning, and drop all others.
 
         A prompt that a kept sequence begins with (a branch of it) gets the cache of all its tokens but the last, if the
@@ -198,10 +198,7 @@ def gather_layer(index: int, parts: Sequence[tuple[Any, Tensor]], width: int) ->
         reason = (
             f"leaves its {plain} empty, so it keeps its state elsewhere" if known else f"caches its state as {plain}"
         )
-        raise ValueError(
-            f"layer {index} of the model {reason}; HFRolloutEngine can only copy what a layer keeps for every token, "
-            "the keys and values of a window, and states of fixed size. Choose another rollout engine for this model."
-        )
+        raise ValueError(f"layer {index} of the model {reason}, which HFRolloutEngine cannot copy; use another engine.")
     return layer
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from pl_grouprl.attention.support import find_decoder, selects_tokens, takes_positions
 from pl_grouprl.media.inputs import media_inputs, placeholder_ids
+from pl_grouprl.rollout.engine import SampleRequest
 from pl_grouprl.rollout.hf.attention import PromptLayer, PromptWindow, keeps_more_than_keys, new_cache
 from pl_grouprl.rollout.hf.kept import (
     EncodedPrompt,
@@ -31,7 +32,6 @@ from pl_grouprl.rollout.hf.kept import (
     is_empty,
     with_prompt,
 )
-from pl_grouprl.types import Prompt
 from pl_grouprl.utilities import internals
 
 PAD = 0
@@ -107,10 +107,7 @@ def cache_argument(model: Any) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT passes on any argument
     name = internals.cache_argument(type(base).forward)
     if name is None:
-        raise ValueError(
-            f"HFRolloutEngine decodes with a cache, but {type(model).__name__} takes none. Choose another rollout "
-            "engine for this model."
-        )
+        raise ValueError(f"HFRolloutEngine decodes with a cache, but {type(model).__name__} takes none.")
     return name
 
 
@@ -212,7 +209,7 @@ def why_not_shared(cache: Cache) -> str | None:
     return None if any(isinstance(layer, PromptLayer) for layer in layers) else "no layer caches keys"
 
 
-def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
+def prefill(logits: NextTokenLogits, prompts: Sequence[SampleRequest]) -> Prefix:
     """Encode prompts in one forward pass; only the last position reaches the language-model head.
 
     Args:
@@ -237,7 +234,9 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[Prompt]) -> Prefix:
     return Prefix(cache, logits_PV, lengths, following, [EncodedPrompt(length) for length in lengths])
 
 
-def continue_sequences(logits: NextTokenLogits, prompts: Sequence[Prompt], kept: Sequence[KeptSequence]) -> Prefix:
+def continue_sequences(
+    logits: NextTokenLogits, prompts: Sequence[SampleRequest], kept: Sequence[KeptSequence]
+) -> Prefix:
     """Encode prompts that extend kept sequences, in one forward pass over whole rows, shared prompts included.
 
     There is no padding between cached and new tokens, because windows and linear attention could not skip it. So each
@@ -282,7 +281,7 @@ def continue_sequences(logits: NextTokenLogits, prompts: Sequence[Prompt], kept:
     return Prefix(cache, logits_PV, lengths, lengths, shared)
 
 
-def plan_prefill(prompts: Sequence[Prompt], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:
+def plan_prefill(prompts: Sequence[SampleRequest], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:
     """Split prompts, sorted by length, into batches.
 
     Args:
@@ -364,7 +363,7 @@ class PromptEncoder:
     def __init__(
         self,
         logits: NextTokenLogits,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[SampleRequest],
         max_tokens: int,
         *,
         kept: Sequence[KeptSequence | None] = (),

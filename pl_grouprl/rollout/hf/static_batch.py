@@ -63,8 +63,11 @@ class StaticBatch(DecodeBatch):
             states.append(shared)
             if isinstance(first, PromptLayer):
                 layers.append(self._static_layer(index, first, packed))
-            else:
-                layers.append(self._gathered(index))
+            else:  # copies of the rows' states
+                parts = [(prefix.cache.layers[index], self.int64(sources)) for prefix, sources, _ in self._parts]
+                layer = gather_layer(index, parts, 0)
+                layer.reorder_cache(self.int64([row for *_, targets in self._parts for row in targets]).argsort())
+                layers.append(layer)
         self.cache = Cache(layers=layers)
         del self._parts
         if self.keeps:
@@ -94,14 +97,6 @@ class StaticBatch(DecodeBatch):
                     buffer[self.int64(targets), columns.width - count : columns.width] = rows
             buffers.append(buffer)
         return StaticLayer(columns, (buffers[0], buffers[1]), None if packed is None else (*packed, self._prompts))
-
-    def _gathered(self, index: int) -> Any:
-        """A layer with copies of the rows' states."""
-        layer = gather_layer(
-            index, [(prefix.cache.layers[index], self.int64(sources)) for prefix, sources, _ in self._parts], 0
-        )
-        layer.reorder_cache(self.int64([place for _, _, targets in self._parts for place in targets]).argsort())
-        return layer
 
     def forward(self, logits: NextTokenLogits) -> Tensor:
         """See `DecodeBatch`."""

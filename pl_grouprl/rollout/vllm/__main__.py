@@ -75,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown += [f'{TOKEN_VARIABLE}="${TOKEN_VARIABLE}"'] if options.token else []
         print(" ".join(shown), shlex.join(command))
         return
-    folder = tempfile.mkdtemp(prefix="pl-grouprl-", dir=options.weights_folder or _shared_memory())
+    memory = "/dev/shm"  # noqa: S108 (the folder in it has a unique name); containers often have 64 MiB of it
+    has_room = os.path.isdir(memory) and shutil.disk_usage(memory).free >= 1 << 30
+    folder = tempfile.mkdtemp(prefix="pl-grouprl-", dir=options.weights_folder or (memory if has_room else None))
     environment[FOLDER_VARIABLE] = folder
     if options.token:
         environment[TOKEN_VARIABLE] = options.token
@@ -116,12 +118,6 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
         else:
             flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
-
-
-def _shared_memory() -> str | None:
-    """The system's folder in shared memory, if it has one with room for buckets (containers often have 64 MiB)."""
-    memory = "/dev/shm"  # noqa: S108 (the folder in it has a unique name)
-    return memory if os.path.isdir(memory) and shutil.disk_usage(memory).free >= 1 << 30 else None
 
 
 if __name__ == "__main__":

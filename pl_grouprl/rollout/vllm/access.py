@@ -89,10 +89,7 @@ def check_token(token: str | None, name: str) -> None:
         ValueError: If it is empty, has characters other than printable ASCII, or begins or ends with a blank.
     """
     if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
-        raise ValueError(
-            f"{name} is empty, or has characters not allowed in headers; use printable ASCII that neither begins nor "
-            "ends with a blank."
-        )
+        raise ValueError(f"{name} is empty, or has characters not allowed in headers, or a blank at an end.")
 
 
 def check_host(host: str, token: str | None) -> None:

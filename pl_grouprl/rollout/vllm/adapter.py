@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder
-from pl_grouprl.distributed.checksum import AdapterWeights, checksum
+from pl_grouprl.distributed.checksum import checksum
 from pl_grouprl.distributed.weight_stream import PEFT_PREFIX
 from pl_grouprl.models.adapters import adapter_layers, base_of
+from pl_grouprl.rollout.engine import AdapterWeights
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM 0.32 accepts at start."""

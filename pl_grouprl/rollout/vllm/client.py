@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
-from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.rollout.engine import SamplerLostError, StopStrings
 from pl_grouprl.rollout.vllm.access import check_token
 from pl_grouprl.rollout.vllm.requests import NOT_FINITE, Completion
 from pl_grouprl.types import Rollout
@@ -83,9 +83,7 @@ class Labels:
             raise SamplerLostError(f"{found} It was restarted, or has lost an update.")
         run, _, version = str(label).rpartition(":")
         if run != self.run:
-            raise WeightsMismatchError(
-                f"{found} Does another trainer use this server? Give each trainer its own servers."
-            )
+            raise WeightsMismatchError(f"{found} Does another trainer use this server? Give each its own servers.")
         if label == self.updating:
             return None
         if not version.isdigit():
@@ -115,7 +113,7 @@ class Labels:
             versions += [version] * (span["end"] - span["start"])
         if len(versions) < count:
             raise WeightsMismatchError(
-                f"the sampling server at {url} does not report which weights sampled its tokens: {spans!r}."
+                f"the sampling server at {url} does not report which weights sampled its tokens."
             )
         return versions[:count]
 
@@ -290,36 +288,6 @@ class PromptRequest:
     min_version: int
     vocab_size: int
 
-    def check(self, label: str, server: Server) -> None:
-        """Check that weights are not lost, too old, or another trainer's; see `Labels.version`."""
-        self.labels.version(label, self.min_version, server.url)
-
-
-async def sample(
-    http: httpx2.AsyncClient, server: Server, request: PromptRequest, gate: asyncio.Semaphore
-) -> list[Rollout]:
-    """Sample the sequences of a prompt concurrently.
-
-    Args:
-        http: Client of the server.
-        server: The server.
-        request: The request.
-        gate: Limits the sequences that the server samples at a time.
-
-    Raises:
-        BrokenOffError: If the server breaks off an answer, or is overloaded.
-        httpx2.TransportError: If it cannot be reached.
-        SamplerLostError: If it has lost its weights.
-        WeightsMismatchError: If it has other weights.
-        ValueError: If it refuses the request.
-    """
-    return await run_all(_sequence(http, server, request, body, gate) for body in request.bodies)
-
-
-async def read_label(http: httpx2.AsyncClient, server: Server) -> str:
-    """The label of a server's weights."""
-    return server.decode(await http.get("/weight_info", timeout=server.timeout))["weight_version"]
-
 
 def decode(server: Server, response: httpx2.Response) -> Any:
     """Decode an answer while rollouts are sampled.
@@ -340,10 +308,25 @@ def decode(server: Server, response: httpx2.Response) -> Any:
         raise ValueError(str(error)) if error.status in (400, 422) else error from None
 
 
-async def _sequence(
+async def sample(
     http: httpx2.AsyncClient, server: Server, request: PromptRequest, body: dict[str, Any], gate: asyncio.Semaphore
 ) -> Rollout:
-    """Sample one sequence; start again if an update aborts it."""
+    """Sample one sequence of a prompt; start again if an update aborts it.
+
+    Args:
+        http: Client of the server.
+        server: The server.
+        request: The request.
+        body: One of its bodies.
+        gate: Limits the sequences that the server samples at a time.
+
+    Raises:
+        BrokenOffError: If the server breaks off an answer, or is overloaded.
+        httpx2.TransportError: If it cannot be reached.
+        SamplerLostError: If it has lost its weights.
+        WeightsMismatchError: If it has other weights.
+        ValueError: If it refuses the request.
+    """
     while True:
         completion, stopped, part = Completion(request.stop), False, None
         named = {**body, "request_id": secrets.token_hex(8), "stream": bool(request.stop)}
@@ -365,7 +348,7 @@ async def _sequence(
             tick(count)
             return rollout
         label = decode(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
-        request.check(label, server)
+        request.labels.version(label, request.min_version, server.url)
 
 
 class _Part(NamedTuple):

@@ -10,20 +10,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from pl_grouprl.distributed.checksum import AdapterWeights, buckets, cast, check_weights
-from pl_grouprl.media.inputs import check_prompt_media
+from pl_grouprl.distributed.checksum import buckets, cast, check_weights
+from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models.adapters import base_of
-from pl_grouprl.rollout.engine import BoundPolicy, HoldsPolicy, StopStrings, prompt_limits, sequence_seeds
+from pl_grouprl.rollout.engine import AdapterWeights, PolicyEngine, SampleRequest, StopStrings
 from pl_grouprl.rollout.vllm.adapter import adapter_file, lora_arguments
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.rollout.vllm.settings import SamplerDtype
-from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.options import check_options
 
 
-class VLLMRolloutEngine(HoldsPolicy):
+class VLLMRolloutEngine(PolicyEngine):
     """Samples with vLLM (0.32), which has its own copy of the weights.
 
     The first `update_weights` starts vLLM from the policy's config only; all weights go from the policy directly into
@@ -61,9 +61,6 @@ class VLLMRolloutEngine(HoldsPolicy):
             build for this system.
     """
 
-    reserves_max_new_tokens = True
-    takes_prompt_indices = True
-    takes_limits = True
     truncates_logprobs = True
     keeps_caches = True
 
@@ -128,9 +125,9 @@ class VLLMRolloutEngine(HoldsPolicy):
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
-        if self._policy is None or self._policy.model is not model:
+        if self.model is not model:
             self.close()
-        self._policy = BoundPolicy(model, tokenizer)
+        super().bind(model, tokenizer)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -141,9 +138,8 @@ class VLLMRolloutEngine(HoldsPolicy):
             ValueError: If vLLM cannot serve the adapter, or has no base for it.
             WeightsMismatchError: If vLLM loaded other weights.
         """
-        started = time.perf_counter()
+        started, model = time.perf_counter(), self.model
         self.version = None
-        model = self.policy.model
         lora = {} if adapter is None else lora_arguments(model, adapter.config)
         if self.dtype != "auto":
             dtype = getattr(torch, self.dtype)
@@ -171,41 +167,24 @@ class VLLMRolloutEngine(HoldsPolicy):
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        *,
-        num_generations: int,
-        seed: int,
-        media: Sequence[Media] | None = None,
-        prompt_indices: Sequence[int] | None = None,
-        max_new_tokens: Sequence[int] | None = None,
-    ) -> list[list[Rollout]]:
-        """Sample completions; see `RolloutEngine.generate`.
+    def sample(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, seed: int) -> list[list[Rollout]]:
+        """Sample the rollouts of each request, without text; see `PolicyEngine.sample`.
 
         Raises:
-            ValueError: If no policy is bound, or the request is invalid (`engine.check_request`).
+            ValueError: If a request is invalid.
             RuntimeError: If vLLM has no weights yet.
             FloatingPointError: If the model's logits are not finite.
         """
-        policy = self.policy
         if self.version is None:
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
-        given: Sequence[Media] = [{}] * len(prompts) if media is None else media
 
-        def plan() -> tuple[list[list[int]], StopStrings]:
-            policy.check(prompts, sampling, num_generations, self.max_model_len, max_new_tokens=max_new_tokens)
-            check_prompt_media(policy.model, prompts, given)
+        def check() -> StopStrings:
             check_temperature(sampling)
-            return sequence_seeds(seed, len(prompts), num_generations, prompt_indices), policy.stop(sampling)
+            return self.check(requests, sampling)
 
-        seeds, stop = self._vllm.raise_on_engine_ranks(plan)
-        end_ids = policy.end_ids(sampling)
-        limits = prompt_limits(prompts, sampling, max_new_tokens)
-        requests = list(zip(prompts, given, seeds, limits, strict=True))
-        groups = self._vllm.sample(requests, sampling, end_ids=end_ids, never=policy.never, stop=stop)
-        policy.decode(rollout for group in groups for rollout in group)
+        stop = self._vllm.raise_on_engine_ranks(check)
+        never = sorted(placeholder_ids(self.model).values())
+        groups = self._vllm.sample(requests, sampling, seed, end_ids=self.end_ids(sampling), never=never, stop=stop)
         self._sleep()
         return groups
 

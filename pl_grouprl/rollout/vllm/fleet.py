@@ -6,9 +6,9 @@ import base64
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pl_grouprl.distributed.checksum import Bucket, SamplerLostError, WeightsMismatchError, buckets, check_weights
+from pl_grouprl.distributed.checksum import Bucket, WeightsMismatchError, buckets, check_weights
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.vllm.client import Labels, RefusedError, Server
 
 T = TypeVar("T")
@@ -92,24 +93,44 @@ class Fleet:
             WeightsMismatchError: If a server loaded other weights, or another trainer uses it.
             RefusedError: If a server refuses a call.
         """
+        servers, updating = self._servers, self._labels.updating
         try:
-            with self._naming_cause():
-                self._on_all(lambda server: self._begin(pause, server))
-                if self.by_nccl and self._broadcaster is None:
-                    join = [partial(_join, server) for server in self._servers]
-                    self._broadcaster = Broadcaster(self._workers, join, self._pool)
-                self._on_all(lambda server: server.post("/start_weight_update"))
-                size = (self._broadcast if self.by_nccl else self._send)(weights, bucket_bytes)
-                loaded = self._on_all(lambda server: _end(list(checksums), server))
-                for server, workers in zip(self._servers, loaded, strict=True):
-                    try:
-                        check_weights(checksums, workers)
-                    except WeightsMismatchError as error:
-                        raise WeightsMismatchError(f"At {server.url}: {error}") from error
-                self._on_all(lambda server: self._resume(version, server))
-        except BaseException:
-            self._on_all(self._abandon)
-            raise
+            self._on_all(lambda server: self._begin(pause, server))
+            if self.by_nccl and self._broadcaster is None:
+                join = [partial(_join, server) for server in servers]
+                self._broadcaster = Broadcaster(self._workers, join, self._pool)
+            self._on_all(lambda server: server.post("/start_weight_update"))
+            size = (self._broadcast if self.by_nccl else self._send)(weights, bucket_bytes)
+            self._on_all(lambda server: server.post("/finish_weight_update", {}))
+            self._on_all(lambda server: server.rpc("refresh_stale_weights"))
+            everything = {"reset_running_requests": True}  # of what was computed from the old weights
+            dropped = self._on_all(lambda server: server.post("/reset_prefix_cache", params=everything))
+            loaded = self._on_all(lambda server: server.rpc("weight_checksums", list(checksums)))
+            labels = self._on_all(Server.label)
+            for server, answer, workers, label in zip(servers, dropped, loaded, labels, strict=True):
+                if not answer["success"]:
+                    raise RefusedError(server.url, 500, "vLLM did not drop its prefix cache.")
+                try:
+                    check_weights(checksums, workers)
+                except WeightsMismatchError as error:
+                    raise WeightsMismatchError(f"At {server.url}: {error}") from error
+                if label != updating:
+                    raise RefusedError(server.url, 409, "another trainer has begun an update")
+            new_label = {"new_version": self._labels.of(version)}
+            self._on_all(lambda server: server.post("/update_weight_version", new_label))
+            self._on_all(lambda server: server.post("/resume"))
+        except BaseException as error:
+            try:
+                if isinstance(error, httpx2.TransportError):
+                    raise SamplerLostError(
+                        f"a sampling server broke off an update ({type(error).__name__}: {error})."
+                    ) from error
+                if isinstance(error, (RefusedError, WeightsMismatchError)):
+                    for server in servers:  # raises if it was restarted, or another trainer uses it
+                        self._labels.version(server.wait(), 0, server.url)
+                raise
+            finally:
+                self._on_all(self._abandon)
         return size
 
     def _begin(self, pause: str, server: Server) -> None:
@@ -117,32 +138,12 @@ class Fleet:
         server.post("/update_weight_version", {"new_version": self._labels.updating})
         server.rpc("begin_update", self._labels.run)
 
-    def _resume(self, version: int, server: Server) -> None:
-        if server.label() != self._labels.updating:
-            raise RefusedError(server.url, 409, "another trainer has begun an update")
-        server.post("/update_weight_version", {"new_version": self._labels.of(version)})
-        server.post("/resume")
-
     def _abandon(self, server: Server) -> None:
         """Mark the weights as lost, and abort what is sampled from them. Best effort."""
         with suppress(httpx2.HTTPError, RefusedError):
             if server.label() == self._labels.updating:
                 server.post("/update_weight_version", {"new_version": self._labels.lost})
                 _halt(server, "abort")
-
-    @contextmanager
-    def _naming_cause(self) -> Iterator[None]:
-        """Replace an error by its cause if a server was lost or another trainer uses it."""
-        try:
-            yield
-        except httpx2.TransportError as error:
-            raise SamplerLostError(
-                f"a sampling server broke off an update ({type(error).__name__}: {error})."
-            ) from error
-        except (RefusedError, WeightsMismatchError):
-            for server in self._servers:
-                self._labels.version(server.wait(), 0, server.url)
-            raise
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
         """Send weights as files, gathering the next bucket while one is on its way. Returns the number of bytes."""
@@ -200,15 +201,6 @@ def _halt(server: Server, mode: str) -> None:
     server.post("/sleep", params={"level": 0, "mode": mode})
 
 
-def _end(names: list[str], server: Server) -> list[Any]:
-    """Finish the update, drop what was computed from the old weights, and return each worker's checksums."""
-    server.post("/finish_weight_update", {})
-    server.rpc("refresh_stale_weights")
-    if not server.post("/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
-        raise RefusedError(server.url, 500, "vLLM did not drop its prefix cache.")
-    return server.rpc("weight_checksums", names)
-
-
 def _join(server: Server, **group: Any) -> None:
     """Make a server's workers join the trainer's NCCL group."""
     server.post("/shutdown_weight_transfer_engine")
@@ -253,10 +245,7 @@ def check_device() -> None:
         ValueError: If there is none.
     """
     if not torch.cuda.is_available():
-        raise ValueError(
-            "the server's --transfer is 'nccl', but this machine has no CUDA device; start the server with "
-            "--transfer file."
-        )
+        raise ValueError("the server's --transfer is 'nccl', but this machine has no CUDA device; use --transfer file.")
 
 
 def init_info(unique_id: str, rank_offset: int, world_size: int) -> dict[str, Any]:
@@ -328,8 +317,8 @@ class Broadcaster:
             "shapes": [list(weight.shape) for _, weight in bucket],
         }
         announced = [pool.submit(one, {"update_info": described}) for one in announce]
-        for future in announced:
-            future.add_done_callback(self._abort_if_failed)
+        for future in announced:  # NCCL would wait for a failed server forever
+            future.add_done_callback(lambda done: None if done.exception() is None else self.close())
         torch.cuda.current_stream().synchronize()  # the broadcast uses other streams
         try:
             packed_nccl_broadcast_producer(
@@ -349,11 +338,6 @@ class Broadcaster:
         """Leave the group, even during a broadcast. Idempotent."""
         with self._close_lock:
             self._group.destroy()
-
-    def _abort_if_failed(self, announced: Future[Any]) -> None:
-        """Abort if a server failed, as NCCL would wait for it forever."""
-        if announced.exception() is not None:
-            self.close()
 
 
 def _raise_early(calls: Sequence[Future[Any]], seconds: float | None = 1.0) -> None:

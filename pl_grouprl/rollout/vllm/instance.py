@@ -18,26 +18,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.rollout.engine import SampleRequest, StopStrings
+from pl_grouprl.rollout.vllm import settings
 from pl_grouprl.rollout.vllm.adapter import adapter_folder
 from pl_grouprl.rollout.vllm.images import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.requests import Completion, new_tokens, sampling_params
-from pl_grouprl.rollout.vllm.settings import (
-    CACHE_GIB,
-    DECIDED_IN_PROCESS,
-    REPLACED_FUNCTIONS,
-    check_native,
-    common_arguments,
-    engine_arguments,
-    engine_environment,
-    engine_group,
-    gather_from,
-    runs_on_cpu,
-    share_requests,
-    unique_shared_memory,
-    write_model_folder,
-)
-from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import raise_on_all_ranks
 from pl_grouprl.utilities.modes import random_state, set_random_state
 from pl_grouprl.utilities.progress import tick
@@ -46,9 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
-
-Request = tuple[Sequence[int], Media, Sequence[int], int]
-"""Tokens and media of a prompt, a seed for each of its sequences, and their length limit."""
 
 _RUNNING: WeakSet[VLLMInstance] = WeakSet()
 """At most one per process, because it uses the process's process groups."""
@@ -78,8 +61,8 @@ class VLLMInstance:
         sleep_level: int,
     ) -> None:
         for name in further:
-            if name in DECIDED_IN_PROCESS or name in options:
-                decides = DECIDED_IN_PROCESS.get(name, f"the engine's argument {name}")
+            if name in settings.DECIDED_IN_PROCESS or name in options:
+                decides = settings.DECIDED_IN_PROCESS.get(name, f"the engine's argument {name}")
                 raise ValueError(f"engine_kwargs has {name!r}, which is decided by {decides}; omit it.")
         self._options = {**options, **further}
         self._kv_cache_gib = kv_cache_gib
@@ -105,44 +88,38 @@ class VLLMInstance:
         if self._engine is not None:
             return
         if _RUNNING:
-            raise RuntimeError(
-                "another vLLM runs in this process, which can hold only one; close() its engine first, or use "
-                "VLLMServerRolloutEngine."
-            )
-        ranks = engine_arguments(self._tensor_parallel_size)
+            raise RuntimeError("another vLLM runs in this process, which can hold only one; close() its engine first.")
+        ranks = settings.engine_arguments(self._tensor_parallel_size)
         device = next(model.parameters()).device
         if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
             device = torch.device("cuda", torch.cuda.current_device())
         self._model = model
-        process = EngineProcess(device, engine_environment(device))
+        process = EngineProcess(device, settings.engine_environment(device))
         further = {**ranks, **lora, **media_engine_args(model)}
         with tempfile.TemporaryDirectory() as folder:
-            write_model_folder(model, Path(folder))
+            settings.write_model_folder(model, Path(folder))
             self._engine = process.start(lambda: self._build(folder, dtype, further))
         self._process = process
         _RUNNING.add(self)
-        self._group = engine_group(self._tensor_parallel_size)
+        self._group = settings.engine_group(self._tensor_parallel_size)
 
     def _build(self, folder: str, dtype: torch.dtype, further: dict[str, Any]) -> LLMEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        check_native(self._model)
-        on_cpu, options = runs_on_cpu(), dict(self._options)
+        settings.check_native(self._model)
+        on_cpu, options = settings.runs_on_cpu(), dict(self._options)
         if "enable_lora" in further and dtype == torch.float32 and not on_cpu:
-            raise ValueError(
-                "dtype is float32, in which vLLM applies no separate adapter on GPUs; set it to 'bfloat16' or "
-                "'float16', or adapter to 'merged'."
-            )
+            raise ValueError("dtype is float32, in which vLLM applies no separate adapter on GPUs; set 'bfloat16'.")
         if self._kv_cache_gib is not None or on_cpu:
-            options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or CACHE_GIB) * 2**30)
+            options["kv_cache_memory_bytes"] = int((self._kv_cache_gib or settings.CACHE_GIB) * 2**30)
         arguments = EngineArgs(
             model=folder,
             dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
             load_format="dummy",
             enable_sleep_mode=self._sleep_level > 0,
             skip_tokenizer_init=True,  # prompts are tokens, and stop strings are found here
-            **common_arguments(),
+            **settings.common_arguments(),
             **further,
             **options,
         )
@@ -205,7 +182,7 @@ class VLLMInstance:
         (checksums,) = self._call("weight_checksums", names=names)
         if self._adapter is not None:
             checksums += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
-        return gather_from(self._group, [list(weight) for weight in checksums])
+        return settings.gather_from(self._group, [list(weight) for weight in checksums])
 
     def raise_on_engine_ranks(self, run: Callable[[], T]) -> T:
         """Run a function, and raise its error on all ranks of this engine; see `raise_on_all_ranks`."""
@@ -213,23 +190,26 @@ class VLLMInstance:
 
     def sample(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[SampleRequest],
         sampling: SamplingConfig,
+        seed: int,
         *,
         end_ids: Sequence[int],
         never: Sequence[int],
         stop: StopStrings,
     ) -> list[list[Rollout]]:
-        """Sample a sequence per seed of each request; ranks that share an engine pool their requests.
+        """Sample the rollouts of each request; ranks that share an engine pool their requests.
 
         Args:
             requests: This rank's requests; may be empty. If those of all its ranks are empty, vLLM is not called.
             sampling: How to sample; its `max_new_tokens` is not read.
+            seed: Seed of this rank's call.
             end_ids: Tokens that end a sequence.
             never: Tokens that are not sampled.
             stop: Strings that end a sequence.
         """
-        pooled, mine = share_requests([list(request) for request in requests], self._group)
+        asked = [[one.token_ids, dict(one.media), one.seeds(seed), one.max_new_tokens] for one in requests]
+        pooled, mine = settings.share_requests(asked, self._group)
         if not pooled:
             return []
         with self._process.inside():
@@ -356,7 +336,7 @@ class EngineProcess:
         frozen = gc.get_freeze_count()
         levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _LOGGERS]
         try:
-            with self.inside(), unique_shared_memory(self._device):
+            with self.inside(), settings.unique_shared_memory(self._device):
                 engine = build()
                 # Otherwise garbage collection of the engine would destroy the trainer's process group.
                 engine.engine_core._finalizer.detach()  # type: ignore[attr-defined]
@@ -413,7 +393,7 @@ class _State:
         gpu = device.type == "cuda"
         return cls(
             environment=dict(os.environ),
-            functions={name: attrgetter(name)(torch) for name in REPLACED_FUNCTIONS},
+            functions={name: attrgetter(name)(torch) for name in settings.REPLACED_FUNCTIONS},
             num_threads=torch.get_num_threads(),
             dtype=torch.get_default_dtype(),
             precision=_precision(),

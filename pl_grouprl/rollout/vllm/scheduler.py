@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -25,7 +26,6 @@ from pl_grouprl.rollout.vllm.client import (
     Server,
     cancel_all,
     decode,
-    read_label,
     run_all,
     sample,
 )
@@ -93,7 +93,13 @@ class Scheduler:
         finally:
             if call is not None:
                 call.cancel()  # after an interruption
-            self._stop_if_idle()
+            idle = None
+            with self._lock:
+                self._calls = {call for call in self._calls if not call.done()}
+                if not self._calls:
+                    idle, self._running = self._running, None  # first, in case an interruption ends this method
+            if idle is not None:
+                idle[0].close()
 
     def cancel(self) -> None:
         """Cancel all calls; each raises a RuntimeError."""
@@ -101,16 +107,8 @@ class Scheduler:
             for call in self._calls:
                 call.cancel()
 
-    def _stop_if_idle(self) -> None:
-        with self._lock:
-            self._calls = {call for call in self._calls if not call.done()}
-            if self._calls or self._running is None:
-                return
-            loop, _ = self._running
-            self._running = None  # first, in case an interruption ends this method
-        loop.close()
 
-
+@dataclass(eq=False)
 class _Job:
     """A prompt to sample.
 
@@ -121,11 +119,10 @@ class _Job:
         breaks: How often a server broke it off.
     """
 
-    def __init__(self, request: PromptRequest) -> None:
-        self.request = request
-        self.result: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
-        self.task: asyncio.Task[None] | None = None
-        self.breaks = 0
+    request: PromptRequest
+    result: asyncio.Future[list[Rollout]]
+    task: asyncio.Task[None] | None = None
+    breaks: int = 0
 
 
 class _Member:
@@ -174,7 +171,8 @@ class _Dispatcher:
 
     async def sample(self, requests: Sequence[PromptRequest]) -> list[list[Rollout]]:
         """Sample prompts, concurrently with other calls; see `Scheduler.sample`."""
-        jobs = [_Job(request) for request in requests]
+        loop = asyncio.get_running_loop()
+        jobs = [_Job(request, loop.create_future()) for request in requests]
         self._waiting.extend(jobs)
         self._unfinished.update(jobs)
         for member in self._members:
@@ -216,7 +214,8 @@ class _Dispatcher:
         """Sample a prompt on a server."""
         try:
             assert member.http is not None
-            rollouts = await sample(member.http, member.server, job.request, member.gate)
+            http, server, request, gate = member.http, member.server, job.request, member.gate
+            rollouts = await run_all(sample(http, server, request, body, gate) for body in request.bodies)
         except (BrokenOffError, httpx2.TransportError) as error:
             member.jobs.discard(job)
             if isinstance(error, BusyError) and member.jobs:  # it keeps its jobs, but takes no more
@@ -259,8 +258,9 @@ class _Dispatcher:
                 member.state = "up"
                 self._distribute()
                 try:
+                    health = self._ask(member, http, "/health", silence)
                     await run_all(
-                        [member.broken, self._ask_health(member, http, silence), self._ask_label(member, http)]
+                        [member.broken, health, self._ask(member, http, "/weight_info", member.server.timeout)]
                     )
                 except (BrokenOffError, httpx2.TransportError) as error:
                     await self._pause(member, error)
@@ -278,7 +278,8 @@ class _Dispatcher:
         reason: Exception | None = None
         for seconds in member.server.pauses():
             try:
-                return await read_label(http, member.server)
+                answer = await http.get("/weight_info", timeout=member.server.timeout)
+                return str(member.server.decode(answer)["weight_version"])
             except (httpx2.TransportError, RefusedError) as error:
                 reason = member.server.temporary_or_raise(error)
                 member.state = "away"
@@ -309,25 +310,24 @@ class _Dispatcher:
         self._distribute()
         await asyncio.sleep(seconds)
 
-    async def _ask_health(self, member: _Member, http: httpx2.AsyncClient, silence: float) -> None:
-        """Check the server's health every few seconds: rollouts may take long, but a live server answers this."""
-        while True:
-            await asyncio.sleep(_HEARTBEAT)
-            with suppress(BusyError):  # busy, so alive
-                decode(member.server, await http.get("/health", timeout=silence))
-            tick()
+    async def _ask(self, member: _Member, http: httpx2.AsyncClient, path: str, seconds: float) -> None:
+        """Ask a server every few seconds.
 
-    async def _ask_label(self, member: _Member, http: httpx2.AsyncClient) -> None:
-        """Check every few seconds that the engine answers too, and that no other trainer has changed its weights."""
+        A live server answers `/health`, however long rollouts take; its engine, and who has changed its weights,
+        `/weight_info`.
+        """
         while True:
             await asyncio.sleep(_HEARTBEAT)
-            response = await http.get("/weight_info", timeout=member.server.timeout)
-            with suppress(BusyError):
-                self._check(member, decode(member.server, response)["weight_version"])
+            response = await http.get(path, timeout=seconds)
+            with suppress(BusyError):  # busy, so alive
+                answer = decode(member.server, response)
+                if path == "/weight_info":
+                    self._check(member, answer["weight_version"])
+            tick()
 
     def _check(self, member: _Member, label: str) -> None:
         for job in self._unfinished:
-            job.request.check(label, member.server)
+            job.request.labels.version(label, job.request.min_version, member.server.url)
 
 
 def _broke_off(member: _Member, error: Exception) -> RuntimeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,20 +16,21 @@ import httpx2
 import torch
 from torch import Tensor
 
-from pl_grouprl.distributed.checksum import AdapterWeights, SamplerLostError, cast
-from pl_grouprl.rollout.engine import BoundPolicy, HoldsPolicy, check_request, prompt_limits, sequence_seeds
+from pl_grouprl.distributed.checksum import cast
+from pl_grouprl.media.inputs import placeholder_ids
+from pl_grouprl.rollout.engine import AdapterWeights, PolicyEngine, SampleRequest, SamplerLostError
 from pl_grouprl.rollout.vllm.access import TOKEN_VARIABLE
 from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
 from pl_grouprl.rollout.vllm.fleet import Fleet
 from pl_grouprl.rollout.vllm.requests import sampling_options
 from pl_grouprl.rollout.vllm.scheduler import Scheduler
 from pl_grouprl.rollout.vllm.settings import SamplerDtype
-from pl_grouprl.types import Media, Rollout, SamplingConfig
+from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import gather_plain, own_rank, raise_on_all_ranks
 from pl_grouprl.utilities.options import check_options
 
 
-class VLLMServerRolloutEngine(HoldsPolicy):
+class VLLMServerRolloutEngine(PolicyEngine):
     """Samples with vLLM servers, started by `python -m pl_grouprl.rollout.vllm` with the policy's model.
 
     Rank 0 sends the weights to all servers in parallel, and then verifies checksums of the weights that their layers
@@ -66,9 +68,6 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         ValueError: If an option is out of range, or a url is malformed.
     """
 
-    reserves_max_new_tokens = True
-    takes_prompt_indices = True
-    takes_limits = True
     truncates_logprobs = True
     updates_in_flight = True
 
@@ -100,7 +99,6 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self.urls, self.token = urls, token
         self.adapter: Literal["merged", "separate"] = adapter
         self.version: int | None = None
-        self.max_model_len: int | None = None
         self.dtype: SamplerDtype = dtype
         self.max_concurrent_requests = max_concurrent_requests
         self.in_flight = in_flight
@@ -109,7 +107,8 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         self._labels = Labels(secrets.token_hex(8))
         self._fleet: Fleet | None = None
         self._is_lost = False
-        self._tokenizer: Any = None
+        self._given_tokenizer: Any = None
+        self._decoding = threading.Lock()
         self._scheduler = Scheduler(self._servers, max_concurrent_requests)
 
     @property
@@ -119,9 +118,9 @@ class VLLMServerRolloutEngine(HoldsPolicy):
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
         """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
-        if self._policy is None or self._policy.model is not model or self._tokenizer is not tokenizer:
-            self._tokenizer = tokenizer
-            self._policy = BoundPolicy(model, copy.deepcopy(tokenizer))  # a copy, because other threads decode
+        if self.model is not model or self._given_tokenizer is not tokenizer:
+            self._given_tokenizer = tokenizer
+            super().bind(model, copy.deepcopy(tokenizer))  # a copy, because other threads decode
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -137,7 +136,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         if adapter is not None:
             raise ValueError(f"adapter is given, but {type(self).__name__} only takes merged weights.")
         started = time.perf_counter()
-        device = next(self.policy.model.parameters()).device
+        device = next(self.model.parameters()).device
         if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
             device = torch.device("cuda", torch.cuda.current_device())
 
@@ -186,7 +185,7 @@ class VLLMServerRolloutEngine(HoldsPolicy):
         dtype = infos[0]["dtype"] if self.dtype == "auto" else self.dtype
         model = "start it with --model of the policy"
         checks = {
-            "model_type": (self.policy.model.config.model_type, model),
+            "model_type": (self.model.config.model_type, model),
             "vocab_size": (self._vocab_size, model),
             "dtype": (dtype, f"start it with --dtype {dtype}, or set dtype"),
             "backend": (infos[0]["backend"], "start all servers with the same --transfer"),
@@ -208,50 +207,38 @@ class VLLMServerRolloutEngine(HoldsPolicy):
 
     @property
     def _vocab_size(self) -> int:
-        return self.policy.model.config.get_text_config(decoder=True).vocab_size
+        return self.model.config.get_text_config(decoder=True).vocab_size
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        *,
-        num_generations: int,
-        seed: int,
-        media: Sequence[Media] | None = None,
-        prompt_indices: Sequence[int] | None = None,
-        max_new_tokens: Sequence[int] | None = None,
-    ) -> list[list[Rollout]]:
-        """Sample completions; see `RolloutEngine.generate`. Several threads may call it at once.
+    def sample(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, seed: int) -> list[list[Rollout]]:
+        """Sample the rollouts of each request, without text; several threads may call it. See `PolicyEngine.sample`.
 
         Raises:
-            ValueError: If no policy is bound, the request is invalid (`engine.check_request`), or has images or videos.
+            ValueError: If a request is invalid, or has images or videos.
             RuntimeError: If there are no weights yet, or a server was away for longer than `timeout`.
             SamplerLostError: If a server came back without the weights.
             WeightsMismatchError: If a server has other weights.
             FloatingPointError: If the model's logits are not finite.
         """
-        policy, version = self.policy, self.version
-        policy.check(prompts, sampling, num_generations, self.max_model_len, max_new_tokens=max_new_tokens)
-        check_request(prompts, sampling, 1, limits={}, vocab_size=self._vocab_size, max_new_tokens=max_new_tokens)
-        if media is not None and any(media):
+        version, vocab_size = self.version, self._vocab_size
+        if any(request.media for request in requests):
             raise ValueError(f"{type(self).__name__} only serves text, and a prompt has images or videos.")
+        stop = self.check(requests, sampling)
+        for request in requests:
+            if max(request.token_ids) >= vocab_size:  # a placeholder beyond the vocabulary, which crashes the server
+                raise ValueError(f"a prompt has token id {max(request.token_ids)}, beyond vocab_size={vocab_size}.")
         if version is None:
             if self._is_lost:
                 raise SamplerLostError("the last update of the sampling servers has failed.")
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
-        stop, end_ids = policy.stop(sampling), policy.end_ids(sampling)
-        never = [token for token in policy.never if token < self._vocab_size]
-        seeds = sequence_seeds(seed, len(prompts), num_generations, prompt_indices)
-        limits = prompt_limits(prompts, sampling, max_new_tokens)
-        requests = []
-        for prompt, prompt_seeds, limit in zip(prompts, seeds, limits, strict=True):
-            limited, token_ids = replace(sampling, max_new_tokens=limit), [int(token) for token in prompt]
-            options = [sampling_options(limited, end_ids=end_ids, never=never, seed=one) for one in prompt_seeds]
-            bodies = [{"token_ids": token_ids, "sampling_params": option} for option in options]
-            requests.append(PromptRequest(bodies, stop, self._labels, version, self._vocab_size))
-        groups = self._scheduler.sample(requests)
-        policy.decode(rollout for group in groups for rollout in group)
-        return groups
+        end_ids = self.end_ids(sampling)
+        never = [token for token in sorted(placeholder_ids(self.model).values()) if token < vocab_size]
+        asked = []
+        for request in requests:
+            limited = replace(sampling, max_new_tokens=request.max_new_tokens)
+            options = [sampling_options(limited, end_ids=end_ids, never=never, seed=one) for one in request.seeds(seed)]
+            bodies = [{"token_ids": request.token_ids, "sampling_params": option} for option in options]
+            asked.append(PromptRequest(bodies, stop, self._labels, version, vocab_size))
+        return self._scheduler.sample(asked)
 
     def close(self) -> None:
         """Release the servers, which keep running, and cancel what other threads are sampling.

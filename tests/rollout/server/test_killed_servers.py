@@ -8,8 +8,8 @@ import torch
 from helpers.serving import Server
 from helpers.tiny_models import tiny_model
 
-from pl_grouprl.distributed.checksum import SamplerLostError
 from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.types import SamplingConfig
 
 pytest.importorskip("vllm")

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from helpers.fake_sampler import FakeSampler
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
-from pl_grouprl.rollout.engine import StopStrings
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.rollout.engine import SamplerLostError, StopStrings
 from pl_grouprl.rollout.vllm import client as server_module
 from pl_grouprl.rollout.vllm import scheduler as scheduler_module
 from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
@@ -208,7 +208,7 @@ def test_what_ends_the_watch_ends_all_calls_and_the_next_begins_anew(fakes, monk
     fakes[0].before = hold
     pool = pool_of(fakes[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler_module._Dispatcher, "_ask_label", fail)
+        patch.setattr(scheduler_module._Dispatcher, "_ask", fail)
         with pytest.raises(KeyError, match="the watch"):
             pool.sample([request(token) for token in range(200)])
     held.set()

@@ -14,9 +14,10 @@ from helpers.serving import Server
 from helpers.tiny_models import tiny_model
 from helpers.tiny_tokenizers import letters_tokenizer
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.distributed.weight_stream import checkpoint_weights
 from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.vllm.scheduler import _Dispatcher
 from pl_grouprl.types import SamplingConfig
 
@@ -298,7 +299,7 @@ def test_rollouts_of_a_client_that_fails_are_stopped(servers, monkeypatch):
         raise KeyError("the watch")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Dispatcher, "_ask_label", fail)
+        patch.setattr(_Dispatcher, "_ask", fail)
         with pytest.raises(KeyError, match="the watch"):
             engine.generate([[1, 2]], LONG, num_generations=640, seed=0)  # minutes of work
     started = time.monotonic()

@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
-from pl_grouprl.distributed.checksum import AdapterWeights, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.distributed.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 from pl_grouprl.models import LoRAAdapter
+from pl_grouprl.rollout.engine import AdapterWeights
 from pl_grouprl.rollout.vllm.adapter import adapter_folder
 from pl_grouprl.types import SamplingConfig
 

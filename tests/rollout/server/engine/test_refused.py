@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.server_engines import PROMPTS, SAMPLING, make_engine, weights
 
-from pl_grouprl.distributed.checksum import AdapterWeights, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.rollout import VLLMServerRolloutEngine
-from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.rollout.engine import AdapterWeights, SyncedRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
 

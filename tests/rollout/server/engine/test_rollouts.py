@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers.server_engines import PROMPTS, SAMPLING, make_engine, tokens, weights
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed
 

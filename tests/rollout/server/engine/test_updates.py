@@ -10,7 +10,8 @@ from helpers.fake_sampler import FakeSampler
 from helpers.scripts import run_script
 from helpers.server_engines import PROMPTS, SAMPLING, make_engine, tokens, weights
 
-from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchError
+from pl_grouprl.distributed.checksum import WeightsMismatchError
+from pl_grouprl.rollout.engine import SamplerLostError
 from pl_grouprl.rollout.vllm import fleet as fleet_module
 from pl_grouprl.rollout.vllm import servers as engine_module
 
