@@ -242,7 +242,6 @@ class SaveConfig(SaveConfigCallback):
         if self.already_saved or (stage != "fit" and not trainer.loggers):
             return
         from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, run_folder
-        from pl_grouprl.utilities.checkpoint_files import explain_os_error
 
         folder = run_folder(trainer)
         if folder is None:
@@ -251,10 +250,9 @@ class SaveConfig(SaveConfigCallback):
         claim(trainer, file, self)
 
         def save() -> None:
-            with explain_os_error(f"The configuration could not be saved in {file}"):
-                self.parser.save(self.config, str(file), skip_none=False, multifile=self.multifile)
+            self.parser.save(self.config, str(file), skip_none=False, multifile=self.multifile)
 
-        on_rank_zero(trainer, save)
+        on_rank_zero(trainer, save, f"The configuration could not be saved in {file}")
         self.already_saved = True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pl_grouprl.loggers import Table, log_table, markdown_of
 from pl_grouprl.types import Messages, Prompt, RolloutGroup
 from pl_grouprl.utilities.checkpoint_files import OptionalWrites, append_whole
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.text import output_encoding, printable
 
 Row = dict[str, Any]
@@ -26,6 +27,7 @@ _PREFIXES = {"validate": "val_", "test": "test_"}
 """Prefixes of the file's and tables' names, by stage; `fit` has none."""
 
 
+@dataclass(eq=False, repr=False)
 class CompletionsTable(Callback):
     """Show completions of the policy at the first optimizer step and every `every_n_steps` steps.
 
@@ -40,7 +42,7 @@ class CompletionsTable(Callback):
     prompts; `group` is then the number of the prompt. For this, the module's validation and test steps must return
     `groups` and `answers`, as in `GRPO`.
 
-    Args:
+    Attributes:
         every_n_steps: Optimizer steps between tables.
         num_groups: Number of prompts to show, from the start of the batch.
         num_completions: Completions per prompt on the console and in TensorBoard, spread evenly from the highest to
@@ -53,28 +55,16 @@ class CompletionsTable(Callback):
         ValueError: If a count is out of range.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 10,
-        num_groups: int = 2,
-        num_completions: int = 4,
-        max_characters: int = 60,
-        filename: str | None = "completions.jsonl",
-        console: bool = True,
-    ) -> None:
-        counts = {
-            "every_n_steps": every_n_steps,
-            "num_groups": num_groups,
-            "num_completions": num_completions,
-            "max_characters": max_characters,
-        }
-        check_options({f"CompletionsTable.{name}": (count, count >= 1, "at least 1") for name, count in counts.items()})
-        self.every_n_steps = every_n_steps
-        self.num_groups = num_groups
-        self.num_completions = num_completions
-        self.max_characters = max_characters
-        self.filename = filename
-        self.console = console
+    every_n_steps: int = 10
+    num_groups: int = 2
+    num_completions: int = 4
+    max_characters: int = 60
+    filename: str | None = "completions.jsonl"
+    console: bool = True
+
+    def __post_init__(self) -> None:
+        counts = ("every_n_steps", "num_groups", "num_completions", "max_characters")
+        check_fields(self, **{name: (getattr(self, name) >= 1, "at least 1") for name in counts})
         self._file: Path | None = None
         self._writes = OptionalWrites("CompletionsTable")
         self._next_step = 0

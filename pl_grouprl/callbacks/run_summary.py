@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pl_grouprl.callbacks.completions_table import log_tables, source_table, sum
 from pl_grouprl.callbacks.curves import MetricHistory, draw_curves
 from pl_grouprl.training.checkpoint import all_options
 from pl_grouprl.utilities.checkpoint_files import OptionalWrites, write_whole
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.text import encodable
 
@@ -29,6 +30,7 @@ _FLAT = 0.9
 """Share of groups with equal rewards above which the summary says so; without a critic they give no gradient."""
 
 
+@dataclass(eq=False, repr=False)
 class RunSummary(Callback):
     """Record every logged metric and summarize them when training ends: in files and the loggers' table `summary`.
 
@@ -38,7 +40,7 @@ class RunSummary(Callback):
     Works with any module that logs. Checkpoints include the history, so a resumed run is summarized from its start. A
     file that cannot be written is a warning. Under `fast_dev_run` only the console lines are written.
 
-    Args:
+    Attributes:
         every_n_steps: Optimizer steps between records of training metrics.
         summary_filename: File of the statistics in the run folder; no file if None.
         curves_filename: File of the picture in the run folder; no file if None.
@@ -48,18 +50,13 @@ class RunSummary(Callback):
         ValueError: If `every_n_steps` is less than 1.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 1,
-        summary_filename: str | None = "summary.json",
-        curves_filename: str | None = "curves.png",
-        options_filename: str | None = "options.json",
-    ) -> None:
-        check_options({"RunSummary.every_n_steps": (every_n_steps, every_n_steps >= 1, "at least 1")})
-        self.every_n_steps = every_n_steps
-        self.summary_filename = summary_filename
-        self.curves_filename = curves_filename
-        self.options_filename = options_filename
+    every_n_steps: int = 1
+    summary_filename: str | None = "summary.json"
+    curves_filename: str | None = "curves.png"
+    options_filename: str | None = "options.json"
+
+    def __post_init__(self) -> None:
+        check_fields(self, every_n_steps=(self.every_n_steps >= 1, "at least 1"))
         self.history = MetricHistory()
         self.training_seconds = 0.0
         self._started: float | None = None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from pl_grouprl.utilities.optional import DATASETS_AVAILABLE, require
 from pl_grouprl.utilities.text import shorten
@@ -103,10 +100,9 @@ class HubDataset:
         from datasets import load_dataset_builder
 
         options = {option: value for option, value in self.options.items() if value is not None}
-        with _progress_on_rank_zero():
-            builder = load_dataset_builder(self.path, self.name, **options)
-            builder.download_and_prepare()
-            data: Any = builder.as_dataset(split=self.splits[split])
+        builder = load_dataset_builder(self.path, self.name, **options)
+        builder.download_and_prepare()
+        data: Any = builder.as_dataset(split=self.splits[split])
         present, renamed = data.column_names, set(self.columns.values())
         others = [name for name in present if name not in renamed] if self.keep_other_columns else []
         names = {name: name for name in others} | self.columns
@@ -166,7 +162,19 @@ class BlockRows(Sequence[dict[str, Any]]):
     def __init__(self, data: Any, names: Mapping[str, str], source: HubDataset, where: str) -> None:
         self._table = data.with_format("arrow")
         self._names = dict(names)
-        self._features = _with_encoded_media({ours: data.features[theirs] for ours, theirs in names.items()})
+        from datasets import Features
+
+        def encoded(feature: Any) -> Any:  # media stay bytes or paths
+            if isinstance(feature, list):
+                return [encoded(inner) for inner in feature]
+            if not isinstance(feature, dict):
+                return feature
+            inner = {name: encoded(value) for name, value in feature.items()}
+            is_media = inner.get("_type") in ("Audio", "Image", "Nifti", "Pdf", "Video")
+            return inner | {"decode": False} if is_media else inner
+
+        features = Features({ours: data.features[theirs] for ours, theirs in names.items()})
+        self._features = Features.from_dict(encoded(features.to_dict()))
         self._source, self._where = source, where
         self._length = len(data)
         self._block_start = -1
@@ -185,36 +193,3 @@ class BlockRows(Sequence[dict[str, Any]]):
             self._block_start = start
         row = self._features.decode_example(dict(self._block[index - start]))
         return self._source.convert(row, f"{self._where}, row {index}")
-
-
-def _with_encoded_media(features: Mapping[str, Any]) -> Any:
-    """Features that decode JSON, and leave media as bytes or paths."""
-    from datasets import Features
-
-    def encoded(feature: Any) -> Any:
-        if isinstance(feature, list):
-            return [encoded(inner) for inner in feature]
-        if not isinstance(feature, dict):
-            return feature
-        inner = {name: encoded(value) for name, value in feature.items()}
-        is_media = inner.get("_type") in ("Audio", "Image", "Nifti", "Pdf", "Video")
-        return inner | {"decode": False} if is_media else inner
-
-    return Features.from_dict(encoded(Features(features).to_dict()))
-
-
-@contextmanager
-def _progress_on_rank_zero() -> Iterator[None]:
-    """Hide download progress bars on all ranks but 0."""
-    from datasets import utils as of_datasets
-    from huggingface_hub import utils as of_hub
-
-    libraries = (of_datasets, of_hub) if getattr(rank_zero_only, "rank", 0) else ()
-    hidden = [library for library in libraries if not library.are_progress_bars_disabled()]
-    for library in hidden:
-        library.disable_progress_bars()
-    try:
-        yield
-    finally:
-        for library in hidden:
-            library.enable_progress_bars()

@@ -137,7 +137,7 @@ def test_one_that_waits_on_a_loop_that_ends_begins_anew():
 
     group = make_group("a")
     pending = start_rewards([group], [Weighted(blocks, 0.0), patient], timeout=0.1, max_failed_share=1.0)
-    wait = pending._waiters[1]
+    wait = pending._begun[1].wait
 
     def wait_late():
         for thread in loops():
@@ -145,7 +145,7 @@ def test_one_that_waits_on_a_loop_that_ends_begins_anew():
                 thread.join(30)
         return wait()
 
-    pending._waiters[1] = wait_late
+    pending._begun[1].wait = wait_late
     in_thread(pending.wait)
     assert group.rollouts[0].rewards == {"blocks": None, "patient": 2.0}
 

@@ -12,8 +12,8 @@ from pl_grouprl.rewards import (
     MathVerify,
     RewardWorkers,
     apply_rewards,
+    check_calls,
     check_columns,
-    check_time_limits,
     prepare_rewards,
 )
 from pl_grouprl.rewards import answers as math_verify_module
@@ -129,8 +129,8 @@ def test_what_takes_forever_is_killed_and_counted():
 @pytest.mark.parametrize(("workers", "timeout"), [(0, None), (1, None)])
 def test_a_run_without_a_time_limit_is_refused(reward, workers, timeout):
     with pytest.raises(ValueError, match=rf"may take forever .* reward_workers is {workers} with reward_timeout None"):
-        check_time_limits(prepare_rewards(reward), workers, timeout)
-    check_time_limits(prepare_rewards(reward), 1, 5.0)
+        check_calls(prepare_rewards(reward), workers, timeout)
+    check_calls(prepare_rewards(reward), 1, 5.0)
 
 
 def test_without_the_library_it_names_the_extra(monkeypatch):

@@ -92,11 +92,11 @@ PARTS = "pl_grouprl.rewards."
 @pytest.mark.parametrize(
     "rewards",
     [
-        "pl_grouprl.rewards.answers.leading_correct_share",
+        "pl_grouprl.rewards.answers.extract_number",
         {"class_path": PARTS + "ExactMatch", "init_args": {"ignore_case": True}},
         [{"class_path": PARTS + "ExactMatch"}, {"class_path": PARTS + "LeadingCorrectCharacters"}],
         [{"function": {"class_path": PARTS + "NumericAnswer"}, "weight": 0.5, "name": "numeric"}],
-        ["pl_grouprl.rewards.answers.leading_correct_share", {"class_path": PARTS + "ExactMatch"}],
+        ["pl_grouprl.rewards.answers.extract_number", {"class_path": PARTS + "ExactMatch"}],
     ],
 )
 def test_yaml_round_trip(rewards):
