@@ -97,19 +97,20 @@ class RunSummary(Callback):
             self._record_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the validation metrics; outside a fit, print those of the data sources."""
+        """Record the validation metrics; outside a fit, print the metrics of the data sources."""
         if trainer.sanity_checking:
             return
         if trainer.state.fn != "fit":
-            self._print_sources(trainer, "val")
+            table = source_table(trainer.callback_metrics, "test" if trainer.testing else "val")
+            if table and trainer.is_global_zero:
+                with OptionalWrites("RunSummary").to("the console"):
+                    trainer.print(encodable(table))
             return
         metrics = trainer.callback_metrics
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIXES)}
         self.history.record(trainer.global_step, validation)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the metrics of the data sources."""
-        self._print_sources(trainer, "test")
+    on_test_end = on_validation_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary."""
@@ -145,12 +146,6 @@ class RunSummary(Callback):
         """Continue the history of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self.training_seconds = float(state_dict["training_seconds"])
-
-    def _print_sources(self, trainer: Trainer, prefix: str) -> None:
-        table = source_table(trainer.callback_metrics, prefix)
-        if table and trainer.is_global_zero:
-            with OptionalWrites("RunSummary").to("the console"):
-                trainer.print(encodable(table))
 
     def _record_training(self, trainer: Trainer) -> None:
         """Record the last step's values that are new since the previous call.
@@ -241,8 +236,6 @@ class WeightSummary(ModelSummary):
         table = Table(*("weights" if name == "Params" else name.lower() for name in columns))
         for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
-        trained, total = (
-            get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters)
-        )
-        table.caption = f"{trained} of {total} weights are trained"
+        counts = (get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters))
+        table.caption = "{} of {} weights are trained".format(*counts)
         get_console().print(table)

@@ -12,7 +12,6 @@ from pl_grouprl.callbacks.completions_table import (
     completion_rows,
     markdown_table,
     printable_line,
-    prompt_text,
     render_table,
     turns_line,
 )
@@ -45,7 +44,8 @@ def test_what_has_no_text_is_shown_by_its_token_ids(groups):
 
 def test_messages_become_one_text():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert prompt_text(RolloutGroup([1], [], prompt=messages)) == "system: Be brief.\nuser: Hi"
+    (row,) = completion_rows(RolloutGroup([1], [Rollout([2])], prompt=messages), 0, step=0)
+    assert row["prompt"] == "system: Be brief.\nuser: Hi"
 
 
 def test_every_completion_of_the_due_steps_is_appended_to_the_file(fit, counter, tmp_path):

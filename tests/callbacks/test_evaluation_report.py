@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
 from pl_grouprl.callbacks import completions_table as evaluation_report
-from pl_grouprl.callbacks.completions_table import EvaluationRows, source_table
+from pl_grouprl.callbacks.completions_table import evaluation_rows, source_table
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
@@ -101,12 +101,11 @@ def test_rows_of_all_ranks_are_in_the_order_of_the_prompts(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(evaluation_report, "gather_plain", lambda value, device: sent.append(value) or [[]])
         for outputs in (of_rank(group(1, "b")), of_rank()):
-            EvaluationRows().of_batch(outputs, None, "cpu")
+            evaluation_rows(outputs, None, "cpu")
     monkeypatch.setattr(evaluation_report, "gather_plain", lambda value, device: [value, sent.pop(0)])
-    rows = EvaluationRows()
-    first = rows.of_batch(of_rank(group(0, "a", "A"), group(2, "c")), None, "cpu")
-    second = rows.of_batch(of_rank(group(0, "d")), None, "cpu")
-    assert [(row["group"], row["completion"]) for row in first + second] == [
+    by_group = evaluation_rows(of_rank(group(0, "a", "A"), group(2, "c")), None, "cpu")
+    by_group += evaluation_rows(of_rank(group(0, "d")), None, "cpu", first=3)
+    assert [(row["group"], row["completion"]) for rows in by_group for row in rows] == [
         (0, "a"),
         (0, "A"),
         (1, "b"),

@@ -80,9 +80,9 @@ def test_none_is_started_once_they_are_killed(make):
 def test_the_reaper_kills_the_groups_that_are_left():
     reaper = Reaper()
     first, second = (subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2))
-    reaper.watch(first.pid)
-    reaper.watch(second.pid)
-    reaper.forget(first.pid)
+    reaper.tell(f"+{first.pid}")
+    reaper.tell(f"+{second.pid}")
+    reaper.tell(f"-{first.pid}")
     reaper.close()
     assert second.wait() == -signal.SIGKILL
     assert first.poll() is None
