@@ -17,7 +17,7 @@ from torch import Tensor
 from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, refuse_foreign, run_folder
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.models.adapters import base_of, has_adapters, merged_copy, save_adapter
-from pl_grouprl.utilities.checkpoint_files import explain_os_error
+from pl_grouprl.utilities.checkpoint_files import explain_os_error, replace
 from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.progress import PROGRESS
 
@@ -144,7 +144,6 @@ def export(
     from safetensors import SafetensorError
 
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    former = target.with_name(f".{target.name}.{os.getpid()}.old")
     what = f"The policy could not be exported to {target}, an earlier export is untouched"
     refuse_foreign(target, "ExportPolicy", is_export)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -167,18 +166,11 @@ def export(
             note = {"written_by": "pl_grouprl.callbacks.ExportPolicy", "step": step}
             (unfinished / EXPORTED).write_text(json.dumps(note) + "\n", encoding="utf-8")
         refuse_foreign(target, "ExportPolicy", is_export)
-        if target.exists():
-            os.replace(target, former)
-        os.replace(unfinished, target)
-    except BaseException as error:
-        if former.exists():
-            os.replace(former, target)
-        if isinstance(error, SafetensorError):  # such as for a full disk
-            raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
-        raise
+        replace(unfinished, target)
+    except SafetensorError as error:  # such as for a full disk
+        raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)
 
 
 def is_export(path: Path) -> bool:

@@ -137,21 +137,18 @@ class SharedPrefixCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the models."""
-        self._leave()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the models."""
-        self._leave()
-
-    def _forget_calls(self) -> None:
-        self._calls.clear()
-        self._trained.clear()
-
-    def _leave(self) -> None:
         while self._entered:
             self._entered.pop().__exit__(None, None, None)
         self._observed.clear()
         self._forget_calls()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore the models."""
+        self.on_train_end(trainer, pl_module)
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._trained.clear()
 
     def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
         known: dict[Hashable, _Saving] = {}  # scoring and update share layouts

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.loading import load_model
+from pl_grouprl.utilities.describe import field_values
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
 from pl_grouprl.utilities.options import as_options, check_fields
 from pl_grouprl.utilities.progress import PROGRESS, ProgressLines, tick
@@ -115,7 +116,7 @@ class WarmStartedPolicy:
             "options": options,
             "task": _describe(self.demonstrations),
             "vocabulary": sorted(self.load_tokenizer().get_vocab().items()),
-            "sample": self.demonstrations.demonstrations(_SAMPLE, _demonstration_seed(self.seed, 0)),
+            "sample": self.demonstrations.demonstrations(_SAMPLE, derive_seed("demonstrations", self.seed, 0)),
         }
         text = json.dumps(parts, sort_keys=True, default=_describe)
         key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -151,8 +152,6 @@ class WarmStartedPolicy:
 
     def _make(self, folder: Path) -> None:
         """Train, and rename the finished folder into place, so readers see either all of it or nothing."""
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise FileExistsError(f"cache_dir: {folder} is not a folder and is left untouched; move it away.")
         folder.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = self.load_tokenizer()
         with torch.random.fork_rng(devices=[]):
@@ -184,7 +183,9 @@ class WarmStartedPolicy:
         lines = ProgressLines("Warm start on demonstrations", self.steps) if self.progress_bar else None
         with PROGRESS.during("warm start"):
             for step in range(self.steps):
-                batch = self.demonstrations.demonstrations(self.batch_size, _demonstration_seed(self.seed, step))
+                batch = self.demonstrations.demonstrations(
+                    self.batch_size, derive_seed("demonstrations", self.seed, step)
+                )
                 loss = supervised_loss(model, batch)
                 optimizer.zero_grad()
                 loss.backward()
@@ -263,7 +264,7 @@ def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Te
 def _describe(instance: Any) -> Any:
     """An object's class and options, for the cache key; `str` if it has no attributes."""
     if is_dataclass(instance):
-        options = {field.name: getattr(instance, field.name) for field in fields(instance)}
+        options = field_values(instance)
     elif hasattr(instance, "__dict__"):
         options = {name: value for name, value in vars(instance).items() if not name.startswith("_")}
     else:
@@ -271,7 +272,3 @@ def _describe(instance: Any) -> Any:
     if hasattr(instance, "__qualname__"):  # a function or a class
         return f"{instance.__module__}.{instance.__qualname__}"
     return {"class": f"{type(instance).__module__}.{type(instance).__qualname__}", "options": options}
-
-
-def _demonstration_seed(seed: int, step: int) -> int:
-    return derive_seed("demonstrations", seed, step)

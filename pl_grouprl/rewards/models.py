@@ -354,8 +354,6 @@ class ProcessRewardModel(FrozenModelReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.separator:
-            raise ValueError("ProcessRewardModel.separator is empty; pass the text that ends a step.")
         if self.tokenizer is None and not isinstance(self.model, str):
             raise ValueError(
                 "ProcessRewardModel.tokenizer is None and model is not a name or folder; pass the policy's tokenizer."

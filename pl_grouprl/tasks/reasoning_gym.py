@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pl_grouprl.tasks.generator import generate
-from pl_grouprl.types import Messages
 from pl_grouprl.utilities.optional import REASONING_GYM_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
 
@@ -226,9 +225,12 @@ class ReasoningGym:
             turns.append(("assistant", write_answer(self.answer_format, entry["answer"])))
         for level, part in enumerate(levels):
             for entry in part["entries"]:
-                question = self.question_format.replace(QUESTION, entry["question"])
+                asked = [*turns, ("user", self.question_format.replace(QUESTION, entry["question"]))]
+                messages = [{"role": role, "content": text} for role, text in asked]
+                # As text, an answer follows its question on the next line.
+                text = "".join(text + ("\n" if role == "user" else "\n\n") for role, text in asked)
                 yield {
-                    "prompt": self._prompt([*turns, ("user", question)]),
+                    "prompt": messages if self.chat else text,
                     "answer": entry["answer"],
                     "data_source": f"{name}_level_{level}" if self.num_levels > 1 else name,
                     "level": level,
@@ -239,9 +241,3 @@ class ReasoningGym:
                         "answer_format": self.answer_format,
                     },
                 }
-
-    def _prompt(self, turns: Sequence[tuple[str, str]]) -> Messages | str:
-        """Turns (role and text) as messages; or as text, where an answer follows its question on the next line."""
-        if self.chat:
-            return [{"role": role, "content": text} for role, text in turns]
-        return "".join(text + ("\n" if role == "user" else "\n\n") for role, text in turns)

@@ -156,7 +156,11 @@ def commit(unfinished: Path, target: Path, facts: dict[str, Any]) -> None:
     Raises:
         OSError: If a file cannot be written; the earlier checkpoint is still there, perhaps without its manifest.
     """
-    is_folder, files = unfinished.is_dir(), _files(unfinished)
+    is_folder = unfinished.is_dir()
+    files = {".": unfinished}
+    if is_folder:
+        inside = [path for path in sorted(unfinished.rglob("*")) if path.is_file() and path != unfinished / _MANIFEST]
+        files = {path.relative_to(unfinished).as_posix(): path for path in inside}
     for path in files.values():
         _sync(path)
     manifest = target.with_name(f"{target.name}.{_MANIFEST}")  # of a file
@@ -168,7 +172,7 @@ def commit(unfinished: Path, target: Path, facts: dict[str, Any]) -> None:
         for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
             _sync(folder)
     manifest.unlink(missing_ok=True)
-    _replace(unfinished, target)
+    replace(unfinished, target)
     if not is_folder:
         os.replace(written, manifest)
     _sync(target.parent)
@@ -189,19 +193,27 @@ def link(target: Path, name: Path) -> None:
         shutil.copyfile(target, unfinished)
         commit(unfinished, name, read_manifest(target))
         return
-    _replace(unfinished, name)
+    replace(unfinished, name)
     _sync(name.parent)
 
 
-def _replace(unfinished: Path, target: Path) -> None:
-    """Rename, first moving aside what is there if a folder is involved, as a rename does not replace folders."""
+def replace(unfinished: Path, target: Path) -> None:
+    """Rename, first moving aside what is there if a folder is involved, as a rename does not replace folders.
+
+    If that fails, what was there is moved back.
+    """
     if not any(path.is_dir() and not path.is_symlink() for path in (unfinished, target)):
         os.replace(unfinished, target)
         return
     former = target.with_name(f".{target.name}.former-{process_name()}")
     if os.path.lexists(target):
         os.replace(target, former)
-    os.replace(unfinished, target)
+    try:
+        os.replace(unfinished, target)
+    except OSError:
+        if os.path.lexists(former):
+            os.replace(former, target)
+        raise
     if former.is_dir() and not former.is_symlink():
         shutil.rmtree(former)
     else:
@@ -230,13 +242,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _files(checkpoint: Path) -> dict[str, Path]:
-    if not checkpoint.is_dir():
-        return {".": checkpoint}
-    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
-    return {path.relative_to(checkpoint).as_posix(): path for path in files if path != checkpoint / _MANIFEST}
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -140,7 +140,6 @@ def test_from_a_folder_lazily_and_pickled(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"separator": ""}, ValueError, "separator is empty"),
         ({"tokenizer": None}, ValueError, "tokenizer is None and model is not a name or folder"),
         ({"max_tokens_per_pass": 0}, ValueError, "max_tokens_per_pass"),
     ],
