@@ -152,6 +152,8 @@ class WarmStartedPolicy:
 
     def _make(self, folder: Path) -> None:
         """Train, and rename the finished folder into place, so readers see either all of it or nothing."""
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise FileExistsError(f"cache_dir: {folder} is not a folder and is left untouched; move it away.")
         folder.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = self.load_tokenizer()
         with torch.random.fork_rng(devices=[]):

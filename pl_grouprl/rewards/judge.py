@@ -78,7 +78,7 @@ class Judge:
         max_concurrent: Requests in flight at a time, per process.
         timeout: Seconds for each attempt at a request.
         max_retries: Number of retries after status 429 or 5xx, a broken connection or a timeout, with exponential
-            pauses of up to a minute, or as long as `Retry-After` says. Other statuses are not retried.
+            pauses of up to a minute, or as many seconds as `Retry-After` says. Other statuses are not retried.
         cache_dir: Folder that keeps the replies for all ranks and later runs; by default each process remembers only
             its own latest replies. A reply is reused only for an identical request.
 

@@ -154,7 +154,6 @@ def _generate_task(task: dict[str, Any], request: dict[str, Any]) -> dict[str, A
 
 def _draw(name: str, config: dict[str, Any], count: int, seed: int, asked: set[str]) -> list[dict[str, Any]]:
     """Draw entries whose questions were not asked before, and add these to `asked`."""
-    import numpy as np
     from reasoning_gym.factory import DATASETS, create_dataset
 
     drawn: list[dict[str, Any]] = []
@@ -168,8 +167,7 @@ def _draw(name: str, config: dict[str, Any], count: int, seed: int, asked: set[s
         options = [field.name for field in fields if field.name not in ("seed", "size")]
         raise GeneratorError(f"task {name!r} rejects {config}: {error}; its options are {options}.") from error
     for index in range(attempts):
-        random.seed(seed + index)  # for tasks that use the global generators
-        np.random.seed(seed + index)
+        _seed_global_generators(seed + index)
         entry = dataset[index]
         if entry["question"] not in asked:
             asked.add(entry["question"])
@@ -181,6 +179,13 @@ def _draw(name: str, config: dict[str, Any], count: int, seed: int, asked: set[s
         f"in addition to {len(asked) - len(drawn)} drawn before. Ask for fewer (size, val_size, test_size), or widen "
         "the task's options."
     )
+
+
+def _seed_global_generators(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def library_levels(name: str, config: dict[str, Any], levels: int) -> list[dict[str, Any]]:

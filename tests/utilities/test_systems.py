@@ -46,11 +46,11 @@ def test_vllm_where_it_cannot_be_installed(monkeypatch, capsys):
 def test_killing_a_tree_whose_processes_cannot_be_listed(monkeypatch):
     """Then its process group is what is killed."""
     sent = []
-    monkeypatch.setattr(reaper.psutil.Process, "children", lambda root, recursive: [])
     root = SimpleNamespace(
         pid=123456,
         suspend=lambda: sent.append(("kill", 123456, signal.SIGSTOP)),
         is_running=lambda: True,
+        children=lambda recursive: [],
         kill=lambda: sent.append(("kill", 123456, signal.SIGKILL)),
     )
     monkeypatch.setattr(reaper.os, "killpg", lambda *target: sent.append(("killpg", *target)))
