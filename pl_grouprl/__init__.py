@@ -17,24 +17,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Distillation": "algorithms",
-    "GRPO": "algorithms",
-    "GroupPPO": "algorithms",
-    "LoRAAdapter": "models",
-    "OptimizerConfig": "algorithms",
-    "PPO": "algorithms",
-    "PretrainedPolicy": "models",
-    "Prompt": "types",
-    "PromptDataModule": "data",
-    "Rollout": "types",
-    "RolloutGroup": "types",
-    "SamplingConfig": "types",
-    "SharedPrefixCallback": "callbacks",
-    "TokenGroupMonitor": "callbacks",
-    "Weighted": "rewards",
-    "default_callbacks": "callbacks",
-    "default_precision": "algorithms",
-    "shared_prefix": "attention",
+    "algorithms": ("Distillation", "GRPO", "GroupPPO", "OptimizerConfig", "PPO", "default_precision"),
+    "attention": ("shared_prefix",),
+    "callbacks": ("SharedPrefixCallback", "TokenGroupMonitor", "default_callbacks"),
+    "data": ("PromptDataModule",),
+    "models": ("LoRAAdapter", "PretrainedPolicy"),
+    "rewards": ("Weighted",),
+    "types": ("Prompt", "Rollout", "RolloutGroup", "SamplingConfig"),
 }
 
 __all__ = [
@@ -61,8 +50,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: `import pl_grouprl` alone loads nothing heavy."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"pl_grouprl.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"pl_grouprl.{home}"), name)
     raise AttributeError(f"module 'pl_grouprl' has no attribute {name!r}")
 
 

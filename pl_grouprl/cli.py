@@ -64,30 +64,6 @@ def find_config(name: str) -> str:
     raise TypeError(f"--config {name}: no such file; looked at {places}. Pass a path or a name in one of them.")
 
 
-def refuse_duplicates(text: str, source: str) -> None:
-    """Raise if YAML text has a duplicate key, of which YAML would silently use the last.
-
-    Raises:
-        TypeError: Names the source, the line and the key.
-    """
-    try:
-        nodes: list[yaml.Node | None] = [yaml.compose(text, Loader=yaml.SafeLoader)]
-    except yaml.YAMLError as error:
-        raise TypeError(f"{source} is not YAML: {error}") from error
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                name, line = str(key.value), key.start_mark.line + 1
-                if name in lines and name != "<<":
-                    raise TypeError(f"{source}, line {line}: {name} is a duplicate key, first in line {lines[name]}.")
-                lines[name] = line
-                nodes.append(value)
-
-
 class ConfigFile(ActionConfigFile):
     """`--config`: may be repeated; later files are merged over earlier ones."""
 
@@ -96,7 +72,23 @@ class ConfigFile(ActionConfigFile):
         found = find_config(values)
         is_file = bool(_FILE_NAME.fullmatch(found))
         text, source = (Path(found).read_text(encoding="utf-8"), found) if is_file else (found, "--config")
-        refuse_duplicates(text, source)
+        try:
+            nodes: list[yaml.Node | None] = [yaml.compose(text, Loader=yaml.SafeLoader)]
+        except yaml.YAMLError as error:
+            raise TypeError(f"{source} is not YAML: {error}") from error
+        while nodes:  # YAML would silently use the last of duplicate keys
+            node = nodes.pop()
+            if isinstance(node, yaml.SequenceNode):
+                nodes += node.value
+            elif isinstance(node, yaml.MappingNode):
+                lines: dict[str, int] = {}
+                for key, value in node.value:
+                    name, line = str(key.value), key.start_mark.line + 1
+                    if name in lines and name != "<<":
+                        first = lines[name]
+                        raise TypeError(f"{source}, line {line}: {name} is a duplicate key, first in line {first}.")
+                    lines[name] = line
+                    nodes.append(value)
         super().__call__(parser, cfg, found, option_string)
 
 
@@ -171,7 +163,28 @@ class RLTrainer(Trainer):
 
         if weights_only is False:
             raise ValueError("weights_only is False, which would let the checkpoint run code; leave it out.")
-        policy = _load_policy(model, ckpt_path)
+        if isinstance(model, str):
+            from pl_grouprl.models.policy import policy_of_path
+
+            if ckpt_path is not None:
+                raise ValueError(
+                    f"ckpt_path is {ckpt_path!r} while model names a Hugging Face model ({model!r}); a checkpoint "
+                    "belongs to a LightningModule: pass the run's --config instead of --model."
+                )
+            whole: Any = policy_of_path(model).load()
+            return [check_parity(whole.eval())]
+        checkpoint = None if ckpt_path is None else load_verified(ckpt_path)
+        model.configure_model()
+        if checkpoint is not None:
+            model.on_load_checkpoint(checkpoint)  # as Lightning does; refuses another base or adapter
+            model.load_state_dict(checkpoint["state_dict"])
+        policy: Any = getattr(model, "policy", None)
+        if policy is None:
+            raise ValueError(
+                f"model is a {type(model).__name__} without an attribute `policy`; parity compares the transformers "
+                "model in a module's attribute of that name. Pass --model PATH to compare a model alone."
+            )
+        policy.eval()
         reports_of_module: Any = getattr(model, "parity_reports", None)
         if reports_of_module is not None:
             return reports_of_module()
@@ -205,31 +218,6 @@ class RLTrainer(Trainer):
     """Arguments of the Trainer to plan for; None plans for this one."""
 
 
-def _load_policy(model: LightningModule | str, ckpt_path: str | None) -> Any:
-    """The transformers model inside a module, or loaded from a path, in evaluation mode."""
-    if isinstance(model, str):
-        from pl_grouprl.models.policy import policy_of_path
-
-        if ckpt_path is not None:
-            raise ValueError(
-                f"ckpt_path is {ckpt_path!r} while model names a Hugging Face model ({model!r}); a checkpoint belongs "
-                "to a LightningModule: pass the run's --config instead of --model."
-            )
-        return policy_of_path(model).load().eval()
-    checkpoint = None if ckpt_path is None else load_verified(ckpt_path)
-    model.configure_model()
-    if checkpoint is not None:
-        model.on_load_checkpoint(checkpoint)  # as Lightning does; refuses another base or adapter
-        model.load_state_dict(checkpoint["state_dict"])
-    policy = getattr(model, "policy", None)
-    if policy is None:
-        raise ValueError(
-            f"model is a {type(model).__name__} without an attribute `policy`; parity compares the transformers model "
-            "in a module's attribute of that name. Pass --model PATH to compare a model alone."
-        )
-    return policy.eval()
-
-
 class SaveConfig(SaveConfigCallback):
     """Saves the configuration as `config.yaml` in the run folder; an evaluation without a logger saves none."""
 
@@ -242,7 +230,6 @@ class SaveConfig(SaveConfigCallback):
         if self.already_saved or (stage != "fit" and not trainer.loggers):
             return
         from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, run_folder
-        from pl_grouprl.utilities.checkpoint_files import explain_os_error
 
         folder = run_folder(trainer)
         if folder is None:
@@ -251,10 +238,9 @@ class SaveConfig(SaveConfigCallback):
         claim(trainer, file, self)
 
         def save() -> None:
-            with explain_os_error(f"The configuration could not be saved in {file}"):
-                self.parser.save(self.config, str(file), skip_none=False, multifile=self.multifile)
+            self.parser.save(self.config, str(file), skip_none=False, multifile=self.multifile)
 
-        on_rank_zero(trainer, save)
+        on_rank_zero(trainer, save, f"The configuration could not be saved in {file}")
         self.already_saved = True
 
 

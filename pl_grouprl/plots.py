@@ -170,6 +170,10 @@ class Response:
     def __init__(
         self, tokens: Sequence[str], values: Values | Mapping[str, Values], label: str, max_tokens: int
     ) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
         named = dict(values) if isinstance(values, Mapping) else {label: values}
         if len(named) > len(MARKERS) + 1:
             raise ValueError(f"{len(named)} series were given; at most {len(MARKERS) + 1} can be told apart.")
@@ -182,12 +186,7 @@ class Response:
         self.first = next(iter(self.series.values()))
         self.lines = lines_of(tokens[:max_tokens])
         self.note = f"the first {max_tokens} of {len(tokens)} tokens" if len(tokens) > max_tokens else ""
-        self.figure, self.axes = self._draw_text()
-
-    def _draw_text(self) -> tuple[Figure, list[Any]]:
-        """A figure with one axes for each line, as wide as its characters are, and the text below the bars."""
-        from matplotlib.ticker import MaxNLocator
-
+        # A figure with one axes for each line, as wide as its characters are, and the text below the bars.
         shown = [own[cell.number] for own in self.series.values() for line in self.lines for cell in line]
         finite = [value for value in shown if math.isfinite(value)]
         low, high = min([0.0, *finite]), max([0.0, *finite])
@@ -196,10 +195,19 @@ class Response:
         width = _LEFT + COLUMNS * _COLUMN + _RIGHT
         pitch = _BARS + _TEXT + _GAP
         height = _TOP + len(self.lines) * pitch + _BOTTOM - _GAP
-        figure, every = _figure(width, height), []
+
+        class ResponseFigure(Figure):  # shown by notebooks, whether pyplot was imported or not
+            def _repr_png_(self) -> bytes:
+                picture = io.BytesIO()
+                self.savefig(picture, format="png", dpi=110)
+                return picture.getvalue()
+
+        self.axes: list[Any] = []
+        self.figure: Any = ResponseFigure(figsize=(width, height), facecolor="white")
+        FigureCanvasAgg(self.figure)
         for number, line in enumerate(self.lines):
             bottom = height - _TOP - number * pitch - _BARS
-            axes = figure.add_axes((_LEFT / width, bottom / height, COLUMNS * _COLUMN / width, _BARS / height))
+            axes = self.figure.add_axes((_LEFT / width, bottom / height, COLUMNS * _COLUMN / width, _BARS / height))
             axes.set(xlim=(0, COLUMNS), ylim=limits, xticks=[])
             axes.yaxis.set_major_locator(MaxNLocator(4, min_n_ticks=3))
             axes.tick_params(labelsize=7, length=0)
@@ -213,8 +221,7 @@ class Response:
                 axes.text(*place, cell.text, ha="center", family="monospace", fontsize=9.5, **below)
             first = f"{line[0].number + 1}"  # in the margin
             axes.text(-0.6, -0.5 * TEXT_HEIGHT, first, ha="right", fontsize=7, color=GREY, **below)
-            every.append(axes)
-        return figure, every
+            self.axes.append(axes)
 
     def cells(self) -> list[tuple[Any, Cell]]:
         """Every token shown, with the axes of its line."""
@@ -273,22 +280,6 @@ class Response:
             for text in legend.get_texts():
                 text.set_parse_math(False)
         return self.figure
-
-
-def _figure(width: float, height: float) -> Figure:
-    """A figure that notebooks show, whether pyplot was imported or not."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    class ResponseFigure(Figure):
-        def _repr_png_(self) -> bytes:
-            picture = io.BytesIO()
-            self.savefig(picture, format="png", dpi=110)
-            return picture.getvalue()
-
-    figure = ResponseFigure(figsize=(width, height), facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 # The text.

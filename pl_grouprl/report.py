@@ -110,7 +110,8 @@ def read_run(folder: Path, name: str | None = None, options_files: Sequence[str]
     completions: list[Row] = []
     if (path := folder / "completions.jsonl").is_file():
         with _naming_file(path, "a file of completions"):
-            completions = [json.loads(line) for line in _whole_lines(path)]
+            with path.open(encoding="utf-8", newline="\n") as lines:  # no other character ends a line
+                completions = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be unfinished
             for row in completions:
                 _SHOWN_OF_COMPLETION(row)
     seconds = None
@@ -130,18 +131,14 @@ def _naming_file(path: Path, kind: str) -> Iterator[None]:
         raise ValueError(f"{path} is not {kind} ({reason}); restore it or move it away.") from error
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The complete lines; a running or killed run may have left the last one unfinished."""
-    with path.open(encoding="utf-8", newline="\n") as file:  # no other character ends a line
-        return [line for line in file if line.endswith("\n")]
-
-
 def _history(path: Path) -> MetricHistory:
     """Read the metrics. Lightning counts the current step from 0; the history counts the steps done."""
     history = MetricHistory()
     with _naming_file(path, "a file of metrics by step"):
         rows = []
-        for row in csv.DictReader(_whole_lines(path)):
+        with path.open(encoding="utf-8", newline="\n") as lines:
+            table = list(csv.DictReader([line for line in lines if line.endswith("\n")]))  # the last may be unfinished
+        for row in table:
             step = int(row.pop("step"))
             values = {name: float(value) for name, value in row.items() if value and name != "epoch"}
             if values:
@@ -223,13 +220,32 @@ def report_page(runs: Sequence[RecordedRun]) -> str:
     """The page as text."""
     title = " · ".join(run.name for run in runs)
     points = [run.history.points for run in runs]
-    sections = [f"<h1>{escape(title)}</h1>", _overview(runs)]
+    times = [
+        "not ended" if run.training_seconds is None else timedelta(seconds=round(run.training_seconds)) for run in runs
+    ]
+    overview: list[list[Any]] = [["folder", *(run.folder for run in runs)], ["last step", *(run.steps for run in runs)]]
+    overview.append(["training time", *times])
+    for metric, name, form in _FIGURES:
+        if any(metric in own for own in points):
+            figures = (
+                form.format(**run.history.statistics(metric)) if metric in run.history.points else "" for run in runs
+            )
+            overview.append([name, *figures])
+    sections = [f"<h1>{escape(title)}</h1>", _table(["", *(run.name for run in runs)], overview, "overview")]
     sections.append(f"<h2>Curves</h2>{_panels(runs, filled_panels(points))}")
     if names := other_metrics(points):
         panels = _panels(runs, names)
         sections.append(f"<details><summary>Other metrics ({len(names)})</summary>{panels}</details>")
     if len(runs) > 1:
-        sections.append(_differences(runs))
+        rows = [[name, *values] for name, values in different_options(runs).items()]
+        unknown = [escape(run.name) for run in runs if not run.options]
+        sections.append("<h2>Options that differ</h2>")
+        if unknown:
+            sections[-1] += f"<p>Not recorded: {', '.join(unknown)} (no {' or '.join(OPTIONS_FILES)}).</p>"
+        if rows:
+            sections[-1] += _table(["option", *(run.name for run in runs)], rows, "options")
+        elif not unknown:
+            sections[-1] += "<p>None.</p>"
     sections += [_completions(run) for run in runs if run.completions]
     for run in runs:
         if run.options:
@@ -240,22 +256,6 @@ def report_page(runs: Sequence[RecordedRun]) -> str:
         f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>\n'
         f"<style>{_STYLE}</style></head><body>\n" + "\n".join(sections) + "\n</body></html>\n"
     )
-
-
-def _overview(runs: Sequence[RecordedRun]) -> str:
-    """The table at the top, a column per run."""
-    seconds = [run.training_seconds for run in runs]
-    times = ["not ended" if own is None else timedelta(seconds=round(own)) for own in seconds]
-    rows: list[list[Any]] = [["folder", *(run.folder for run in runs)], ["last step", *(run.steps for run in runs)]]
-    rows.append(["training time", *times])
-    for metric, name, form in _FIGURES:
-        if any(metric in run.history.points for run in runs):
-            has = [metric in run.history.points for run in runs]
-            cells = (
-                form.format(**run.history.statistics(metric)) if own else "" for run, own in zip(runs, has, strict=True)
-            )
-            rows.append([name, *cells])
-    return _table(["", *(run.name for run in runs)], rows, "overview")
 
 
 def _panels(runs: Sequence[RecordedRun], titles: Iterable[str]) -> str:
@@ -275,19 +275,6 @@ def _panels(runs: Sequence[RecordedRun], titles: Iterable[str]) -> str:
     return f'<div class="panels">{"".join(panels)}</div>'
 
 
-def _differences(runs: Sequence[RecordedRun]) -> str:
-    rows = [[name, *values] for name, values in different_options(runs).items()]
-    unknown = [escape(run.name) for run in runs if not run.options]
-    parts = ["<h2>Options that differ</h2>"]
-    if unknown:
-        parts.append(f"<p>Not recorded: {', '.join(unknown)} (no {' or '.join(OPTIONS_FILES)}).</p>")
-    if rows:
-        parts.append(_table(["option", *(run.name for run in runs)], rows, "options"))
-    elif not unknown:
-        parts.append("<p>None.</p>")
-    return "".join(parts)
-
-
 def _completions(run: RecordedRun) -> str:
     """The completions of a few steps; only the last step is expanded."""
     steps = sorted({row["step"] for row in run.completions})
@@ -296,22 +283,18 @@ def _completions(run: RecordedRun) -> str:
     parts = []
     for step in steps:
         rows = [row for row in run.completions if row["step"] == step]
-        cells = [_completion_cells(row) for row in rows[:_MOST_ROWS]]
-        previous = [None, *(row[0] for row in cells)]
-        cells = [  # a prompt is shown only where it changes
-            ["" if row[0] == before else row[0], *row[1:]] for row, before in zip(cells, previous, strict=False)
-        ]
+        cells, before = [], None
+        for row in rows[:_MOST_ROWS]:
+            text = turns_line(row["messages"]) if "messages" in row else row["completion"]
+            reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
+            prompt = "" if row["prompt"] == before else row["prompt"]  # shown only where it changes
+            before = row["prompt"]
+            cells.append([prompt, text, reward, row["num_tokens"], row["finish_reason"]])
         note = f" ({_MOST_ROWS} of {len(rows)})" if len(rows) > _MOST_ROWS else ""
         table = _table(["prompt", "completion", "reward", "tokens", "end"], cells, "completions")
         is_open = " open" if step == steps[-1] else ""
         parts.append(f"<details{is_open}><summary>Step {step}{note}</summary>{table}</details>")
     return f"<h2>Completions of {escape(run.name)}</h2>{''.join(parts)}"
-
-
-def _completion_cells(row: Row) -> list[Any]:
-    text = turns_line(row["messages"]) if "messages" in row else row["completion"]
-    reward = "" if row["reward"] is None else f"{row['reward']:.3f}"
-    return [row["prompt"], text, reward, row["num_tokens"], row["finish_reason"]]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], kind: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 
 __all__ = [
     "NOT_SAMPLED",
@@ -373,14 +373,14 @@ class SamplingConfig:
             raise ValueError(f"SamplingConfig.stop is the string {self.stop!r}; pass a list, [{self.stop!r}].")
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        checks = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or larger"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "0 (off) or larger"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-        }
-        check_options({f"SamplingConfig.{name}": (getattr(self, name), *check) for name, check in checks.items()})
+        check_fields(
+            self,
+            max_new_tokens=(self.max_new_tokens >= 1, "at least 1"),
+            temperature=(self.temperature >= 0, "0 (greedy) or larger"),
+            top_p=(0 < self.top_p <= 1, "in (0, 1]"),
+            top_k=(self.top_k >= 0, "0 (off) or larger"),
+            min_p=(0 <= self.min_p <= 1, "in [0, 1]"),
+        )
 
     @property
     def is_truncated(self) -> bool:

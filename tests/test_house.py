@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 31_770,
-    "files": 185,
+    "lines of code": 31_350,
+    "files": 183,
     "files under 40 lines": 28,
-    "private helpers used once": 235,
+    "private helpers used once": 198,
     "parameters of the largest constructor": 60,
-    "lines of raise statements": 1_745,
+    "lines of raise statements": 1_740,
 }
 
 
@@ -30,7 +30,7 @@ def test_a_figure_has_not_grown(figures, name):
 
 
 def test_functions_have_not_been_cut_finer(figures):
-    assert figures["mean function"] >= 9.1
+    assert figures["mean function"] >= 9.2
 
 
 def test_what_is_counted(tmp_path):

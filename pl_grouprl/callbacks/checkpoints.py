@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -57,13 +57,8 @@ MARKER = "run.json"
 T = TypeVar("T")
 
 
-@dataclass
-class _Run:
-    folder: Path
-    writers: dict[Path, int] = field(default_factory=dict)
-
-
-_RUNS: WeakKeyDictionary[Trainer, _Run] = WeakKeyDictionary()
+_RUNS: WeakKeyDictionary[Trainer, tuple[Path, dict[Path, int]]] = WeakKeyDictionary()
+"""The folder of each run, and which callback, by id, writes to a path."""
 
 
 def run_folder(trainer: Trainer) -> Path | None:
@@ -82,8 +77,8 @@ def run_folder(trainer: Trainer) -> Path | None:
     if is_trial(trainer):
         return None
     if trainer not in _RUNS:
-        _RUNS[trainer] = _Run(Path(on_rank_zero(trainer, lambda: str(_take_folder(trainer).absolute()))))
-    return _RUNS[trainer].folder
+        _RUNS[trainer] = Path(on_rank_zero(trainer, lambda: str(_take_folder(trainer).absolute()))), {}
+    return _RUNS[trainer][0]
 
 
 def _take_folder(trainer: Trainer) -> Path:
@@ -140,7 +135,7 @@ def claim(
         FileExistsError: On rank 0, and OSError on the others, if something not written by this run is there.
         ValueError: If another callback of the Trainer writes there.
     """
-    name, writers = type(writer).__name__, _RUNS[trainer].writers
+    name, writers = type(writer).__name__, _RUNS[trainer][1]
     path = Path(os.path.abspath(path))
     if path in writers:  # claimed by another callback, or by this one in an earlier fit of the Trainer
         if writers[path] != id(writer):
@@ -164,18 +159,15 @@ def is_trial(trainer: Trainer) -> bool:
     return bool(getattr(trainer, "fast_dev_run", False))
 
 
-def on_rank_zero(trainer: Trainer, action: Callable[[], T]) -> T:
-    """Run an action on rank 0 and return its result (plain values) on all ranks; if it fails, all ranks fail."""
+def on_rank_zero(trainer: Trainer, action: Callable[[], T], what: str | None = None) -> T:
+    """Run an action on rank 0 and return its result (plain values) on all ranks; if it fails, all ranks fail.
+
+    An OSError then begins with `what`, and says what the folder needs.
+    """
     device = trainer.strategy.root_device
-    result = raise_on_all_ranks(lambda: action() if trainer.is_global_zero else None, device, shared=OSError)
+    with contextlib.nullcontext() if what is None else explain_os_error(what):
+        result = raise_on_all_ranks(lambda: action() if trainer.is_global_zero else None, device, shared=OSError)
     return gather_plain(result, device)[0]
-
-
-def _on_all_ranks(trainer: Trainer, what: str, action: Callable[[], None], *, rank_zero: bool = True) -> None:
-    """Run a file operation on rank 0, or on each rank; an OSError on one is raised on all, with the remedy."""
-    with explain_os_error(what):
-        run = action if trainer.is_global_zero or not rank_zero else lambda: None
-        raise_on_all_ranks(run, trainer.strategy.root_device, shared=OSError)
 
 
 # The end of a run: by a signal, or with the current epoch; and how an unfinished epoch is counted.
@@ -259,15 +251,6 @@ def stop_together(trainer: Trainer) -> None:
     for name in ("run", "on_run_start", "on_advance_start", "on_advance_end"):
         setattr(fit, name, agreeing(getattr(fit, name)))
     fit.epoch_loop.on_advance_end = agreeing(fit.epoch_loop.on_advance_end)  # after a batch, and after a validation
-
-
-def run_ends(trainer: Trainer) -> bool:
-    """Whether the fit ends with this epoch; for `on_train_epoch_end`, where Lightning has not decided. Collective."""
-    loop: Any = trainer.fit_loop
-    limits = ((trainer.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs))
-    reached = any(limit is not None and limit != -1 and count >= limit for count, limit in limits)
-    stops = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)  # set in this hook, on any rank
-    return reached or (stops and loop._can_stop_early)
 
 
 @contextlib.contextmanager
@@ -371,7 +354,7 @@ class SafeCheckpoint(ModelCheckpoint):
             trial.touch()
             trial.unlink()
 
-        _on_all_ranks(trainer, f"dirpath {folder} cannot be used", make_ready)
+        on_rank_zero(trainer, make_ready, f"dirpath {folder} cannot be used")
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reject a folder with checkpoints of another configuration, and replace Lightning's signal handlers."""
@@ -388,7 +371,7 @@ class SafeCheckpoint(ModelCheckpoint):
                     )
 
         if not is_trial(trainer) and not resumed:  # known only after setup
-            _on_all_ranks(trainer, f"dirpath {folder} cannot be used", refuse_others)
+            on_rank_zero(trainer, refuse_others, f"dirpath {folder} cannot be used")
         if self.stop_on_signal:
             self._request.listen()
 
@@ -458,7 +441,11 @@ class SafeCheckpoint(ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if due, and always after the run's last step."""
-        ends = run_ends(trainer)
+        loop: Any = trainer.fit_loop  # which has not decided yet whether the fit ends with this epoch
+        limits = ((trainer.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs))
+        reached = any(limit is not None and limit != -1 and count >= limit for count, limit in limits)
+        stops = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)  # set here, on any rank
+        ends = reached or (stops and loop._can_stop_early)
         with unfinished_epoch_counted(trainer):
             super().on_train_epoch_end(trainer, pl_module)
             if ends:
@@ -520,8 +507,35 @@ class SafeCheckpoint(ModelCheckpoint):
         return super()._format_checkpoint_name(*args, **kwargs).replace("/", "_")
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Save a checkpoint, completely or not at all. Collective; any strategy may write a file or a folder."""
+        target, device, module = Path(filepath), trainer.strategy.root_device, trainer.lightning_module
+        if broken := nonfinite_parameters(module.named_parameters(), device):
+            raise RuntimeError(
+                f"NaN or inf in the weights at step {trainer.global_step}: {first_names(broken)}. The checkpoint "
+                f"{target} is not written, the earlier ones are untouched. Resume from one of them with a lower "
+                "learning rate or clipped gradients (trainer.gradient_clip_val)."
+            )
+        unfinished = unfinished_path(target, gather_plain(process_name(), device)[0])
+        what = f"the checkpoint {target} could not be saved, the earlier ones are untouched"
+        facts = {"step": trainer.global_step, "module": lineage(module), "run_options": options_of(module)}
+
+        def clear() -> None:
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(unfinished):
+                remove(unfinished)
+
         with PROGRESS.during("saving a checkpoint"):
-            write_checkpoint(trainer, Path(filepath), weights_only=self.save_weights_only)
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+            save = partial(trainer.strategy.save_checkpoint, checkpoint, unfinished)
+            try:
+                on_rank_zero(trainer, clear, what)
+                with explain_os_error(what):
+                    raise_on_all_ranks(save, device, shared=OSError)
+                on_rank_zero(trainer, lambda: commit(unfinished, target, facts), what)
+            except Exception:
+                if trainer.is_global_zero:
+                    clear()
+                raise
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if trainer.is_global_zero:
@@ -537,48 +551,6 @@ class SafeCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             link(Path(filepath), Path(linkpath))
         trainer.strategy.barrier()
-
-
-def write_checkpoint(trainer: Trainer, target: Path, *, weights_only: bool = False) -> None:
-    """Save a checkpoint of a fit, completely or not at all. Collective.
-
-    Args:
-        trainer: The run's Trainer, with any strategy; the checkpoint may be a file or a folder.
-        target: The checkpoint's path; an earlier one there is replaced once the new one is complete.
-        weights_only: Save only weights.
-
-    Raises:
-        OSError: On all ranks, if one of them could not write.
-        RuntimeError: On all ranks, if a weight is not finite; nothing is written.
-    """
-    module = trainer.lightning_module
-    if broken := nonfinite_parameters(module.named_parameters(), trainer.strategy.root_device):
-        raise RuntimeError(
-            f"NaN or inf in the weights at step {trainer.global_step}: {first_names(broken)}. The checkpoint {target} "
-            "is not written, the earlier ones are untouched. Resume from one of them with a lower learning rate or "
-            "clipped gradients (trainer.gradient_clip_val)."
-        )
-    unfinished = unfinished_path(target, gather_plain(process_name(), trainer.strategy.root_device)[0])
-    what = f"the checkpoint {target} could not be saved, the earlier ones are untouched"
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    facts = {"step": trainer.global_step, "module": lineage(module), "run_options": options_of(module)}
-
-    def clear() -> None:
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(unfinished):
-            remove(unfinished)
-
-    def save() -> None:
-        trainer.strategy.save_checkpoint(checkpoint, unfinished)
-
-    try:
-        _on_all_ranks(trainer, what, clear)
-        _on_all_ranks(trainer, what, save, rank_zero=False)
-        _on_all_ranks(trainer, what, lambda: commit(unfinished, target, facts))
-    except Exception:
-        if trainer.is_global_zero:
-            clear()
-        raise
 
 
 def _stopped(trainer: Trainer, signum: int) -> StoppedBySignal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks.checkpoints import claim, is_trial, run_folder
 from pl_grouprl.loggers import Table, log_table, markdown_of
-from pl_grouprl.types import Messages, Prompt, RolloutGroup
+from pl_grouprl.types import Messages, RolloutGroup
 from pl_grouprl.utilities.checkpoint_files import OptionalWrites, append_whole
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.text import output_encoding, printable
 
 Row = dict[str, Any]
@@ -26,6 +27,7 @@ _PREFIXES = {"validate": "val_", "test": "test_"}
 """Prefixes of the file's and tables' names, by stage; `fit` has none."""
 
 
+@dataclass(eq=False, repr=False)
 class CompletionsTable(Callback):
     """Show completions of the policy at the first optimizer step and every `every_n_steps` steps.
 
@@ -40,7 +42,7 @@ class CompletionsTable(Callback):
     prompts; `group` is then the number of the prompt. For this, the module's validation and test steps must return
     `groups` and `answers`, as in `GRPO`.
 
-    Args:
+    Attributes:
         every_n_steps: Optimizer steps between tables.
         num_groups: Number of prompts to show, from the start of the batch.
         num_completions: Completions per prompt on the console and in TensorBoard, spread evenly from the highest to
@@ -53,38 +55,26 @@ class CompletionsTable(Callback):
         ValueError: If a count is out of range.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 10,
-        num_groups: int = 2,
-        num_completions: int = 4,
-        max_characters: int = 60,
-        filename: str | None = "completions.jsonl",
-        console: bool = True,
-    ) -> None:
-        counts = {
-            "every_n_steps": every_n_steps,
-            "num_groups": num_groups,
-            "num_completions": num_completions,
-            "max_characters": max_characters,
-        }
-        check_options({f"CompletionsTable.{name}": (count, count >= 1, "at least 1") for name, count in counts.items()})
-        self.every_n_steps = every_n_steps
-        self.num_groups = num_groups
-        self.num_completions = num_completions
-        self.max_characters = max_characters
-        self.filename = filename
-        self.console = console
+    every_n_steps: int = 10
+    num_groups: int = 2
+    num_completions: int = 4
+    max_characters: int = 60
+    filename: str | None = "completions.jsonl"
+    console: bool = True
+
+    def __post_init__(self) -> None:
+        counts = ("every_n_steps", "num_groups", "num_completions", "max_characters")
+        check_fields(self, **{name: (getattr(self, name) >= 1, "at least 1") for name in counts})
         self._file: Path | None = None
         self._writes = OptionalWrites("CompletionsTable")
         self._next_step = 0
         self._prefix = ""
-        self._evaluation: EvaluationRows | None = None
+        self._num_prompts: int | None = None  # so far in an evaluation
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reserve the file in the run folder."""
         self._prefix = _PREFIXES.get(stage, "")
-        self._evaluation = EvaluationRows() if stage in _PREFIXES else None
+        self._num_prompts = 0 if stage in _PREFIXES else None
         if stage not in ("fit", *_PREFIXES):
             return
         self._next_step = 0
@@ -124,13 +114,16 @@ class CompletionsTable(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Append the completions of the batch; show those of the first prompts."""
-        if self._evaluation is None or not (isinstance(outputs, Mapping) and "groups" in outputs):
+        if self._num_prompts is None or not (isinstance(outputs, Mapping) and "groups" in outputs):
             return
-        rows = self._evaluation.of_batch(outputs, getattr(pl_module, "tokenizer", None), trainer.strategy.root_device)
+        tokenizer, device = getattr(pl_module, "tokenizer", None), trainer.strategy.root_device
+        by_group = evaluation_rows(outputs, tokenizer, device, self._num_prompts)
+        self._num_prompts += len(by_group)
         if trainer.is_global_zero:
-            groups = [[row for row in rows if row["group"] == number] for number in range(self.num_groups)]
-            shown = [row for group_rows in groups for row in _spread(group_rows, self.num_completions)]
-            self._write(trainer, rows, shown if batch_idx == 0 else [], "Completions", in_text=rows)
+            rows = [row for of_group in by_group for row in of_group]
+            chosen = by_group[: self.num_groups] if batch_idx == 0 else []
+            shown = [row for of_group in chosen for row in _spread(of_group, self.num_completions)]
+            self._write(trainer, rows, shown, "Completions", in_text=rows)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -181,15 +174,23 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
         The rows. `num_tokens` counts the tokens that the model wrote; rows of episodes have `messages` and `turns`, and
         those with a `Rollout.episode` also `episode`.
     """
-    prompt = prompt_text(group, tokenizer)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        if tokenizer is None:
+            return " ".join(map(str, token_ids))
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+
     rows = []
     for rollout in group.rollouts:
+        prompt: Any = (rollout.prompt or group.prompt) or decode(group.prompt_ids)
+        if not isinstance(prompt, str):
+            prompt = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
         row = {
             "step": step,
             "group": group.group_id if group.group_id is not None else index,
             "data_source": group.data_source,
-            "prompt": prompt if rollout.prompt is None else _join_messages(rollout.prompt),
-            "completion": rollout.text if rollout.text is not None else _decode(rollout.completion_ids, tokenizer),
+            "prompt": prompt,
+            "completion": rollout.text if rollout.text is not None else decode(rollout.completion_ids),
             "reward": rollout.reward,
             "rewards": dict(rollout.rewards),
             "num_tokens": rollout.num_sampled_tokens,
@@ -205,43 +206,27 @@ def completion_rows(group: RolloutGroup, index: int, step: int, tokenizer: Any =
     return rows
 
 
-class EvaluationRows:
-    """Numbers the prompts of an evaluation from 0, over all its batches and ranks."""
+def evaluation_rows(outputs: Mapping[str, Any], tokenizer: Any, device: Any, first: int = 0) -> list[list[Row]]:
+    """Return the rows of each prompt of all ranks' batches, in the order of the prompts. Collective.
 
-    def __init__(self) -> None:
-        self._num_prompts = 0
-
-    def of_batch(self, outputs: Mapping[str, Any], tokenizer: Any, device: Any) -> list[Row]:
-        """Return one row per completion of all ranks' batches, in the order of the prompts. Collective.
-
-        Args:
-            outputs: Result of this rank's step: `groups`, whose `group_id` is the position of their prompt in the batch
-                over all ranks, and their `answers`.
-            tokenizer: As for `completion_rows`.
-            device: As for `gather_plain`.
-        """
-        of_this_rank = []
-        for place, (group, answers) in enumerate(zip(outputs["groups"], outputs["answers"], strict=True)):
-            position = place if group.group_id is None else group.group_id
-            of_rollouts = [answer for answer, e in zip(answers, group.episodes, strict=True) for _ in e.rows]
-            rows = completion_rows(group, position, 0, tokenizer)
-            for row, answer in zip(rows, of_rollouts, strict=True):
-                del row["step"]
-                row["answer"] = answer
-            of_this_rank.append([position, json.dumps(rows, default=str)])
-        of_all_ranks = sorted(pair for pairs in gather_plain(of_this_rank, device) for pair in pairs)
-        first = self._num_prompts
-        self._num_prompts += len(of_all_ranks)
-        return [row | {"group": first + position} for position, rows in of_all_ranks for row in json.loads(rows)]
-
-
-def prompt_text(group: RolloutGroup | Prompt, tokenizer: Any = None) -> str:
-    """Return the prompt as one string: the data set's, with messages joined, or its tokens decoded."""
-    if isinstance(group.prompt, str) and group.prompt:
-        return group.prompt
-    if group.prompt:
-        return _join_messages(group.prompt)  # type: ignore[arg-type]
-    return _decode(group.prompt_ids if isinstance(group, RolloutGroup) else group.token_ids, tokenizer)
+    Args:
+        outputs: Result of this rank's step: `groups`, whose `group_id` is the position of their prompt in the batch
+            over all ranks, and their `answers`.
+        tokenizer: As for `completion_rows`.
+        device: As for `gather_plain`.
+        first: Number of the batch's first prompt in the evaluation.
+    """
+    of_this_rank = []
+    for place, (group, answers) in enumerate(zip(outputs["groups"], outputs["answers"], strict=True)):
+        position = place if group.group_id is None else group.group_id
+        of_rollouts = [answer for answer, e in zip(answers, group.episodes, strict=True) for _ in e.rows]
+        rows = completion_rows(group, position, 0, tokenizer)
+        for row, answer in zip(rows, of_rollouts, strict=True):
+            del row["step"]
+            row |= {"answer": answer, "group": first + position}
+        of_this_rank.append([position, json.dumps(rows, default=str)])
+    gathered = sorted(pair for pairs in gather_plain(of_this_rank, device) for pair in pairs)
+    return [json.loads(rows) for _, rows in gathered]
 
 
 def turns_line(messages: Messages) -> str:
@@ -269,16 +254,6 @@ def turns_line(messages: Messages) -> str:
             turns.append(" ".join(filter(None, (content, ", ".join(calls)))))
         before = message["role"]
     return " | ".join(turns)
-
-
-def _join_messages(messages: Messages) -> str:
-    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages)
-
-
-def _decode(token_ids: Sequence[int], tokenizer: Any) -> str:
-    if tokenizer is None:
-        return " ".join(str(token) for token in token_ids)
-    return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 # Text for the console and for text-only loggers.
@@ -355,17 +330,13 @@ def source_table(metrics: Mapping[str, Any], prefix: str) -> str:
             by_source.setdefault(source, {})[metric] = float(value)
     if not by_source:
         return ""
-
-    def place(metric: str) -> tuple[int, int]:
-        name, _, k = metric.partition("@")
-        return order.index(name), int(k)
-
-    columns = sorted({metric for values in by_source.values() for metric in values}, key=place)
-    width = max(len("data source"), *map(len, by_source))
-    lines = ["  ".join([f"{'data source':<{width}}", *(f"{column:>7}" for column in columns)])]
+    found = {metric for values in by_source.values() for metric in values}
+    columns = sorted(found, key=lambda metric: (order.index(metric.partition("@")[0]), int(metric.partition("@")[2])))
+    rows = [["data source", *columns]]
     for source, values in sorted(by_source.items()):
-        cells = [f"{values[c]:.3f}".rjust(max(7, len(c))) if c in values else " " * max(7, len(c)) for c in columns]
-        lines.append("  ".join([f"{source:<{width}}", *cells]))
+        rows.append([source, *(f"{values[column]:.3f}" if column in values else "" for column in columns)])
+    width, widths = max(len(row[0]) for row in rows), [max(7, len(column)) for column in columns]
+    lines = ["  ".join([row[0].ljust(width), *map(str.rjust, row[1:], widths)]) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
 
 

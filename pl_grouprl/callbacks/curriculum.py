@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from pl_grouprl.data.loaders import LevelSchedule
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 
 
+@dataclass(eq=False, repr=False)
 class Curriculum(Callback):
     """Trains on prompts of one level of difficulty at a time, and moves up when the reward is high enough.
 
@@ -28,7 +30,7 @@ class Curriculum(Callback):
     Validation uses the prompts of all levels. Checkpoints contain the level and the rewards that decide it, so a
     resumed run continues exactly. It may have another `threshold`, `fall_below` or `window`, but not other rows.
 
-    Args:
+    Attributes:
         threshold: Mean reward above which the level rises.
         window: Number of batches of rollouts in the mean.
         fall_below: Mean reward below which the level falls; never if None.
@@ -39,30 +41,20 @@ class Curriculum(Callback):
         ValueError: If an option is out of range.
     """
 
-    def __init__(
-        self,
-        threshold: float = 0.75,
-        window: int = 10,
-        fall_below: float | None = None,
-        metric: str = "reward",
-        column: str = "level",
-    ) -> None:
-        check_options(
-            {
-                "Curriculum.threshold": (threshold, True, "a finite number"),
-                "Curriculum.window": (window, window >= 1, "at least 1"),
-                "Curriculum.fall_below": (
-                    fall_below,
-                    fall_below is None or fall_below < threshold,
-                    f"below threshold={threshold}, or None",
-                ),
-            }
+    threshold: float = 0.75
+    window: int = 10
+    fall_below: float | None = None
+    metric: str = "reward"
+    column: str = "level"
+
+    def __post_init__(self) -> None:
+        lower = self.fall_below is None or self.fall_below < self.threshold
+        check_fields(
+            self,
+            threshold=(True, "a finite number"),
+            window=(self.window >= 1, "at least 1"),
+            fall_below=(lower, f"below threshold={self.threshold}, or None"),
         )
-        self.threshold = threshold
-        self.window = window
-        self.fall_below = fall_below
-        self.metric = metric
-        self.column = column
         self._num_levels = 1
         self._start_over()
 

@@ -220,13 +220,23 @@ def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Point
     drawn, note = [], ""
     for points, name, _, color in lines:
         steps, values = (list(own) for own in zip(*points[name], strict=True))
-        if (band := band_of(name, points)) is not None:
-            (low_steps, low), (_, high) = (tuple(zip(*edge, strict=True)) for edge in band)
-            axes.fill_between(low_steps, low, high, color=color, alpha=0.12, linewidth=0)
+        edges: list[tuple[int, float, float]] = []
+        if name in SPREADS:
+            spread = dict(points.get(SPREADS[name][0], ()))
+            edges = [
+                (step, value - spread[step], value + spread[step]) for step, value in points[name] if step in spread
+            ]
+        elif name in RANGES and points.keys() >= set(RANGES[name][:2]):
+            low, high = (points[edge] for edge in RANGES[name][:2])
+            edges = [(step, least, most) for (step, least), (_, most) in zip(low, high, strict=True)]
+        if edges:
+            axes.fill_between(*zip(*edges, strict=True), color=color, alpha=0.12, linewidth=0)
             note = f" (band: {(SPREADS | RANGES)[name][-1]})"
         if smooth:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
-            values = running_mean(values, max(3, longest // 15))
+            half = max(3, longest // 15) // 2
+            near = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
+            values = [math.fsum(some) / len(some) for some in near]
         drawn += axes.plot(steps, values, color=color, marker=None if is_long else ".", linewidth=1.8)
     limits = robust_limits([value for points, name, _, _ in lines for _, value in points[name]])
     if limits is not None and panel not in NEVER_CUT:
@@ -251,18 +261,6 @@ def _finish(axes: Any, heading: str, note: str, drawn: Sequence[Any], labels: Se
             text.set_parse_math(False)
 
 
-def band_of(name: str, points: Points) -> tuple[Sequence[Point], Sequence[Point]] | None:
-    """Lower and upper edge of a metric's band; None if it has no band, or no data for one."""
-    if name in RANGES:
-        low, high, _ = RANGES[name]
-        return (points[low], points[high]) if low in points and high in points else None
-    spread = dict(points.get(SPREADS[name][0], ())) if name in SPREADS else {}
-    both = [(step, value, spread[step]) for step, value in points[name] if step in spread]
-    if not both:
-        return None
-    return [(step, value - width) for step, value, width in both], [(s, value + width) for s, value, width in both]
-
-
 def stacked_parts(points: Points) -> dict[str, dict[int, float]]:
     """Seconds of each part by step, longest part first; parts below 1 % of the time are added to `other`."""
     parts = {name: dict(values) for name, values in points.items() if name.startswith("time/") and name != _SUM}
@@ -281,13 +279,6 @@ def short_labels(names: Sequence[str]) -> list[str]:
     heads = {name.partition("/")[0] for name in names}
     shared = len(heads) == 1 and all("/" in name for name in names)
     return [name.partition("/")[2] if shared else name for name in names]
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of up to `window` values around each."""
-    half = window // 2
-    near = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
-    return [math.fsum(some) / len(some) for some in near]
 
 
 def robust_limits(values: Sequence[float]) -> tuple[float, float] | None:

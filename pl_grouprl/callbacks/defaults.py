@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakSet
 
@@ -15,9 +16,10 @@ from pl_grouprl.callbacks.completions_table import CompletionsTable
 from pl_grouprl.callbacks.export_policy import ExportPolicy
 from pl_grouprl.callbacks.progress_bar import RunProgressBar
 from pl_grouprl.callbacks.run_summary import RunSummary, WeightSummary
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 
 
+@dataclass(eq=False, repr=False)
 class ValidateAtStart(Callback):
     """Run the validation loop once before training, and log it (verl's `val_before_train`).
 
@@ -25,7 +27,7 @@ class ValidateAtStart(Callback):
     A resumed run validates first too, because Lightning saves a checkpoint before the validation of the same step,
     which would otherwise be missing.
 
-    Args:
+    Attributes:
         max_prompts: Validate the first batches of each validation loader, until they have this many prompts, so that
             training begins soon. None validates on all prompts, as later validations do; so does a callback with a
             `monitor` (early stopping, the best checkpoint), which would compare this score with later ones.
@@ -34,9 +36,10 @@ class ValidateAtStart(Callback):
         ValueError: If `max_prompts` is less than 1.
     """
 
-    def __init__(self, max_prompts: int | None = 256) -> None:
-        check_options({"max_prompts": (max_prompts, max_prompts is None or max_prompts >= 1, "at least 1, or None")})
-        self.max_prompts = max_prompts
+    max_prompts: int | None = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self, max_prompts=(self.max_prompts is None or self.max_prompts >= 1, "at least 1, or None"))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run validation as the training loop does between two steps."""

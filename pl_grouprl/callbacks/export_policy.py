@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,15 @@ from torch import Tensor
 from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, refuse_foreign, run_folder
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.models.adapters import base_of, has_adapters, merged_copy, save_adapter
-from pl_grouprl.utilities.checkpoint_files import explain_os_error
+from pl_grouprl.utilities.checkpoint_files import explain_os_error, replace
+from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.progress import PROGRESS
 
 EXPORTED = "export.json"
 """Marks folders written by `ExportPolicy`; only these are replaced."""
 
 
+@dataclass(eq=False, repr=False)
 class ExportPolicy(Callback):
     """Save a transformers model of the module, and its tokenizer, when training ends.
 
@@ -33,7 +36,7 @@ class ExportPolicy(Callback):
     it is either complete or absent. An earlier export, recognized by its `export.json`, is replaced; anything else
     there is an error and left untouched.
 
-    Args:
+    Attributes:
         attribute: Name of the model in the module.
         tokenizer_attribute: Name of the tokenizer; none is saved if None.
         folder: Name of the folder inside the run folder, or an absolute path.
@@ -47,19 +50,13 @@ class ExportPolicy(Callback):
             the export fails. An earlier export stays.
     """
 
-    def __init__(
-        self,
-        attribute: str = "policy",
-        tokenizer_attribute: str | None = "tokenizer",
-        folder: str = "policy",
-        adapter: Literal["merged", "separate"] = "merged",
-    ) -> None:
-        if adapter not in ("merged", "separate"):
-            raise ValueError(f"adapter is {adapter!r}; pass 'merged' (a whole model) or 'separate'.")
-        self.attribute = attribute
-        self.tokenizer_attribute = tokenizer_attribute
-        self.folder = folder
-        self.adapter = adapter
+    attribute: str = "policy"
+    tokenizer_attribute: str | None = "tokenizer"
+    folder: str = "policy"
+    adapter: Literal["merged", "separate"] = "merged"
+
+    def __post_init__(self) -> None:
+        check_fields(self, adapter=(self.adapter in ("merged", "separate"), "merged (a whole model) or separate"))
         self._target: Path | None = None
         self._support = StrategySupport(None)
 
@@ -76,13 +73,12 @@ class ExportPolicy(Callback):
             parent = self._target.parent
 
             def check_writable() -> None:
-                with explain_os_error(f"The policy could not be exported to {parent}"):
-                    parent.mkdir(parents=True, exist_ok=True)
-                    if not os.access(parent, os.W_OK):
-                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                parent.mkdir(parents=True, exist_ok=True)
+                if not os.access(parent, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
             claim(trainer, self._target, self, is_export)
-            on_rank_zero(trainer, check_writable)
+            on_rank_zero(trainer, check_writable, f"The policy could not be exported to {parent}")
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]  # a new list, as Lightning iterates over it
 
@@ -148,7 +144,6 @@ def export(
     from safetensors import SafetensorError
 
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    former = target.with_name(f".{target.name}.{os.getpid()}.old")
     what = f"The policy could not be exported to {target}, an earlier export is untouched"
     refuse_foreign(target, "ExportPolicy", is_export)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -171,18 +166,11 @@ def export(
             note = {"written_by": "pl_grouprl.callbacks.ExportPolicy", "step": step}
             (unfinished / EXPORTED).write_text(json.dumps(note) + "\n", encoding="utf-8")
         refuse_foreign(target, "ExportPolicy", is_export)
-        if target.exists():
-            os.replace(target, former)
-        os.replace(unfinished, target)
-    except BaseException as error:
-        if former.exists():
-            os.replace(former, target)
-        if isinstance(error, SafetensorError):  # such as for a full disk
-            raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
-        raise
+        replace(unfinished, target)
+    except SafetensorError as error:  # such as for a full disk
+        raise OSError(f"{what}: {error}. The folder must be writable and have space.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)
 
 
 def is_export(path: Path) -> bool:

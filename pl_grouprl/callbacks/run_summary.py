@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pl_grouprl.callbacks.completions_table import log_tables, source_table, sum
 from pl_grouprl.callbacks.curves import MetricHistory, draw_curves
 from pl_grouprl.training.checkpoint import all_options
 from pl_grouprl.utilities.checkpoint_files import OptionalWrites, write_whole
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.progress import PROGRESS
 from pl_grouprl.utilities.text import encodable
 
@@ -29,6 +30,7 @@ _FLAT = 0.9
 """Share of groups with equal rewards above which the summary says so; without a critic they give no gradient."""
 
 
+@dataclass(eq=False, repr=False)
 class RunSummary(Callback):
     """Record every logged metric and summarize them when training ends: in files and the loggers' table `summary`.
 
@@ -38,7 +40,7 @@ class RunSummary(Callback):
     Works with any module that logs. Checkpoints include the history, so a resumed run is summarized from its start. A
     file that cannot be written is a warning. Under `fast_dev_run` only the console lines are written.
 
-    Args:
+    Attributes:
         every_n_steps: Optimizer steps between records of training metrics.
         summary_filename: File of the statistics in the run folder; no file if None.
         curves_filename: File of the picture in the run folder; no file if None.
@@ -48,18 +50,13 @@ class RunSummary(Callback):
         ValueError: If `every_n_steps` is less than 1.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 1,
-        summary_filename: str | None = "summary.json",
-        curves_filename: str | None = "curves.png",
-        options_filename: str | None = "options.json",
-    ) -> None:
-        check_options({"RunSummary.every_n_steps": (every_n_steps, every_n_steps >= 1, "at least 1")})
-        self.every_n_steps = every_n_steps
-        self.summary_filename = summary_filename
-        self.curves_filename = curves_filename
-        self.options_filename = options_filename
+    every_n_steps: int = 1
+    summary_filename: str | None = "summary.json"
+    curves_filename: str | None = "curves.png"
+    options_filename: str | None = "options.json"
+
+    def __post_init__(self) -> None:
+        check_fields(self, every_n_steps=(self.every_n_steps >= 1, "at least 1"))
         self.history = MetricHistory()
         self.training_seconds = 0.0
         self._started: float | None = None
@@ -100,19 +97,20 @@ class RunSummary(Callback):
             self._record_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the validation metrics; outside a fit, print those of the data sources."""
+        """Record the validation metrics; outside a fit, print the metrics of the data sources."""
         if trainer.sanity_checking:
             return
         if trainer.state.fn != "fit":
-            self._print_sources(trainer, "val")
+            table = source_table(trainer.callback_metrics, "test" if trainer.testing else "val")
+            if table and trainer.is_global_zero:
+                with OptionalWrites("RunSummary").to("the console"):
+                    trainer.print(encodable(table))
             return
         metrics = trainer.callback_metrics
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIXES)}
         self.history.record(trainer.global_step, validation)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the metrics of the data sources."""
-        self._print_sources(trainer, "test")
+    on_test_end = on_validation_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary."""
@@ -148,12 +146,6 @@ class RunSummary(Callback):
         """Continue the history of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self.training_seconds = float(state_dict["training_seconds"])
-
-    def _print_sources(self, trainer: Trainer, prefix: str) -> None:
-        table = source_table(trainer.callback_metrics, prefix)
-        if table and trainer.is_global_zero:
-            with OptionalWrites("RunSummary").to("the console"):
-                trainer.print(encodable(table))
 
     def _record_training(self, trainer: Trainer) -> None:
         """Record the last step's values that are new since the previous call.
@@ -244,8 +236,6 @@ class WeightSummary(ModelSummary):
         table = Table(*("weights" if name == "Params" else name.lower() for name in columns))
         for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
-        trained, total = (
-            get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters)
-        )
-        table.caption = f"{trained} of {total} weights are trained"
+        counts = (get_human_readable_count(int(count)).strip() for count in (trainable_parameters, total_parameters))
+        table.caption = "{} of {} weights are trained".format(*counts)
         get_console().print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,12 +17,13 @@ from pl_grouprl.attention.padded_rows import CACHE_IN_USE
 from pl_grouprl.attention.patch import measure_speedup
 from pl_grouprl.checks import check_parity
 from pl_grouprl.models.cost import ModelCost
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@dataclass(eq=False, repr=False)
 class SharedPrefixCallback(Callback):
     """Makes every transformers decoder of a LightningModule encode shared prefixes once, and logs the savings.
 
@@ -35,7 +37,7 @@ class SharedPrefixCallback(Callback):
     `measure_every_n_steps`-th step, `prefix/measured_speedup` (seconds of the decoder's forward and backward on padded,
     repeated rows over seconds on the packed row; a warning if it is below 1).
 
-    Args:
+    Attributes:
         backend: `auto`, `cascade`, `flex`, `prefix_grouper` or `reference`.
         verify: Compare shared and repeated prefixes on small random groups before the first step, and stop the run if
             log-probabilities or gradients differ by more than the dtype explains.
@@ -47,20 +49,15 @@ class SharedPrefixCallback(Callback):
         ValueError: If the backend is unknown, or an option is negative.
     """
 
-    def __init__(
-        self,
-        backend: str = "auto",
-        verify: bool = True,
-        measure_every_n_steps: int = 0,
-        min_saved_tokens: int = 16,
-    ) -> None:
-        get_backend(backend)
-        counts = {"measure_every_n_steps": measure_every_n_steps, "min_saved_tokens": min_saved_tokens}
-        check_options({name: (count, count >= 0, "0 or larger") for name, count in counts.items()})
-        self.backend = backend
-        self.verify = verify
-        self.measure_every_n_steps = measure_every_n_steps
-        self.min_saved_tokens = min_saved_tokens
+    backend: str = "auto"
+    verify: bool = True
+    measure_every_n_steps: int = 0
+    min_saved_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        get_backend(self.backend)
+        counts = ("measure_every_n_steps", "min_saved_tokens")
+        check_fields(self, **{name: (getattr(self, name) >= 0, "0 or larger") for name in counts})
         self._observed: dict[SharedPrefix, ModelCost] = {}
         self._entered: list[SharedPrefix] = []
         self._calls: list[tuple[SharedPrefix, CallReport]] = []
@@ -140,21 +137,18 @@ class SharedPrefixCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the models."""
-        self._leave()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the models."""
-        self._leave()
-
-    def _forget_calls(self) -> None:
-        self._calls.clear()
-        self._trained.clear()
-
-    def _leave(self) -> None:
         while self._entered:
             self._entered.pop().__exit__(None, None, None)
         self._observed.clear()
         self._forget_calls()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore the models."""
+        self.on_train_end(trainer, pl_module)
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._trained.clear()
 
     def _metrics(self, calls: list[tuple[SharedPrefix, CallReport]]) -> dict[str, float]:
         known: dict[Hashable, _Saving] = {}  # scoring and update share layouts

@@ -6,6 +6,7 @@ Counts are summed over batches and ranks before ratios are taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class CompressionRatio(_TokenGroupMetric):
 _ABSENT = object()
 
 
+@dataclass(eq=False, repr=False)
 class TokenGroupMonitor(Callback):
     """Logs `TokenGroupStatistics` and `token_group/threshold` in each optimizer step.
 
@@ -94,14 +96,15 @@ class TokenGroupMonitor(Callback):
     it returns none, the module's attribute of that name: one `TokenGroups`, or a list of them; None for a batch without
     groups. The threshold is found the same way, and logged only if there is one.
 
-    Args:
+    Attributes:
         groups_key: Key of the training step's result, or attribute of the module, with the groups.
         threshold_key: The same for the threshold, a number.
     """
 
-    def __init__(self, groups_key: str = "token_groups", threshold_key: str = "token_group_threshold") -> None:
-        self.groups_key = groups_key
-        self.threshold_key = threshold_key
+    groups_key: str = "token_groups"
+    threshold_key: str = "token_group_threshold"
+
+    def __post_init__(self) -> None:
         self.statistics = TokenGroupStatistics()
         self._steps_before = 0
         self._counted: list[TokenGroups] = []

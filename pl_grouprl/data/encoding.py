@@ -237,11 +237,29 @@ def encode_rows(
         columns = options.media_columns(row.values)
         counts = count_media(row.values, columns)
         if not any(counts.values()):
-            _check_places(row, prompt, columns, reads_media)
+            # Tags count if there is a column for media.
+            tags = (reads_media or any(name in row.values for name in columns.values())) and has_tags(prompt)
+            if tags or (not isinstance(prompt, str) and has_parts(prompt)):
+                names = " and ".join(map(repr, columns.values()))
+                raise ValueError(
+                    f"{row.where}: the prompt has places for images or videos (parts, or tags as <image>), and the "
+                    f"columns {names} are empty; fill them, name others with image_column and video_column, or remove "
+                    "the places."
+                )
             texts[index] = _render(prompt, row, tokenizer, options, chat, control)
             continue
         if processor is None:
-            processor = _load(load_processor, row, options)
+            problem = "there is no processor"
+            try:
+                processor = load_processor() if load_processor is not None else None
+            except ValueError as error:
+                problem = str(error).removesuffix(".")
+            if processor is None:
+                names = " or ".join(map(repr, columns.values()))
+                raise ValueError(
+                    f"{row.where}: column {names} is not empty, and {problem}. Pass processor=..., remove the column, "
+                    "or, if it has other contents, set image_column and video_column to other names."
+                )
             check_processor_options(processor, options.processor_kwargs)
         template = processor if getattr(processor, "chat_template", None) else tokenizer
         placed = prompt if isinstance(prompt, str) else place_media(prompt, counts, row.where)
@@ -318,31 +336,6 @@ def _read_prompt(row: SourceRow, options: EncodingOptions, chat: ChatOptions) ->
     messages = [dict(message) for message in prompt]
     check_contents(messages, where)
     return messages
-
-
-def _check_places(row: SourceRow, prompt: str | Messages, columns: Mapping[str, str], reads_media: bool) -> None:
-    """Check that a row without images and videos has no places for them. Tags count if there is a column for media."""
-    tags = (reads_media or any(name in row.values for name in columns.values())) and has_tags(prompt)
-    if tags or (not isinstance(prompt, str) and has_parts(prompt)):
-        names = " and ".join(repr(name) for name in columns.values())
-        raise ValueError(
-            f"{row.where}: the prompt has places for images or videos (parts, or tags as <image>), and the columns "
-            f"{names} are empty; fill them, name others with image_column and video_column, or remove the places."
-        )
-
-
-def _load(load_processor: Callable[[], Any] | None, row: SourceRow, options: EncodingOptions) -> Any:
-    problem = "there is no processor"
-    try:
-        if load_processor is not None:
-            return load_processor()
-    except ValueError as error:
-        problem = str(error)
-    names = " or ".join(repr(name) for name in options.media_columns(row.values).values())
-    raise ValueError(
-        f"{row.where}: column {names} is not empty, and {problem.removesuffix('.')}. Pass processor=..., remove the "
-        "column, or, if it has other contents, set image_column and video_column to other names."
-    )
 
 
 def _other_columns(row: SourceRow, options: EncodingOptions) -> dict[str, Any]:

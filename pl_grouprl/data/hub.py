@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from pl_grouprl.utilities.optional import DATASETS_AVAILABLE, require
 from pl_grouprl.utilities.text import shorten
@@ -20,6 +18,7 @@ BLOCK = 1000
 DEFAULT_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
+@dataclass(eq=False, repr=False)
 class HubDataset:
     """A data set on the hub, or a local folder with the same layout, read by the library `datasets`.
 
@@ -30,7 +29,7 @@ class HubDataset:
     For each row, columns are renamed first (`columns`), then answers are extracted (`extract`), then the prompt is
     written (`messages`). Images and videos stay encoded until their prompt is sampled.
 
-    Args:
+    Attributes:
         path: Name on the hub, such as `openai/gsm8k`, or path of a folder of .parquet, .jsonl or .csv files (the README
             of the folder may declare configurations and splits).
         name: Configuration of the data set, such as `main`.
@@ -56,37 +55,30 @@ class HubDataset:
         ValueError: If an option is malformed.
     """
 
-    def __init__(
-        self,
-        path: str,
-        name: str | None = None,
-        split: str | dict[str, str] | None = None,
-        *,
-        columns: dict[str, str] | None = None,
-        keep_other_columns: bool = True,
-        extract: dict[str, str] | None = None,
-        messages: list[dict[str, str]] | None = None,
-        data_source: str | None = None,
-        revision: str | None = None,
-        data_dir: str | None = None,
-        data_files: str | list[str] | dict[str, str | list[str]] | None = None,
-        cache_dir: str | None = None,
-    ) -> None:
+    path: str
+    name: str | None = None
+    split: str | dict[str, str] | None = None
+    _: KW_ONLY
+    columns: dict[str, str] | None = None
+    keep_other_columns: bool = True
+    extract: dict[str, str] | None = None
+    messages: list[dict[str, str]] | None = None
+    data_source: str | None = None
+    revision: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, str | list[str]] | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
         require(DATASETS_AVAILABLE, "HubDataset", "datasets")
-        splits = dict.fromkeys(DEFAULT_SPLITS, split) if isinstance(split, str) else dict(split or {})
+        splits = dict.fromkeys(DEFAULT_SPLITS, self.split) if isinstance(self.split, str) else dict(self.split or {})
         if unknown := sorted(splits.keys() - DEFAULT_SPLITS.keys()):
             ours = ", ".join(DEFAULT_SPLITS)
             raise ValueError(f"HubDataset.split has {unknown[0]!r}; it maps {ours} to splits of the data set.")
-        self.path, self.name = path, name
-        self.splits = DEFAULT_SPLITS | splits
-        self.columns = dict(columns or {})
-        self.keep_other_columns = keep_other_columns
-        self.extract = {column: re.compile(pattern) for column, pattern in (extract or {}).items()}
-        self.messages = messages
-        fields = [field for turn in messages or () for _, field, _, _ in string.Formatter().parse(turn["content"])]
+        self._splits = DEFAULT_SPLITS | splits
+        self._patterns = {column: re.compile(pattern) for column, pattern in (self.extract or {}).items()}
+        fields = [f for turn in self.messages or () for _, f, _, _ in string.Formatter().parse(turn["content"])]
         self._prompt_columns = sorted({field for field in fields if field is not None})
-        self.data_source = data_source
-        self.options = {"revision": revision, "data_dir": data_dir, "data_files": data_files, "cache_dir": cache_dir}
 
     def __repr__(self) -> str:
         return f"HubDataset({', '.join(map(repr, filter(None, (self.path, self.name))))})"
@@ -102,22 +94,22 @@ class HubDataset:
         """
         from datasets import load_dataset_builder
 
-        options = {option: value for option, value in self.options.items() if value is not None}
-        with _progress_on_rank_zero():
-            builder = load_dataset_builder(self.path, self.name, **options)
-            builder.download_and_prepare()
-            data: Any = builder.as_dataset(split=self.splits[split])
-        present, renamed = data.column_names, set(self.columns.values())
-        others = [name for name in present if name not in renamed] if self.keep_other_columns else []
-        names = {name: name for name in others} | self.columns
+        given = {name: getattr(self, name) for name in ("revision", "data_dir", "data_files", "cache_dir")}
+        options = {name: value for name, value in given.items() if value is not None}
+        builder = load_dataset_builder(self.path, self.name, **options)
+        builder.download_and_prepare()
+        data: Any = builder.as_dataset(split=self._splits[split])
+        present, renamed = data.column_names, self.columns or {}
+        others = [name for name in present if name not in renamed.values()] if self.keep_other_columns else []
+        names = {name: name for name in others} | renamed
         for option, wanted, known in (
-            ("columns", self.columns.values(), present),
-            ("extract", self.extract, names),
+            ("columns", renamed.values(), present),
+            ("extract", self._patterns, names),
             ("messages", self._prompt_columns, names),
         ):
             if missing := [name for name in wanted if name not in known]:
                 raise ValueError(f"{self}: {option} has the column {missing[0]!r}; name one of {sorted(known)}.")
-        return BlockRows(data, names, self, f"{self}, split {self.splits[split]!r}")
+        return BlockRows(data, names, self, f"{self}, split {self._splits[split]!r}")
 
     def convert(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """Extract answers and add `prompt` and `data_source`; return the row.
@@ -129,7 +121,7 @@ class HubDataset:
         Raises:
             ValueError: If `extract` finds no match, or a column of the prompt is null or does not fit its template.
         """
-        for column, pattern in self.extract.items():
+        for column, pattern in self._patterns.items():
             value = row[column]
             matches = list(pattern.finditer(value)) if isinstance(value, str) else []
             found = matches[-1].group(1 if pattern.groups else 0) if matches else None
@@ -166,7 +158,19 @@ class BlockRows(Sequence[dict[str, Any]]):
     def __init__(self, data: Any, names: Mapping[str, str], source: HubDataset, where: str) -> None:
         self._table = data.with_format("arrow")
         self._names = dict(names)
-        self._features = _with_encoded_media({ours: data.features[theirs] for ours, theirs in names.items()})
+        from datasets import Features
+
+        def encoded(feature: Any) -> Any:  # media stay bytes or paths
+            if isinstance(feature, list):
+                return [encoded(inner) for inner in feature]
+            if not isinstance(feature, dict):
+                return feature
+            inner = {name: encoded(value) for name, value in feature.items()}
+            is_media = inner.get("_type") in ("Audio", "Image", "Nifti", "Pdf", "Video")
+            return inner | {"decode": False} if is_media else inner
+
+        features = Features({ours: data.features[theirs] for ours, theirs in names.items()})
+        self._features = Features.from_dict(encoded(features.to_dict()))
         self._source, self._where = source, where
         self._length = len(data)
         self._block_start = -1
@@ -185,36 +189,3 @@ class BlockRows(Sequence[dict[str, Any]]):
             self._block_start = start
         row = self._features.decode_example(dict(self._block[index - start]))
         return self._source.convert(row, f"{self._where}, row {index}")
-
-
-def _with_encoded_media(features: Mapping[str, Any]) -> Any:
-    """Features that decode JSON, and leave media as bytes or paths."""
-    from datasets import Features
-
-    def encoded(feature: Any) -> Any:
-        if isinstance(feature, list):
-            return [encoded(inner) for inner in feature]
-        if not isinstance(feature, dict):
-            return feature
-        inner = {name: encoded(value) for name, value in feature.items()}
-        is_media = inner.get("_type") in ("Audio", "Image", "Nifti", "Pdf", "Video")
-        return inner | {"decode": False} if is_media else inner
-
-    return Features.from_dict(encoded(Features(features).to_dict()))
-
-
-@contextmanager
-def _progress_on_rank_zero() -> Iterator[None]:
-    """Hide download progress bars on all ranks but 0."""
-    from datasets import utils as of_datasets
-    from huggingface_hub import utils as of_hub
-
-    libraries = (of_datasets, of_hub) if getattr(rank_zero_only, "rank", 0) else ()
-    hidden = [library for library in libraries if not library.are_progress_bars_disabled()]
-    for library in hidden:
-        library.disable_progress_bars()
-    try:
-        yield
-    finally:
-        for library in hidden:
-            library.enable_progress_bars()

@@ -11,58 +11,6 @@ from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.describe import private_copy
 
 
-class EpochOrder:
-    """The order of the training rows in each epoch.
-
-    The order is drawn for all rows from (seed, epoch) alone, and dropped rows are omitted afterwards, so the others
-    keep their order under another length limit. If the limit changes mid-epoch, rows of batches already begun stay in
-    front, in their order, and the others follow.
-
-    Args:
-        rows: The row of each prompt in use, counted from 0, ascending.
-        num_rows: Number of rows, including dropped ones.
-        seed: Determines the orders, together with the epoch.
-        shuffle: If False, every epoch keeps the original order.
-    """
-
-    def __init__(self, rows: Sequence[int], num_rows: int, *, seed: int, shuffle: bool) -> None:
-        self.num_rows = num_rows
-        self.seed = seed
-        self.shuffle = shuffle
-        self._prompt_of = np.full(num_rows, -1)
-        self._prompt_of[np.asarray(rows, dtype=np.int64)] = np.arange(len(rows))
-        self._begun: tuple[int, np.ndarray] | None = None
-        self._drawn: tuple[int, np.ndarray] | None = None
-
-    def all_rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch including dropped rows, shape [num_rows]."""
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
-        return self._drawn[1]
-
-    def rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch: rows in use, and rows of batches begun before the length limit changed."""
-        order = self.kept(self.all_rows(epoch))
-        if self._begun is None or self._begun[0] != epoch:
-            return order
-        begun = self._begun[1]
-        return np.concatenate([begun, order[~np.isin(order, begun)]])
-
-    def kept(self, rows: np.ndarray) -> np.ndarray:
-        """Keep only rows that are in use."""
-        return rows[self._prompt_of[rows] >= 0]
-
-    def prompts(self, rows: np.ndarray) -> list[int]:
-        """The prompt index of each row; skips rows that are not in use."""
-        return self._prompt_of[self.kept(rows)].tolist()
-
-    def begin_with(self, epoch: int, rows: Sequence[int]) -> None:
-        """Move the rows that an epoch has already begun to the front of its order."""
-        self._begun = (epoch, np.asarray(rows, dtype=np.int64))
-
-
 class PromptBatch:
     """This rank's prompts of one rollout.
 
@@ -100,8 +48,10 @@ class PromptBatch:
 class TrainPromptLoader:
     """Yields each batch of prompts once per update, epoch after epoch, with a resumable position.
 
-    Lightning sees `len(loader)` batches per epoch. The order of the prompts depends on (seed, epoch) and the rows in
-    use; see `EpochOrder`. Each rank takes every `num_replicas`-th prompt of a batch, so ranks may differ by one prompt.
+    Lightning sees `len(loader)` batches per epoch. The order is drawn for all rows from (seed, epoch) alone. Dropped
+    rows are omitted afterwards, so the others keep their order under another length limit; if the limit changes
+    mid-epoch, rows of batches already begun stay in front. Each rank takes every `num_replicas`-th prompt of a batch,
+    so ranks may differ by one prompt.
 
     Not a torch DataLoader: Lightning injects samplers into those, and prefetches one batch if they have no length,
     which would start a rollout one optimizer step too early. Lightning sets the epoch by calling `set_epoch` on the
@@ -156,8 +106,11 @@ class TrainPromptLoader:
         if not drop_last and 0 < rest < num_replicas:
             have = f"With drop_last=False the last batch of an epoch has {rest} prompts for {num_replicas} ranks"
             raise ValueError(f"{have}; set drop_last=True, or another batch_size than {batch_size}.")
+        self._prompt_of = np.full(self._settings["num_prompts"], -1)  # of each row; -1 for rows not in use
         rows = range(len(prompts)) if rows is None else rows
-        self._order = EpochOrder(rows, self._settings["num_prompts"], seed=seed, shuffle=shuffle)
+        self._prompt_of[np.asarray(rows, dtype=np.int64)] = np.arange(len(prompts))
+        self._begun: tuple[int, np.ndarray] | None = None  # an epoch, and its rows before the length limit changed
+        self._drawn: tuple[int, np.ndarray] | None = None  # the last epoch, and its order
         self._epoch = 0
         self._first_rollout = 0
         self._position = 0
@@ -233,7 +186,7 @@ class TrainPromptLoader:
         """
         # The last number keeps this stream apart from those of the epochs' orders: seeds are padded with zeros.
         rng = np.random.default_rng((self._settings["seed"], rollout_number, 1))
-        order = self._eligible(rng.permutation(self._order.num_rows), rollout_number)
+        order = self._eligible(rng.permutation(len(self._prompt_of)), rollout_number)
         regular = np.isin(order, self._rows_of(rollout_number))
         step = attempt * self._settings["batch_size"]
         drawn = np.concatenate([np.roll(order[~regular], -step), np.roll(order[regular], -step)])
@@ -247,7 +200,7 @@ class TrainPromptLoader:
             "position": self._position,
             "announced_epoch": self._announced_epoch,
             "first_rollout": self._first_rollout,
-            "begun": self._order.rows(self._epoch)[:begun].tolist(),
+            "begun": self._epoch_rows(self._epoch)[:begun].tolist(),
         }
         return position | self._settings
 
@@ -277,12 +230,12 @@ class TrainPromptLoader:
         self._announced_epoch, self._resumed = state_dict["announced_epoch"], True
         if batches <= self.rollouts_per_epoch:
             self._epoch, self._position, self._first_rollout = epoch, position, first
-            self._order.begin_with(epoch, state_dict["begun"])
+            self._begun = epoch, np.asarray(state_dict["begun"], dtype=np.int64)
             return
         if position % self._settings["updates_per_rollout"]:
             raise ValueError(
                 f"The checkpoint is in the middle of the updates of batch {batches} of an epoch that has "
-                f"{self.rollouts_per_epoch} batches with these prompts ({len(self.prompts)} of {self._order.num_rows} "
+                f"{self.rollouts_per_epoch} batches with these prompts ({len(self.prompts)} of {len(self._prompt_of)} "
                 "rows); keep max_prompt_length and overlong_prompts, or resume where a batch of rollouts ends."
             )
         self._epoch, self._position, self._first_rollout = epoch + 1, 0, first + batches
@@ -300,11 +253,28 @@ class TrainPromptLoader:
     def _rows_of(self, rollout_number: int) -> np.ndarray:
         """The rows in the batch of a rollout."""
         epochs, batch_index = divmod(rollout_number - self._first_rollout, self.rollouts_per_epoch)
-        return self._batch(self._order.rows(self._epoch + epochs), batch_index)
+        return self._batch(self._epoch_rows(self._epoch + epochs), batch_index)
+
+    def _all_rows(self, epoch: int) -> np.ndarray:
+        """The order of an epoch including dropped rows."""
+        if not self._settings["shuffle"]:
+            return np.arange(len(self._prompt_of))
+        if self._drawn is None or self._drawn[0] != epoch:
+            order = np.random.default_rng((self._settings["seed"], epoch)).permutation(len(self._prompt_of))
+            self._drawn = epoch, order
+        return self._drawn[1]
+
+    def _epoch_rows(self, epoch: int) -> np.ndarray:
+        """The order of an epoch: rows in use, and rows of batches begun before the length limit changed."""
+        order = self._all_rows(epoch)
+        order = order[self._prompt_of[order] >= 0]
+        if self._begun is None or self._begun[0] != epoch:
+            return order
+        return np.concatenate([self._begun[1], order[~np.isin(order, self._begun[1])]])
 
     def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
         """Keep only rows that a rollout may use."""
-        return self._order.kept(rows)
+        return rows[self._prompt_of[rows] >= 0]
 
     def _batch(self, order: np.ndarray, batch_index: int) -> np.ndarray:
         size = self._settings["batch_size"]
@@ -312,7 +282,8 @@ class TrainPromptLoader:
 
     def _prompts_of_rank(self, rows: np.ndarray) -> list[Prompt]:
         """This rank's prompts of a batch."""
-        return [self.prompts[index] for index in self._order.prompts(rows[self.rank :: self.num_replicas])]
+        indices = self._prompt_of[rows[self.rank :: self.num_replicas]]
+        return [self.prompts[index] for index in indices[indices >= 0].tolist()]  # -1 is not in use
 
 
 class EvalPromptLoader:
@@ -410,8 +381,8 @@ class LevelPromptLoader(TrainPromptLoader):
             if isinstance(level, bool) or not isinstance(level, int) or level < 0:
                 raise ValueError(f"{prompt.where}: column {column!r} is {level!r}; write the level, an integer from 0.")
         self._counts = np.bincount(levels)  # prompts of each level
-        self._levels = np.full(self._order.num_rows, -1)  # of each row; -1 for rows not in use
-        self._levels[self._order.kept(np.arange(self._order.num_rows))] = levels
+        self._levels = np.full(len(self._prompt_of), -1)  # of each row; -1 for rows not in use
+        self._levels[self._prompt_of >= 0] = levels
         size = self._settings["batch_size"]
         if not self._settings["drop_last"]:
             raise ValueError("drop_last is False; a curriculum trains on full batches of one level, so set it to True.")
@@ -427,7 +398,7 @@ class LevelPromptLoader(TrainPromptLoader):
     def _rows_of(self, rollout_number: int) -> np.ndarray:
         level, number = self._schedule.at(rollout_number)
         pass_number, batch_index = divmod(number, self._num_batches(int(self._counts[level])))
-        return self._batch(self._eligible(self._order.all_rows(pass_number), rollout_number), batch_index)
+        return self._batch(self._eligible(self._all_rows(pass_number), rollout_number), batch_index)
 
     def _eligible(self, rows: np.ndarray, rollout_number: int) -> np.ndarray:
         return rows[self._levels[rows] == self._schedule.at(rollout_number)[0]]

@@ -6,7 +6,8 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -71,7 +72,13 @@ def read_source(source: Any, split: str) -> list[SourceRow]:
                 )
             files += found
         for file in files:
-            rows += _read_file(file)
+            readers = {".parquet": _read_parquet, ".jsonl": _read_json, ".json": _read_json}
+            if file.suffix not in readers:
+                raise ValueError(f"{file}: unknown file type {file.suffix!r}; use .jsonl, .json or .parquet.")
+            found_rows = readers[file.suffix](file)
+            if not found_rows:
+                rank_zero_warn(f"{file} has no rows.")
+            rows += found_rows
         origin = ", ".join(map(str, files))
     else:
         if isinstance(source, PromptSource):
@@ -86,38 +93,16 @@ def read_source(source: Any, split: str) -> list[SourceRow]:
                 f'{where}: a row is an object with columns, not {type(values).__name__}; write {{"prompt": ..., ...}}.'
             )
         for name, value in values.items():
-            if broken := _broken_text([name, value]):
-                raise ValueError(
-                    f"{where}: column {name!r} has the code point {broken}, half of a surrogate pair, which is not a "
-                    "character and cannot be encoded; correct the row or the program that wrote it."
-                )
-    return rows
-
-
-def _broken_text(value: Any) -> str | None:
-    """The first code point anywhere in a value that UTF-8 cannot encode."""
-    found, seen = [value], set()  # a row in memory may contain itself
-    while found:
-        value = found.pop()
-        if isinstance(value, str):
             try:
-                _ = value.isascii() or value.encode("utf-8")
+                json.dumps([name, value], ensure_ascii=False, skipkeys=True, default=lambda other: None).encode()
             except UnicodeEncodeError as error:
-                return f"U+{ord(value[error.start]):04X}"
-        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            found += [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-    return None
-
-
-def _read_file(file: Path) -> list[SourceRow]:
-    """Read all rows of a file: JSON lines, a JSON array or parquet. Errors name the file and the position in it."""
-    readers = {".parquet": _read_parquet, ".jsonl": _read_json, ".json": _read_json}
-    if file.suffix not in readers:
-        raise ValueError(f"{file}: unknown file type {file.suffix!r}; use .jsonl, .json or .parquet.")
-    rows = readers[file.suffix](file)
-    if not rows:
-        rank_zero_warn(f"{file} has no rows.")
+                raise ValueError(
+                    f"{where}: column {name!r} has the code point U+{ord(error.object[error.start]):04X}, half of a "
+                    "surrogate pair, which is not a character and cannot be encoded; correct the row or the program "
+                    "that wrote it."
+                ) from error
+            except (ValueError, RecursionError):
+                pass  # `digest_rows` names rows that are nested too deeply
     return rows
 
 
@@ -131,8 +116,7 @@ def _read_parquet(file: Path) -> list[SourceRow]:
     rows: list[Any] = []
     try:
         opened = parquet.ParquetFile(file, page_checksum_verification=True)
-        names = opened.schema_arrow.names
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+        if repeated := _repeated(opened.schema_arrow.names):
             raise ValueError(f"several columns have the names {repeated}")
         for group in range(opened.num_row_groups):
             size = opened.metadata.row_group(group).num_rows
@@ -157,7 +141,14 @@ def _read_json(file: Path) -> list[SourceRow]:
     # Split at line feeds only: str.splitlines would also split at separators that JSON strings may contain.
     lines = [] if is_array else [(f"{file}, line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
     parts = [(str(file), text)] if is_array else [(where, line) for where, line in lines if line.strip()]
-    decoder = json.JSONDecoder(object_pairs_hook=_without_repetition)
+
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            raise ValueError(f"duplicate names {_repeated(name for name, _ in pairs)} in {shorten(values)}")
+        return values
+
+    decoder = json.JSONDecoder(object_pairs_hook=without_repetition)
     values: list[Any] = []
     for where, written in parts:
         try:
@@ -169,13 +160,8 @@ def _read_json(file: Path) -> list[SourceRow]:
     return [SourceRow(where, row) for (where, _), row in zip(parts, values, strict=True)]
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"duplicate names {repeated} in {shorten(values)}")
-    return values
+def _repeated(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 _TEXTS = ("datetime", "decimal", "enum", "fractions", "pathlib", "uuid")

@@ -102,18 +102,19 @@ def digit_tokenizer() -> Any:
     Returns:
         A `PreTrainedTokenizerFast`; `AutoTokenizer` loads what its `save_pretrained` writes.
     """
+    return _tokenizer(_IDS, ".")
+
+
+def _tokenizer(vocabulary: dict[str, int], pattern: str, **options: Any) -> Any:
+    """A tokenizer whose tokens are the matches of a pattern."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.WordLevel(_IDS, unk_token=PAD_TOKEN))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD_TOKEN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=END_TOKEN,
-        pad_token=PAD_TOKEN,
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"eos_token": END_TOKEN, "pad_token": PAD_TOKEN}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special, **options)
 
 
 class MostFrequentDigit:
@@ -438,27 +439,13 @@ def lookup_tokenizer() -> Any:
     Returns:
         A `PreTrainedTokenizerFast`; `AutoTokenizer` loads what its `save_pretrained` writes.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     sentences = (_USER, _ROOM, _TELEPHONE, _NO_ENTRY, _UNKNOWN, "look_up ")
     words = sorted({word for text in sentences for word in re.findall(r"\w{2,} ?", text)}, key=lambda w: (-len(w), w))
     characters = [character for character in string.printable if character.isprintable()]
     tokens = (PAD_TOKEN, END_TOKEN, *_SPECIAL_TOKENS, *words, *characters)
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD_TOKEN))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("|".join((*words, "."))), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=END_TOKEN,
-        pad_token=PAD_TOKEN,
-        additional_special_tokens=list(_SPECIAL_TOKENS),
-        clean_up_tokenization_spaces=False,
-        chat_template=read_template("plain"),
-    )
+    options = {"additional_special_tokens": list(_SPECIAL_TOKENS), "chat_template": read_template("plain")}
+    return _tokenizer(vocabulary, "|".join((*words, ".")), **options)
 
 
-@functools.lru_cache(maxsize=1)
-def _cached_tokenizer() -> Any:
-    return lookup_tokenizer()
+_cached_tokenizer = functools.lru_cache(maxsize=1)(lookup_tokenizer)

@@ -13,9 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,9 +23,10 @@ from torch import Tensor, nn
 from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.loading import load_model
+from pl_grouprl.utilities.describe import field_values
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
-from pl_grouprl.utilities.options import as_options, check_options
-from pl_grouprl.utilities.progress import PROGRESS, ProgressLines, shows_bars, tick
+from pl_grouprl.utilities.options import as_options, check_fields
+from pl_grouprl.utilities.progress import PROGRESS, ProgressLines, tick
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -75,7 +74,7 @@ class WarmStartedPolicy:
         max_grad_norm: Clips the gradient norm.
         seed: Seed of the initial weights and the demonstrations.
         cache_dir: Folder of finished policies, one subfolder per set of options.
-        progress_bar: Show the progress of the supervised training.
+        progress_bar: Print a line at the start of the supervised training, at every tenth of it and at its end.
         adapter: As in `PretrainedPolicy`: train low-rank layers on top of the warm-started weights, which stay frozen.
             The warm start itself trains all weights.
         compile_layers: As in `PretrainedPolicy`. The warm start itself runs uncompiled.
@@ -98,13 +97,13 @@ class WarmStartedPolicy:
             raise ValueError("architecture has no model_type; add the name of a transformers family, such as qwen3.")
         if self.adapter is not None:
             object.__setattr__(self, "adapter", as_options(LoRAAdapter, self.adapter, "WarmStartedPolicy.adapter"))
-        checks = {
-            "steps": (self.steps >= 0, "0 (random weights) or larger"),
-            "batch_size": (self.batch_size >= 1, "at least 1"),
-            "learning_rate": (self.learning_rate >= 0, "0 or larger"),
-            "max_grad_norm": (self.max_grad_norm > 0, "larger than 0"),
-        }
-        check_options({f"WarmStartedPolicy.{name}": (getattr(self, name), *check) for name, check in checks.items()})
+        check_fields(
+            self,
+            steps=(self.steps >= 0, "0 (random weights) or larger"),
+            batch_size=(self.batch_size >= 1, "at least 1"),
+            learning_rate=(self.learning_rate >= 0, "0 or larger"),
+            max_grad_norm=(self.max_grad_norm > 0, "larger than 0"),
+        )
 
     @property
     def folder(self) -> Path:
@@ -117,7 +116,7 @@ class WarmStartedPolicy:
             "options": options,
             "task": _describe(self.demonstrations),
             "vocabulary": sorted(self.load_tokenizer().get_vocab().items()),
-            "sample": self.demonstrations.demonstrations(_SAMPLE, _demonstration_seed(self.seed, 0)),
+            "sample": self.demonstrations.demonstrations(_SAMPLE, derive_seed("demonstrations", self.seed, 0)),
         }
         text = json.dumps(parts, sort_keys=True, default=_describe)
         key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -183,9 +182,12 @@ class WarmStartedPolicy:
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         smoothed: float | None = None
-        with PROGRESS.during("warm start"), _display(self.steps, self.progress_bar) as show:
+        lines = ProgressLines("Warm start on demonstrations", self.steps) if self.progress_bar else None
+        with PROGRESS.during("warm start"):
             for step in range(self.steps):
-                batch = self.demonstrations.demonstrations(self.batch_size, _demonstration_seed(self.seed, step))
+                batch = self.demonstrations.demonstrations(
+                    self.batch_size, derive_seed("demonstrations", self.seed, step)
+                )
                 loss = supervised_loss(model, batch)
                 optimizer.zero_grad()
                 loss.backward()
@@ -194,7 +196,8 @@ class WarmStartedPolicy:
                 scheduler.step()
                 latest = float(loss.detach())
                 smoothed = latest if smoothed is None else 0.98 * smoothed + 0.02 * latest
-                show(step + 1, smoothed)
+                if lines is not None:
+                    lines.update(step + 1, {"loss": smoothed})
                 tick()
         model.eval()
 
@@ -263,7 +266,7 @@ def supervised_loss(model: nn.Module, demonstrations: list[Demonstration]) -> Te
 def _describe(instance: Any) -> Any:
     """An object's class and options, for the cache key; `str` if it has no attributes."""
     if is_dataclass(instance):
-        options = {field.name: getattr(instance, field.name) for field in fields(instance)}
+        options = field_values(instance)
     elif hasattr(instance, "__dict__"):
         options = {name: value for name, value in vars(instance).items() if not name.startswith("_")}
     else:
@@ -271,33 +274,3 @@ def _describe(instance: Any) -> Any:
     if hasattr(instance, "__qualname__"):  # a function or a class
         return f"{instance.__module__}.{instance.__qualname__}"
     return {"class": f"{type(instance).__module__}.{type(instance).__qualname__}", "options": options}
-
-
-def _demonstration_seed(seed: int, step: int) -> int:
-    return derive_seed("demonstrations", seed, step)
-
-
-@contextmanager
-def _display(total: int, enabled: bool) -> Iterator[Callable[[int, float], None]]:
-    """A progress bar with ETA and loss, or lines in a file; yields a function that shows finished steps and loss."""
-    title = "Warm start on demonstrations"
-    if not enabled:
-        yield lambda done, loss: None
-        return
-    if not shows_bars():
-        lines = ProgressLines(title, total)
-        yield lambda done, loss: lines.update(done, {"loss": loss})
-        return
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with progress.Progress(*columns) as bar:
-        task = bar.add_task(title, total=total, loss=float("nan"))
-        yield lambda done, loss: bar.update(task, completed=done, loss=loss)

@@ -37,7 +37,7 @@ from pl_grouprl.rewards.code_tests import CodeTests
 from pl_grouprl.rewards.judge import Judge
 from pl_grouprl.rewards.penalties import CosineLengthReward, OverlongPenalty, RepetitionPenalty
 from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
-from pl_grouprl.rewards.workers import RewardWorkers, check_environments, check_stoppable, check_time_limits
+from pl_grouprl.rewards.workers import RewardWorkers, check_calls
 
 if TYPE_CHECKING:
     from pl_grouprl.rewards.models import ModelReward, ProcessRewardModel
@@ -65,10 +65,8 @@ __all__ = [
     "SandboxLimits",
     "Weighted",
     "apply_rewards",
+    "check_calls",
     "check_columns",
-    "check_environments",
-    "check_stoppable",
-    "check_time_limits",
     "prepare_rewards",
     "start_rewards",
 ]

@@ -6,13 +6,15 @@ import functools
 import re
 import unicodedata
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from itertools import takewhile
 from typing import Any, Literal
 
 from pl_grouprl.rewards.base import ground_truth_of
 from pl_grouprl.utilities.optional import MATH_VERIFY_AVAILABLE, require
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.text import shorten
 
 
@@ -75,20 +77,20 @@ class ReferenceGrader:
         return max(self.score(solution_str, reference) for reference in accepted_answers(ground_truth))
 
 
+@dataclass(eq=False, repr=False)
 class ExactMatch(ReferenceGrader):
     """1 if the completion equals the reference, or one of a list of references, else 0. Has verl's signature.
 
     References are compared as strings. Two encodings of a character (`é` as one code point or two), and of the end of a
     line, are equal.
 
-    Args:
+    Attributes:
         strip: Ignore white space at both ends.
         ignore_case: Ignore upper and lower case.
     """
 
-    def __init__(self, strip: bool = True, ignore_case: bool = False) -> None:
-        self.strip = strip
-        self.ignore_case = ignore_case
+    strip: bool = True
+    ignore_case: bool = False
 
     def score(self, text: str, reference: str) -> float:
         """Score one completion."""
@@ -101,33 +103,18 @@ class ExactMatch(ReferenceGrader):
         return text.casefold() if self.ignore_case else text
 
 
-def leading_correct_share(completion: str, answer: str) -> float:
-    """Return the share of correct characters before the first wrong one.
+class LeadingCorrectCharacters(ReferenceGrader):
+    """Share of correct characters before the first wrong one. Has verl's signature.
 
     The share is of the longer of the two strings, so extra characters after the answer lower it, and it is 1 only if
-    both are equal. `sevex` for `seven` gives 4/5, `sevens` 5/6, `even` 0.
-    """
-    longest = max(len(completion), len(answer))
-    if longest == 0:
-        return 1.0
-    right = 0
-    for ours, theirs in zip(completion, answer, strict=False):
-        if ours != theirs:
-            break
-        right += 1
-    return right / longest
-
-
-class LeadingCorrectCharacters(ReferenceGrader):
-    """Share of correct leading characters; see `leading_correct_share`. Has verl's signature.
-
-    Partly correct completions earn a reward too, so a policy that is rarely exactly right still has a signal. Of a list
-    of references, the nearest counts.
+    both are equal. `sevex` for `seven` gives 4/5, `sevens` 5/6, `even` 0. Partly correct completions earn a reward too,
+    so a policy that is rarely exactly right still has a signal. Of a list of references, the nearest counts.
     """
 
     def score(self, text: str, reference: str) -> float:
         """Score one completion."""
-        return leading_correct_share(text, reference)
+        longest, pairs = max(len(text), len(reference)), zip(text, reference, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / longest if longest else 1.0
 
 
 # Reward for a numeric answer after worked steps, as in GSM8K.
@@ -148,6 +135,7 @@ _NUMBER = rf"""
 _WHOLE = re.compile(_NUMBER, re.VERBOSE)
 _MARKED = re.compile(rf"\#\#\#\#\s*(?:{_NUMBER})", re.VERBOSE)
 _ANY = re.compile(rf"(?<=[A-Za-z\d)\]}}])[\^_]\{{?[-+]?\d+|(?:{_NUMBER})", re.VERBOSE)  # skips exponents and indices
+_PATTERNS = {"strict": _MARKED, "flexible": _ANY}
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if code != 0xFF0C}  # not the Chinese comma
 _AS_ASCII = _FULL_WIDTH | str.maketrans("\u2212\u2012\u2013\ufe63\u2044", "----/")
 _VULGAR = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e])")
@@ -176,21 +164,13 @@ def extract_number(text: str, method: Literal["strict", "flexible"] = "strict") 
     return found[0] if found else None
 
 
-def equal_numbers(text: str, reference: str) -> bool:
-    """Whether both texts are one number and nothing else, of equal value; 50% equals both 50 and 0.5."""
-    sides = [_WHOLE.fullmatch(_plain(side.strip())) for side in (text, reference)]
-    values = [_value(side) for side in sides if side]
-    return len(values) == 2 and _equal(*values)
-
-
 def _last_number(text: str, method: Literal["strict", "flexible"]) -> Number | None:
     numbers = _numbers(text, method)
     return _value(numbers[-1]) if numbers else None
 
 
 def _numbers(text: str, method: Literal["strict", "flexible"]) -> list[re.Match[str]]:
-    pattern = _MARKED if method == "strict" else _ANY
-    return [match for match in pattern.finditer(_plain(text)) if match["number"]]
+    return [match for match in _PATTERNS[method].finditer(_plain(text)) if match["number"]]
 
 
 def _plain(text: str) -> str:
@@ -223,6 +203,7 @@ def _equal(number: Number | None, reference: Number | None) -> bool:
     return value == wanted or scaled
 
 
+@dataclass(eq=False, repr=False)
 class NumericAnswer(ReferenceGrader):
     """1 if the final number of the completion equals the reference, else 0. Has verl's signature.
 
@@ -230,15 +211,16 @@ class NumericAnswer(ReferenceGrader):
     equals both 50 and 0.5. The reference may be the bare number, with a unit, or a whole GSM8K solution that ends in
     `#### 42`; or a list of such, any of which is right. Nothing is evaluated: an expression such as 6*7 is no number.
 
-    Args:
+    Attributes:
         method: `strict` requires the form `#### 42`; `flexible` takes the last number of the completion.
         format_score: Reward for a wrong number in the required form.
     """
 
-    def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
-        check_options({"NumericAnswer.method": (method, method in ("strict", "flexible"), "strict or flexible")})
-        self.method = method
-        self.format_score = format_score
+    method: Literal["strict", "flexible"] = "strict"
+    format_score: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, method=(self.method in _PATTERNS, "strict or flexible"))
 
     def check_reference(self, reference: str) -> None:
         """Check that a reference has a single number, or one after `####`.
@@ -282,6 +264,7 @@ def _reference_number(reference: str) -> Number:
 _BRACES = re.compile(r"(?P<box>\\boxed *\{)|(?<!\\)[{}]")
 
 
+@dataclass(eq=False, repr=False)
 class MathVerify(ReferenceGrader):
     r"""1 if the completion's answer is mathematically equal to the reference, else 0. Has verl's signature.
 
@@ -295,7 +278,7 @@ class MathVerify(ReferenceGrader):
     which works only on the main thread, and it counts the answer as wrong. Instead, a run must set `reward_workers` and
     `reward_timeout`: a worker that takes too long is killed, and the rollout has no reward rather than 0.
 
-    Args:
+    Attributes:
         reference: `answer`: the reference is the bare answer, such as `x^2+1`. `solution`: it is text that contains
             the answer, as in TRL's column `solution`.
         column: Data column with the reference; None looks for verl's `reward_model.ground_truth`, then for the columns
@@ -310,22 +293,18 @@ class MathVerify(ReferenceGrader):
     needs_time_limit = True
     """A run needs `reward_workers` and `reward_timeout`."""
 
-    def __init__(
-        self,
-        reference: Literal["answer", "solution"] = "answer",
-        column: str | None = None,
-        extraction: Literal["latex", "any"] = "latex",
-    ) -> None:
+    reference: Literal["answer", "solution"] = "answer"
+    column: str | None = None
+    extraction: Literal["latex", "any"] = "latex"
+
+    def __post_init__(self) -> None:
         require(MATH_VERIFY_AVAILABLE, "MathVerify", "math")
-        check_options(
-            {
-                "MathVerify.reference": (reference, reference in ("answer", "solution"), "answer or solution"),
-                "MathVerify.extraction": (extraction, extraction in ("latex", "any"), "latex or any"),
-            }
+        check_fields(
+            self,
+            reference=(self.reference in ("answer", "solution"), "answer or solution"),
+            extraction=(self.extraction in ("latex", "any"), "latex or any"),
         )
-        self.reference = reference
-        self.column = self.ground_truth_column = column
-        self.extraction = extraction
+        self.ground_truth_column = self.column
 
     def set_up(self) -> None:
         """Import the library now, because calls have a time limit."""
@@ -350,9 +329,12 @@ class MathVerify(ReferenceGrader):
         """Score one completion; None if the reference cannot be parsed."""
         answers = accepted_answers(ground_truth)
         boxed = _last_boxed(solution_str) if self.reference == "answer" else None
-        if boxed is not None and any(equal_numbers(boxed, answer) for answer in answers):
-            return 1.0
-        gold = [form for answer in answers for form in _parse_reference(answer, self.reference)]
+        if boxed is not None:
+            left, *others = (_WHOLE.fullmatch(_plain(side.strip())) for side in (boxed, *answers))
+            if left and any(_equal(_value(left), _value(other)) for other in others if other):
+                return 1.0
+        is_bare = self.reference == "answer"
+        gold = [form for text in answers for form in _parse(f"\\boxed{{{text}}}" if is_bare else text)]
         if not gold:
             return None
         library = _library()
@@ -381,8 +363,8 @@ class MathVerify(ReferenceGrader):
 
 
 @functools.lru_cache(maxsize=64)
-def _parse_reference(text: str, form: Literal["answer", "solution"]) -> list[Any]:
-    parsed: list[Any] = _library().parse(f"\\boxed{{{text}}}" if form == "answer" else text, parsing_timeout=None)
+def _parse(text: str) -> list[Any]:
+    parsed: list[Any] = _library().parse(text, parsing_timeout=None)
     return parsed
 
 

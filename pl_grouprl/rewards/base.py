@@ -342,7 +342,28 @@ class RewardInputs:
             ValueError: If the function requires an argument that neither the convention nor a column provides.
         """
         if reward.convention == "verl":
-            return self._verl_arguments(reward, *unit)
+            (index,) = unit
+            rollout, group = self.rollouts[index], self.groups[self.group_index[index]]
+            text = rollout.text or ""
+            if reward.final_answer and rollout.messages is not None:
+                text = completion_text(rollout.messages)
+            key = (reward.name, self.group_index[index])
+            if key not in self._of_prompts:  # once for all rollouts of a prompt
+                reference = ground_truth_of(group.columns, reward.ground_truth_column)
+                if reference is None and "ground_truth" in reward.required:
+                    column = reward.ground_truth_column or "ground_truth, answer, or reward_model with a ground_truth"
+                    raise ValueError(
+                        f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
+                        f"{sorted(group.columns)}; add the column {column}."
+                    )
+                of_prompt = {
+                    "data_source": group.data_source,
+                    "solution_str": text,
+                    "ground_truth": reference,
+                    "extra_info": group.columns.get("extra_info"),
+                }
+                self._of_prompts[key] = self._taken(reward, of_prompt)
+            return self._of_prompts[key] | {"solution_str": text}
         if reward.convention == "groups":
             indices = dict.fromkeys(self.group_index[index] for index in unit)  # each once, in order
             return self._taken(reward, {"groups": [self.groups[index] for index in indices]})
@@ -355,7 +376,14 @@ class RewardInputs:
         available: dict[str, Any] = {name: [group.columns.get(name) for group in groups] for name in self._columns}
         available |= {
             "prompts": prompts,
-            "completions": [_completion(*pair) for pair in zip(prompts, rollouts, strict=True)],
+            "completions": [
+                rollout.messages
+                if rollout.messages is not None
+                else (rollout.text or "")
+                if isinstance(prompt, str)
+                else [{"role": "assistant", "content": rollout.text or ""}]
+                for prompt, rollout in zip(prompts, rollouts, strict=True)
+            ],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
         }
         if self._has_episodes:
@@ -369,29 +397,6 @@ class RewardInputs:
             available["environments"] = [rollout.environment for rollout in rollouts]
         return self._taken(reward, available)
 
-    def _verl_arguments(self, reward: PreparedReward, index: int) -> dict[str, Any]:
-        rollout, group = self.rollouts[index], self.groups[self.group_index[index]]
-        text = rollout.text or ""
-        if reward.final_answer and rollout.messages is not None:
-            text = completion_text(rollout.messages)
-        key = (reward.name, self.group_index[index])
-        if key not in self._of_prompts:  # once for all rollouts of a prompt
-            reference = ground_truth_of(group.columns, reward.ground_truth_column)
-            if reference is None and "ground_truth" in reward.required:
-                column = reward.ground_truth_column or "ground_truth, answer, or reward_model with a ground_truth"
-                raise ValueError(
-                    f"Reward function {reward.name!r} requires a ground_truth, and the row has only the columns "
-                    f"{sorted(group.columns)}; add the column {column}."
-                )
-            available = {
-                "data_source": group.data_source,
-                "solution_str": text,
-                "ground_truth": reference,
-                "extra_info": group.columns.get("extra_info"),
-            }
-            self._of_prompts[key] = self._taken(reward, available)
-        return self._of_prompts[key] | {"solution_str": text}
-
     def _taken(self, reward: PreparedReward, available: dict[str, Any]) -> dict[str, Any]:
         """The available arguments that a function takes."""
         if missing := sorted(reward.required - available.keys()):
@@ -402,13 +407,6 @@ class RewardInputs:
         if reward.parameters is None:
             return available
         return {name: value for name, value in available.items() if name in reward.parameters}
-
-
-def _completion(prompt: str | Messages, rollout: Rollout) -> str | Messages:
-    if rollout.messages is not None:
-        return rollout.messages
-    text = rollout.text or ""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 # Results of a call.

@@ -11,11 +11,10 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from pl_grouprl.rewards.base import (
@@ -148,7 +147,7 @@ def apply_rewards(
         RewardConfigurationError: If a function raises it.
         RuntimeError: If a function fails on more rollouts than allowed.
     """
-    return start_rewards(
+    return PendingRewards(
         groups,
         rewards,
         tokenizer=tokenizer,
@@ -159,39 +158,6 @@ def apply_rewards(
     ).wait()
 
 
-def start_rewards(
-    groups: Sequence[RolloutGroup],
-    rewards: Rewards,
-    *,
-    tokenizer: Any = None,
-    retries: int = 1,
-    max_failed_share: float = 0.5,
-    workers: CallRunner | None = None,
-    timeout: float | None = None,
-) -> PendingRewards:
-    """Start like `apply_rewards`, but return at once; `wait` on the result finishes the work.
-
-    Coroutine functions and those in worker processes start here. Plain functions of this process run on the thread that
-    calls `wait`. Do not change the rollouts until then.
-    """
-    check_options(
-        {
-            "retries": (retries, retries >= 0, "0 or larger"),
-            "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
-            "timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
-        }
-    )
-    decode_completions(groups, tokenizer)
-    return PendingRewards(
-        groups,
-        prepare_rewards(rewards),
-        retries=retries,
-        max_failed_share=max_failed_share,
-        workers=workers,
-        timeout=timeout,
-    )
-
-
 def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
     """Set the text of rollouts that have none."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -200,22 +166,35 @@ def decode_completions(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:
 
 
 class PendingRewards:
-    """Rewards that are being computed; see `start_rewards`, whose arguments it takes."""
+    """Rewards that are being computed: starts like `apply_rewards`, whose arguments it takes; `wait` finishes.
+
+    Coroutine functions and those in worker processes start here. Plain functions of this process run on the thread that
+    calls `wait`. Do not change the rollouts until then.
+    """
 
     def __init__(
         self,
         groups: Sequence[RolloutGroup],
-        rewards: Sequence[PreparedReward],
+        rewards: Rewards,
         *,
-        retries: int,
-        max_failed_share: float,
+        tokenizer: Any = None,
+        retries: int = 1,
+        max_failed_share: float = 0.5,
         workers: CallRunner | None = None,
         timeout: float | None = None,
     ) -> None:
+        check_options(
+            {
+                "retries": (retries, retries >= 0, "0 or larger"),
+                "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
+                "timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
+            }
+        )
+        decode_completions(groups, tokenizer)
         if timeout is None and workers is not None:
             timeout = workers.timeout
+        self._rewards = rewards = prepare_rewards(rewards)
         self._groups = groups
-        self._rewards = rewards
         self._max_failed_share = max_failed_share
         last_rows = [
             group
@@ -224,9 +203,8 @@ class PendingRewards:
             for group in groups
         ]
         self._inputs = inputs = RewardInputs(last_rows)
-        self._waiters: list[Callable[[], list[Outcome]]] = []
-        self._here: list[bool] = []  # whether the function runs on the thread that waits
-        self._begun_elsewhere: list[AsyncCalls | Future[Any]] = []
+        self._begun: list[AsyncCalls | list[Future[Outcome]] | None] = []  # None runs on the thread that waits
+        self._retries = retries
         in_workers = [workers is not None and not reward.in_process for reward in rewards]
         self._calls = [  # all before the first begins, since a column may be missing
             [
@@ -241,40 +219,55 @@ class PendingRewards:
         ]
         for reward, elsewhere, calls in zip(rewards, in_workers, self._calls, strict=True):
             if reward.is_async:
-                pending = AsyncCalls(reward, calls, retries, timeout)
-                self._begun_elsewhere.append(pending)
-                waiter: Callable[[], list[Outcome]] = pending.wait
+                self._begun.append(AsyncCalls(reward, calls, retries, timeout))
             elif workers is not None and elsewhere:
-                futures = [workers.submit(reward.name, call, retries) for call in calls]
-                self._begun_elsewhere += futures
-                waiter = partial(_results_of, futures)
-            else:  # not a bound method: the reference cycle would hold the rollouts until a garbage collection
-                waiter = partial(_attempt_here, reward, calls, retries)
-            self._waiters.append(waiter)
-            self._here.append(not (reward.is_async or elsewhere))
+                self._begun.append([workers.submit(reward.name, call, retries) for call in calls])
+            else:
+                self._begun.append(None)
 
     def wait(self) -> dict[str, float]:
         """Run the functions that need this thread, wait for the others, and write the rewards into the rollouts.
 
         Call it once. Returns and raises the same as `apply_rewards`.
         """
-        scores = self.scores()
-        start = 0
+        scores, start = self.scores(), 0
         for group in self._groups:
             end = start + len(group.rows_per_episode)
-            _write_rewards(group, self._rewards, [of_function[start:end] for of_function in scores])
+            of_group = [of_function[start:end] for of_function in scores]
+            has_steps = [any(score.token_rewards is not None for score in of_function) for of_function in of_group]
+            for episode, *of_episode in zip(group.episodes, *of_group, strict=True):
+                last = episode.last
+                by_name = {reward.name: score for reward, score in zip(self._rewards, of_episode, strict=True)}
+                last.rewards = {name: score.value for name, score in by_name.items()}
+                last.failed_rewards = [name for name, score in by_name.items() if score.failed]
+                last.reward_numbers = {
+                    f"{name}/{key}": number for name, score in by_name.items() for key, number in score.extras.items()
+                }
+                last.reward, last.token_rewards = _weighted_sum(last, self._rewards, of_episode, has_steps)
+                for row in episode.rows[:-1]:
+                    row.reward, row.rewards, row.token_rewards = last.reward, dict(last.rewards), None
             start = end
         return reward_metrics(list(map(reward_row, self._inputs.rollouts)), [reward.name for reward in self._rewards])
 
     def scores(self) -> list[list[Score]]:
         """Like `wait`, but return each function's score of each episode, and write nothing."""
-        outcomes: list[list[Outcome]] = [[] for _ in self._waiters]
+        outcomes: list[list[Outcome]] = []
         try:
-            for index in sorted(range(len(outcomes)), key=lambda index: not self._here[index]):
-                outcomes[index] = self._waiters[index]()
+            for reward, calls, begun in zip(self._rewards, self._calls, self._begun, strict=True):
+                if begun is None:
+                    with exits_refused():
+                        outcomes.append([attempt(reward, call, self._retries) for call in calls])
+                else:
+                    outcomes.append([])
+            for of_function, begun in zip(outcomes, self._begun, strict=True):
+                if isinstance(begun, AsyncCalls):
+                    of_function += begun.wait()
+                elif begun is not None:
+                    of_function += [future.result() for future in begun]
         finally:
-            for begun in self._begun_elsewhere:
-                begun.cancel()
+            for begun in self._begun:
+                for future in [begun] if isinstance(begun, AsyncCalls) else begun or ():
+                    future.cancel()
         scores = [self._join(*of_function) for of_function in zip(self._rewards, self._calls, outcomes, strict=True)]
         for outcome in (outcome for of_function in outcomes for outcome in of_function):
             if isinstance(outcome, Failure):
@@ -305,20 +298,8 @@ class PendingRewards:
         return scores
 
 
-def _write_rewards(group: RolloutGroup, prepared: Sequence[PreparedReward], scores: Sequence[Sequence[Score]]) -> None:
-    """Write the rewards of a group's episodes, given each function's score of each."""
-    has_steps = [any(score.token_rewards is not None for score in of_function) for of_function in scores]
-    for episode, *of_episode in zip(group.episodes, *scores, strict=True):
-        last = episode.last
-        by_name = {reward.name: score for reward, score in zip(prepared, of_episode, strict=True)}
-        last.rewards = {name: score.value for name, score in by_name.items()}
-        last.failed_rewards = [name for name, score in by_name.items() if score.failed]
-        last.reward_numbers = {
-            f"{name}/{key}": number for name, score in by_name.items() for key, number in score.extras.items()
-        }
-        last.reward, last.token_rewards = _weighted_sum(last, prepared, of_episode, has_steps)
-        for row in episode.rows[:-1]:
-            row.reward, row.rewards, row.token_rewards = last.reward, dict(last.rewards), None
+start_rewards = PendingRewards
+"""Starts like `apply_rewards`, but returns at once; `wait` on the result finishes the work."""
 
 
 def _weighted_sum(
@@ -446,15 +427,6 @@ def attempt(reward: PreparedReward, call: Call, retries: int = 0) -> Outcome:
             return failure
         failure.release()
         retries -= 1
-
-
-def _attempt_here(reward: PreparedReward, calls: Sequence[Call], retries: int) -> list[Outcome]:
-    with exits_refused():
-        return [attempt(reward, call, retries) for call in calls]
-
-
-def _results_of(futures: Sequence[Future[Outcome]]) -> list[Outcome]:
-    return [future.result() for future in futures]
 
 
 # Coroutine functions run on an event loop in a separate thread, since this one may already run a loop, as in notebooks.

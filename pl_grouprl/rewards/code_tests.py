@@ -14,7 +14,7 @@ import textwrap
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from typing import Any
 from pl_grouprl.rewards.base import completion_text
 from pl_grouprl.rewards.sandbox import Sandbox, SandboxLimits
 from pl_grouprl.rewards.sandbox.function_call import plain
-from pl_grouprl.utilities.options import check_options
 
 
+@dataclass(eq=False, repr=False)
 class CodeTests:
     """The share of tests that the program in a completion passes. Has TRL's signature.
 
@@ -33,7 +33,7 @@ class CodeTests:
     for what that prevents and requires. Answers are compared in this process, so a program cannot read the expected
     ones, and what it claims about itself is ignored. Numbers that are not whole may differ by 1e-6.
 
-    Args:
+    Attributes:
         column: Data column with the tests of each prompt: a list (or its JSON) of
             `{"input": ..., "output": ...}`, standard input and output, of
             `{"function": ..., "args": [...], "expected": ...}`, or of `"assert f(1) == 2"` as in MBPP's `test_list`;
@@ -42,24 +42,16 @@ class CodeTests:
         all_or_nothing: Return 1 if all tests pass, otherwise 0; stops at the first failure.
         max_concurrent: Number of programs that each process runs at a time.
         limits: Resource limits of each program.
-
-    Raises:
-        ValueError: If an option is out of range.
     """
 
-    def __init__(
-        self,
-        column: str = "tests",
-        *,
-        all_or_nothing: bool = False,
-        max_concurrent: int = 4,
-        limits: SandboxLimits | None = None,
-    ) -> None:
-        check_options({"CodeTests.max_concurrent": (max_concurrent, max_concurrent >= 1, "a whole number, at least 1")})
-        self.column = column
-        self.all_or_nothing = all_or_nothing
-        self.max_concurrent = max_concurrent
-        self._sandbox = Sandbox(limits)
+    column: str = "tests"
+    _: KW_ONLY
+    all_or_nothing: bool = False
+    max_concurrent: int = 4
+    limits: SandboxLimits | None = None
+
+    def __post_init__(self) -> None:
+        self._sandbox = Sandbox(self.limits)
 
     def set_up(self) -> None:
         """Check that the sandbox works here by running a trial program.
@@ -266,7 +258,24 @@ def read_tests(value: Any, column: str) -> list[CodeTest]:
         return _read_pairs(value, where)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where} is {value!r:.80}; write a list of at least one {_FORMS}.")
-    return [_read_test(test, f"{where}, test {number}") for number, test in enumerate(value)]
+    tests: list[CodeTest] = []
+    for number, test in enumerate(value):
+        which = f"{where}, test {number}"
+        # In Parquet, each test has the keys of all tests, with null for those it lacks.
+        fields = (
+            {name: part for name, part in test.items() if part is not None or name == "expected"}
+            if isinstance(test, Mapping)
+            else {}
+        )
+        if isinstance(test, str):
+            tests.append(_read_assert(test, which))
+        elif "function" not in fields and all(isinstance(fields.get(name), str) for name in ("input", "output")):
+            tests.append(StdinTest(fields["input"], fields["output"]))
+        elif {"function", "args", "expected"} <= fields.keys():
+            tests.append(_function_test(fields["function"], fields["args"], fields["expected"], which))
+        else:
+            raise ValueError(f"{which} is {test!r:.80}; write {_FORMS}.")
+    return tests
 
 
 def _from_json(value: Any, where: str) -> Any:
@@ -277,19 +286,6 @@ def _from_json(value: Any, where: str) -> Any:
         return json.loads(value)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is a string that is not JSON ({error}); write a list of {_FORMS}.") from error
-
-
-def _read_test(test: Any, where: str) -> CodeTest:
-    if isinstance(test, str):
-        return _read_assert(test, where)
-    if isinstance(test, Mapping):
-        # In Parquet, each test has the keys of all tests, with null for those it lacks.
-        fields = {name: value for name, value in test.items() if value is not None or name == "expected"}
-        if "function" not in fields and all(isinstance(fields.get(name), str) for name in ("input", "output")):
-            return StdinTest(fields["input"], fields["output"])
-        if {"function", "args", "expected"} <= fields.keys():
-            return _function_test(fields["function"], fields["args"], fields["expected"], where)
-    raise ValueError(f"{where} is {test!r:.80}; write {_FORMS}.")
 
 
 def _function_test(function: Any, args: Any, expected: Any, where: str, or_in_list: bool = False) -> ValueTest:

@@ -6,6 +6,7 @@ Judge: rubric and completion -> request -> reply, from the cache or the server -
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,16 +16,14 @@ import random
 import re
 from asyncio import sleep
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pl_grouprl.rewards.base import RewardConfigurationError, ground_truth_of
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.processes import BackgroundLoop
 from pl_grouprl.utilities.progress import tick
 from pl_grouprl.utilities.text import mask_secret
@@ -45,6 +44,7 @@ class Verdict(NamedTuple):
     cost: dict[str, float] | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Judge:
     """A language model's grade of a completion by a rubric, scaled to 0 (lowest) to 1 (highest).
 
@@ -60,7 +60,7 @@ class Judge:
 
     A trial request at setup reveals a wrong address, model, key or format.
 
-    Args:
+    Attributes:
         base_url: Address of the API, with its version: `http://localhost:8000/v1`.
         model: Name of the model as the server knows it.
         rubric: What earns which grade. Plain text, to which prompt and completion are appended; or a template with
@@ -78,7 +78,7 @@ class Judge:
         max_concurrent: Requests in flight at a time, per process.
         timeout: Seconds for each attempt at a request.
         max_retries: Number of retries after status 429 or 5xx, a broken connection or a timeout, with exponential
-            pauses of up to a minute, or as long as `Retry-After` says. Other statuses are not retried.
+            pauses of up to a minute, or as many seconds as `Retry-After` says. Other statuses are not retried.
         cache_dir: Folder that keeps the replies for all ranks and later runs; by default each process remembers only
             its own latest replies. A reply is reused only for an identical request.
 
@@ -86,59 +86,45 @@ class Judge:
         ValueError: If an option is out of range or malformed.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        rubric: str,
-        *,
-        scale: tuple[float, float] = (0.0, 10.0),
-        reply_format: ReplyFormat = "text",
-        max_tokens: int = 1024,
-        extra_body: dict[str, Any] | None = None,
-        api_key_env: str | None = None,
-        max_concurrent: int = 16,
-        timeout: float = 120.0,
-        max_retries: int = 5,
-        cache_dir: str | None = None,
-    ) -> None:
-        check_options(
-            {
-                "Judge.scale": (scale, scale[0] < scale[1], "the lowest grade, then the highest"),
-                "Judge.max_tokens": (max_tokens, max_tokens >= 1, "at least 1"),
-                "Judge.max_concurrent": (max_concurrent, max_concurrent >= 1, "at least 1"),
-                "Judge.timeout": (timeout, timeout > 0, "larger than 0"),
-                "Judge.max_retries": (max_retries, max_retries >= 0, "0 or larger"),
-            }
+    base_url: str
+    model: str
+    rubric: str
+    _: KW_ONLY
+    scale: tuple[float, float] = (0.0, 10.0)
+    reply_format: ReplyFormat = "text"
+    max_tokens: int = 1024
+    extra_body: dict[str, Any] | None = None
+    api_key_env: str | None = None
+    max_concurrent: int = 16
+    timeout: float = 120.0
+    max_retries: int = 5
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            scale=(self.scale[0] < self.scale[1], "the lowest grade, then the highest"),
+            max_tokens=(self.max_tokens >= 1, "at least 1"),
+            max_concurrent=(self.max_concurrent >= 1, "at least 1"),
+            timeout=(self.timeout > 0, "larger than 0"),
+            max_retries=(self.max_retries >= 0, "0 or larger"),
         )
-        base_url = base_url.strip()
-        url = urlsplit(base_url)
+        self.base_url = self.base_url.strip()
+        url = urlsplit(self.base_url)
         secret = "@" in url.netloc or url.query or url.fragment
         if secret or url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(
                 "Judge.base_url must look like http://localhost:8000/v1, without a user, password or query (it is not "
                 "shown, as it might hold a key); put the key in an environment variable: api_key_env."
             )
-        if api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", api_key_env):
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env):
             raise ValueError(
                 "Judge.api_key_env is not the name of an environment variable (its value is not shown, as it might be "
                 "the key); put the key in a variable and pass the variable's name, such as OPENAI_API_KEY."
             )
-        if reserved := sorted({"messages", "model", "n", "stream"} & set(extra_body or {})):
+        if reserved := sorted({"messages", "model", "n", "stream"} & set(self.extra_body or {})):
             raise ValueError(f"Judge.extra_body has {reserved}, which Judge sets itself; omit them.")
-        self.base_url = base_url
-        self.model = model
-        self.rubric = rubric
-        self.scale = scale
-        self.reply_format: ReplyFormat = reply_format
-        self.max_tokens = max_tokens
-        self.extra_body = extra_body or {}
-        self.api_key_env = api_key_env
-        self.max_concurrent = max_concurrent
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self.cache_dir = cache_dir
-        self._rubric = Rubric(rubric, scale, reply_format)
+        self._rubric = Rubric(self.rubric, self.scale, self.reply_format)
         self._forget()
 
     def _forget(self) -> None:
@@ -255,7 +241,7 @@ class Judge:
             }
             json_schema = {"name": "grade", "strict": True, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-        body |= {**self.extra_body, "messages": self._rubric.messages(values)}
+        body |= {**(self.extra_body or {}), "messages": self._rubric.messages(values)}
         return json.dumps({name: value for name, value in body.items() if value is not None}, sort_keys=True).encode()
 
     async def _ask(self, bodies: Sequence[bytes]) -> dict[bytes, Verdict]:
@@ -273,19 +259,6 @@ class Judge:
                 self._cache.put(body, reply)
             return verdict._replace(cost=cost)
 
-        async with self._session() as session:
-            verdicts = await asyncio.gather(*map(ask, bodies))
-        return dict(zip(bodies, verdicts, strict=True))
-
-    def _read(self, reply: str) -> Verdict:
-        try:
-            return Verdict(read_grade(reply, self.reply_format, self.scale))
-        except ValueError as error:
-            return Verdict(None, f"{error} in the reply {reply[-200:]!r}")
-
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[_Session]:
-        """The connections of this event loop, shared by concurrent calls and closed by the last."""
         key = None
         if self.api_key_env is not None:
             key = os.environ.get(self.api_key_env, "").strip()
@@ -294,19 +267,26 @@ class Judge:
                     f"{self!r}: the environment variable {self.api_key_env} (api_key_env) is not set, or has "
                     "characters that a header must not have; set it to the API key."
                 )
-        loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()  # its connections are shared by concurrent calls and closed by the last
         if loop not in self._sessions:
             url = f"{self.base_url.rstrip('/')}/chat/completions"
             self._sessions[loop] = _Session(url, key, self.max_concurrent)
         session = self._sessions[loop]
         session.users += 1
         try:
-            yield session
+            verdicts = await asyncio.gather(*map(ask, bodies))
         finally:
             session.users -= 1
             if not session.users:
                 del self._sessions[loop]
                 await session.http.aclose()
+        return dict(zip(bodies, verdicts, strict=True))
+
+    def _read(self, reply: str) -> Verdict:
+        try:
+            return Verdict(read_grade(reply, self.reply_format, self.scale))
+        except ValueError as error:
+            return Verdict(None, f"{error} in the reply {reply[-200:]!r}")
 
 
 def _with_reference(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,8 +338,7 @@ class Rubric:
                 f"Judge.rubric has the fields {sorted(self.fields)}; write what earns which grade, with {{completion}} "
                 "or without any field, and {{name}} where {name} is not a field."
             )
-        lowest, highest = map(_format_number, scale)
-        self._reply = _REPLIES[reply_format].format(low=lowest, high=highest)
+        self._reply = _REPLIES[reply_format].format(low=f"{scale[0]:.15g}", high=f"{scale[1]:.15g}")
 
     def messages(self, values: Mapping[str, Any]) -> list[dict[str, str]]:
         """Write the messages of a request.
@@ -423,41 +402,30 @@ def read_grade(reply: str, reply_format: ReplyFormat, scale: tuple[float, float]
     Raises:
         ValueError: If there is no grade, or it is outside the scale; grades are never clamped.
     """
-    grade = _grade_of_text(reply, scale[1]) if reply_format == "text" else _grade_of_json(reply)
+    grade: float | None = None
+    if reply_format == "text":
+        lines = list(_LINE.finditer(reply))
+        if _BARE.fullmatch(reply.strip()):
+            grade = float(reply)
+        elif lines:
+            grade, maximum = float(lines[-1][1]), lines[-1][2]
+            if maximum is not None and float(maximum) != scale[1]:
+                raise ValueError(f"the grade is out of {maximum} rather than {scale[1]:.15g}")
+    else:
+        fenced = reply.split("```")[1:-1:2]  # between an opening and a closing fence
+        objects = [reply, *(block.removeprefix("json") for block in fenced[-1:]), *_FLAT_OBJECT.findall(reply)[-1:]]
+        for text in objects:
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(text)
+                score = found.get("score") if isinstance(found, dict) else None
+                if isinstance(score, int | float) and not isinstance(score, bool):
+                    grade = score
+                    break
+    if grade is None:
+        raise ValueError(f"there is no {'line `Grade: N`' if reply_format == 'text' else 'JSON object with a score'}")
     if not scale[0] <= grade <= scale[1]:  # compared as it is: an integer in JSON may be too large for a float
-        raise ValueError(f"the grade {grade} is not between {_format_number(scale[0])} and {_format_number(scale[1])}")
+        raise ValueError(f"the grade {grade} is not between {scale[0]:.15g} and {scale[1]:.15g}")
     return float(grade)
-
-
-def _grade_of_text(reply: str, highest: float) -> float:
-    if _BARE.fullmatch(reply.strip()):
-        return float(reply)
-    lines = list(_LINE.finditer(reply))
-    if not lines:
-        raise ValueError("there is no line `Grade: N`")
-    grade, maximum = lines[-1].groups()
-    if maximum is not None and float(maximum) != highest:
-        raise ValueError(f"the grade is out of {maximum} rather than {_format_number(highest)}")
-    return float(grade)
-
-
-def _grade_of_json(reply: str) -> float:
-    fenced = reply.split("```")[1:-1:2]  # between an opening and a closing fence
-    candidates = [reply, *(block.removeprefix("json") for block in fenced[-1:]), *_FLAT_OBJECT.findall(reply)[-1:]]
-    for candidate in candidates:
-        try:
-            found = json.loads(candidate)
-        except (ValueError, RecursionError):
-            continue
-        score = found.get("score") if isinstance(found, dict) else None
-        if isinstance(score, int | float) and not isinstance(score, bool):
-            return score
-    raise ValueError('there is no JSON object with a number as "score"')
-
-
-def _format_number(number: float) -> str:
-    """Write whole numbers without a decimal point."""
-    return str(int(number)) if number == int(number) else str(number)
 
 
 _MAX_IN_MEMORY = 16_384
@@ -523,13 +491,9 @@ _jitter = random.Random()  # its own generator: server failures must not change 
 
 
 class NoReplyError(RuntimeError):
-    """A request that got no usable reply."""
+    """A request that got no usable reply; `wait` is how long to wait before a retry, None if it is not worth one."""
 
-
-class _TransientError(Exception):
-    """A failure worth retrying; `wait` is the number of seconds that the server asks for."""
-
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
+    def __init__(self, reason: str, wait: float | None = None) -> None:
         super().__init__(reason)
         self.wait = wait
 
@@ -567,10 +531,9 @@ class _Session:
                 try:
                     reply, cost = await self._attempt(body, timeout)
                     return reply, {"latency": clock() - began, **cost}
-                except _TransientError as error:
-                    reason, wait = str(error), error.wait
                 except NoReplyError as error:
-                    reason = str(error)
+                    reason, wait = str(error), error.wait
+                if wait is None:
                     break
                 if attempt > max_retries:
                     reason = f"{reason} (attempt {attempt} of {attempt})"
@@ -585,32 +548,34 @@ class _Session:
     async def _attempt(self, body: bytes, timeout: float) -> tuple[str, dict[str, float]]:
         from httpx2 import RequestError
 
+        content = bytearray()
+
+        async def post() -> Any:
+            async with self.http.stream("POST", self._url, content=body) as response:
+                coding = response.headers.get("content-encoding", "identity")
+                if coding != "identity":  # a few bytes may decompress to gigabytes
+                    raise NoReplyError(f"the answer is compressed ({coding!r:.80}), which the request did not accept")
+                async for chunk in response.aiter_raw():
+                    content.extend(chunk)
+                    if len(content) > _MAX_ANSWER_BYTES:
+                        raise NoReplyError(f"the answer has more than {_MAX_ANSWER_BYTES} bytes")
+            return response
+
         try:
-            status, headers, content = await asyncio.wait_for(self._post(body), timeout)
+            response = await asyncio.wait_for(post(), timeout)
         except asyncio.TimeoutError as error:
-            raise _TransientError(f"no answer within {timeout:g} seconds") from error
+            raise NoReplyError(f"no answer within {timeout:g} seconds", 0.0) from error
         except RequestError as error:
-            raise _TransientError(f"{type(error).__name__}: {error}") from error
+            raise NoReplyError(f"{type(error).__name__}: {error}", 0.0) from error
         # Masked before it is truncated, cached or shown: the server might quote the key.
         text = mask_secret(content.decode(json.detect_encoding(content), errors="replace"), self._api_key)
-        if status == 200:
+        if response.status_code == 200:
             return read_completion(text)
-        reason = f"status {status}: {text[:_SHOWN_CHARACTERS]!r}"
-        if status == 429 or status >= 500:
-            raise _TransientError(reason, _retry_after(headers.get("retry-after", "")))
-        raise NoReplyError(reason)
-
-    async def _post(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        content = bytearray()
-        async with self.http.stream("POST", self._url, content=body) as response:
-            coding = response.headers.get("content-encoding", "identity")
-            if coding != "identity":  # a few bytes may decompress to gigabytes
-                raise NoReplyError(f"the answer is compressed ({coding!r:.80}), which the request did not accept")
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if len(content) > _MAX_ANSWER_BYTES:
-                    raise NoReplyError(f"the answer has more than {_MAX_ANSWER_BYTES} bytes")
-        return response.status_code, response.headers, bytes(content)
+        is_transient = response.status_code == 429 or response.status_code >= 500
+        wait = 0.0 if is_transient else None
+        with contextlib.suppress(ValueError):  # it may be a date, which is rare
+            wait = max(0.0, float(response.headers.get("retry-after", ""))) if is_transient else None
+        raise NoReplyError(f"status {response.status_code}: {text[:_SHOWN_CHARACTERS]!r}", wait)
 
 
 def read_completion(content: str) -> tuple[str, dict[str, float]]:
@@ -632,16 +597,3 @@ def read_completion(content: str) -> tuple[str, dict[str, float]]:
     if not isinstance(text, str):
         raise NoReplyError(f"the reply has no text (finish_reason {finish_reason!r:.80})")
     return text, tokens
-
-
-def _retry_after(header: str) -> float:
-    """Seconds to wait according to `Retry-After`, a number or a date; 0 if it is neither."""
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        date = parsedate_to_datetime(header).astimezone(timezone.utc)
-    except (ValueError, OverflowError):
-        return 0.0
-    return max(0.0, (date - datetime.now(timezone.utc)).total_seconds())

@@ -10,8 +10,9 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,12 +35,13 @@ from pl_grouprl.utilities.options import check_options
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class FrozenModelReward:
     """Base of rewards by a transformers classifier, which is loaded once per rank and never trained.
 
     The model is loaded at setup or at the first call, and stays in evaluation mode.
 
-    Args:
+    Attributes:
         model: Name on the hub or a local folder; or a transformers model, which is put in evaluation mode.
         max_tokens_per_pass: Limit on the tokens of a forward pass. A larger group gets a pass to itself.
         sharing: `shared` encodes what the sequences of a group have in common once, `repeated` once per rollout.
@@ -52,50 +54,46 @@ class FrozenModelReward:
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         allow_mismatched_weights: As in `PretrainedPolicy`: weights that may be missing from the folder, unexpected or
             of another shape.
+        label: Index of the label that is the reward. May be omitted if the model has a single label.
+        tokenizer: See the class.
 
     Raises:
         FileNotFoundError: If `model` is a path and not a folder.
         ValueError: If an option is out of range.
     """
 
+    model: Any
+    _: KW_ONLY
+    max_tokens_per_pass: int = 16384
+    sharing: Sharing = "shared"
+    attention_backend: str = "auto"
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    attn_implementation: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_mismatched_weights: Sequence[str] = ()
+    label: int | None = None
+    tokenizer: Any = None
+
     stays_in_process = True
     """Its model is loaded once per rank; workers would each load their own."""
 
-    kind: Literal["SequenceClassification", "TokenClassification"]
-    label: int | None
-    tokenizer: Any
-    _options: tuple[str, ...] = ("model", "label", "tokenizer")  # those that rewards depend on
+    kind: ClassVar[Literal["SequenceClassification", "TokenClassification"]]
+    _options: ClassVar[tuple[str, ...]] = ("model", "label", "tokenizer")  # those that rewards depend on
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        max_tokens_per_pass: int = 16384,
-        sharing: Sharing = "shared",
-        attention_backend: str = "auto",
-        dtype: Dtype = "auto",
-        device: str = "auto",
-        attn_implementation: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        allow_mismatched_weights: Sequence[str] = (),
-    ) -> None:
+    def __post_init__(self) -> None:
         name = f"{type(self).__name__}.max_tokens_per_pass"
-        check_options({name: (max_tokens_per_pass, max_tokens_per_pass >= 1, "at least 1")})
-        self.model = model
-        self.max_tokens_per_pass = max_tokens_per_pass
-        self.sharing: Sharing = sharing
-        self.attention_backend = attention_backend
-        self.device = device
+        check_options({name: (self.max_tokens_per_pass, self.max_tokens_per_pass >= 1, "at least 1")})
         self._checkpoint: PretrainedPolicy | None = None
-        if isinstance(model, str):
+        if isinstance(self.model, str):
             self._checkpoint = PretrainedPolicy(
-                model,
-                dtype,
-                attn_implementation,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                allow_mismatched_weights=tuple(allow_mismatched_weights),
+                self.model,
+                self.dtype,
+                self.attn_implementation,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                allow_mismatched_weights=tuple(self.allow_mismatched_weights),
             )
         self._loaded: tuple[Any, Any, int] | None = None
 
@@ -126,7 +124,18 @@ class FrozenModelReward:
         if self._loaded is not None:
             return self._loaded
         try:
-            model = self._load_model().eval()
+            if self._checkpoint is None:
+                model = self.model if self.device == "auto" else self.model.to(self.device)
+            else:
+                if not is_classifier(self._checkpoint.load_config(), self.kind):
+                    raise ValueError(
+                        f"{self!r}.model is not a checkpoint of a ...For{self.kind}, so it has no head that scores; "
+                        "pass one."
+                    )
+                available = "cuda" if torch.cuda.is_available() else "cpu"  # "cuda" is this rank's GPU
+                device = available if self.device == "auto" else self.device
+                model = self._checkpoint.load_as(f"AutoModelFor{self.kind}").to(device)
+            model.eval()
             check_adapters(model, repr(self))
             head = score_head(model, self.kind)
             if self.sharing == "shared":
@@ -152,17 +161,6 @@ class FrozenModelReward:
         self._loaded = model, tokenizer, label
         return self._loaded
 
-    def _load_model(self) -> Any:
-        if self._checkpoint is None:
-            return self.model if self.device == "auto" else self.model.to(self.device)
-        if not is_classifier(self._checkpoint.load_config(), self.kind):
-            raise ValueError(
-                f"{self!r}.model is not a checkpoint of a ...For{self.kind}, so it has no head that scores; pass one."
-            )
-        available = "cuda" if torch.cuda.is_available() else "cpu"  # "cuda" is this rank's GPU
-        device = available if self.device == "auto" else self.device
-        return self._checkpoint.load_as(f"AutoModelFor{self.kind}").to(device)
-
     def _states(self, model: Any, groups: list[RolloutGroup]) -> Iterator[tuple[ScoringBatch, Tensor]]:
         """Run the model over groups, pass by pass; yields each pass's batch and its hidden states, shape [T, D].
 
@@ -171,7 +169,20 @@ class FrozenModelReward:
         """
         min_saved = get_backend(self.attention_backend).min_saved_tokens
         known = model.get_input_embeddings().num_embeddings
-        for groups_of_pass in self._passes(groups):
+
+        def num_tokens(groups: list[RolloutGroup]) -> int:
+            if self.sharing == "shared":
+                return sum(len(group.prompt_ids) + sum(len(r.token_ids) for r in group.rollouts) for group in groups)
+            lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+            return len(lengths) * max(lengths)  # rows are padded to the longest
+
+        passes: list[list[RolloutGroup]] = []
+        for group in groups:
+            if passes and num_tokens([*passes[-1], group]) <= self.max_tokens_per_pass:
+                passes[-1].append(group)
+            else:
+                passes.append([group])
+        for groups_of_pass in passes:
             batch = pack(groups_of_pass, self.sharing, min_saved_tokens=min_saved, device=model.device)
             largest = int(batch.model_inputs["input_ids"].max())
             if largest >= known:
@@ -187,25 +198,8 @@ class FrozenModelReward:
             with memory, torch.autocast(model.device.type, enabled=False), context:
                 yield batch, hidden_states(model, batch)
 
-    def _passes(self, groups: list[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
-        """Split groups, in order, into passes of at most `max_tokens_per_pass` tokens, or of a single group."""
 
-        def num_tokens(groups: list[RolloutGroup]) -> int:
-            if self.sharing == "shared":
-                return sum(len(group.prompt_ids) + sum(len(r.token_ids) for r in group.rollouts) for group in groups)
-            lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts]
-            return len(lengths) * max(lengths)  # rows are padded to the longest
-
-        current: list[RolloutGroup] = []
-        for group in groups:
-            if current and num_tokens([*current, group]) > self.max_tokens_per_pass:
-                yield current
-                current = []
-            current.append(group)
-        if current:
-            yield current
-
-
+@dataclass(eq=False, repr=False)
 class ModelReward(FrozenModelReward):
     """The score of prompt and completion by a `...ForSequenceClassification` model.
 
@@ -213,14 +207,13 @@ class ModelReward(FrozenModelReward):
     token also ends completions, that is the token before the end token.) This suits decoders; a model that reads its
     score elsewhere, as encoders do, is detected by a short forward pass, and raises an error.
 
-    Args:
-        model: Name on the hub or a local folder; or a transformers model, which is put in evaluation mode.
-        label: Index of the label that is the reward. May be omitted if the model has a single label.
+    Takes the options of `FrozenModelReward`, too.
+
+    Attributes:
         tokenizer: Name, folder or tokenizer, for a reward model whose vocabulary is not the policy's. Messages and
             completion are then rendered by its chat template; a string prompt and its completion are encoded as one
             text. The template must be able to render the tool calls of an episode. By default, the reward model reads
             the policy's token ids.
-        **kwargs: Options of `FrozenModelReward`.
 
     Raises:
         FileNotFoundError: If `model` is a path and not a folder.
@@ -228,15 +221,6 @@ class ModelReward(FrozenModelReward):
     """
 
     kind = "SequenceClassification"
-
-    def __init__(self, model: Any, *, label: int | None = None, tokenizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, **kwargs)
-        self.label = label
-        self.tokenizer = tokenizer
-
-    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
-        """Same as `score_groups`."""
-        return self.score_groups(groups)
 
     @torch.no_grad()
     def score_groups(self, groups: Sequence[RolloutGroup]) -> list[list[float | None]]:
@@ -276,6 +260,8 @@ class ModelReward(FrozenModelReward):
             scores += score_head(model)(states_TD.index_select(0, batch.final_index_B))[:, label].float().tolist()
         remaining = iter(scores)
         return [[next(remaining) for _ in group.rollouts] for group in groups]
+
+    __call__ = score_groups
 
 
 def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> Iterator[list[int]]:
@@ -332,6 +318,7 @@ def _encode_episode(messages: Messages, tokenizer: Any, control: ControlTokens, 
     return control.encode([rendered])[0]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ProcessRewardModel(FrozenModelReward):
     """The probability that each step of a completion is right, by a `...ForTokenClassification` model.
 
@@ -343,15 +330,15 @@ class ProcessRewardModel(FrozenModelReward):
     The model reads the policy's token ids, prompt included, so it must have the policy's tokenizer. It does not score
     completions of several turns (tools, environments).
 
-    Args:
-        model: Name on the hub or a local folder; or a transformers model, which is put in evaluation mode.
+    Takes the options of `FrozenModelReward`, too.
+
+    Attributes:
         separator: Text that ends a step.
         label: Index of the label whose probability is the reward; 1 is "right" in TRL's data. None: the model has a
             single label, whose logit is the reward.
         tokenizer: Decodes completions to find where steps end: the policy's tokenizer, or its name or folder. Defaults
             to that of the folder `model`.
         step_token: Text of the token to insert after each step.
-        **kwargs: Options of `FrozenModelReward`.
 
     Raises:
         FileNotFoundError: If `model` is a path and not a folder.
@@ -359,33 +346,19 @@ class ProcessRewardModel(FrozenModelReward):
     """
 
     kind = "TokenClassification"
-    _options = ("model", "separator", "label", "tokenizer", "step_token")
+    _options: ClassVar = ("model", "separator", "label", "tokenizer", "step_token")
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        separator: str = "\n\n",
-        label: int | None = 1,
-        tokenizer: Any = None,
-        step_token: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, **kwargs)
-        if not separator:
-            raise ValueError("ProcessRewardModel.separator is empty; pass the text that ends a step.")
-        if tokenizer is None and not isinstance(model, str):
+    separator: str = "\n\n"
+    label: int | None = 1
+    step_token: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenizer is None and not isinstance(self.model, str):
             raise ValueError(
                 "ProcessRewardModel.tokenizer is None and model is not a name or folder; pass the policy's tokenizer."
             )
-        self.separator = separator
-        self.label = label
-        self.tokenizer = model if tokenizer is None else tokenizer
-        self.step_token = step_token
-
-    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[list[float | None]]]:
-        """Same as `score_groups`."""
-        return self.score_groups(groups)
+        self.tokenizer = self.model if self.tokenizer is None else self.tokenizer
 
     def set_up(self) -> None:
         """Like that of `FrozenModelReward`, and check that `step_token` is a single token."""
@@ -421,7 +394,20 @@ class ProcessRewardModel(FrozenModelReward):
         model, tokenizer, label = self._load()
         step_ids = self._step_ids()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        ends = [self._step_ends(rollout, tokenizer) for rollout in rollouts]
+        ends: list[list[int]] = []
+        for rollout in rollouts:
+            if rollout.messages is not None:
+                raise RewardConfigurationError(
+                    f"{self!r} scores completions of one turn, and this one has several; write a reward function of "
+                    "groups for episodes with tools or environments."
+                )
+            text = tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+            if rollout.text is not None and text != rollout.text:
+                raise RewardConfigurationError(
+                    f"{self!r}: its tokenizer decodes a completion as {text!r:.80}, and the policy's as "
+                    f"{rollout.text!r:.80}; a process reward model must have the policy's vocabulary."
+                )
+            ends.append(step_ends(rollout.token_ids, tokenizer, self.separator))
         rows: list[Rollout] = []  # with step tokens
         read_at: list[list[int]] = []  # indices in rows
         for rollout, ends_of_rollout in zip(rollouts, ends, strict=True):
@@ -441,7 +427,12 @@ class ProcessRewardModel(FrozenModelReward):
         scores: list[float] = []
         places_of = iter(read_at)
         for batch, states_TD in self._states(model, marked):
-            index_S = _batch_positions(batch, [next(places_of) for _ in batch.rollout_lengths])
+            predicting, final, index, start = batch.predict_index_N.tolist(), batch.final_index_B.tolist(), [], 0
+            for length, last in zip(batch.rollout_lengths, final, strict=True):
+                positions = [*predicting[start + 1 : start + length], last]  # a token's position predicts its successor
+                index += [positions[token] for token in next(places_of)]
+                start += length
+            index_S = torch.tensor(index, dtype=torch.long, device=batch.final_index_B.device)
             logits_SC = score_head(model, self.kind)(states_TD.index_select(0, index_S)).float()
             probabilities_SC = logits_SC.softmax(dim=1) if logits_SC.shape[1] > 1 else logits_SC
             scores += probabilities_SC[:, label].tolist()
@@ -453,19 +444,7 @@ class ProcessRewardModel(FrozenModelReward):
         of_rollouts = iter(rewards)
         return [[next(of_rollouts) for _ in group.rollouts] for group in groups]
 
-    def _step_ends(self, rollout: Rollout, tokenizer: Any) -> list[int]:
-        if rollout.messages is not None:
-            raise RewardConfigurationError(
-                f"{self!r} scores completions of one turn, and this one has several; write a reward function of groups "
-                "for episodes with tools or environments."
-            )
-        text = tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
-        if rollout.text is not None and text != rollout.text:
-            raise RewardConfigurationError(
-                f"{self!r}: its tokenizer decodes a completion as {text!r:.80}, and the policy's as "
-                f"{rollout.text!r:.80}; a process reward model must have the policy's vocabulary."
-            )
-        return step_ends(rollout.token_ids, tokenizer, self.separator)
+    __call__ = score_groups
 
 
 def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[int]:
@@ -511,14 +490,3 @@ def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[
     if has_content(token_ids[blank:length]):
         ends.append(length - 1)
     return ends
-
-
-def _batch_positions(batch: ScoringBatch, tokens: list[list[int]]) -> Tensor:
-    """Convert token indices in each rollout's response to positions in the batch."""
-    predicting, final = batch.predict_index_N.tolist(), batch.final_index_B.tolist()
-    index, start = [], 0
-    for length, last, tokens_of_rollout in zip(batch.rollout_lengths, final, tokens, strict=True):
-        positions = [*predicting[start + 1 : start + length], last]  # a token's position predicts its successor
-        index += [positions[token] for token in tokens_of_rollout]
-        start += length
-    return torch.tensor(index, dtype=torch.long, device=batch.final_index_B.device)

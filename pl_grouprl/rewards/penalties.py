@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from pl_grouprl.rewards.base import (
     RewardFunction,
-    Score,
     Weighted,
     as_weighted,
     hook_of,
@@ -18,7 +18,7 @@ from pl_grouprl.rewards.base import (
 )
 from pl_grouprl.rewards.calls import PendingRewards
 from pl_grouprl.types import LiveObject, Rollout, RolloutGroup
-from pl_grouprl.utilities.options import check_finite, check_options
+from pl_grouprl.utilities.options import check_fields
 
 
 def cosine_between(start: float, end: float, progress: float) -> float:
@@ -33,6 +33,7 @@ def cosine_between(start: float, end: float, progress: float) -> float:
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
+@dataclass(eq=False)
 class CosineLengthReward:
     """Cosine reward of arXiv:2502.03373. Has TRL's signature; replaces the correctness reward.
 
@@ -41,7 +42,7 @@ class CosineLengthReward:
     think for longer. Lengths beyond `max_len` count as `max_len`. (Up to there, with `unit="character"`, the numbers
     equal those of open-r1's `get_cosine_scaled_reward`, whose cosine turns back beyond it.)
 
-    Args:
+    Attributes:
         correct: Reward function that judges correctness, with TRL's or verl's signature, `async` or not. A completion
             is correct if its reward is larger than `threshold`. If it does not apply (None), neither does this; if it
             fails, there is no reward either.
@@ -56,76 +57,56 @@ class CosineLengthReward:
             wrote count.
     """
 
-    def __init__(
-        self,
-        correct: RewardFunction,
-        max_len: int,
-        *,
-        min_value_wrong: float = -1.0,
-        max_value_wrong: float = -0.5,
-        min_value_correct: float = 0.5,
-        max_value_correct: float = 1.0,
-        exceed_value: float | None = None,
-        threshold: float = 0.5,
-        unit: Literal["token", "character"] = "token",
-    ) -> None:
-        values = {
-            "max_len": max_len,
-            "min_value_wrong": min_value_wrong,
-            "max_value_wrong": max_value_wrong,
-            "min_value_correct": min_value_correct,
-            "max_value_correct": max_value_correct,
-            "exceed_value": exceed_value,
-            "threshold": threshold,
-        }
-        check_finite(**{f"CosineLengthReward.{name}": value for name, value in values.items()})
-        wrong = min_value_wrong <= max_value_wrong
-        check_options(
-            {
-                "CosineLengthReward.max_len": (max_len, max_len >= 1, "at least 1"),
-                "CosineLengthReward.unit": (unit, unit in ("token", "character"), "token or character"),
-                "CosineLengthReward.min_value_wrong": (min_value_wrong, wrong, f"at most {max_value_wrong=}"),
-                # Else a long wrong answer would earn more than a long correct one.
-                "CosineLengthReward.min_value_correct": (
-                    min_value_correct,
-                    max_value_wrong <= min_value_correct <= max_value_correct,
-                    f"from {max_value_wrong=} to {max_value_correct=}",
-                ),
-            }
+    correct: RewardFunction
+    max_len: int
+    _: KW_ONLY
+    min_value_wrong: float = -1.0
+    max_value_wrong: float = -0.5
+    min_value_correct: float = 0.5
+    max_value_correct: float = 1.0
+    exceed_value: float | None = None
+    threshold: float = 0.5
+    unit: Literal["token", "character"] = "token"
+
+    def __post_init__(self) -> None:
+        wrong, best = self.max_value_wrong, self.max_value_correct
+        # Else a long wrong answer would earn more than a long correct one.
+        ordered = wrong <= self.min_value_correct <= best
+        check_fields(
+            self,
+            max_len=(self.max_len >= 1, "at least 1"),
+            unit=(self.unit in ("token", "character"), "token or character"),
+            min_value_wrong=(self.min_value_wrong <= wrong, f"at most max_value_wrong={wrong}"),
+            min_value_correct=(ordered, f"from max_value_wrong={wrong} to max_value_correct={best}"),
+            max_value_correct=(True, "a finite number"),
+            exceed_value=(True, "a finite number"),
+            threshold=(True, "a finite number"),
         )
-        self.max_len = max_len
-        self.unit = unit
-        self.min_value_wrong = min_value_wrong
-        self.max_value_wrong = max_value_wrong
-        self.min_value_correct = min_value_correct
-        self.max_value_correct = max_value_correct
-        self.exceed_value = exceed_value
-        self.threshold = threshold
-        self.correct = prepare_reward(as_weighted([Weighted(correct)])[0])
-        if self.correct.convention not in ("trl", "verl"):
+        self._judge = prepare_reward(as_weighted([Weighted(self.correct)])[0])
+        if self._judge.convention not in ("trl", "verl"):
             raise ValueError(
-                f"CosineLengthReward.correct is {self.correct.name!r}, which has neither TRL's nor verl's signature; "
+                f"CosineLengthReward.correct is {self._judge.name!r}, which has neither TRL's nor verl's signature; "
                 "pass a function of completions, or add that reward next to this one."
             )
 
     @property
     def stays_in_process(self) -> bool:
         """Same as for `correct`, unless that stays only because it is async."""
-        return self.correct.in_process and not self.correct.is_async
+        return self._judge.in_process and not self._judge.is_async
 
     @property
     def needs_time_limit(self) -> bool:
         """Same as for `correct`."""
-        return self.correct.needs_time_limit
+        return self._judge.needs_time_limit
 
     def set_up(self) -> None:
         """Call the `set_up` of `correct`, if it has one."""
-        if set_up := hook_of(self.correct.function, "set_up"):
+        if set_up := hook_of(self.correct, "set_up"):
             set_up()
 
     def check_row(self, columns: dict[str, Any]) -> None:
         """Call the `check_row` of `correct`, if it has one."""
-        if check_row := hook_of(self.correct.function, "check_row"):
+        if check_row := hook_of(self.correct, "check_row"):
             check_row(columns)
 
     def __call__(
@@ -162,19 +143,22 @@ class CosineLengthReward:
             # The prompt's tokens are unknown here, but neither signature receives them.
             groups.append(RolloutGroup([0], [rollout], index, row, prompt, source))
         # The caller, which sees the NaNs, decides how many may fail.
-        (scores,) = PendingRewards(groups, [self.correct], retries=1, max_failed_share=1.0).scores()
-        return [self._score(score, len(unit)) for score, unit in zip(scores, units, strict=True)]
+        (scores,) = PendingRewards(groups, [self._judge], max_failed_share=1.0).scores()
+        rewards: list[float | None] = []
+        for score, length in zip(scores, map(len, units), strict=True):
+            if score.failed or score.value is None:
+                rewards.append(math.nan if score.failed else None)
+            elif self.exceed_value is not None and length >= self.max_len:
+                rewards.append(self.exceed_value)
+            else:
+                start, end = (self.min_value_wrong, self.max_value_wrong)
+                if score.value > self.threshold:
+                    start, end = (self.max_value_correct, self.min_value_correct)
+                rewards.append(cosine_between(start, end, length / self.max_len))
+        return rewards
 
-    def _score(self, score: Score, length: int) -> float | None:
-        if score.failed or score.value is None:
-            return math.nan if score.failed else None
-        if self.exceed_value is not None and length >= self.max_len:
-            return self.exceed_value
-        if score.value > self.threshold:
-            return cosine_between(self.max_value_correct, self.min_value_correct, length / self.max_len)
-        return cosine_between(self.min_value_wrong, self.max_value_wrong, length / self.max_len)
 
-
+@dataclass(eq=False)
 class OverlongPenalty:
     """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13). Has TRL's signature.
 
@@ -188,24 +172,26 @@ class OverlongPenalty:
     teaches brevity. TRL's `get_soft_overlong_punishment(max_completion_len, soft_punish_cache)` and verl's
     `overlong_buffer_cfg` (`len`, `penalty_factor`, with `max_resp_len`) give the same numbers.
 
-    Args:
+    Attributes:
         max_length: L, in tokens; usually the sampler's `max_completion_length`.
         overlong_buffer: C, in tokens, from 0 (no slope, only the drop beyond L) to `max_length`.
         penalty: Size of the penalty, positive.
     """
 
-    def __init__(self, max_length: int, overlong_buffer: int, penalty: float = 1.0) -> None:
-        fits = 0 <= overlong_buffer <= max_length
-        check_options(
-            {
-                "OverlongPenalty.max_length": (max_length, max_length >= 1, "at least 1 token"),
-                "OverlongPenalty.overlong_buffer": (overlong_buffer, fits, f"between 0 and {max_length=} tokens"),
-                "OverlongPenalty.penalty": (penalty, penalty > 0, "positive, as the reward is its negative"),
-            }
+    max_length: int
+    overlong_buffer: int
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            max_length=(self.max_length >= 1, "at least 1 token"),
+            overlong_buffer=(
+                0 <= self.overlong_buffer <= self.max_length,
+                f"between 0 and {self.max_length} tokens",
+            ),
+            penalty=(self.penalty > 0, "positive, as the reward is its negative"),
         )
-        self.max_length = max_length
-        self.overlong_buffer = overlong_buffer
-        self.penalty = penalty
 
     def __call__(
         self,
@@ -245,6 +231,7 @@ def repeated_share(units: Sequence[Hashable], ngram_size: int) -> float:
     return 1 - len(distinct) / total
 
 
+@dataclass(eq=False)
 class RepetitionPenalty:
     """`max_penalty` times the share of repeated n-grams (arXiv:2502.03373, appendix C.2). Has TRL's signature.
 
@@ -252,23 +239,23 @@ class RepetitionPenalty:
     ignored. Languages without spaces between words need `unit="token"`. In an episode, only the text of the model
     counts, with all turns joined.
 
-    Args:
+    Attributes:
         ngram_size: Words or tokens in one n-gram.
         max_penalty: Reward that a completion approaches as it repeats a single n-gram; not positive.
         unit: Count n-grams of words (`word`) or tokens (`token`).
     """
 
-    def __init__(self, ngram_size: int, max_penalty: float, unit: Literal["word", "token"] = "word") -> None:
-        check_options(
-            {
-                "RepetitionPenalty.ngram_size": (ngram_size, ngram_size >= 1, "at least 1"),
-                "RepetitionPenalty.max_penalty": (max_penalty, max_penalty <= 0, "not positive, such as -1.0"),
-                "RepetitionPenalty.unit": (unit, unit in ("word", "token"), "word or token"),
-            }
+    ngram_size: int
+    max_penalty: float
+    unit: Literal["word", "token"] = "word"
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            ngram_size=(self.ngram_size >= 1, "at least 1"),
+            max_penalty=(self.max_penalty <= 0, "not positive, such as -1.0"),
+            unit=(self.unit in ("word", "token"), "word or token"),
         )
-        self.ngram_size = ngram_size
-        self.max_penalty = max_penalty
-        self.unit = unit
 
     def __call__(
         self,

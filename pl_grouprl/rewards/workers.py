@@ -71,18 +71,21 @@ class RewardWorkers:
         timeout: float | None = None,
         memory_limit_mb: int | None = None,
     ) -> None:
-        limit = memory_limit_mb
         check_options(
             {
                 "reward_workers": (count, count >= 1, "at least 1, or 0 for rewards in this process"),
                 "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
-                "reward_memory_limit_mb": (limit, limit is None or limit >= 1, "at least 1, or None for no limit"),
+                "reward_memory_limit_mb": (
+                    memory_limit_mb,
+                    memory_limit_mb is None or memory_limit_mb >= 1,
+                    "at least 1, or None for no limit",
+                ),
             }
         )
         check_process_groups("reward_workers", count)
-        if limit is not None:  # macOS accepts a limit, and does not enforce it
+        if memory_limit_mb is not None:  # macOS accepts a limit, and does not enforce it
             why = "only Linux limits the address space of a process"
-            require_system(sys.platform == "linux", f"reward_memory_limit_mb={limit}", why, "set it to None")
+            require_system(sys.platform == "linux", f"reward_memory_limit_mb={memory_limit_mb}", why, "set it to None")
         self.timeout = timeout
         pickled: dict[str, bytes] = {}
         for reward in rewards:
@@ -101,7 +104,8 @@ class RewardWorkers:
             )
         self._tasks: _Tasks = queue.SimpleQueue()
         reaper = Reaper()
-        self._workers = [_Worker(pickled, self._tasks, timeout, limit, reaper) for _ in range(count if pickled else 0)]
+        options = (pickled, self._tasks, timeout, memory_limit_mb, reaper)
+        self._workers = [_Worker(*options) for _ in range(count if pickled else 0)]
         # Runs at exit, before multiprocessing waits for its processes.
         self.close = Finalize(self, _close, (self._workers, self._tasks, reaper), exitpriority=100)
         for worker in self._workers:
@@ -241,9 +245,6 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
     process = os.getpid()
     os.register_at_fork(after_in_child=pipe.close)  # a child that held it open would hide that this process is gone
 
-    def send(answer: Mapping[str, Any]) -> None:
-        pipe.send_bytes(json.dumps(answer).encode())
-
     rewards: dict[str, PreparedReward] = {}
     for name, data in pickled.items():
         try:
@@ -258,77 +259,67 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
                     f"{memory_limit_mb} ({type(error).__name__}: {error}); define it at the top level of a module that "
                     "can be imported, or of a file (FunctionFromFile), or set reward_workers to 0."
                 )
-            send({"configuration": what, "trace": traceback.format_exc()})
+            pipe.send_bytes(json.dumps({"configuration": what, "trace": traceback.format_exc()}).encode())
             return
-    send({"scores": []})
+    pipe.send_bytes(b'{"scores": []}')
+    answer: dict[str, Any]
     while True:
         try:
             name, call = pickle.loads(pipe.recv_bytes())  # noqa: S301 (likewise)
         except EOFError:
             return
-        answer = _serve(rewards[name], call)
+        try:
+            outcome = attempt(rewards[name], call)
+            if isinstance(outcome, Failure):
+                assert outcome.error is not None
+                if outcome.out_of_memory:
+                    traceback.clear_frames(outcome.error.__traceback__)  # frames hold what was allocated
+                trace = "".join(traceback.format_exception(outcome.error))
+                answer = {"raised": outcome.what, "trace": trace, "out_of_memory": outcome.out_of_memory}
+            else:
+                answer = {"scores": [dataclasses.asdict(score) for score in outcome]}
+        except RewardConfigurationError as error:
+            answer = {"configuration": str(error), "trace": traceback.format_exc()}
+        except ValueError as error:  # wrong type or length
+            answer = {"result": str(error), "trace": traceback.format_exc()}
+        finally:
+            signal.alarm(0)  # one that the function left would end a later call
         if os.getpid() != process:  # a child forked by the function also returned
             os._exit(0)
-        send(answer)
+        pipe.send_bytes(json.dumps(answer).encode())
 
 
-def _serve(reward: PreparedReward, call: Call) -> dict[str, Any]:
-    try:
-        outcome = attempt(reward, call)
-    except RewardConfigurationError as error:
-        return {"configuration": str(error), "trace": traceback.format_exc()}
-    except ValueError as error:  # wrong type or length
-        return {"result": str(error), "trace": traceback.format_exc()}
-    finally:
-        signal.alarm(0)  # one that the function left would end a later call
-    if isinstance(outcome, Failure):
-        assert outcome.error is not None
-        if outcome.out_of_memory:
-            traceback.clear_frames(outcome.error.__traceback__)  # frames hold what was allocated
-        trace = "".join(traceback.format_exception(outcome.error))
-        return {"raised": outcome.what, "trace": trace, "out_of_memory": outcome.out_of_memory}
-    return {"scores": [dataclasses.asdict(score) for score in outcome]}
+def check_calls(
+    rewards: Sequence[PreparedReward], workers: int, timeout: float | None, *, environments: bool = False
+) -> None:
+    """Reject functions that cannot run as a run's options say, before its first rollout.
 
-
-# Checks of a run's options, before the first rollout.
-
-
-def check_environments(rewards: Sequence[PreparedReward]) -> None:
-    """Reject reward workers for functions that take environments, which live in this process.
+    Args:
+        rewards: Results of `prepare_rewards`.
+        workers: Number of worker processes; 0 runs all functions in this process.
+        timeout: Seconds that a call may take; no limit if None.
+        environments: Whether rollouts have environments, which live in this process.
 
     Raises:
-        ValueError: Names the functions.
+        ValueError: Names the functions that could not be stopped, might never end, or would need environments in a
+            worker.
     """
-    if stranded := [reward.name for reward in rewards if reward.names_environments and not reward.in_process]:
-        raise ValueError(
-            f"the reward functions {stranded} take `environments`, which live in this process, and reward_workers "
-            "would run them in another; set reward_workers to 0, or set `stays_in_process = True` on each."
-        )
-
-
-def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
-    """Reject a time limit without workers, unless it serves async functions and all others must stay in this process.
-
-    Raises:
-        ValueError: Names the functions that could not be stopped.
-    """
-    plain = [reward.name for reward in prepared if not reward.is_async]
-    if len(plain) == len(prepared) or not all(reward.in_process for reward in prepared):
+    plain = [reward.name for reward in rewards if not reward.is_async]
+    unstoppable = len(plain) == len(rewards) or not all(reward.in_process for reward in rewards)
+    if timeout is not None and not workers and unstoppable:
         raise ValueError(
             f"reward_timeout is {timeout} with reward_workers=0, and {plain} run in this process, where they cannot be "
             "stopped; set reward_workers to 1 or more, or omit reward_timeout."
         )
-
-
-def check_time_limits(prepared: Sequence[PreparedReward], workers: int, timeout: float | None) -> None:
-    """Reject functions that may run forever, unless workers can stop them.
-
-    Raises:
-        ValueError: Names the functions and the options.
-    """
-    endless = [reward.name for reward in prepared if reward.needs_time_limit]
-    if endless and (workers == 0 or timeout is None):
+    endless = [reward.name for reward in rewards if reward.needs_time_limit]
+    if endless and (not workers or timeout is None):
         raise ValueError(
             f"the reward functions {endless} may take forever on some completions, and reward_workers is {workers} "
             f"with reward_timeout {timeout}; set reward_workers to 1 or more and reward_timeout to seconds per call."
+        )
+    stranded = [reward.name for reward in rewards if reward.names_environments and not reward.in_process]
+    if environments and workers and stranded:
+        raise ValueError(
+            f"the reward functions {stranded} take `environments`, which live in this process, and reward_workers "
+            "would run them in another; set reward_workers to 0, or set `stays_in_process = True` on each."
         )

@@ -6,12 +6,12 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from pl_grouprl.tasks.generator import generate
-from pl_grouprl.types import Messages
 from pl_grouprl.utilities.optional import REASONING_GYM_AVAILABLE, require
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_fields
 
 ANSWER, QUESTION = "{answer}", "{question}"
 
@@ -86,6 +86,7 @@ def divide(total: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
+@dataclass(eq=False, repr=False)
 class ReasoningGym:
     """Rows of tasks from the library reasoning-gym, to be rewarded by `ReasoningGymScore`.
 
@@ -96,7 +97,7 @@ class ReasoningGym:
     `data_source` (the task's name, with `_level_1` and so on if there are levels), `level` (from 0) and `extra_info`,
     which the reward reads.
 
-    Args:
+    Attributes:
         tasks: A task's name, a list of names, or a mapping of names to options of their generators. An option `weight`
             (1 by default) is the task's share of the rows. A list of options instead of one defines levels of rising
             difficulty, for the callback `Curriculum`; every task must then have the same number.
@@ -120,66 +121,58 @@ class ReasoningGym:
         ValueError: If an option is out of range.
     """
 
-    def __init__(
-        self,
-        tasks: str | list[str] | dict[str, Any],
-        size: int = 4096,
-        seed: int = 0,
-        *,
-        val_size: int = 256,
-        test_size: int = 256,
-        levels: int | None = None,
-        system_prompt: str | None = None,
-        question_format: str = QUESTION,
-        answer_format: str = ANSWER,
-        num_examples: int = 0,
-        chat: bool = True,
-    ) -> None:
+    tasks: str | list[str] | dict[str, Any]
+    size: int = 4096
+    seed: int = 0
+    _: KW_ONLY
+    val_size: int = 256
+    test_size: int = 256
+    levels: int | None = None
+    system_prompt: str | None = None
+    question_format: str = QUESTION
+    answer_format: str = ANSWER
+    num_examples: int = 0
+    chat: bool = True
+
+    def __post_init__(self) -> None:
         require(REASONING_GYM_AVAILABLE, "ReasoningGym", "tasks")
-        if isinstance(tasks, str | list):
-            tasks = {name: {} for name in ([tasks] if isinstance(tasks, str) else tasks)}
-        self.tasks: dict[str, dict[str, Any]] = {}  # by name: the weight, and options without it, of each level
+        names = [self.tasks] if isinstance(self.tasks, str) else self.tasks
+        tasks: dict[str, Any] = {name: {} for name in names} if isinstance(names, list) else names
+        self._weights: dict[str, float] = {}
+        self._configs: dict[str, list[dict[str, Any]]] = {}  # by task, of each level, without the weight
         for name, options in tasks.items():
             configs = options if isinstance(options, list) else [options or {}]
             weights = {config.get("weight", 1) for config in configs}
             if len(weights) != 1 or not min(weights) > 0:
                 raise ValueError(f"ReasoningGym.tasks has the weights {weights} for {name!r}; pass one number above 0.")
-            configs = [{key: value for key, value in config.items() if key != "weight"} for config in configs]
-            self.tasks[name] = {"weight": weights.pop(), "configs": configs}
-        listed = {name: len(task["configs"]) for name, task in self.tasks.items()}
-        if len(set(listed.values())) > 1 or (levels is not None and set(listed.values()) != {1}):
+            self._weights[name] = weights.pop()
+            self._configs[name] = [{key: part for key, part in one.items() if key != "weight"} for one in configs]
+        listed = {name: len(configs) for name, configs in self._configs.items()}
+        if len(set(listed.values())) > 1 or (self.levels is not None and set(listed.values()) != {1}):
             raise ValueError(
-                f"ReasoningGym.tasks has these numbers of levels: {listed}, with levels={levels}; list the same number "
-                "of levels for every task, or set `levels` and list none."
+                f"ReasoningGym.tasks has these numbers of levels: {listed}, with levels={self.levels}; list the same "
+                "number of levels for every task, or set `levels` and list none."
             )
-        num_levels = levels or max(listed.values(), default=1)
-        fewest = len(self.tasks) * num_levels
-        sizes = {"size": size, "val_size": val_size, "test_size": test_size}
-        allowed = f"0, or at least {fewest}: a row for each of {len(self.tasks)} tasks and {num_levels} levels"
+        self.num_levels = self.levels or max(listed.values(), default=1)
+        fewest = len(tasks) * self.num_levels
+        allowed = f"0, or at least {fewest}: a row for each of {len(tasks)} tasks and {self.num_levels} levels"
         # Of an answer format that neither a text nor an example shows, the model would know nothing.
-        texts = (system_prompt or "", question_format)
-        is_shown = num_examples > 0 or all(any(part in text for text in texts) for part in text_around(answer_format))
+        texts, parts = (self.system_prompt or "", self.question_format), text_around(self.answer_format)
+        is_shown = self.num_examples > 0 or all(any(part in text for text in texts) for part in parts)
+        check_fields(
+            self,
+            size=(self.size == 0 or self.size >= fewest, allowed),
+            val_size=(self.val_size == 0 or self.val_size >= fewest, allowed),
+            test_size=(self.test_size == 0 or self.test_size >= fewest, allowed),
+            tasks=(bool(tasks), "the name of at least one"),
+            levels=(self.levels is None or self.levels >= 1, "at least 1"),
+            seed=(self.seed >= 0, "0 or larger"),
+            num_examples=(self.num_examples >= 0, "0 or larger"),
+            question_format=(self.question_format.count(QUESTION) == 1, f"text with {QUESTION} once"),
+            answer_format=(self.answer_format.count(ANSWER) == 1, f"text with {ANSWER} once"),
+        )
         shown = "stated in system_prompt or question_format, or shown by num_examples"
-        checks = {f"ReasoningGym.{name}": (n, n == 0 or n >= fewest, allowed) for name, n in sizes.items()} | {
-            "ReasoningGym.tasks": (tasks, bool(tasks), "the name of at least one"),
-            "ReasoningGym.levels": (levels, levels is None or levels >= 1, "at least 1"),
-            "ReasoningGym.seed": (seed, seed >= 0, "0 or larger"),
-            "ReasoningGym.num_examples": (num_examples, num_examples >= 0, "0 or larger"),
-        }
-        check_options(checks)
-        for name, template, placeholder in (("question", question_format, QUESTION), ("answer", answer_format, ANSWER)):
-            valid = template.count(placeholder) == 1
-            check_options({f"ReasoningGym.{name}_format": (template, valid, f"text with {placeholder} once")})
-        check_options({"ReasoningGym.answer_format": (answer_format, is_shown, shown)})
-        self.sizes = {"train": size, "val": val_size, "test": test_size}
-        self.seed = seed
-        self.levels = levels
-        self.num_levels = num_levels
-        self.system_prompt = system_prompt
-        self.question_format = question_format
-        self.answer_format = answer_format
-        self.num_examples = num_examples
-        self.chat = chat
+        check_fields(self, answer_format=(is_shown, shown))
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         """Generate the rows of a split, in random order.
@@ -192,20 +185,23 @@ class ReasoningGym:
                 has no answer, or an answer contains text of its template.
         """
         generated = generate({**self._request(), "split": split})
-        rows = [row for name, task in zip(self.tasks, generated, strict=True) for row in self._rows_of_task(name, task)]
+        rows = [
+            row for name, task in zip(self._configs, generated, strict=True) for row in self._rows_of_task(name, task)
+        ]
         random.Random(f"{self.seed} {split}").shuffle(rows)
         return rows
 
     def _request(self) -> dict[str, Any]:
         """The request to `generate`, without the split."""
-        weights = [task["weight"] for task in self.tasks.values() for _ in range(self.num_levels)]
-        shares = {split: divide(size, weights) for split, size in self.sizes.items()}  # by task, then by level
+        weights = [weight for weight in self._weights.values() for _ in range(self.num_levels)]
+        sizes = {"train": self.size, "val": self.val_size, "test": self.test_size}
+        shares = {split: divide(size, weights) for split, size in sizes.items()}  # by task, then by level
         tasks = []
-        for index, (name, task) in enumerate(self.tasks.items()):
+        for index, (name, configs) in enumerate(self._configs.items()):
             levels = slice(index * self.num_levels, (index + 1) * self.num_levels)
             counts = {split: numbers[levels] for split, numbers in shares.items()}
             counts["examples"] = [self.num_examples] + [0] * (self.num_levels - 1)  # of the easiest level
-            tasks.append({"name": name, "configs": task["configs"], "counts": counts})
+            tasks.append({"name": name, "configs": configs, "counts": counts})
         return {"tasks": tasks, "seed": self.seed, "levels": self.levels}
 
     def _rows_of_task(self, name: str, generated: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -226,9 +222,12 @@ class ReasoningGym:
             turns.append(("assistant", write_answer(self.answer_format, entry["answer"])))
         for level, part in enumerate(levels):
             for entry in part["entries"]:
-                question = self.question_format.replace(QUESTION, entry["question"])
+                asked = [*turns, ("user", self.question_format.replace(QUESTION, entry["question"]))]
+                messages = [{"role": role, "content": text} for role, text in asked]
+                # As text, an answer follows its question on the next line.
+                text = "".join(text + ("\n" if role == "user" else "\n\n") for role, text in asked)
                 yield {
-                    "prompt": self._prompt([*turns, ("user", question)]),
+                    "prompt": messages if self.chat else text,
                     "answer": entry["answer"],
                     "data_source": f"{name}_level_{level}" if self.num_levels > 1 else name,
                     "level": level,
@@ -239,9 +238,3 @@ class ReasoningGym:
                         "answer_format": self.answer_format,
                     },
                 }
-
-    def _prompt(self, turns: Sequence[tuple[str, str]]) -> Messages | str:
-        """Turns (role and text) as messages; or as text, where an answer follows its question on the next line."""
-        if self.chat:
-            return [{"role": role, "content": text} for role, text in turns]
-        return "".join(text + ("\n" if role == "user" else "\n\n") for role, text in turns)

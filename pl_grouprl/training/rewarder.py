@@ -23,10 +23,8 @@ from pl_grouprl.rewards import (
     RewardFunction,
     RewardWorkers,
     Weighted,
+    check_calls,
     check_columns,
-    check_environments,
-    check_stoppable,
-    check_time_limits,
     prepare_rewards,
     start_rewards,
 )
@@ -89,11 +87,7 @@ class Rewarder:
         )
         self.functions = prepare_rewards(rewards)
         self._given = list(rewards) if isinstance(rewards, Sequence) else [rewards]
-        if timeout is not None and workers == 0:
-            check_stoppable(self.functions, timeout)
-        check_time_limits(self.functions, workers, timeout)
-        if environments and workers:
-            check_environments(self.functions)
+        check_calls(self.functions, workers, timeout, environments=environments)
         self._run = run
         self._num_workers, self._timeout, self._memory_limit_mb = workers, timeout, memory_limit_mb
         self._retries, self._max_failed_share = retries, max_failed_share

@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -156,7 +156,11 @@ def commit(unfinished: Path, target: Path, facts: dict[str, Any]) -> None:
     Raises:
         OSError: If a file cannot be written; the earlier checkpoint is still there, perhaps without its manifest.
     """
-    is_folder, files = unfinished.is_dir(), _files(unfinished)
+    is_folder = unfinished.is_dir()
+    files = {".": unfinished}
+    if is_folder:
+        inside = [path for path in sorted(unfinished.rglob("*")) if path.is_file() and path != unfinished / _MANIFEST]
+        files = {path.relative_to(unfinished).as_posix(): path for path in inside}
     for path in files.values():
         _sync(path)
     manifest = target.with_name(f"{target.name}.{_MANIFEST}")  # of a file
@@ -168,7 +172,7 @@ def commit(unfinished: Path, target: Path, facts: dict[str, Any]) -> None:
         for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
             _sync(folder)
     manifest.unlink(missing_ok=True)
-    _replace(unfinished, target)
+    replace(unfinished, target)
     if not is_folder:
         os.replace(written, manifest)
     _sync(target.parent)
@@ -189,19 +193,27 @@ def link(target: Path, name: Path) -> None:
         shutil.copyfile(target, unfinished)
         commit(unfinished, name, read_manifest(target))
         return
-    _replace(unfinished, name)
+    replace(unfinished, name)
     _sync(name.parent)
 
 
-def _replace(unfinished: Path, target: Path) -> None:
-    """Rename, first moving aside what is there if a folder is involved, as a rename does not replace folders."""
+def replace(unfinished: Path, target: Path) -> None:
+    """Rename, first moving aside what is there if a folder is involved, as a rename does not replace folders.
+
+    If that fails, what was there is moved back.
+    """
     if not any(path.is_dir() and not path.is_symlink() for path in (unfinished, target)):
         os.replace(unfinished, target)
         return
     former = target.with_name(f".{target.name}.former-{process_name()}")
     if os.path.lexists(target):
         os.replace(target, former)
-    os.replace(unfinished, target)
+    try:
+        os.replace(unfinished, target)
+    except OSError:
+        if os.path.lexists(former):
+            os.replace(former, target)
+        raise
     if former.is_dir() and not former.is_symlink():
         shutil.rmtree(former)
     else:
@@ -230,13 +242,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _files(checkpoint: Path) -> dict[str, Path]:
-    if not checkpoint.is_dir():
-        return {".": checkpoint}
-    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
-    return {path.relative_to(checkpoint).as_posix(): path for path in files if path != checkpoint / _MANIFEST}
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -366,13 +371,12 @@ class DirectCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(f"storage_options is {storage_options!r}, and a local file takes none; omit it.")
-        with Path(path).open("wb") as file:
-            writer: Any = _Writer(file)
+        with _Writer(io.FileIO(path, "w")) as file:
             try:
-                torch.save(checkpoint, writer)
+                torch.save(checkpoint, file)
             except Exception as error:
                 # torch reports that writing failed, but not why.
-                raise writer.error or error from None
+                raise file.error or error from None
 
     def load_checkpoint(
         self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
@@ -381,17 +385,14 @@ class DirectCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location or "cpu", weights_only is not False)  # type: ignore[arg-type]
 
 
-class _Writer:
+class _Writer(io.BufferedWriter):
     """A file that remembers why it could not be written."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.flush = file.flush
-        self.error: OSError | None = None
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
-            return self.file.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = error
             raise
@@ -438,18 +439,14 @@ def refuse_unloadable(parts: dict[str, Any]) -> None:
     Raises:
         TypeError: Names the place of the first.
     """
-    place, value = "checkpoint", tree_map_only(torch.Tensor, lambda tensor: None, parts)
-    while not _loads(value):
-        entries = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-        )
-        found = next(((name, part) for name, part in entries if not _loads(part)), None)
-        if found is None:
+    for name, part in tree_map_only(torch.Tensor, lambda tensor: None, parts).items():
+        if not _loads(part):
+            keys = [key for key, value in part.items() if not _loads(value)] if isinstance(part, dict) else []
             raise TypeError(
-                f"{place} is a {type(value).__name__}, and loading a checkpoint gives only tensors and plain values; "
-                "omit it (save_hyperparameters takes names, or ignore=[...]), or save plain values of it."
+                f"checkpoint[{name!r}]{''.join(f'[{key!r}]' for key in keys[:1])} has more than tensors and plain "
+                "values, which alone a checkpoint gives back; omit it (save_hyperparameters takes names, or "
+                "ignore=[...]), or save plain values of it."
             )
-        place, value = f"{place}[{found[0]!r}]", found[1]
 
 
 def _loads(value: Any) -> bool:
@@ -465,8 +462,8 @@ def _loads(value: Any) -> bool:
 
 # Verification before anything is loaded, by any route.
 
-_just_verified: dict[Path, list[tuple[str, int, int]]] = {}
-"""Checkpoints that a search has just verified, with the names, sizes and change times of their files."""
+_just_verified: set[Path] = set()
+"""Checkpoints that a search has just verified, so the following load does not verify them again."""
 
 
 def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
@@ -490,8 +487,8 @@ def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str =
     else:
         if not checkpoint.exists() and checkpoint.parent.is_dir():
             finish_interrupted(checkpoint.parent)  # it may have been moved aside when a save was killed
-        known = _just_verified.pop(checkpoint.resolve(), None) == _file_states(checkpoint)
-        found = None if known else corruption_reason(checkpoint)
+        found = None if checkpoint.resolve() in _just_verified else corruption_reason(checkpoint)
+        _just_verified.discard(checkpoint.resolve())
     for rank, reason in enumerate(gather_plain(found or "", device)):
         if reason == ABSENT:
             raise FileNotFoundError(f"checkpoint {path}: {ABSENT}{f' (rank {rank})' if rank else ''}.")
@@ -499,17 +496,6 @@ def verify_checkpoint(path: str | os.PathLike[str], device: torch.device | str =
             rank_zero_warn(f"checkpoint {path} is a folder without a manifest, so it is loaded without being verified.")
         elif reason:
             raise ValueError(f"checkpoint {path} is damaged: {reason}. Nothing of it was loaded; choose another one.")
-
-
-def remember_verified(checkpoint: Path) -> None:
-    """Remember that a checkpoint was just verified, so the following load does not verify it again."""
-    _just_verified[checkpoint.resolve()] = _file_states(checkpoint)
-
-
-def _file_states(checkpoint: Path) -> list[tuple[str, int, int]]:
-    checkpoint = checkpoint.resolve()
-    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
-    return [(str(path), path.stat().st_size, path.stat().st_ctime_ns) for path in files if path.exists()]
 
 
 def verify_loads(trainer: Trainer) -> None:
@@ -594,7 +580,7 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
             f"ckpt_path is 'last', and {newest} is from a run with other options: {'; '.join(refused)}. Restore them; "
             f"{remedy(changes, allowed)}; or give this run another logger name."
         )
-    remember_verified(newest)
+    _just_verified.add(newest.resolve())
     rank_zero_info(f"ckpt_path 'last' is {newest}")
     return str(newest)
 

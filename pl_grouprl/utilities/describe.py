@@ -244,15 +244,11 @@ def options_of(module: Any) -> dict[str, Any]:
     return {"model": type(module).__name__} | ({} if run_options is None else run_options())
 
 
-def changed_options(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Options that both runs have with different values; tuples equal lists."""
-    both = {name: (plain(then[name]), plain(now[name])) for name in then if name in now}
-    return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
-
-
 def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
     """Options of a module that differ from the `run_options` of a checkpoint or its manifest."""
-    return changed_options(saved.get("run_options", {}), options_of(module))
+    then, now = saved.get("run_options", {}), options_of(module)
+    both = {name: (plain(then[name]), plain(now[name])) for name in then if name in now}  # tuples equal lists
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
 
 
 def is_allowed(name: str, allowed: Iterable[str]) -> bool:

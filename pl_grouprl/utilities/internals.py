@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 # transformers
 
@@ -98,146 +98,94 @@ def unsaved_names(model: Any) -> set[str]:
     return set(model._keys_to_ignore_on_save or ())
 
 
-class Names(NamedTuple):
-    """Non-public names of one owner.
+NAMES = {
+    # what a family can do, and how it saves
+    "transformers.PreTrainedModel": (
+        "_can_set_attn_implementation _can_record_outputs _require_grads_hook _keys_to_ignore_on_save "
+        "_keep_in_fp32_modules_strict"
+    ),
+    "transformers.PretrainedConfig": "_attn_implementation",  # our attention in place of the model's
+    "transformers.core_model_loading": "revert_weight_conversion WeightConverter",  # checkpoint names
+    "transformers.conversion_mapping": "get_model_conversion_mapping",  # checkpoint names
+    "transformers.modeling_utils": "remove_tied_weights_from_state_dict",  # names of tied weights
+    "transformers.generation.utils": "ALL_CACHE_NAMES",  # the cache's argument, where it is not annotated
+    "transformers.integrations.peft.PeftAdapterMixin": "_hf_peft_config_loaded",  # models with adapters
+    # logging many numbers at once; writing, finding and resuming checkpoints; validation before the first step
+    "lightning.pytorch.Trainer": "_results _checkpoint_connector _logger_connector _accelerator_connector",
+    # metrics without a value are not repeated; compiled modules are refused
+    "lightning.pytorch.LightningModule": "_current_fx_name _trainer _compiler_ctx",
+    "lightning.pytorch.trainer.call": "_call_configure_model",  # models before callbacks that read them
+    # ckpt_path 'last'; checkpoints that are complete or absent
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": (
+        "_parse_ckpt_path dump_checkpoint hpc_save_path"
+    ),
+    # validation before the first step
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": "_first_loop_iter",
+    # the end of a run; the position in the data after a resume; whether validation follows a step
+    "lightning.pytorch.loops.fit_loop._FitLoop": (
+        "_can_stop_early _combined_loader _combined_loader_states_to_load _data_source _data_fetcher"
+    ),
+    # whether a batch ends with a step, and validation follows; repaired counters of a resumed run
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": (
+        "_should_accumulate _batches_that_stepped _should_check_val_fx"
+    ),
+    # validation on fewer prompts before the first step
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop": "_max_batches",
+    "lightning.pytorch.utilities.combined_loader.CombinedLoader": "_load_state_dicts",  # a resume's data
+    "lightning.pytorch.strategies.Strategy": "_checkpoint_io _forward_redirection",  # checkpoints; FSDP1
+    "lightning.pytorch.strategies.FSDPStrategy": "_setup_model",  # the second run of a module
+    "lightning.pytorch.strategies.DeepSpeedStrategy": "_restore_zero_state",  # evaluation under ZeRO-3
+    "lightning.pytorch.strategies.launchers": "_SubprocessScriptLauncher",  # ending the other ranks
+    # SafeCheckpoint writes by itself, and lets Lightning decide when
+    "lightning.pytorch.callbacks.ModelCheckpoint": (
+        "_every_n_epochs _every_n_train_steps _train_time_interval _monitor_candidates _save_checkpoint "
+        "_save_last_checkpoint _save_topk_checkpoint _should_skip_saving_checkpoint "
+        "_last_checkpoint_saved _last_global_step_saved _link_checkpoint _remove_checkpoint "
+        "_find_last_checkpoints _format_checkpoint_name _defer_save_until_validation"
+    ),
+    "lightning.pytorch.callbacks.ModelSummary": "_summarize_kwargs _max_depth",  # our table in its place
+    # our progress bar in its place
+    "lightning.pytorch.callbacks.RichProgressBar": (
+        "_refresh_rate _leave _console_kwargs _initialize_train_progress_bar_id _progress_stopped _update"
+    ),
+    # whether the logger has begun to write, and where the Trainer's own writes
+    "lightning.pytorch.loggers.CSVLogger": "_experiment _save_dir _root_dir _name _version _get_next_version",
+    # where the Trainer's own writes
+    "lightning.pytorch.loggers.TensorBoardLogger": "_experiment _root_dir _name _version _get_next_version",
+    "lightning.fabric.utilities.logger": "_convert_params _flatten_dict",  # the logger for trackio
+    # weights by owner; copies without hooks; whether a module is hooked or compiled
+    "torch.nn.Module": (
+        "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl _forward_hooks "
+        "_forward_pre_hooks _backward_hooks _backward_pre_hooks"
+    ),
+    "torch._dynamo": "OptimizedModule",  # compiled modules are refused
+    "torch._dynamo.OptimizedModule": "_orig_mod",  # the model inside
+    "torch": "_assert_async _foreach_norm _foreach_mul_",  # checks and norms without waiting for the GPU
+    # attention that also returns its log-sum-exp, which merging needs
+    "torch.ops.aten": (
+        "_flash_attention_forward _flash_attention_backward _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward"
+    ),
+    "torch.ops.mkldnn": "_linear_pointwise _reorder_linear_weight",  # linear layers on packed weights
+    "torch.distributed.distributed_c10d": "_get_default_store _world",  # the watchdog's store and counters
+    "torch.distributed.PrefixStore": "_underlying_non_prefix_store",  # the watchdog's store
+    "torch.distributed.ProcessGroup": "_get_sequence_number_for_group",  # the watchdog's counters
+    "torch.UntypedStorage": "_cdata",  # whether two tensors share memory
+    "deepspeed.runtime.engine.DeepSpeedEngine": "_backward_prologue",  # several backward passes a step
+    # skipping a group; evaluation under ZeRO-3
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "_optimizer_step _restore_from_bit16_weights",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "_optimizer_step",  # skipping a group
+    "jsonargparse.ArgumentParser": "_actions",  # options of a configuration
+    "lightning.pytorch.cli.LightningCLI": "_subcommand_method_arguments",  # options of a subcommand
+    "vllm.v1.engine.core_client.MPClient": "_finalizer",  # the trainer's process group survives the engine
+    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory": "_registry",  # our transfer
+    "vllm.v1.worker.gpu_worker.Worker": "_weight_update_active",  # abandoned updates of weights
+    "vllm.model_executor.model_loader.reload.layerwise": "_place_kernel_tensors",  # abandoned reloads
+    "vllm.distributed.device_communicators.cpu_communicator": "_CPUSHMDistributed",  # shared memory of one engine
+}
+"""Non-public names that this package uses, by the module or class that owns them, and what they are needed for.
 
-    Attributes:
-        owner: Import path of a module or class.
-        names: Attributes of the module; or of the class or its instances, inherited ones included.
-        reason: What they are needed for.
-    """
-
-    owner: str
-    names: tuple[str, ...]
-    reason: str
-
-
-NAMES = (
-    Names(
-        "transformers.PreTrainedModel",
-        (
-            *("_can_set_attn_implementation", "_can_record_outputs"),
-            *("_require_grads_hook", "_keys_to_ignore_on_save"),
-            "_keep_in_fp32_modules_strict",
-        ),
-        "what a family can do, and how it saves",
-    ),
-    Names("transformers.PretrainedConfig", ("_attn_implementation",), "our attention in place of the model's"),
-    Names("transformers.core_model_loading", ("revert_weight_conversion", "WeightConverter"), "checkpoint names"),
-    Names("transformers.conversion_mapping", ("get_model_conversion_mapping",), "checkpoint names"),
-    Names("transformers.modeling_utils", ("remove_tied_weights_from_state_dict",), "names of tied weights"),
-    Names("transformers.generation.utils", ("ALL_CACHE_NAMES",), "the cache's argument, where it is not annotated"),
-    Names("transformers.integrations.peft.PeftAdapterMixin", ("_hf_peft_config_loaded",), "models with adapters"),
-    Names(
-        "lightning.pytorch.Trainer",
-        ("_results", "_checkpoint_connector", "_logger_connector", "_accelerator_connector"),
-        "logging many numbers at once; writing, finding and resuming checkpoints; validation before the first step",
-    ),
-    Names(
-        "lightning.pytorch.LightningModule",
-        ("_current_fx_name", "_trainer", "_compiler_ctx"),
-        "metrics without a value are not repeated; compiled modules are refused",
-    ),
-    Names("lightning.pytorch.trainer.call", ("_call_configure_model",), "models before callbacks that read them"),
-    Names(
-        "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector",
-        ("_parse_ckpt_path", "dump_checkpoint", "hpc_save_path"),
-        "ckpt_path 'last'; checkpoints that are complete or absent",
-    ),
-    Names(
-        "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector",
-        ("_first_loop_iter",),
-        "validation before the first step",
-    ),
-    Names(
-        "lightning.pytorch.loops.fit_loop._FitLoop",
-        ("_can_stop_early", "_combined_loader", "_combined_loader_states_to_load", "_data_source", "_data_fetcher"),
-        "the end of a run; the position in the data after a resume; whether validation follows a step",
-    ),
-    Names(
-        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
-        ("_should_accumulate", "_batches_that_stepped", "_should_check_val_fx"),
-        "whether a batch ends with a step, and validation follows; repaired counters of a resumed run",
-    ),
-    Names(
-        "lightning.pytorch.loops.evaluation_loop._EvaluationLoop",
-        ("_max_batches",),
-        "validation on fewer prompts before the first step",
-    ),
-    Names("lightning.pytorch.utilities.combined_loader.CombinedLoader", ("_load_state_dicts",), "a resume's data"),
-    Names("lightning.pytorch.strategies.Strategy", ("_checkpoint_io", "_forward_redirection"), "checkpoints; FSDP1"),
-    Names("lightning.pytorch.strategies.FSDPStrategy", ("_setup_model",), "the second run of a module"),
-    Names("lightning.pytorch.strategies.DeepSpeedStrategy", ("_restore_zero_state",), "evaluation under ZeRO-3"),
-    Names("lightning.pytorch.strategies.launchers", ("_SubprocessScriptLauncher",), "ending the other ranks"),
-    Names(
-        "lightning.pytorch.callbacks.ModelCheckpoint",
-        (
-            *("_every_n_epochs", "_every_n_train_steps", "_train_time_interval", "_monitor_candidates"),
-            *("_save_checkpoint", "_save_last_checkpoint", "_save_topk_checkpoint", "_should_skip_saving_checkpoint"),
-            *("_last_checkpoint_saved", "_last_global_step_saved", "_link_checkpoint", "_remove_checkpoint"),
-            *("_find_last_checkpoints", "_format_checkpoint_name", "_defer_save_until_validation"),
-        ),
-        "SafeCheckpoint writes by itself, and lets Lightning decide when",
-    ),
-    Names("lightning.pytorch.callbacks.ModelSummary", ("_summarize_kwargs", "_max_depth"), "our table in its place"),
-    Names(
-        "lightning.pytorch.callbacks.RichProgressBar",
-        (
-            *("_refresh_rate", "_leave", "_console_kwargs", "_initialize_train_progress_bar_id", "_progress_stopped"),
-            "_update",
-        ),
-        "our progress bar in its place",
-    ),
-    Names(
-        "lightning.pytorch.loggers.CSVLogger",
-        ("_experiment", "_save_dir", "_root_dir", "_name", "_version", "_get_next_version"),
-        "whether the logger has begun to write, and where the Trainer's own writes",
-    ),
-    Names(
-        "lightning.pytorch.loggers.TensorBoardLogger",
-        ("_experiment", "_root_dir", "_name", "_version", "_get_next_version"),
-        "where the Trainer's own writes",
-    ),
-    Names("lightning.fabric.utilities.logger", ("_convert_params", "_flatten_dict"), "the logger for trackio"),
-    Names(
-        "torch.nn.Module",
-        (
-            *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "_compiled_call_impl"),
-            *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-        ),
-        "weights by owner; copies without hooks; whether a module is hooked or compiled",
-    ),
-    Names("torch._dynamo", ("OptimizedModule",), "compiled modules are refused"),
-    Names("torch._dynamo.OptimizedModule", ("_orig_mod",), "the model inside"),
-    Names("torch", ("_assert_async", "_foreach_norm", "_foreach_mul_"), "checks and norms without waiting for the GPU"),
-    Names(
-        "torch.ops.aten",
-        (
-            *("_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention"),
-            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
-        ),
-        "attention that also returns its log-sum-exp, which merging needs",
-    ),
-    Names("torch.ops.mkldnn", ("_linear_pointwise", "_reorder_linear_weight"), "linear layers on packed weights"),
-    Names("torch.distributed.distributed_c10d", ("_get_default_store", "_world"), "the watchdog's store and counters"),
-    Names("torch.distributed.PrefixStore", ("_underlying_non_prefix_store",), "the watchdog's store"),
-    Names("torch.distributed.ProcessGroup", ("_get_sequence_number_for_group",), "the watchdog's counters"),
-    Names("torch.UntypedStorage", ("_cdata",), "whether two tensors share memory"),
-    Names("deepspeed.runtime.engine.DeepSpeedEngine", ("_backward_prologue",), "several backward passes a step"),
-    Names(
-        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
-        ("_optimizer_step", "_restore_from_bit16_weights"),
-        "skipping a group; evaluation under ZeRO-3",
-    ),
-    Names("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", ("_optimizer_step",), "skipping a group"),
-    Names("jsonargparse.ArgumentParser", ("_actions",), "options of a configuration"),
-    Names("lightning.pytorch.cli.LightningCLI", ("_subcommand_method_arguments",), "options of a subcommand"),
-    Names("vllm.v1.engine.core_client.MPClient", ("_finalizer",), "the trainer's process group survives the engine"),
-    Names("vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory", ("_registry",), "our transfer"),
-    Names("vllm.v1.worker.gpu_worker.Worker", ("_weight_update_active",), "abandoned updates of weights"),
-    Names("vllm.model_executor.model_loader.reload.layerwise", ("_place_kernel_tensors",), "abandoned reloads"),
-    Names(
-        "vllm.distributed.device_communicators.cpu_communicator", ("_CPUSHMDistributed",), "shared memory of one engine"
-    ),
-)
-"""All that this package uses, by owner; `tests/utilities/test_internals.py` checks that they exist."""
+Names of a class may be attributes of its instances, or inherited. `tests/utilities/test_internals.py` checks that they
+exist.
+"""

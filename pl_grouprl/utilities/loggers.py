@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,6 @@ def _claim_folder(folder: Path) -> None:
         writer.write_text(process_name())
 
 
-@rank_zero_only
-def _release_folder(folder: Path) -> None:
-    with suppress(OSError):
-        _writer(folder).unlink()
-
-
 def _writer(folder: Path) -> Path:
     """Names the process that writes into a `CSVLogger`'s folder; outside of it, which Lightning expects to be empty."""
     return folder.with_name(f".{folder.name}.writer")
@@ -114,23 +108,18 @@ class _Guard:
         self.logger: Any = logger
         self.is_disabled = False
         self.refused: frozenset[str] = frozenset()
-        self.has_renamed = False
-        for name in ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "finalize"):
+        for name in ("log_metrics", "finalize"):
             setattr(logger, name, getattr(self, name))
+        for name in ("log_hyperparams", "save", "after_save_checkpoint"):
+            setattr(logger, name, partial(self._tolerate, getattr(type(logger), name), logger))
 
     def log_metrics(self, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         def write(part: dict[str, Any]) -> Exception | None:
             return self._attempt(lambda: type(self.logger).log_metrics(self.logger, part, *args, **kwargs))
 
-        if isinstance(self.logger, MLFlowLogger):
-            names = {name: _mlflow_name(name) for name in metrics}
-            if not self.has_renamed and (changed := next((name for name in names if names[name] != name), None)):
-                self.has_renamed = True
-                rank_zero_warn(
-                    f"MLflow takes only letters, digits and '_/. -' in names of metrics: {changed!r} is logged as "
-                    f"{names[changed]!r}, and others like it."
-                )
-            metrics = {names[name]: value for name, value in metrics.items()}
+        if isinstance(self.logger, MLFlowLogger):  # takes only some characters; Lightning would drop the others
+            escaped = lambda c: "-at-" if c[0] == "@" else f".x{ord(c[0]):x}."  # noqa: E731
+            metrics = {re.sub(r"[^\w/. -]", escaped, name, flags=re.A): value for name, value in metrics.items()}
         left = {name: value for name, value in metrics.items() if name not in self.refused}
         if error := write(left):
             refused = [name for name, value in left.items() if write({name: value})]
@@ -141,26 +130,18 @@ class _Guard:
                 )
             self.refused |= set(refused)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        self._tolerate(lambda: type(self.logger).log_hyperparams(self.logger, *args, **kwargs))
-
-    def save(self) -> None:
-        self._tolerate(lambda: type(self.logger).save(self.logger))
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self._tolerate(lambda: type(self.logger).after_save_checkpoint(self.logger, checkpoint_callback))
-
     def finalize(self, status: str) -> None:
         if isinstance(self.logger, CSVLogger):
-            _release_folder(Path(self.logger.log_dir))
+            with suppress(OSError):
+                rank_zero_only(_writer(Path(self.logger.log_dir)).unlink)()
         if self.is_disabled:
             with suppress(Exception):  # closes as much as it can
                 type(self.logger).finalize(self.logger, status)
-        self._tolerate(lambda: type(self.logger).finalize(self.logger, status))
+        self._tolerate(type(self.logger).finalize, self.logger, status)
         self.is_disabled = False
 
-    def _tolerate(self, write: Callable[[], None]) -> None:
-        if error := self._attempt(write):
+    def _tolerate(self, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if error := self._attempt(lambda: write(*args, **kwargs)):
             rank_zero_warn(f"{type(self.logger).__name__} raised {describe_error(error, 300)}; training continues.")
 
     def _attempt(self, write: Callable[[], None]) -> Exception | None:
@@ -179,17 +160,3 @@ class _Guard:
             place = logger.log_dir or logger.save_dir or f"its run {logger.name}/{logger.version}"
             OptionalWrites(type(logger).__name__).warn(place, reason)
         return None
-
-
-def _mlflow_name(name: str) -> str:
-    """A name that MLflow takes; different names get different ones.
-
-    `@` becomes `-at-`, and another character that Lightning would drop becomes `.x{hex}.`, as do `-` and `.` where they
-    would look like these. Parts between slashes that make no path (empty, `.` and `..`) are escaped, too.
-    """
-    escaped = re.sub(
-        r"[^\w/. -]|-(?=at)|\.(?=x)", lambda c: "-at-" if c[0] == "@" else f".x{ord(c[0]):x}.", name, flags=re.A
-    )
-    parts = [f".x{part.encode().hex()}." if part in ("", ".", "..") else part for part in escaped.split("/")]
-    whole = "/".join(parts)
-    return whole if len(whole) <= 250 else f"{whole[:200]}.x.{hashlib.sha256(name.encode()).hexdigest()[:32]}"

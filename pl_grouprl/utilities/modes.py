@@ -156,15 +156,13 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 # Out-of-memory errors that name the option to change.
 
-_CPU_MESSAGES = ("can't allocate memory", "not enough memory")
-"""Texts of PyTorch's plain RuntimeError when the CPU is out of memory."""
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the CPU is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_MESSAGES)
+    of_cpu = ("can't allocate memory", "not enough memory")  # in PyTorch's plain RuntimeError
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in of_cpu)
 
 
 @contextlib.contextmanager
@@ -209,21 +207,14 @@ def nonfinite_parameters(
 @torch.no_grad()
 def nonfinite_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Name the tensors that contain NaN or inf on this rank; see `nonfinite_parameters`."""
-    largest = {
-        name: _largest(tensor)
-        for name, tensor in named_tensors
-        if tensor.numel() and not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
-    }
+    largest: dict[str, Tensor] = {}  # magnitudes, which propagate NaN and inf, and cannot overflow
+    for name, tensor in named_tensors:
+        if tensor.numel() and not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex()):
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            lowest, highest = torch.aminmax(real.float() if real.itemsize == 1 else real)  # copies only float8
+            largest[name] = torch.maximum(-lowest, highest)
     if not largest:
         return []
     first = next(iter(largest.values())).device
     finite = torch.stack([value.to(first, widest_dtype(first)) for value in largest.values()]).isfinite().tolist()
     return [name for name, is_finite in zip(largest, finite, strict=True) if not is_finite]
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude; propagates NaN and inf, cannot overflow, and copies only float8."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    lowest, highest = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
-    return torch.maximum(-lowest, highest)

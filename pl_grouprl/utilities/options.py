@@ -27,6 +27,12 @@ def check_options(checks: Mapping[str, tuple[Any, bool, str]]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be {finite}{range_}.")
 
 
+def check_fields(options: Any, **checks: tuple[bool, str]) -> None:
+    """Like `check_options`, for attributes of an object, which are named after its class."""
+    owner = type(options).__name__
+    check_options({f"{owner}.{name}": (getattr(options, name), *check) for name, check in checks.items()})
+
+
 def check_finite(**options: Any) -> None:
     """Raise if a number is NaN or infinite.
 

@@ -171,8 +171,14 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.set_task_factory(self._make_task)
         self._labels: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+        def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+            task = asyncio.Task(coroutine, loop=loop, **kwargs)
+            self._labels[task] = _label.get()
+            return task
+
+        self._loop.set_task_factory(make_task)
         self._blocked_by: str | None = None
         self._stopping = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -214,23 +220,19 @@ class BackgroundLoop:
         with contextlib.suppress(RuntimeError):  # closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(coroutine, loop=loop, **kwargs)
-        self._labels[task] = _label.get()
-        return task
-
     def _run(self) -> None:
         while not self._stopping:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a task, they leave run_forever
                 self._loop.run_forever()
-        self._loop.run_until_complete(self._cancel_all())
-        self._loop.close()
 
-    async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=GRACE_SECONDS)
+        async def cancel_all() -> None:
+            tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=GRACE_SECONDS)
+
+        self._loop.run_until_complete(cancel_all())
+        self._loop.close()
 
 
 class OverTimeError(Exception):
@@ -293,21 +295,14 @@ class Reaper:
         command = [sys.executable, reaper.__file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)  # noqa: S603 (our own)
 
-    def watch(self, pid: int) -> None:
-        """Kill this worker when this process ends."""
-        self._tell(f"+{pid}")
-
-    def forget(self, pid: int) -> None:
-        """Stop watching a worker, which has ended."""
-        self._tell(f"-{pid}")
+    def tell(self, line: str) -> None:
+        """Say `+ID` of a worker that is to be killed when this process ends, and `-ID` once it has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())  # unbuffered, and whole lines
 
     def close(self) -> None:
         """Kill the workers that are still watched, and end the reaper."""
         self._process.communicate()
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n".encode())  # unbuffered, and whole lines
 
 
 class WorkerProcess:
@@ -377,7 +372,7 @@ class WorkerProcess:
             finally:
                 sys.modules["__main__"] = main
             self._process, self._root, self._pipe = process, psutil.Process(process.pid), ours
-            self._reaper.watch(process.pid)
+            self._reaper.tell(f"+{process.pid}")
         theirs.close()
         try:
             first = self._receive(START_SECONDS)
@@ -412,7 +407,7 @@ class WorkerProcess:
             return None
         with self._forking:
             kill_tree(self._root)
-            self._reaper.forget(process.pid)
+            self._reaper.tell(f"-{process.pid}")
             process.join()
             self._process = None
         self._pipe.close()

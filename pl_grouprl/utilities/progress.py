@@ -91,7 +91,7 @@ class ProgressLines:
         self.title = title
         self.total = total
         self._first = done
-        self._tenth = self._tenth_of(done)
+        self._tenth = int(10 * done / total) if total else 0
         self._start = time.monotonic()
         from pl_grouprl.utilities.checkpoint_files import OptionalWrites  # Lightning, which reward workers do without
 
@@ -105,27 +105,22 @@ class ProgressLines:
             done: Steps done so far.
             numbers: Metrics by name; floats are printed.
         """
-        if self._tenth_of(done) > self._tenth:
-            self._tenth = self._tenth_of(done)
+        tenth = int(10 * done / self.total) if self.total else 0
+        if tenth > self._tenth:
+            self._tenth = tenth
             self._print(done, numbers)
-
-    def _tenth_of(self, done: int) -> int:
-        return int(10 * done / self.total) if self.total else 0
 
     def _print(self, done: int, numbers: Mapping[str, Any] | None = None) -> None:
         parts = [f"{self.title}: {done}/{self.total:g}"]
         if done > self._first:
             elapsed = time.monotonic() - self._start
-            parts.append(f"{_clock(elapsed)} elapsed")
+            parts.append(f"{timedelta(seconds=round(elapsed))} elapsed")
             if done < self.total < float("inf"):
-                parts.append(f"{_clock(elapsed / (done - self._first) * (self.total - done))} left")
+                left = elapsed / (done - self._first) * (self.total - done)
+                parts.append(f"{timedelta(seconds=round(left))} left")
         parts += [f"{name} {number:.3f}" for name, number in (numbers or {}).items() if isinstance(number, float)]
         with self._writes.to("standard output"):
             print(encodable(", ".join(parts)), flush=True)
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
 
 
 # Tells the user what this process is doing when a phase takes long.

@@ -42,11 +42,12 @@ def kill_tree(root: psutil.Process) -> None:
     with contextlib.suppress(psutil.Error):
         root.suspend()
     killed: set[psutil.Process] = set()
-    while found := _descendants(root) - killed:
-        for process in found:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        killed |= found
+    with contextlib.suppress(psutil.Error):
+        while found := set(root.children(recursive=True)) - killed:
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            killed |= found
     if root.is_running() or not psutil.pid_exists(root.pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(root.pid, signal.SIGKILL)
@@ -65,13 +66,6 @@ def reap() -> None:
                 workers[pid] = psutil.Process(pid)
     for worker in workers.values():
         kill_tree(worker)
-
-
-def _descendants(root: psutil.Process) -> set[psutil.Process]:
-    try:
-        return set(root.children(recursive=True))
-    except psutil.Error:
-        return set()
 
 
 if __name__ == "__main__":

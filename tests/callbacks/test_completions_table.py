@@ -14,13 +14,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
 from pl_grouprl.callbacks import completions_table as module
 from pl_grouprl.callbacks.completions_table import (
-    EvaluationRows,
     completion_rows,
     completions_table,
     episodes_table,
+    evaluation_rows,
     markdown_table,
     printable_line,
-    prompt_text,
     render_table,
     source_table,
     summary_table,
@@ -75,7 +74,8 @@ def test_long_texts_lose_their_middle_and_control_characters_are_written_out(tex
 
 def test_messages_become_one_text_and_empty_tables_are_drawn():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert prompt_text(RolloutGroup([1], [], prompt=messages)) == "system: Be brief.\nuser: Hi"
+    (row,) = completion_rows(RolloutGroup([1], [Rollout([2])], prompt=messages), 0, step=0)
+    assert row["prompt"] == "system: Be brief.\nuser: Hi"
     assert "completion" in render_table([], 10)
     assert markdown_table([], 10).count("\n") == 1
     assert summary_table({}, 3).rows == []
@@ -265,13 +265,12 @@ def test_rows_of_all_ranks_are_in_the_order_of_the_prompts(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module, "gather_plain", lambda value, device: sent.append(value) or [[]])
         for outputs in (of_rank(group(1, "b")), of_rank()):
-            EvaluationRows().of_batch(outputs, None, "cpu")
+            evaluation_rows(outputs, None, "cpu")
     monkeypatch.setattr(module, "gather_plain", lambda value, device: [value, sent.pop(0)])
-    rows = EvaluationRows()
-    found = rows.of_batch(of_rank(group(0, "a", "A"), group(2, "c")), None, "cpu")
-    found += rows.of_batch(of_rank(group(0, "d")), None, "cpu")
+    by_group = evaluation_rows(of_rank(group(0, "a", "A"), group(2, "c")), None, "cpu")
+    by_group += evaluation_rows(of_rank(group(0, "d")), None, "cpu", first=3)
     expected = [(0, "a"), (0, "A"), (1, "b"), (2, "c"), (3, "d")]
-    assert [(row["group"], row["completion"]) for row in found] == expected
+    assert [(row["group"], row["completion"]) for rows in by_group for row in rows] == expected
 
 
 def test_a_table_has_a_line_per_data_source(evaluate, capsys):

@@ -6,7 +6,6 @@ import shutil
 import pyarrow as pa
 import pytest
 from helpers.versions import needs
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from PIL import Image
 from pyarrow import parquet
 
@@ -224,13 +223,3 @@ def test_malformed_options_and_a_missing_package(monkeypatch):
     monkeypatch.setattr("pl_grouprl.data.hub.DATASETS_AVAILABLE", False)
     with pytest.raises(ModuleNotFoundError, match="HubDataset"):
         HubDataset("x/y")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_progress_is_shown_by_rank_zero_alone(source, folder, tmp_path, monkeypatch, capfd, rank):
-    import datasets
-
-    monkeypatch.setattr(rank_zero_only, "rank", rank)
-    HubDataset(str(folder), "main", cache_dir=str(tmp_path)).rows("train")
-    assert ("Generating train split" in capfd.readouterr().err) == (rank == 0)
-    assert not datasets.utils.are_progress_bars_disabled()

@@ -437,7 +437,6 @@ def test_a_process_reward_model_from_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (step_classifier, {"separator": ""}, "separator is empty"),
         (step_classifier, {"max_tokens_per_pass": 0}, "max_tokens_per_pass is 0"),
         (step_classifier, {"tokenizer": None}, "tokenizer is None and model is not a name or folder"),
         (step_classifier, {"label": 2}, "label is 2, and Qwen2ForTokenClassification has 2 labels"),

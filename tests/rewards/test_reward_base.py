@@ -77,9 +77,9 @@ FROM_FILE = {"class_path": PARTS + "FunctionFromFile", "init_args": {"path": "FI
 @pytest.mark.parametrize(
     "rewards",
     [
-        "pl_grouprl.rewards.answers.leading_correct_share",
+        "pl_grouprl.rewards.answers.extract_number",
         {"class_path": PARTS + "ExactMatch", "init_args": {"ignore_case": True}},
-        [{"class_path": PARTS + "ExactMatch"}, "pl_grouprl.rewards.answers.leading_correct_share"],
+        [{"class_path": PARTS + "ExactMatch"}, "pl_grouprl.rewards.answers.extract_number"],
         [{"function": {"class_path": PARTS + "NumericAnswer"}, "weight": 0.5, "name": "numeric"}],
         [{"function": FROM_FILE, "weight": 2.0}],
     ],

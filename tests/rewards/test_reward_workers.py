@@ -19,7 +19,7 @@ from pl_grouprl.rewards import (
     RewardConfigurationError,
     Weighted,
     apply_rewards,
-    check_time_limits,
+    check_calls,
     prepare_rewards,
     start_rewards,
 )
@@ -168,8 +168,8 @@ def test_what_may_take_forever_needs_workers_with_a_time_limit(workers, timeout)
     for reward in (MathVerify(), CosineLengthReward(MathVerify(), max_len=9)):
         rewards = prepare_rewards(reward)
         with pytest.raises(ValueError, match=rf"reward_workers is {workers} with reward_timeout {timeout}"):
-            check_time_limits(rewards, workers, timeout)
-        check_time_limits(rewards, 1, 5.0)
+            check_calls(rewards, workers, timeout)
+        check_calls(rewards, 1, 5.0)
 
 
 SCRIPT = """

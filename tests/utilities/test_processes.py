@@ -91,9 +91,9 @@ def test_the_first_message_of_a_worker_is_checked(make):
 def test_the_reaper_kills_the_groups_that_are_left():
     reaper = Reaper()
     first, second = (subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2))
-    reaper.watch(first.pid)
-    reaper.watch(second.pid)
-    reaper.forget(first.pid)
+    reaper.tell(f"+{first.pid}")
+    reaper.tell(f"+{second.pid}")
+    reaper.tell(f"-{first.pid}")
     reaper.close()
     assert second.wait() == -signal.SIGKILL
     root = psutil.Process(first.pid)

@@ -46,14 +46,20 @@ def test_vllm_where_it_cannot_be_installed(monkeypatch, capsys):
 def test_killing_a_tree_whose_processes_cannot_be_listed(monkeypatch):
     """Then its process group is what is killed."""
     sent = []
-    monkeypatch.setattr(reaper, "_descendants", lambda root: set())
-    stop, kill = ("kill", 123456, signal.SIGSTOP), ("kill", 123456, signal.SIGKILL)
     root = SimpleNamespace(
-        pid=123456, suspend=lambda: sent.append(stop), is_running=lambda: True, kill=lambda: sent.append(kill)
+        pid=123456,
+        suspend=lambda: sent.append(("kill", 123456, signal.SIGSTOP)),
+        is_running=lambda: True,
+        children=lambda recursive: [],
+        kill=lambda: sent.append(("kill", 123456, signal.SIGKILL)),
     )
     monkeypatch.setattr(reaper.os, "killpg", lambda *target: sent.append(("killpg", *target)))
     reaper.kill_tree(root)
-    assert sent == [stop, ("killpg", 123456, signal.SIGKILL), kill]
+    assert sent == [
+        ("kill", 123456, signal.SIGSTOP),
+        ("killpg", 123456, signal.SIGKILL),
+        ("kill", 123456, signal.SIGKILL),
+    ]
 
 
 @pytest.fixture

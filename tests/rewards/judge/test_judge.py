@@ -12,8 +12,6 @@ import random
 import threading
 import tracemalloc
 from base64 import b64encode
-from datetime import datetime, timedelta, timezone
-from email.utils import format_datetime
 from urllib.parse import quote
 
 import httpx2
@@ -136,14 +134,10 @@ def test_refusals_that_pass_are_retried_with_growing_pauses(waits):
 
 
 def test_a_server_says_how_long_to_wait(waits):
-    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=40), usegmt=True)
-    never = "Fri, 31 Dec 9999 23:59:59 -1200"  # later than the last year there is
-    answers = [Answer(status=429, headers={"Retry-After": after}) for after in ("7", date, "soon", never)]
+    answers = [Answer(status=429, headers={"Retry-After": after}) for after in ("7", "soon")]
     assert grade(in_turn(*answers, reply("Grade: 4")), "x")[0] == [0.4]
     assert waits[0] == 7.0
-    assert 8.0 < waits[1] <= 40.0
-    assert 2.0 <= waits[2] <= 4.0
-    assert 4.0 <= waits[3] <= 8.0
+    assert 1.0 <= waits[1] <= 2.0
 
 
 def test_a_wait_beyond_a_minute_is_a_failure(waits, caplog):
