@@ -351,18 +351,6 @@ def test_empty_shapes_and_no_valid_token(shape):
 
 
 @pytest.mark.parametrize(
-    "change", [{"threshold": 3.0}, {"max_size": 2}, {"epsilon": 2.0}, {"mean_signal": 1e7}, {"forced_ends": None}]
-)
-def test_each_option_changes_the_cut(change):
-    deltas, norms, mask = random_case(9)
-    if "forced_ends" in change:
-        change = {"forced_ends": torch.ones_like(mask)}
-    base = {"threshold": 2.0}
-    expected = find_token_groups(deltas, norms, mask, **base)
-    assert not torch.equal(find_token_groups(deltas, norms, mask, **{**base, **change}).ends, expected.ends)
-
-
-@pytest.mark.parametrize(
     ("change", "argument"),
     [
         ({"td_errors": torch.ones(4)}, "td_errors"),
