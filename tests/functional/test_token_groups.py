@@ -476,15 +476,13 @@ def compression_of(threshold, seed):
     return token_group_metrics(token_group_counts(groups))["compression_ratio"].item()
 
 
-@pytest.mark.parametrize(("learning_rate", "steps", "arrives"), [(0.1, 200, True), (0.01, 200, False)])
-def test_the_threshold_converges_to_the_target(learning_rate, steps, arrives):
-    controller = ThresholdController(1.0, threshold_lr=learning_rate)
-    last = []
-    for step in range(steps):
+def test_the_threshold_converges_to_the_target():
+    controller, last = ThresholdController(1.0, threshold_lr=0.1), []
+    for step in range(250):
         compression = compression_of(controller.threshold, step)
         controller.update(compression)
         last = [*last[-19:], compression]
-    assert (abs(sum(last) / len(last) - 0.75) < 0.02) == arrives
+    assert abs(sum(last) / len(last) - 0.75) < 0.02
 
 
 def test_the_threshold_resumes():
