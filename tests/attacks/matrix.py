@@ -96,7 +96,7 @@ ROWS: tuple[Row, ...] = (
             "tests/algorithms/test_grpo_edges.py",
             "tests/algorithms/test_dynamic_sampling.py",
             "tests/algorithms/test_global_denominators.py",
-            "tests/functional/test_advantages.py",
+            "tests/functional/test_outcomes.py",
         ),
     ),
     Row(

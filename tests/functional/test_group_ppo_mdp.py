@@ -7,7 +7,7 @@ softmax of its own parameters in each state, the values are exact.
 import pytest
 import torch
 
-from pl_grouprl.functional.advantages.temporal import td_errors
+from pl_grouprl.functional.advantages.temporal import generalized_advantages, td_errors
 from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages
 
 ACTIONS, HORIZON = 3, 5
@@ -103,6 +103,11 @@ def start_of(groups):
     return torch.where(groups.starts, torch.arange(HORIZON), 0).cummax(1).values
 
 
+def end_of(groups):
+    """Position at which the group of each token ends."""
+    return torch.where(groups.ends, torch.arange(HORIZON), HORIZON - 1).flip(1).cummin(1).values.flip(1)
+
+
 @pytest.fixture(scope="module")
 def mdp():
     made = {}
@@ -143,3 +148,28 @@ def test_without_the_discount_outside_each_mode_weighs_tokens_as_it_says(mdp, ga
         expected = world.expected_gradient(world.errors * factor)  # delta with exact V is the advantage in expectation
         actual = world.expected_gradient(world.advantages(groups, 0.6, mode))
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+def wrong_signs(world, weights):
+    """Components that clearly point the other way: an action made less likely that ought to become more likely."""
+    estimate, true = world.expected_gradient(weights), world.true_gradient
+    clear = 0.01 * true.abs().max()
+    return int(((estimate * true < 0) & (estimate.abs() > clear) & (true.abs() > clear)).sum())
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_other_baselines_places_and_boundaries_are_biased(mdp, gamma):
+    world = mdp(gamma)
+    groups = world.cut(world.errors)
+    to_baseline = world.values.gather(1, start_of(groups)) - world.values.gather(1, end_of(groups))
+    for weights in (world.advantages(groups, 1.0) + to_baseline, world.advantages(groups, 1.0, "endpoint")):
+        weights = weights * world.discount(groups, "broadcast")
+        assert world.deviation(weights) > 0.3
+        assert wrong_signs(world, weights) > 0
+    for lam in (0.95, 1.0):  # a boundary that looks ahead; 1 is Monte Carlo
+        ahead, _ = generalized_advantages(world.rewards, world.values, world.mask, gamma=gamma, lam=lam)
+        groups = world.cut(ahead)
+        assert world.deviation(world.advantages(groups, 1.0) * world.discount(groups, "broadcast")) > 0.1
+        # The same signal cannot bias groups of one token: nothing is shared.
+        single = find_token_groups(ahead, world.score_norms, world.mask, max_size=1)
+        assert world.deviation(world.advantages(single, 1.0) * world.discount(single, "broadcast")) < 1e-12
