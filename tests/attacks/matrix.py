@@ -79,7 +79,7 @@ ROWS: tuple[Row, ...] = (
         "equal rewards, groups of one, groups of all sizes, a rank with nothing to train",
         "advantages zero or as the formula says, no NaN, all ranks step together, the gradient of one rank",
         "algorithms/test_grpo_edges.py algorithms/test_dynamic_sampling.py algorithms/test_global_denominators.py "
-        "functional/test_advantages.py",
+        "functional/test_outcomes.py",
     ),
     Row(
         "empty completions, end tokens at once, padding on either side, prompts over the limit",

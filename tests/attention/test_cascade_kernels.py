@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.flash_attention import flash_attention_on_cpu
-from helpers.forests import Forest, attention_by_sequence, random_forest, relative_error, sequences
+from helpers.forests import Forest, random_forest, relative_error, sequences
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pl_grouprl.attention.backends import cascade
@@ -50,11 +50,6 @@ def packed_inputs(tokens, heads, dtype=torch.float64, size=8):
     ]
 
 
-def by_sequence(query, key, value, forest):
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return attention_by_sequence(query, key, value, forest, SCALE)[0]
-
-
 def by_definition(query, key, value, forest, window=None, chunk=None, softcap=None, sinks_H=None):
     """Attention under a rule, from the tokens that each token sees in the sequences that hold it."""
     tokens, heads = len(query), query.shape[1] // key.shape[1]
@@ -84,32 +79,25 @@ def compare(out, expected, tensors, tolerance):
         assert relative_error(one, other) < tolerance
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
-def test_plan_with_each_kernel(kernel, depth):
-    for seed, heads in enumerate([(4, 4), (4, 2), (3, 1)]):
-        forest = random_forest(seed, depth, roots=1 + seed)
-        tensors = packed_inputs(sum(forest.lengths), heads)
-        plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
-        out = cascade_attention(*tensors, plan, kernel)
-        compare(out, by_sequence(*tensors, forest), tensors, 1e-12)
+LIMITS = [{}, {"window": 1}, {"window": 4}, {"window": 9}, {"chunk": 3}, {"chunk": 8}]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("limit", [{"window": 1}, {"window": 4}, {"window": 9}, {"chunk": 3}, {"chunk": 8}], ids=str)
-def test_windows_and_chunks_with_each_kernel(kernel, limit, depth):
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+def test_plans_windows_and_chunks_with_each_kernel(kernel, limit, depth):
     for seed, heads in enumerate([(4, 4), (4, 2), (3, 1)]):
         forest = random_forest(seed, depth, roots=1 + seed)
         tensors = packed_inputs(sum(forest.lengths), heads)
-        sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_()
         plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, **limit), CPU)
+        compare(cascade_attention(*tensors, plan, kernel), by_definition(*tensors, forest, **limit), tensors, 1e-11)
+        sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_()
         out = cascade_attention(*tensors, plan, kernel, sinks)
         compare(out, by_definition(*tensors, forest, **limit, sinks_H=sinks), (*tensors, sinks), 1e-11)
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_soft_caps_in_the_cascade(depth, window):
-    forest = random_forest(1, depth)
+def test_soft_caps_in_the_cascade(window):
+    forest = random_forest(1, 3)
     tensors = packed_inputs(sum(forest.lengths), (4, 2))
     plan = plan_cascade(SharedPrefixLayout(*forest), AttentionRule(SCALE, window=window, softcap=0.7), CPU)
     out = cascade_attention(*tensors, plan, EagerKernel(SCALE, softcap=0.7))
@@ -141,8 +129,7 @@ def save_attention(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("limit", [{}, {"window": 4}], ids=str)
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize(("limit", "depth"), [({}, 1), ({}, 3), ({"window": 4}, 3)], ids=str)
 def test_what_selective_checkpointing_saves_stays_as_the_kernel_returned_it(kernel, limit, depth, monkeypatch):
     def merge_unseen(out, lse, *part):  # a Triton kernel writes without telling autograd, too
         merge(torch.from_numpy(out.detach().numpy()), torch.from_numpy(lse.detach().numpy()), *part)
@@ -160,12 +147,8 @@ def test_what_selective_checkpointing_saves_stays_as_the_kernel_returned_it(kern
                 ),
                 *tensors, *sinks, use_reentrant=False, context_fn=contexts,
             )  # fmt: skip
-            compare(
-                out,
-                by_definition(*tensors, forest, **limit, sinks_H=next(iter(sinks), None)),
-                (*tensors, *sinks),
-                1e-11,
-            )
+            expected = by_definition(*tensors, forest, **limit, sinks_H=next(iter(sinks), None))
+            compare(out, expected, (*tensors, *sinks), 1e-11)
 
 
 def calls_of(plan):
@@ -196,7 +179,7 @@ def test_long_runs_below_a_prefix_get_separate_calls_on_slices(kernel):
     ]
     assert calls_of(plan)[1][0] == VarlenCall((160,), (5,), causal=False)
     tensors = packed_inputs(sum(forest.lengths), (4, 2))
-    compare(cascade_attention(*tensors, plan, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+    compare(cascade_attention(*tensors, plan, kernel), by_definition(*tensors, forest), tensors, 1e-12)
 
 
 def test_chains_are_bounded(kernel):
@@ -208,7 +191,7 @@ def test_chains_are_bounded(kernel):
     assert ancestors == [VarlenCall((80,), (200,), causal=False)]
     assert plan.others[0].keys == slice(0, 200)
     tensors = packed_inputs(280, (4, 2))
-    compare(cascade_attention(*tensors, plan, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+    compare(cascade_attention(*tensors, plan, kernel), by_definition(*tensors, forest), tensors, 1e-12)
 
 
 def test_all_children_of_a_piece_continue_its_chain_or_none(kernel):
@@ -217,7 +200,7 @@ def test_all_children_of_a_piece_continue_its_chain_or_none(kernel):
     tensors = packed_inputs(sum(forest.lengths), (4, 2))
     plan = plan_cascade(SharedPrefixLayout(*forest), RULE, CPU)
     assert plan.own.key_lens == (5, 25, 65, 9, 3, 1, 28, 15, 24, 245)
-    compare(cascade_attention(*tensors, plan, kernel), by_sequence(*tensors, forest), tensors, 1e-12)
+    compare(cascade_attention(*tensors, plan, kernel), by_definition(*tensors, forest), tensors, 1e-12)
 
 
 def test_prompts_with_rollouts_have_no_chains():
@@ -250,12 +233,6 @@ def test_empty_segments_need_no_call():
     own, ancestors = calls_of(plan_cascade(layout, RULE, CPU))
     assert [call.query_lens for call in own] == [(4, 3)]
     assert ancestors == []
-
-
-def test_cumulative_lengths_by_hand():
-    cu_query, cu_key = VarlenCall((3, 1, 2), (2, 2, 5), causal=False).cumulative(CPU)
-    assert cu_query.tolist() == [0, 3, 4, 6]
-    assert cu_key.tolist() == [0, 2, 4, 9]
 
 
 # On a GPU -----------------------------------------------------------------------------------------------------------
@@ -301,9 +278,8 @@ def test_windows_and_chunks_on_gpu(limit):
 @pytest.mark.gpu
 def test_flex_trains_on_gpu():
     forest = random_forest(0, 2, roots=2, lengths=(7, 64, 130))
-    for one, other in zip(
-        on_gpu(forest, (8, 2), torch.bfloat16, "flex"), on_gpu(forest, (8, 2), torch.float32, "reference"), strict=True
-    ):
+    found, expected = on_gpu(forest, (8, 2), torch.bfloat16, "flex"), on_gpu(forest, (8, 2), torch.float32, "reference")
+    for one, other in zip(found, expected, strict=True):
         assert relative_error(one.float(), other) < 2e-2
 
 
@@ -311,9 +287,8 @@ def test_flex_trains_on_gpu():
 @pytest.mark.parametrize("backend", ["auto", "cascade"])
 def test_float32_on_gpu(backend):
     forest = random_forest(0, 2, roots=2, lengths=(7, 64, 130))
-    for one, other in zip(
-        on_gpu(forest, (4, 2), torch.float32, backend), on_gpu(forest, (4, 2), torch.float32, "reference"), strict=True
-    ):
+    found, expected = (on_gpu(forest, (4, 2), torch.float32, own) for own in (backend, "reference"))
+    for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 1e-2
 
 

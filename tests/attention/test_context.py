@@ -63,7 +63,7 @@ def test_an_exception_restores_the_model():
     with pytest.raises(ZeroDivisionError):
         body()
     assert state(model) == before
-    with shared_prefix(model), pytest.raises(ValueError, match="prefix_layout has 60 tokens"):
+    with shared_prefix(model), pytest.raises(ValueError, match="prefix_layout"):
         model(PACKED[:, :-1], prefix_layout=LAYOUT)
     assert state(model) == before
 
@@ -75,7 +75,7 @@ def test_a_context_can_be_entered_again_but_not_twice():
         with context:
             model(ROWS)
         assert not model.model._forward_hooks
-    with context, pytest.raises(RuntimeError, match="already active; make a new one to nest it"), context:
+    with context, pytest.raises(RuntimeError, match="active"), context:
         pass
 
 
@@ -96,28 +96,20 @@ def test_nested_contexts(inner):
     assert state(model) == before
 
 
-def test_two_models_at_once():
-    first, second = tiny_model(seed=0), tiny_model(seed=1)
-    expected = first(ROWS).logits, second(ROWS).logits
-    with shared_prefix(first) as one, shared_prefix(second, "reference") as two:
-        torch.testing.assert_close(first(ROWS).logits, expected[0], atol=2e-5, rtol=0)
-        torch.testing.assert_close(second(ROWS).logits, expected[1], atol=2e-5, rtol=0)
-    assert one.last_call.layout is not None
-    assert two.last_call.layout is not None
-    assert in_force(first) is in_force(second) is None
-
-
-def test_contexts_exited_in_another_order_on_two_models():
-    first, second = tiny_model(seed=0), tiny_model(seed=1)
-    before = state(first), state(second)
-    one, two = shared_prefix(first), shared_prefix(second)
-    one.__enter__()
-    two.__enter__()
-    one.__exit__(None, None, None)
-    assert state(first) == before[0]
-    assert in_force(second) is two
-    two.__exit__(None, None, None)
-    assert state(second) == before[1]
+def test_two_models_at_once_exited_in_another_order():
+    models = tiny_model(seed=0), tiny_model(seed=1)
+    before, expected = [state(model) for model in models], [model(ROWS).logits for model in models]
+    contexts = shared_prefix(models[0]), shared_prefix(models[1], "reference")
+    for context in contexts:
+        context.__enter__()
+    for model, logits, context in zip(models, expected, contexts, strict=True):
+        torch.testing.assert_close(model(ROWS).logits, logits, atol=2e-5, rtol=0)
+        assert context.last_call.layout is not None
+    contexts[0].__exit__(None, None, None)
+    assert state(models[0]) == before[0]
+    assert in_force(models[1]) is contexts[1]
+    contexts[1].__exit__(None, None, None)
+    assert state(models[1]) == before[1]
 
 
 def test_contexts_exited_in_another_order_on_one_model():
@@ -264,24 +256,20 @@ def test_a_packed_row_with_and_without_positions(family):
 
 
 @pytest.mark.parametrize(
-    ("ids", "extra", "message"),
+    ("argument", "given"),
     [
-        (PACKED[:, :-1], {}, r"prefix_layout has 60 tokens.*shape \[1, 59\]; pass one packed row, of shape \[1, 60\]"),
-        (PACKED.repeat(2, 1), {}, r"shape \[2, 60\]; pass one packed row"),
-        (
-            PACKED,
-            {"position_ids": torch.arange(59)[None]},
-            "position_ids",
-        ),
-        (PACKED, {"attention_mask": torch.ones(1, 60).tril(-1)}, "attention_mask hides tokens of a packed row"),
-        (PACKED, {"use_cache": True}, "runs without a cache; pass use_cache=False"),
+        ("prefix_layout", {"input_ids": PACKED[:, :-1]}),
+        ("prefix_layout", {"input_ids": PACKED.repeat(2, 1)}),
+        ("position_ids", {"position_ids": torch.arange(59)[None]}),
+        ("attention_mask", {"attention_mask": torch.ones(1, 60).tril(-1)}),
+        ("use_cache", {"use_cache": True}),
+        ("labels", {"labels": PACKED}),
     ],
-    ids=["short row", "two rows", "positions", "mask", "cache"],
 )
-def test_arguments_that_contradict_the_layout_are_refused(ids, extra, message):
+def test_arguments_that_contradict_the_layout_are_refused(argument, given):
     model = tiny_model()
-    with shared_prefix(model), pytest.raises(ValueError, match=message):
-        model(ids, prefix_layout=LAYOUT, **extra)
+    with shared_prefix(model), pytest.raises(ValueError, match=argument):
+        model(**{"input_ids": PACKED, "prefix_layout": LAYOUT, **given})
 
 
 def test_a_layout_reaches_an_unpatched_decoder_with_our_attention():
@@ -289,14 +277,14 @@ def test_a_layout_reaches_an_unpatched_decoder_with_our_attention():
     model = tiny_model()
     with shared_prefix(model):
         twin = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match=r"decoder that is not patched; run the model inside `with shared_prefix"):
+    with pytest.raises(RuntimeError, match="not patched"):
         twin(PACKED, prefix_layout=LAYOUT)
 
 
 def test_an_unknown_backend_is_refused_before_anything_is_patched():
     model = tiny_model()
     before = state(model)
-    with pytest.raises(ValueError, match="backend is 'fast'; choose one of"):
+    with pytest.raises(ValueError, match="backend"):
         shared_prefix(model, "fast")
     assert state(model) == before
 
@@ -306,10 +294,7 @@ def test_flex_refuses_to_train_on_cpu():
     model.requires_grad_(False)
     for layer in model.model.layers:  # adapters on the values alone: no query needs a gradient
         layer.self_attn.v_proj.requires_grad_(True)
-    with (
-        shared_prefix(model, "flex"),
-        pytest.raises(RuntimeError, match="no backward pass on CPU; use backend 'cascade'"),
-    ):
+    with shared_prefix(model, "flex"), pytest.raises(RuntimeError, match="no backward pass on CPU"):
         model(ROWS)
 
 
@@ -322,9 +307,3 @@ def test_a_checkpointed_backward_after_the_context_fails_loudly(use_reentrant):
         loss = model(PACKED, prefix_layout=LAYOUT).logits.square().sum()
     with pytest.raises(RuntimeError):
         loss.backward()
-
-
-def test_labels_with_a_layout_are_refused():
-    model = tiny_model("qwen3")
-    with shared_prefix(model), pytest.raises(ValueError, match="labels are shifted by one token along the packed row"):
-        model(PACKED, labels=PACKED, prefix_layout=LAYOUT)

@@ -1,11 +1,9 @@
 """The check of layers: whatever mixes tokens in an unknown way is refused at entry, and nothing else changes."""
 
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.tiny_models import FAMILIES, repeated_rows, tiny_model
+from helpers.tiny_models import repeated_rows, tiny_model
 from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
@@ -35,18 +33,8 @@ class TokenShift(nn.Module):
         return torch.cat([before[..., ::2], hidden[..., 1::2]], dim=-1)
 
 
-class Convolution(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((32, 1, 3), 0.3))
-
-    def forward(self, hidden):
-        padded = nn.functional.pad(hidden.mT, (2, 0))
-        return nn.functional.conv1d(padded, self.weight, groups=32).mT
-
-
 class ConvolutionModule(nn.Conv1d):
-    """As the one above, but seen without running it."""
+    """Seen without running it."""
 
     def __init__(self):
         super().__init__(32, 32, 3)
@@ -65,7 +53,7 @@ class PositionInTheRow(nn.Module):
         return hidden * torch.arange(hidden.shape[1]).sin()[:, None]
 
 
-MIXERS = [Roll, CumulativeMean, TokenShift, Convolution, ConvolutionModule, MeanOfTheRow, PositionInTheRow]
+MIXERS = [Roll, CumulativeMean, TokenShift, ConvolutionModule, MeanOfTheRow, PositionInTheRow]
 
 
 class Beside(nn.Module):
@@ -111,10 +99,7 @@ def look_at(family):
 def test_layers_that_mix_tokens_in_an_unknown_way_are_refused(mixer):
     model = with_mixer(mixer)
     before = model.config._attn_implementation
-    message = (
-        r"^model LlamaForCausalLM \(model_type='llama'\) cannot share prefixes: .*"
-        r"(mixes tokens in an unknown way|carry a state).*Train it with sharing='repeated'"
-    )
+    message = "LlamaForCausalLM .*(mixes tokens in an unknown way|carry a state).*sharing='repeated'"
     for _ in range(2):  # what was refused once is not taken as known the second time
         with pytest.raises(UnsupportedModelError, match=message), shared_prefix(model):
             raise AssertionError("entered")
@@ -134,7 +119,7 @@ def test_layers_that_mix_no_tokens_are_not_refused():
         pass
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_decoder_is_checked_once_for_each_backend(family):
     model = tiny_model(family).train()
     runs = counted(model)
@@ -162,10 +147,7 @@ def test_kinds_of_layers_are_known_at_every_entry():
         with shared_prefix(model) as context:
             kinds.append(dict(context.layers))
     assert kinds[0] == kinds[1]
-    assert {kind: count for kind, (_, count) in kinds[0].items()} == {
-        "window 8, soft cap 50": 1,
-        "soft cap 50": 1,
-    }
+    assert {kind: count for kind, (_, count) in kinds[0].items()} == {"window 8, soft cap 50": 1, "soft cap 50": 1}
 
 
 @pytest.mark.parametrize("mixer", [None, Roll], ids=["passes", "refused"])
@@ -220,13 +202,16 @@ def test_entered_in_any_mode(outer):
 def test_good_models_of_every_dtype_are_entered(family, dtype):
     if family == "qwen3_moe" and dtype == torch.float64:
         pytest.skip("transformers has no float64 experts")
-    for seed in range(3):
-        with shared_prefix(tiny_model(family, dtype=dtype, seed=seed)):
-            pass
+    with shared_prefix(tiny_model(family, dtype=dtype)):
+        pass
 
 
-def test_a_vocabulary_smaller_than_the_check_needs():
-    with shared_prefix(tiny_model("llama", vocab_size=3)):
+def test_small_vocabularies():
+    with shared_prefix(tiny_model("llama", vocab_size=3)):  # smaller than the check needs
+        pass
+    model = with_mixer(Roll)
+    model.resize_token_embeddings(7)
+    with pytest.raises(UnsupportedModelError, match="mixes tokens"), shared_prefix(model):
         pass
 
 
@@ -263,13 +248,6 @@ def test_replacing_a_layer_repeats_the_check():
     with shared_prefix(model):
         pass
     model.model.layers[1].mlp = Roll()
-    with pytest.raises(UnsupportedModelError, match="mixes tokens"), shared_prefix(model):
-        pass
-
-
-def test_a_vocabulary_of_seven_hides_nothing():
-    model = with_mixer(Roll)
-    model.resize_token_embeddings(7)
     with pytest.raises(UnsupportedModelError, match="mixes tokens"), shared_prefix(model):
         pass
 
@@ -314,18 +292,6 @@ def test_a_failing_listener_does_not_affect_ordinary_calls():
             model(rows)
         context.listeners.clear()
         torch.testing.assert_close(model(rows[:1]).logits, expected)
-
-
-def test_a_model_pickled_inside_is_unpatched():
-    model = tiny_model("llama")
-    rows = torch.arange(40).repeat(2, 1)
-    rows[1, 30:] = 5
-    mask = torch.ones_like(rows)
-    mask[1, -2:] = 0
-    expected = model(rows, attention_mask=mask).logits
-    with shared_prefix(model):
-        twin = pickle.loads(pickle.dumps(model))
-    assert torch.equal(twin(rows, attention_mask=mask).logits, expected)
 
 
 def test_an_inner_context_reuses_the_outer_check():

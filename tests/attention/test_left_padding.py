@@ -149,12 +149,8 @@ def test_both_checks_see_columns(monkeypatch):
 
 def test_a_model_that_gives_nan_is_named_as_their_source():
     """float64: the mask's lowest number is infinite in the float32 in which this family takes its softmax."""
-    message = r"the model itself gives NaN or infinity .*torch.float64"
-    with (
-        pytest.raises(UnsupportedModelError, match=message) as caught,
-        shared_prefix(tiny_model("gemma2", dtype=torch.float64, sliding_window=5)),
-    ):
+    model = tiny_model("gemma2", dtype=torch.float64, sliding_window=5)
+    with pytest.raises(UnsupportedModelError, match="the model itself gives NaN"), shared_prefix(model):
         raise AssertionError("entered")
-    assert "by nan" not in str(caught.value)
     with shared_prefix(tiny_model("gemma2", sliding_window=5)):
         pass

@@ -29,6 +29,8 @@ BLOCKS = (-1, 0, 0, 0, -1, 1, 1, -1, -1, 2, 3, 3)
 TOKENS = len(BLOCKS)
 CPU = torch.device("cpu")
 LAYOUT = SharedPrefixLayout([TOKENS], [None])
+ROW = torch.zeros(1, TOKENS, 8), torch.ones(1, TOKENS, dtype=torch.long), None, torch.arange(TOKENS)[None]
+"""What transformers makes a mask of: embeddings, attention mask, cache and positions."""
 
 
 def blockwise(blocks=BLOCKS):
@@ -100,10 +102,7 @@ UNKNOWN = {
     ),
     "padding": (both(causal, masking_utils.padding_mask_function(torch.ones(1, 4))), "padding_mask_function"),
     "offsets": (masking_utils.add_offsets_to_mask_function(causal, 1, 0), "add_offsets_to_mask_function"),
-    "a chunk after padding": (
-        masking_utils.chunked_causal_mask_function(4, torch.tensor([3])),
-        "chunked_overlay",
-    ),
+    "a chunk after padding": (masking_utils.chunked_causal_mask_function(4, torch.tensor([3])), "chunked_overlay"),
     "blocks of two rows": (
         either(causal, masking_utils.blockwise_overlay(torch.tensor([[0, 1], [1, 0]]))),
         "blockwise_overlay",
@@ -116,10 +115,7 @@ UNKNOWN = {
     "blocks and blocks": (either(either(causal, blockwise()), blockwise()), "or_masks"),
     "blocks within causality": (both(causal, blockwise()), "blockwise_overlay"),
     "a chunk around blocks": (both(either(causal, blockwise()), chunk), "and_masks|or_masks"),
-    "a window around blocks and a window": (
-        both(either(both(window, causal), blockwise()), window),
-        "and_masks|or_masks",
-    ),
+    "a window around blocks and one": (both(either(both(window, causal), blockwise()), window), "and_masks|or_masks"),
     "an object": (type("Own", (), {"__call__": own})(), "Own"),
 }
 
@@ -127,10 +123,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_unknown_compositions_are_refused(name):
     function, part = UNKNOWN[name]
-    message = (
-        rf"composes its attention mask with .*({part}).*, which shared-prefix attention does not support; train this"
-    )
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError, match=part):
         read_mask_function(function)
 
 
@@ -146,14 +139,7 @@ def config_of(implementation, size=4):
 
 def create(name, implementation, size=4, **extra):
     maker = getattr(masking_utils, f"create_{name}_mask")
-    return maker(
-        config_of(implementation, size),
-        torch.zeros(1, TOKENS, 8),
-        torch.ones(1, TOKENS, dtype=torch.long),
-        None,
-        torch.arange(TOKENS)[None],
-        **extra,
-    )
+    return maker(config_of(implementation, size), *ROW, **extra)
 
 
 def create_packed(make):
@@ -176,7 +162,7 @@ def same_as_transformers(make):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 5, TOKENS - 1, TOKENS, 40])
+@pytest.mark.parametrize("size", [1, 4, TOKENS - 1, TOKENS, 40])
 @pytest.mark.parametrize("name", ["causal", "sliding_window_causal", "chunked_causal"])
 @pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["", "blocks"])
 def test_dense_masks_of_transformers(name, size, blocks):
@@ -192,17 +178,10 @@ def test_dense_masks_of_transformers(name, size, blocks):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 40])
+@pytest.mark.parametrize("size", [1, 4, 40])
 def test_gemma_3_bounds_its_images_by_the_window(size):
     def make(implementation, kind):
-        return create_masks_for_vision_model(
-            config_of(implementation, size),
-            torch.zeros(1, TOKENS, 8),
-            torch.ones(1, TOKENS, dtype=torch.long),
-            None,
-            torch.arange(TOKENS)[None],
-            torch.tensor([BLOCKS]),
-        )[kind]
+        return create_masks_for_vision_model(config_of(implementation, size), *ROW, torch.tensor([BLOCKS]))[kind]
 
     full = same_as_transformers(lambda implementation: make(implementation, "full_attention"))
     assert full == MaskRule(blocks=BLOCKS, window_bounds_blocks=False)
@@ -210,19 +189,20 @@ def test_gemma_3_bounds_its_images_by_the_window(size):
     assert near == MaskRule(window=size, blocks=BLOCKS)
 
 
-def test_bidirectional_masks_are_refused_in_a_packed_call():
-    with pytest.raises(NotImplementedError, match="bidirectional_mask_function"):
-        create_packed(
-            lambda implementation: masking_utils.create_bidirectional_mask(
-                config_of(implementation), torch.zeros(1, TOKENS, 8), torch.ones(1, TOKENS)
-            )
-        )
-
-
-def test_custom_mask_functions_are_refused_in_a_packed_call():
-    for extra in ({"or_mask_function": own}, {"and_mask_function": own}):
-        with pytest.raises(NotImplementedError, match="composes its attention mask with own"):
-            create_packed(lambda implementation, extra=extra: create("causal", implementation, **extra))
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (
+            lambda name: masking_utils.create_bidirectional_mask(config_of(name), *ROW[:2]),
+            "bidirectional_mask_function",
+        ),
+        (lambda name: create("causal", name, or_mask_function=own), "own"),
+        (lambda name: create("causal", name, and_mask_function=own), "own"),
+    ],
+)
+def test_other_masks_are_refused_in_a_packed_call(make, part):
+    with pytest.raises(NotImplementedError, match=part):
+        create_packed(make)
 
 
 @pytest.mark.parametrize("wrapped", ["eager", "sdpa"])
@@ -313,7 +293,6 @@ def test_a_marker_is_not_a_valid_mask(layout):
     """A layer that is recomputed after the context exits must fail, not compute something wrong."""
     states = torch.zeros(1, 2, TOKENS, 8)
     for rule in RULES:
+        mask = to_marker(rule, layout).float()
         with pytest.raises(RuntimeError):
-            torch.nn.functional.scaled_dot_product_attention(
-                states, states, states, attn_mask=to_marker(rule, layout).float()
-            )
+            torch.nn.functional.scaled_dot_product_attention(states, states, states, attn_mask=mask)

@@ -80,8 +80,7 @@ def attend(layout, rule, backend=None):
     return grads, saved.largest, made.largest
 
 
-@pytest.mark.parametrize("forest", FORESTS)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("forest", "name"), [("long responses", "full"), *(("long prompt", name) for name in RULES)])
 def test_memory_kept_by_the_backend_that_auto_chooses(name, forest):
     assert FORESTS[forest].num_tokens == TOKENS
     _, kept, _ = attend(FORESTS[forest], AttentionRule(scale=0.3, **RULES[name]))
@@ -93,8 +92,7 @@ def test_a_dense_mask_would_be_detected():
     assert kept == HEADS * TOKENS**2
 
 
-@pytest.mark.parametrize("forest", FORESTS)
-@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize(("forest", "window"), [("long prompt", None), ("long responses", 64)])
 def test_scores_of_capped_attention_are_computed_piece_by_piece(forest, window, monkeypatch):
     rule = AttentionRule(scale=0.3, softcap=2.0, window=window)
     expected, _, _ = attend(FORESTS[forest], rule)

@@ -29,8 +29,7 @@ def run(model, ids, mask, **arguments):
     return out, gradients(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "checkpointing"), [("qwen3_moe", True), ("mixtral", False), ("olmoe", False)])
 def test_the_models_own_auxiliary_loss_is_that_of_the_repeated_run(family, checkpointing):
     sizes = {"num_local_experts": 4} if family == "mixtral" else {"num_experts": 4}
     options = {"num_experts_per_tok": 2, "router_aux_loss_coef": 3.0}

@@ -11,19 +11,8 @@ from pl_grouprl.types import Rollout, RolloutGroup
 
 LAYOUT = SharedPrefixLayout.from_groups([(4, [2, 3])])
 ROW = torch.arange(1, 10)[None]
-REMEDY = (
-    r"Train it with sharing='repeated' \(a module of your own: without SharedPrefixCallback\), or choose another "
-    r"decoder; docs/models.md lists those that are exact\.$"
-)
+REMEDY = "sharing='repeated'"
 
-SMALL_STATE = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-}
-LATENT = {
-    **{"kv_lora_rank": 8, "q_lora_rank": 8, "num_key_value_heads": 4, "head_dim": 8},
-    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-}
 REFUSED = {
     "mamba": ({}, "MambaForCausalLM", "its layers Mamba.* carry a state"),
     "minimax": ({}, "MiniMaxForCausalLM", "MiniMaxLightningAttention carry a state"),
@@ -61,7 +50,7 @@ def score(model):
 def test_refused_before_any_forward(family):
     overrides, name, reason = REFUSED[family]
     model = tiny_model(family, **overrides)
-    message = rf"^model {name} \(model_type='{family}'\) cannot share prefixes: .*{reason}.* {REMEDY}"
+    message = f"{name} .*{reason}.*{REMEDY}"
     for call in (check_supported, shared_prefix, check_parity, score):
         with pytest.raises(UnsupportedModelError, match=message):
             call(model)
@@ -74,7 +63,7 @@ def test_refused_when_a_context_is_entered(family):
     name, reason = REFUSED_AT_ENTRY[family]
     model = tiny_model(family)
     before = model.config._attn_implementation
-    message = rf"^model {name} \(model_type='{family}'\) cannot share prefixes: .*{reason}.* {REMEDY}"
+    message = f"{name} .*{reason}.*{REMEDY}"
     check_supported(model)
     for call in (enter, check_parity, score):
         with pytest.raises(UnsupportedModelError, match=message):
@@ -98,38 +87,17 @@ def test_biases_by_distance_are_refused():
     ("family", "overrides"),
     [
         ("gemma2", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}),
-        ("gemma2", {"sliding_window": 16}),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2, "sliding_window": 8, "num_local_experts": 4}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-        ("mistral", {"sliding_window": 16}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
-        ("deepseek_v2", LATENT | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
-        ("qwen3_next", SMALL_STATE),
-        (
-            "llama4_text",
-            {
-                **{"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "attn_temperature_tuning": True},
-                "num_local_experts": 2,
-            },
-        ),
     ],
-    ids=[
-        *("soft cap", "soft cap and windows", "sinks", "window of some layers", "windows", "rotary frequencies"),
-        *("latent attention", "a state, qwen3_next", "queries scaled by their position"),
-    ],
+    ids=str,
 )
-def test_formerly_refused_config_options_pass(family, overrides):
+def test_windows_of_some_layers_or_none_pass(family, overrides):
     model = tiny_model(family, **overrides)
     check_supported(model)
     check_parity(model).raise_if_failed()
-
-
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [("mistral", {"sliding_window": None}), ("qwen2", {"use_sliding_window": False, "sliding_window": 4096})],
-)
-def test_windows_that_are_switched_off_pass(family, overrides):
-    check_parity(tiny_model(family, **overrides)).raise_if_failed()
 
 
 ROWS = torch.arange(1, 21)[None].repeat(3, 1)
@@ -137,7 +105,7 @@ ROWS = torch.arange(1, 21)[None].repeat(3, 1)
 
 def test_a_layout_that_does_not_reach_every_layer_is_refused():
     """At entry, where it is so then; at the first forward, where it is so since."""
-    message = r"prefix_layout reached 1 of 2 layers in LlamaModel.* Train (it|this model) with sharing="
+    message = f"prefix_layout reached 1 of 2 layers.*{REMEDY}"
     model = tiny_model("llama")
     with shared_prefix(model):
         model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
@@ -176,16 +144,13 @@ def test_masks_and_biases_created_by_a_layer_are_refused(mask):
 
 def test_unknown_arguments_are_refused():
     refuses_at_entry_and_later(
-        "LlamaAttention passes attention_bias, score_scale, which shared-prefix attention does not support",
-        score_scale=2.0,
-        attention_bias=torch.ones(4),
+        "LlamaAttention passes attention_bias, score_scale", score_scale=2.0, attention_bias=torch.ones(4)
     )
 
 
 def test_a_window_that_the_mask_lacks_is_refused_where_it_matters():
     """Some attention implementations go by the keyword, some by the mask."""
-    message = "passes sliding_window=5 with a mask whose window is None, so its attention implementations disagree"
-    refuses_at_entry_and_later(message, sliding_window=5)  # of sequences of 6 tokens and more
+    refuses_at_entry_and_later("sliding_window=5", sliding_window=5)  # of sequences of 6 tokens and more
     enter(give_to_attention(tiny_model("llama"), sliding_window=4096))
 
 
@@ -194,7 +159,7 @@ def test_layers_that_see_the_future_are_refused():
         model = tiny_model("llama")
         if causal is None:
             model.model.layers[1].self_attn.is_causal = False
-        with pytest.raises(UnsupportedModelError, match="LlamaAttention is not causal, so a prefix depends"):
+        with pytest.raises(UnsupportedModelError, match="LlamaAttention is not causal"):
             enter(model if causal is None else give_to_attention(model, **causal))
 
 
@@ -205,40 +170,13 @@ def test_attention_dropout_is_refused_only_in_training(family, option):
         model(ROWS)
         model(ROW, prefix_layout=LAYOUT)
         model.train()
-        message = (
-            r"has attention dropout 0.1.*attention dropout \(.*, in GPT-2 attn_pdrop\) to 0 or call model.eval\(\)"
-        )
         for call in (lambda: model(ROWS), lambda: model(ROW, prefix_layout=LAYOUT)):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match="attention dropout"):
                 call()
     check_parity(model).raise_if_failed()  # compared in eval mode
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gemma",
-        "phi",
-        "phi3",
-        "glm",
-        "glm4",
-        "olmo2",
-        "smollm3",
-        "gpt_neox",
-        "starcoder2",
-        "cohere",
-        "granite",
-        "ernie4_5",
-    ],
-)
+# tests/parity/test_families.py has more.
+@pytest.mark.parametrize("family", ["gemma", "olmo2", "gpt_neox", "starcoder2", "cohere"])
 def test_other_families_pass(family):
     check_parity(tiny_model(family)).raise_if_failed()
-
-
-@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "seed_oss", "mixtral", "qwen2_moe", "minimax_m2", "glm4_moe"])
-def test_more_families_pass(family):
-    check_parity(tiny_model(family)).raise_if_failed()
-
-
-def test_opt_passes():
-    check_parity(tiny_model("opt", word_embed_proj_dim=32)).raise_if_failed()

@@ -1,16 +1,12 @@
 """Ordinary padded batches: all results inside the context equal those outside."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 from helpers.sweeps import sweep
-from helpers.tiny_models import (
-    FAMILIES,
-    VOCAB,
-    gradients,
-    repeated_rows,
-    tiny_model,
-    worst_gradient_error,
-)
+from helpers.tiny_models import FAMILIES, VOCAB, gradients, repeated_rows, tiny_model, worst_gradient_error
 from helpers.variants import VARIANTS, variant
 
 from pl_grouprl.attention import shared_prefix
@@ -67,33 +63,43 @@ def logits_and_gradients(model, ids, mask, **arguments):
 
 
 def assert_transparent(model, ids, mask=None, shared=True, **arguments):
-    """Same logits and gradients, and the rows were shared (or not)."""
+    """Same logits and gradients, and the rows were shared (or not; None for either)."""
     expected = logits_and_gradients(model, ids, mask, **{k: v for k, v in arguments.items() if k != "group_ids"})
     with shared_prefix(model) as context:
         logits, found = logits_and_gradients(model, ids, mask, **arguments)
-    assert (context.last_call.layout is not None) == shared, context.last_call
+    assert shared in (None, context.last_call.layout is not None), context.last_call
     torch.testing.assert_close(logits, expected[0], atol=2e-5, rtol=0)
     assert worst_gradient_error(found, expected[1]) < 1e-4
     return context.last_call
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batches(family, padding):
-    call = assert_transparent(tiny_model(family), *padding(ROWS))
-    assert call.token_ratio > 1.5
+def shared_and_not(model, call):
+    """What a call gives inside a context, where its rows are shared, and outside."""
+    with torch.no_grad():
+        expected = call()
+        with shared_prefix(model) as context:
+            actual = call()
+    assert context.last_call.layout is not None
+    return actual, expected
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-def test_models_whose_positions_count_the_mask(padding):
-    """OPT numbers the tokens of the attention mask, where the others number columns."""
-    model = tiny_model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, init_std=0.3)
-    assert_transparent(model, *padding(ROWS))
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.3}
+"""OPT numbers the tokens of the attention mask, where the others number columns."""
 
 
 @pytest.mark.parametrize(
-    "padding", sweep([left_padded, right_padded, trl_shape, unpadded], quick=[right_padded, trl_shape])
+    ("family", "padding"),
+    [
+        *itertools.product(("llama", "gpt2", "opt"), PADDINGS),
+        *((family, trl_shape) for family in FAMILIES if family not in ("llama", "gpt2")),
+    ],
 )
+def test_padded_batches(family, padding):
+    call = assert_transparent(tiny_model(family, **(OPT if family == "opt" else {})), *padding(ROWS))
+    assert call.token_ratio > 1.5
+
+
+@pytest.mark.parametrize("padding", sweep([left_padded, right_padded, trl_shape, unpadded], quick=[trl_shape]))
 @pytest.mark.parametrize("name", VARIANTS)
 def test_padded_batches_of_variants(name, padding):
     """Windows, chunks, soft caps, sinks, latent attention, layers with a state."""
@@ -103,11 +109,7 @@ def test_padded_batches_of_variants(name, padding):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_padding_in_the_middle_of_variants(name):
     """The model's windows, chunks and states count it: rows are what they were, shared or not."""
-    expected = logits_and_gradients(model := variant(name), *holes(ROWS))
-    with shared_prefix(model):
-        logits, found = logits_and_gradients(model, *holes(ROWS))
-    torch.testing.assert_close(logits, expected[0], atol=2e-5, rtol=0)
-    assert worst_gradient_error(found, expected[1]) < 1e-4
+    assert_transparent(variant(name), *holes(ROWS), shared=None)
 
 
 ROPES = {
@@ -124,21 +126,10 @@ ROPES = {
 def test_frequencies_that_depend_on_the_longest_row(rope, padding):
     """Whether a batch is shared or not, rows longer than the original length (of 16) change all rows."""
     model = tiny_model("llama", rope_parameters=ROPES[rope], max_position_embeddings=16)
-    ids, mask = padding(ROWS)
-    expected = logits_and_gradients(model, ids, mask)
-    with shared_prefix(model):
-        logits, found = logits_and_gradients(model, ids, mask)
-    torch.testing.assert_close(logits, expected[0], atol=2e-5, rtol=0)
-    assert worst_gradient_error(found, expected[1]) < 1e-4
-    short = logits_and_gradients(tiny_model("llama"), ids, mask)[0]
-    assert (short - expected[0]).abs().max() > 1e-3  # the frequencies did move
-
-
-@pytest.mark.parametrize("rope", ROPES)
-def test_rows_padded_to_the_longest_share_with_dynamic_rope(rope):
-    model = tiny_model("llama", rope_parameters=ROPES[rope], max_position_embeddings=16)
-    for padding in (unpadded, right_padded):  # the longest row has no padding: its last position is that of the batch
-        assert_transparent(model, *padding(ROWS))
+    # Shared where the longest row has no padding: its last position is that of the batch.
+    assert_transparent(model, *padding(ROWS), shared=True if padding in (unpadded, right_padded) else None)
+    with torch.no_grad():
+        assert (model(ROWS).logits - tiny_model("llama")(ROWS).logits).abs().max() > 1e-3  # the frequencies did move
 
 
 def test_the_forest_of_the_rows_runs():
@@ -171,8 +162,7 @@ def test_only_rows_of_one_group_are_compared():
 @pytest.mark.parametrize("group_ids", [[0, 0, 1], torch.zeros(9, dtype=torch.long)], ids=["list", "tensor"])
 def test_group_ids_of_the_wrong_length(group_ids):
     model = tiny_model()
-    message = f"group_ids has {len(group_ids)} entries for 8 rows of input_ids; pass one per row"
-    with shared_prefix(model), pytest.raises(ValueError, match=message):
+    with shared_prefix(model), pytest.raises(ValueError, match="group_ids"):
         model(ROWS, group_ids=group_ids)
 
 
@@ -240,17 +230,11 @@ def test_rows_that_are_prefixes_of_other_rows():
 
 
 def test_a_row_of_one_token_and_a_row_of_none():
-    ids, mask = ROWS.clone(), torch.ones_like(ROWS)
+    mask, model = torch.ones_like(ROWS), tiny_model()
     mask[0, 1:] = 0
     mask[5, :] = 0
-    model = tiny_model()
-    kept = mask.bool()
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask).logits
-        with shared_prefix(model) as context:
-            actual = model(ids, attention_mask=mask).logits
-    assert context.last_call.layout is not None
-    torch.testing.assert_close(actual[kept], expected[kept], atol=2e-5, rtol=0)
+    actual, expected = shared_and_not(model, lambda: model(ROWS, attention_mask=mask).logits)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=2e-5, rtol=0)
     assert actual.isfinite().all()
 
 
@@ -292,82 +276,50 @@ def test_sequences_packed_by_the_caller_go_through():
     assert_transparent(tiny_model(), packed, shared=False, position_ids=positions)
 
 
-def test_logits_to_keep():
+@pytest.mark.parametrize("keep", [5, torch.tensor([0, 24, 31])])
+def test_logits_to_keep(keep):
     model = tiny_model()
-    for keep in (5, torch.tensor([0, 24, 31])):
-        with torch.no_grad():
-            expected = model(ROWS, logits_to_keep=keep).logits
-            with shared_prefix(model) as context:
-                actual = model(ROWS, logits_to_keep=keep).logits
-        assert context.last_call.layout is not None
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+    actual, expected = shared_and_not(model, lambda: model(ROWS, logits_to_keep=keep).logits)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_labels_give_the_same_loss(family):
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_hidden_states_labels_and_tuples(family):
     model = tiny_model(family)
     ids, mask = trl_shape(ROWS)
     # The first token of a row that is padded on the left would be predicted from padding, which means nothing.
     labels = ids.masked_fill(mask * mask.roll(1, dims=1) == 0, -100)
-    expected = model(ids, attention_mask=mask, labels=labels).loss
-    with shared_prefix(model) as context:
-        actual = model(ids, attention_mask=mask, labels=labels, group_ids=[0] * 8).loss
-    assert context.last_call.layout is not None
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
-def test_hidden_states(family):
-    model = tiny_model(family)
-    ids, mask = trl_shape(ROWS)
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-        with shared_prefix(model) as context:
-            actual = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    assert context.last_call.layout is not None
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
+    options = {
+        "attention_mask": mask,
+        "labels": labels,
+        "output_hidden_states": True,
+        "num_items_in_batch": torch.tensor(9),
+    }
+    actual, expected = shared_and_not(model, lambda: model(ids, **options))
+    torch.testing.assert_close(actual.loss, expected.loss, atol=1e-5, rtol=0)
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for one, other in zip(actual.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(one[mask.bool()], other[mask.bool()], atol=5e-5, rtol=1e-4)
         assert one.shape == other.shape
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_tuples(family):
-    model = tiny_model(family)
-    with torch.no_grad():
-        expected = model(ROWS, return_dict=False, use_cache=False)
-        with shared_prefix(model) as context:
-            actual = model(ROWS, return_dict=False, use_cache=False)
-            decoder = model.get_decoder()(ROWS, return_dict=False, use_cache=False)
-    assert context.last_call.layout is not None
+    actual, expected = shared_and_not(model, lambda: model(ROWS, return_dict=False, use_cache=False))
     assert type(actual) is type(expected) is tuple
     torch.testing.assert_close(actual[0], expected[0], atol=2e-5, rtol=0)
-    assert decoder[0].shape == (8, 33, 32)
 
 
-def test_a_decoder_without_a_head():
-    model = tiny_model().model
-    expected = model(ROWS).last_hidden_state
-    with shared_prefix(model) as context:
-        torch.testing.assert_close(model(ROWS).last_hidden_state, expected, atol=2e-5, rtol=1e-5)
-    assert context.last_call.layout is not None
-
-
-def test_positional_arguments():
-    model = tiny_model()
+def test_a_decoder_without_a_head_and_positional_arguments():
+    decoder = tiny_model().model
     ids, mask = left_padded(ROWS)
-    with shared_prefix(model) as context:
-        actual = model.model(ids, mask).last_hidden_state
-    assert context.last_call.layout is not None
-    torch.testing.assert_close(
-        actual[mask.bool()], model.model(ids, mask).last_hidden_state[mask.bool()], atol=2e-5, rtol=1e-5
-    )
+    actual, expected = shared_and_not(decoder, lambda: decoder(ids, mask).last_hidden_state)
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=2e-5, rtol=1e-5)
+    actual, expected = shared_and_not(decoder, lambda: decoder(ROWS, return_dict=False, use_cache=False)[0])
+    assert actual.shape == (8, 33, 32)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_one_row_does_not_change_others_bitwise():
     """Exact where the rows keep their lengths and their common prefixes."""
     model = tiny_model("llama")
-    for seed in range(10):
+    for seed in range(4):
         rows = repeated_rows(seed, [24, 24], 4, 9)
         changed = rows.clone()
         changed[2, 24:] = (rows[2, 24:] + 7 * seed + 3) % VOCAB
@@ -378,8 +330,7 @@ def test_one_row_does_not_change_others_bitwise():
         assert torch.equal(one[2, :24], other[2, :24])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("family", "sample"), [("llama", False), ("gpt2", True)])
 def test_generation(family, sample):
     model = tiny_model(family)
     ids, mask = left_padded(ROWS)
@@ -425,8 +376,7 @@ def train(model, steps=20):
     return losses
 
 
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["no checkpointing", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "checkpointing"), [("llama", None), ("gpt2", True), ("llama", False)])
 def test_a_training_loop_has_the_same_losses(family, checkpointing):
     expected = train(tiny_model(family))
     model = tiny_model(family)
@@ -444,8 +394,91 @@ def test_a_training_loop_has_the_same_losses(family, checkpointing):
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
 
 
-def test_a_scalar_argument_does_not_prevent_sharing():
+def untouched(model, reason, **arguments):
+    with torch.no_grad():
+        expected = model(**arguments)
+        with shared_prefix(model) as context:
+            actual = model(**arguments)
+    assert context.last_call.layout is None
+    assert reason in context.last_call.reason
+    assert torch.equal(actual.logits, expected.logits)
+    return actual
+
+
+def test_a_custom_mask_goes_through():
+    block = torch.ones(33, 33, dtype=torch.bool).tril()[None, None].expand(8, 1, 33, 33)
+    untouched(tiny_model(), "attention_mask", input_ids=ROWS, attention_mask=block)
+
+
+def test_a_cache_goes_through():
+    out = untouched(tiny_model(), "cache", input_ids=ROWS, use_cache=True)
+    assert out.past_key_values.get_seq_length() == 33
+
+
+def test_decoding_by_hand_cannot_continue_without_a_cache():
     model = tiny_model()
-    with torch.no_grad(), shared_prefix(model) as context:
-        model(ROWS, labels=ROWS, num_items_in_batch=torch.tensor(256))
-    assert context.last_call.layout is not None
+    with torch.no_grad(), shared_prefix(model):
+        first = model(ROWS)
+        with pytest.raises(RuntimeError, match="keeps none"):
+            model(ROWS[:, -1:], past_key_values=first.past_key_values)
+        assert model(ROWS, use_cache=False).past_key_values is None
+        cached = model(ROWS[:, :-1], use_cache=True)
+        actual = model(ROWS[:, -1:], past_key_values=cached.past_key_values).logits[:, 0]
+    with pytest.raises(RuntimeError, match="keeps none"):
+        model(ROWS[:, -1:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(actual, model(ROWS).logits[:, -1], atol=2e-5, rtol=0)
+
+
+def test_other_calls_that_go_through():
+    untouched(tiny_model(), "one row", input_ids=ROWS[:1])
+    untouched(tiny_model(), "share a prefix", input_ids=ROWS.flip(1))
+    model = tiny_model(attn_implementation="eager")
+    out = untouched(model, "attention weights", input_ids=ROWS, output_attentions=True)
+    assert out.attentions[0].shape == (8, 4, 33, 33)
+    arguments = {"output_router_logits": True, "return_dict": False}
+    with torch.no_grad(), shared_prefix(tiny_model("qwen3_moe")) as context:
+        context.decoder(ROWS, **arguments)
+    assert "router logits" in context.last_call.reason
+
+
+def unevenly_left_padded():
+    """Rows of two prompts with different padding on the left, and what the model makes of them."""
+    ids, mask = ROWS.clone(), torch.ones_like(ROWS)
+    for row, padding in enumerate((3, 0, 5, 1)):
+        ids[row] = ids[row].roll(padding)
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    return {"input_ids": ids[:4], "attention_mask": mask[:4]}
+
+
+def test_norms_after_the_rotation_share_only_at_equal_positions():
+    model = tiny_model("hunyuan_v1_dense")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:  # norms that are 1 everywhere would hide the difference
+                weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    untouched(model, "share a prefix", **unevenly_left_padded())
+
+
+def test_labels_that_padding_predicts_leave_the_call_untouched():
+    model = tiny_model()
+    inputs = unevenly_left_padded()
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    out = untouched(model, "labels", **inputs, labels=labels)
+    assert torch.isfinite(out.loss)
+
+
+def test_embeddings_and_configured_attentions_are_reported():
+    model = tiny_model()
+    untouched(model, "embeddings", inputs_embeds=model.get_input_embeddings()(ROWS))
+    model.config._attn_implementation = "eager"
+    model.config.output_attentions = True
+    assert len(untouched(model, "attention weights", input_ids=ROWS).attentions) == 2
+
+
+def test_a_mask_of_another_width_goes_through():
+    model = tiny_model()
+    wide = torch.ones(8, 40, dtype=torch.long)
+    errors = (RuntimeError, ValueError, IndexError)
+    with torch.no_grad(), shared_prefix(model) as context, contextlib.suppress(*errors):
+        model(ROWS, attention_mask=wide)
+    assert "attention_mask" in context.last_call.reason

@@ -20,7 +20,7 @@ def wrong(prompts, sampling):
 def test_failures_are_refused_each_time_and_passed_models_are_not_checked_again():
     model = tiny_model("llama")
     for _ in range(2):
-        with pytest.raises(ValueError, match="cannot sample from LlamaForCausalLM: with its cache a log-probability"):
+        with pytest.raises(ValueError, match="LlamaForCausalLM"):
             decoding_check.check_decoding(model, wrong)
     decoding_check._PASSED[model] = {torch.float32}
     decoding_check.check_decoding(model, wrong)
@@ -68,8 +68,7 @@ def test_continuing_caches_is_tested_once(caplog):
             first = decoding_check.continues_exactly(model, partial(turns, model))
             assert first == decoding_check.continues_exactly(model, not_again) == (model is exact)
     (record,) = caplog.records
-    assert "encodes every turn of an episode from the start: log-probabilities of LlamaForCausalLM" in record.message
-    assert "differ by 1.0e-01" in record.message
+    assert "LlamaForCausalLM differ by 1.0e-01" in record.message
 
 
 class Selecting(torch.nn.Module):
@@ -128,7 +127,7 @@ def test_half_precision_leaves_the_number_of_selected_tokens():
 @pytest.mark.parametrize(("many", "limit"), [(10**6, None), (70, 60)])
 def test_a_selection_that_cannot_be_tried_is_refused(many, limit):
     model = selecting_model(many)
-    with pytest.raises(ValueError, match=r"its Selecting.forward selects tokens in long rows only, which cannot be"):
+    with pytest.raises(ValueError, match=r"Selecting.forward"):
         decoding_check.check_decoding(model, partial(sampled, model), limit=limit)
 
 
@@ -136,5 +135,5 @@ def test_a_model_that_fails_with_a_cache_is_refused():
     def fails(prompts, sampling):
         raise AttributeError("no layers")
 
-    with pytest.raises(ValueError, match=r"with transformers' cache it fails \(AttributeError: no layers\)\. Choose"):
+    with pytest.raises(ValueError, match="AttributeError: no layers"):
         decoding_check.check_decoding(tiny_model("llama"), fails)

@@ -1,24 +1,27 @@
+"""Policy losses and their gradients, with numbers worked out by hand."""
+
 import math
 
 import pytest
 import torch
 
-from pl_grouprl.functional.losses import aggregate
 from pl_grouprl.functional.policy_loss import (
     POLICY_LOSSES,
     cispo_policy_loss,
+    clip_cov_policy_loss,
     clipped_policy_loss,
+    dppo_kl_policy_loss,
+    dppo_tv_policy_loss,
+    gmpo_policy_loss,
+    gpg_policy_loss,
     gspo_policy_loss,
+    gspo_token_policy_loss,
+    kl_cov_policy_loss,
     make_policy_loss,
+    sapo_policy_loss,
 )
 
-LOW, HIGH, REGION = (f"clip_ratio/{name}_mean" for name in ("low", "high", "region"))
-
-
-def _logprobs(ratios):
-    """Policy and old log-probabilities (float64) whose ratios are those given."""
-    old = torch.linspace(-2.0, -0.5, len(ratios), dtype=torch.float64)
-    return (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(), old
+LOW, HIGH, REGION, DELTA, COV = (f"clip_ratio/{name}_mean" for name in ("low", "high", "region", "delta", "cov"))
 
 
 def _tensor(values):
@@ -29,18 +32,30 @@ def _ones(n):
     return torch.ones(n, dtype=torch.bool)
 
 
+def _check(result, policy, losses, gradients):
+    torch.testing.assert_close(result.per_token_N, _tensor(losses))
+    (gradient,) = torch.autograd.grad(result.per_token_N.sum(), policy)
+    torch.testing.assert_close(gradient, _tensor(gradients))
+
+
+def _from_log_ratios(log_ratios):
+    old = torch.linspace(-2.0, -0.5, len(log_ratios), dtype=torch.float64)
+    return (old + _tensor(log_ratios)).requires_grad_(), old
+
+
+def _logprobs(ratios):
+    return _from_log_ratios(_tensor(ratios).log().tolist())
+
+
 def test_clipped_loss_by_hand():
     """Clip at 0.8 and 1.3: with A > 0 only the upper bound acts, with A < 0 only the lower."""
     ratios = [0.5, 1.0, 1.5, 0.5, 1.0, 1.5]
     advantages = _tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
     policy, old = _logprobs(ratios)
     result = clipped_policy_loss(policy, old, advantages, mask_N=_ones(6), epsilon=0.2, epsilon_high=0.3)
-    torch.testing.assert_close(result.per_token_N, _tensor([-1.0, -2.0, -2.6, 1.6, 2.0, 3.0]))
-    (gradient,) = torch.autograd.grad(result.per_token_N.sum(), policy)
-    torch.testing.assert_close(gradient, _tensor([-1.0, -2.0, 0.0, 0.0, 2.0, 3.0]))  # -A r, or 0 where clipped
-    assert result.metrics[LOW] == 1
-    assert result.metrics[HIGH] == 1
-    assert result.metrics[REGION] == 2
+    # The gradient is -A r, or 0 where clipped.
+    _check(result, policy, [-1.0, -2.0, -2.6, 1.6, 2.0, 3.0], [-1.0, -2.0, 0.0, 0.0, 2.0, 3.0])
+    assert [result.metrics[name] for name in (LOW, HIGH, REGION)] == [1, 1, 2]
     assert result.metric_count == 6
 
 
@@ -54,19 +69,16 @@ def test_dual_clip_limits_the_loss_of_negative_advantages_only():
     policy, old = _logprobs([5.0, 2.0, 5.0])
     advantages = _tensor([-1.0, -1.0, 1.0])
     result = clipped_policy_loss(policy, old, advantages, mask_N=_ones(3), epsilon=0.2, delta=3.0)
-    torch.testing.assert_close(result.per_token_N, _tensor([3.0, 2.0, -1.2]))
-    (gradient,) = torch.autograd.grad(result.per_token_N.sum(), policy)
-    torch.testing.assert_close(gradient, _tensor([0.0, 2.0, 0.0]))
-    assert result.metrics["clip_ratio/delta_mean"] == 1
+    _check(result, policy, [3.0, 2.0, -1.2], [0.0, 2.0, 0.0])
+    assert result.metrics[DELTA] == 1
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"clip_cov", "kl_cov"}))  # those always pick a token
 def test_on_policy_gradient_is_that_of_the_plain_policy_gradient(name):
     policy = _tensor([-1.0, -0.3, -2.0]).requires_grad_()
     advantages = _tensor([0.5, 0.5, -1.5])
-    result = make_policy_loss(name)(
-        policy, policy.detach(), advantages, mask_N=_ones(3), rollout_index_N=torch.tensor([0, 0, 1]), num_rollouts=2
-    )
+    options = {"mask_N": _ones(3), "rollout_index_N": torch.tensor([0, 0, 1]), "num_rollouts": 2}
+    result = make_policy_loss(name)(policy, policy.detach(), advantages, **options)
     (gradient,) = torch.autograd.grad(result.per_token_N.sum(), policy)
     torch.testing.assert_close(gradient, -advantages)
     assert all(value == 0 for value in result.metrics.values())
@@ -78,36 +90,14 @@ def test_gspo_by_hand():
     rollouts = torch.tensor([1, 0, 1, 0, 0])
     mask = torch.tensor([True, True, True, False, True])
     advantages = _tensor([-3.0, 1.0, -3.0, 1.0, 1.0])
-    result = gspo_policy_loss(
-        policy, old, advantages, mask_N=mask, rollout_index_N=rollouts, num_rollouts=3, epsilon=0.6, epsilon_high=0.5
-    )
+    options = {"mask_N": mask, "rollout_index_N": rollouts, "num_rollouts": 3, "epsilon_high": 0.5}
+    result = gspo_policy_loss(policy, old, advantages, **options, epsilon=0.6)
     torch.testing.assert_close(result.per_token_N, _tensor([6.0, -0.5, 6.0, 0.0, -0.5]))
     assert result.metric_count == 2  # rollout 2 has no token
     assert result.metrics[REGION] == 0  # 2 > 1.5, but its advantage is negative; 0.5 < 1 but its advantage is positive
-    flipped = gspo_policy_loss(
-        policy, old, -advantages, mask_N=mask, rollout_index_N=rollouts, num_rollouts=3, epsilon=0.4, epsilon_high=0.5
-    )
-    torch.testing.assert_close(flipped.per_token_N, _tensor([-4.5, 0.6, -4.5, 0.0, 0.6]))
-    torch.testing.assert_close(flipped.metrics[LOW].double(), _tensor(1.0))
-    torch.testing.assert_close(flipped.metrics[HIGH].double(), _tensor(1.0))
-    (gradient,) = torch.autograd.grad(flipped.per_token_N.sum(), policy)
-    assert gradient.tolist() == [0.0] * 5
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_gspo_gradient_equals_that_of_the_sequence_ratio(mode):
-    generator = torch.Generator().manual_seed(1)
-    rollouts = torch.tensor([0, 0, 0, 1, 1, 2])
-    policy = -torch.rand(6, generator=generator, dtype=torch.float64).requires_grad_()
-    old = -torch.rand(6, generator=generator, dtype=torch.float64)
-    advantages = _tensor([1.0, -2.0, 0.5])[rollouts]
-    options = {"mask_N": _ones(6), "rollout_index_N": rollouts, "num_rollouts": 3}
-    result = gspo_policy_loss(policy, old, advantages, **options, epsilon=10.0)
-    ours = aggregate(result.per_token_N, mode=mode, **options)
-    ratio = torch.stack([(policy - old)[rollouts == i].mean().exp() for i in range(3)])[rollouts]
-    theirs = aggregate(-ratio * advantages, mode=mode, **options)
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(torch.autograd.grad(ours, policy)[0], torch.autograd.grad(theirs, policy)[0])
+    flipped = gspo_policy_loss(policy, old, -advantages, **options, epsilon=0.4)
+    _check(flipped, policy, [-4.5, 0.6, -4.5, 0.0, 0.6], [0.0] * 5)
+    assert [float(flipped.metrics[name]) for name in (LOW, HIGH)] == pytest.approx([1, 1])
 
 
 def test_cispo_by_hand():
@@ -116,9 +106,7 @@ def test_cispo_by_hand():
     advantages = _tensor([1.0, 2.0, -1.0])
     result = cispo_policy_loss(policy, old, advantages, mask_N=_ones(3), epsilon=0.2, epsilon_high=0.4)
     weights = _tensor([0.8, 1.0, 1.4])
-    torch.testing.assert_close(result.per_token_N, -weights * advantages * policy)
-    (gradient,) = torch.autograd.grad(result.per_token_N.sum(), policy)
-    torch.testing.assert_close(gradient, -weights * advantages)
+    _check(result, policy, (-weights * advantages * policy).tolist(), (-weights * advantages).tolist())
     assert (result.metrics[LOW], result.metrics[HIGH], result.metrics[REGION]) == (1, 1, 2)
 
 
@@ -136,19 +124,11 @@ def test_masked_tokens_change_nothing(name, junk):
     clipping = {"epsilon": 0.1} if "epsilon" in POLICY_LOSSES[name].known_options() else {}
     loss = make_policy_loss(name, **clipping)
     mask = torch.tensor([True, False, True])
-    rollouts = torch.tensor([0, 0, 0])
-    old, advantages = _tensor([-1.5, 0.0, -0.4]), _tensor([1.0, 0.0, -1.0])
 
     def run(value):
-        policy = _tensor([-1.0, value, -1.0]).requires_grad_()
-        result = loss(
-            policy,
-            old.index_fill(0, torch.tensor([1]), value),
-            advantages.index_fill(0, torch.tensor([1]), value),
-            mask_N=mask,
-            rollout_index_N=rollouts,
-            num_rollouts=1,
-        )
+        policy, old = _tensor([-1.0, value, -1.0]).requires_grad_(), _tensor([-1.5, value, -0.4])
+        options = {"mask_N": mask, "rollout_index_N": torch.tensor([0, 0, 0]), "num_rollouts": 1}
+        result = loss(policy, old, _tensor([1.0, value, -1.0]), **options)
         result.per_token_N.sum().backward()
         return result, policy.grad
 
@@ -175,44 +155,6 @@ def test_extreme_ratios_stay_finite_and_no_token_is_fine(name):
     result.per_token_N.sum().backward()
 
 
-def test_losses_by_name_equal_the_functions():
-    policy, old = _logprobs([0.5, 4.0, 1.5, 0.9])
-    advantages, mask = _tensor([1.0, -1.0, 1.0, -1.0]), _ones(4)
-    rollouts = {"rollout_index_N": torch.tensor([0, 0, 1, 1]), "num_rollouts": 2}
-    arguments = (policy, old, advantages)
-    pairs = [
-        (
-            make_policy_loss("ppo", epsilon=0.1, epsilon_high=0.3, delta=2.0),
-            clipped_policy_loss(*arguments, mask_N=mask, epsilon=0.1, epsilon_high=0.3, delta=2.0),
-        ),
-        (
-            make_policy_loss("gspo", epsilon=0.1, epsilon_high=0.3),
-            gspo_policy_loss(*arguments, mask_N=mask, **rollouts, epsilon=0.1, epsilon_high=0.3),
-        ),
-        (make_policy_loss("cispo", epsilon_max=2.0), cispo_policy_loss(*arguments, mask_N=mask, epsilon_max=2.0)),
-    ]
-    for loss, expected in pairs:
-        result = loss(*arguments, mask_N=mask, **rollouts)
-        assert torch.equal(result.per_token_N, expected.per_token_N)
-        assert result.metrics == expected.metrics
-
-
-def test_errors_name_the_argument():
-    x = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"advantages_N has shape \(2,\) and policy_logprobs_N \(3,\)"):
-        clipped_policy_loss(x, x, x[:2], mask_N=_ones(3))
-    with pytest.raises(ValueError, match=r"policy_logprobs_N has shape \(1, 3\)"):
-        clipped_policy_loss(x[None], x, x, mask_N=_ones(3))
-    with pytest.raises(ValueError, match="mask_N has dtype"):
-        clipped_policy_loss(x, x, x, mask_N=torch.ones(3))
-    with pytest.raises(ValueError, match=r"rollout_index_N has shape \(2,\)"):
-        gspo_policy_loss(x, x, x, mask_N=_ones(3), rollout_index_N=torch.zeros(2, dtype=torch.int64), num_rollouts=1)
-    with pytest.raises(ValueError, match="policy_loss is 'trpo'"):
-        make_policy_loss("trpo")
-    with pytest.raises(ValueError, match="policy_loss='gspo' does not use delta; it takes epsilon, epsilon_high"):
-        make_policy_loss("gspo", delta=3.0)
-
-
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_a_loss_says_whether_it_is_zero_without_advantages(name):
     """Of the first rollout, beside one that has advantages."""
@@ -221,9 +163,198 @@ def test_a_loss_says_whether_it_is_zero_without_advantages(name):
     policy_N.requires_grad_()
     index_N = torch.arange(2).repeat_interleave(20)
     loss = make_policy_loss(name)
-    found = loss(
-        policy_N, old_N, index_N.double(), mask_N=index_N >= 0, rollout_index_N=index_N, num_rollouts=2
-    ).per_token_N
+    options = {"mask_N": index_N >= 0, "rollout_index_N": index_N, "num_rollouts": 2}
+    found = loss(policy_N, old_N, index_N.double(), **options).per_token_N
     (gradient_N,) = torch.autograd.grad(found[:20].sum(), policy_N, allow_unused=True)
     is_zero = not found[:20].any() and (gradient_N is None or not gradient_N.any())
     assert loss.is_zero_without_advantages == (is_zero and not loss.compares_tokens)
+
+
+def test_gspo_token_counts_tokens():
+    """Sequence ratios 2 (two tokens, A > 0) and 1/2 (one token, A < 0)."""
+    policy, old = _from_log_ratios([math.log(4), 0.0, -math.log(2)])
+    options = {"mask_N": _ones(3), "rollout_index_N": torch.tensor([0, 0, 1]), "num_rollouts": 2}
+    result = gspo_token_policy_loss(policy, old, _tensor([1.0, 1.0, -1.0]), **options)
+    _check(result, policy, [-1.2, -1.2, 0.8], [0.0, 0.0, 0.0])
+    assert [result.metrics[name] for name in (LOW, HIGH, REGION)] == [1, 2, 3]
+    assert result.metric_count == 3
+
+
+def test_gmpo_by_hand():
+    """A = 1: (min(0.5, 0.3) - 0.1) / 2 = 0.1; A = -2: (max(-0.9, -0.4) + 0.7) / 2 = 0.15; a masked token in between."""
+    policy, old = _from_log_ratios([0.5, -0.9, 5.0, -0.1, 0.7])
+    mask, rollouts = torch.tensor([True, True, False, True, True]), torch.tensor([0, 1, 0, 0, 1])
+    options = {"mask_N": mask, "rollout_index_N": rollouts, "num_rollouts": 3, "epsilon": 0.4, "epsilon_high": 0.3}
+    result = gmpo_policy_loss(policy, old, _tensor([1.0, -2.0, 1.0, 1.0, -2.0]), **options)
+    first, second = math.exp(0.1), 2 * math.exp(0.15)
+    _check(result, policy, [-first, second, 0.0, -first, second], [0.0, 0.0, 0.0, -first, second])
+    assert [result.metrics[name] for name in (LOW, HIGH, REGION)] == [1, 1, 2]
+    assert result.metric_count == 4
+
+
+def test_gmpo_without_advantage_ignores_the_log_ratio():
+    """A token with A = 0 counts with log-ratio 0 (its ratio to the power of the sign): (0.2 + 0) / 2 = 0.1."""
+    policy, old = _from_log_ratios([0.2, 3.0])
+    options = {"mask_N": _ones(2), "rollout_index_N": torch.tensor([0, 0]), "num_rollouts": 1}
+    result = gmpo_policy_loss(policy, old, _tensor([1.0, 0.0]), **options)
+    _check(result, policy, [-math.exp(0.1), 0.0], [-math.exp(0.1) / 2, 0.0])
+
+
+def test_gpg_by_hand():
+    policy = _tensor([-1.0, -3.0]).requires_grad_()
+    result = gpg_policy_loss(policy, torch.full_like(policy, 9.0).detach(), _tensor([2.0, -1.0]), mask_N=_ones(2))
+    _check(result, policy, [2.0, -3.0], [-2.0, 1.0])
+    assert result.metrics == {}
+
+
+def test_sapo_by_hand():
+    """Sigmoids 1/2, 3/4 (T = 1) and 1/4 (T = 2) give the gates 2, 3 and 1/2; slopes 4 s (1 - s) r."""
+    up, down = 1 + math.log(3), 1 - math.log(3) / 2
+    policy, old = _from_log_ratios([0.0, math.log(up), math.log(down)])
+    options = {"mask_N": _ones(3), "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
+    result = sapo_policy_loss(policy, old, _tensor([2.0, 1.0, -4.0]), **options)
+    _check(result, policy, [-4.0, -3.0, 2.0], [-2.0, -0.75 * up, 3 * down])
+
+
+@pytest.mark.parametrize("loss", [dppo_tv_policy_loss, dppo_kl_policy_loss])
+def test_dppo_by_hand(loss):
+    """Moves of 0.25 are outside (KL 0.1438), one of 0.125 inside (KL 0.0323); one moves back; one weight is cut."""
+    old = _tensor([0.5, 0.5, 0.5, 0.5, 0.1]).log()
+    probabilities = [0.75, 0.625, 0.25, 0.25, 0.2]
+    policy = _tensor(probabilities).log().requires_grad_()
+    advantages = _tensor([1.0, 1.0, -1.0, 1.0, -1.0])
+    epsilon = 0.2 if loss is dppo_tv_policy_loss else 0.1
+    result = loss(policy, old, advantages, mask_N=_ones(5), epsilon=epsilon, clip_ratio_c=1.5)
+    gradients = [0.0, -1.25, 0.0, -0.5, 1.5]
+    losses = [gradient * math.log(p) for gradient, p in zip(gradients, probabilities, strict=True)]
+    _check(result, policy, losses, gradients)
+    assert [result.metrics[name] for name in (LOW, HIGH, REGION, DELTA)] == [1, 1, 2, 1]
+
+
+# Means 0 and -2, deviations of the log-probabilities 1, -0.5, -1.5, 1: covariances 2, -0.5, 4.5, 0.
+ADVANTAGES = _tensor([2.0, 1.0, -3.0, 0.0])
+LOGPROBS = _tensor([-1.0, -2.5, -3.5, -1.0])
+LOG_RATIOS = _tensor([0.5, 0.1, -0.2, 0.0])
+
+
+def _covariance_case():
+    return LOGPROBS.clone().requires_grad_(), LOGPROBS - LOG_RATIOS, ADVANTAGES
+
+
+def test_kl_cov_by_hand():
+    """Half of four tokens: the first and the third."""
+    policy, old, advantages = _covariance_case()
+    result = kl_cov_policy_loss(policy, old, advantages, mask_N=_ones(4), kl_cov_ratio=0.5, ppo_kl_coef=0.7)
+    first, second, third = 2 * math.exp(0.5), math.exp(0.1), 3 * math.exp(-0.2)
+    _check(result, policy, [0.35 - first, -second, third + 0.14, 0.0], [0.7 - first, -second, third - 0.7, 0.0])
+    assert result.metrics == {COV: 2}
+    result = kl_cov_policy_loss(policy, old, advantages, mask_N=_ones(4))
+    assert result.metrics == {COV: 1}  # 2e-4 of 4 tokens is none, but at least one is taken: the third
+    assert result.per_token_N[2].item() == pytest.approx(third + 0.2)
+
+
+def test_clip_cov_by_hand():
+    policy, old, advantages = _covariance_case()
+    first, second, third = 2 * math.exp(0.5), math.exp(0.1), 3 * math.exp(-0.2)
+
+    def run(**options):
+        return clip_cov_policy_loss(policy, old, advantages, mask_N=_ones(4), **options)
+
+    result = run(epsilon=1.0, clip_cov_ub=4.0)
+    _check(result, policy, [0.0, -second, third, 0.0], [0.0, -second, third, 0.0])
+    assert result.metrics == {LOW: 0, HIGH: 0, REGION: 0, COV: 1}
+    result = run(epsilon=1.0, clip_cov_ratio=0.5)
+    _check(result, policy, [0.0, -second, 0.0, 0.0], [0.0, -second, 0.0, 0.0])
+    result = run(epsilon=1.0, clip_cov_ratio=0.25)  # one of the two
+    assert sorted(result.per_token_N.tolist()) in (
+        pytest.approx(sorted([0.0, -second, third, 0.0])),
+        pytest.approx(sorted([-first, -second, 0.0, 0.0])),
+    )
+    result = run(epsilon=0.2, clip_cov_ub=4.0)  # the ratio's clip has the first token already
+    _check(result, policy, [-2.4, -second, third, 0.0], [0.0, -second, third, 0.0])
+    assert result.metrics == {LOW: 0, HIGH: 1, REGION: 1, COV: 0}
+
+
+def test_clip_cov_chooses_the_same_tokens_in_any_order_and_neither_the_first_nor_the_largest():
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(400, generator=generator, dtype=torch.float64) * 3
+    advantages = torch.randn(400, generator=generator, dtype=torch.float64)
+    options = {"mask_N": _ones(400), "clip_cov_ratio": 0.05, "clip_cov_lb": 0.0}
+
+    def chosen(order):
+        result = clip_cov_policy_loss(old[order], old[order], advantages[order], **options)
+        return set(order[result.per_token_N == 0].tolist())
+
+    plain = torch.arange(400)
+    choice = chosen(plain)
+    assert len(choice) == 20
+    assert choice == chosen(plain) == chosen(torch.randperm(400, generator=generator))
+    covariance = (advantages - advantages.mean()) * (old - old.mean())
+    eligible = (covariance > 0).nonzero().flatten()
+    largest = set(covariance.topk(20).indices.tolist())
+    assert choice <= set(eligible.tolist())
+    for systematic in (set(eligible[:20].tolist()), set(eligible[-20:].tolist()), largest):
+        assert len(choice & systematic) < 10
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_loss_by_name_equals_the_function(name):
+    generator = torch.Generator().manual_seed(2)
+    policy, advantages = torch.randn(2, 8, generator=generator)
+    old = policy + 0.5 * torch.randn(8, generator=generator)
+    rollouts = {"rollout_index_N": torch.tensor([0, 1, 0, 1, 2, 2, 2, 0]), "num_rollouts": 3}
+    loss = make_policy_loss(name)
+    by_name = loss(policy, old, advantages, mask_N=_ones(8), **rollouts)
+    by_function = loss.function(policy, old, advantages, mask_N=_ones(8), **(rollouts if loss.uses_rollouts else {}))
+    assert torch.equal(by_name.per_token_N, by_function.per_token_N)
+    assert by_name.metrics == by_function.metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "argument"),
+    [
+        ("ppo", {"epsilon": 0.2, "epsilon_high": 0.3, "delta": 1.1}, "delta"),
+        ("gspo", {"epsilon": -0.2}, "epsilon"),
+        ("gspo", {"delta": 3.0}, "delta"),
+        ("cispo", {"epsilon_high": 0.3, "epsilon_max": 5.0}, "epsilon_high"),
+        ("cispo", {"epsilon_max": 0}, "epsilon_max"),
+        ("sapo", {"sapo_temperature_pos": 0}, "sapo_temperature_pos"),
+        ("sapo", {"sapo_temperature_neg": -1}, "sapo_temperature_neg"),
+        ("gmpo", {"epsilon_high": -0.1}, "epsilon_high"),
+        ("gspo_token", {"epsilon": math.nan}, "epsilon"),
+        ("dppo_tv", {"epsilon": -1}, "epsilon"),
+        ("dppo_kl", {"clip_ratio_c": 0}, "clip_ratio_c"),
+        ("clip_cov", {"clip_cov_ratio": 0}, "clip_cov_ratio"),
+        ("clip_cov", {"clip_cov_lb": 5}, "clip_cov_lb"),
+        ("kl_cov", {"kl_cov_ratio": 2}, "kl_cov_ratio"),
+        ("kl_cov", {"ppo_kl_coef": -1}, "ppo_kl_coef"),
+        ("gpg", {"epsilon": 0.2}, "epsilon"),
+        ("gpg", {"name": "x"}, "name"),
+    ],
+)
+def test_options_out_of_range(name, options, argument):
+    x_N = torch.zeros(2)
+    data = {"mask_N": x_N == 0, "rollout_index_N": x_N.long(), "num_rollouts": 1}
+    with pytest.raises(ValueError, match=argument):
+        POLICY_LOSSES[name].with_options(options)(x_N, x_N, x_N, **data)
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "argument"),
+    [
+        (clipped_policy_loss, {"advantages_N": torch.zeros(2)}, "advantages_N"),
+        (clipped_policy_loss, {"policy_logprobs_N": torch.zeros(1, 3)}, "policy_logprobs_N"),
+        (clipped_policy_loss, {"mask_N": torch.ones(3)}, "mask_N"),
+        (
+            gspo_policy_loss,
+            {"rollout_index_N": torch.zeros(2, dtype=torch.int64), "num_rollouts": 1},
+            "rollout_index_N",
+        ),
+    ],
+)
+def test_errors_name_the_argument(loss, change, argument):
+    tokens = dict.fromkeys(("policy_logprobs_N", "old_logprobs_N", "advantages_N"), torch.zeros(3))
+    with pytest.raises(ValueError, match=argument):
+        loss(**{**tokens, "mask_N": _ones(3), **change})
+    with pytest.raises(ValueError, match="trpo"):
+        make_policy_loss("trpo")

@@ -55,14 +55,14 @@ def test_a_loss_of_rollouts_gets_them():
     assert loss.uses_rollouts
     data = {"mask_N": x_N == 0, "rollout_index_N": torch.tensor([0, 1]), "num_rollouts": 2}
     assert loss(x_N, x_N, x_N, **data).per_token_N.tolist() == [2, 3]
-    with pytest.raises(ValueError, match="rollout_index_N is None, but policy_loss='rollouts' needs it"):
+    with pytest.raises(ValueError, match="rollout_index_N"):
         loss(x_N, x_N, x_N, mask_N=x_N == 0)
 
 
 @pytest.mark.parametrize("name", ["mask_N", "scael"])
 def test_an_unknown_option_is_an_error(name):
     register_policy_loss("scaled")(scaled)
-    with pytest.raises(ValueError, match=f"policy_loss='scaled' does not use {name}; it takes scale, signs"):
+    with pytest.raises(ValueError, match=name):
         make_policy_loss("scaled", **{name: None})
 
 
@@ -82,7 +82,7 @@ def test_an_estimator_gets_what_it_takes():
 
     estimator, rewards = make_advantage_estimator("short", weight=2.0), torch.tensor([5.0, 9.0])
     assert estimator(rewards, [0, 0], lengths=torch.tensor([1, 2])).tolist() == [3.0, 5.0]
-    with pytest.raises(ValueError, match="lengths is None, but advantage_estimator='short' needs it"):
+    with pytest.raises(ValueError, match="lengths"):
         estimator(rewards, [0, 0])
     assert [estimator.compares_rollouts, estimator.needs_greedy, estimator.per_token] == [False] * 3
     rows, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]])
@@ -125,5 +125,5 @@ def test_a_loss_that_is_no_loss_per_token_is_refused():
 
 
 def test_a_word_is_no_switch():
-    with pytest.raises(ValueError, match="leave_one_out is 'false'"):
+    with pytest.raises(ValueError, match="leave_one_out"):
         make_advantage_estimator("tree", leave_one_out="false")

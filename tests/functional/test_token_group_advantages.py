@@ -9,6 +9,8 @@ from pl_grouprl.functional.losses import clipped_value_loss
 from pl_grouprl.functional.token_groups import TokenGroups, find_token_groups, token_group_advantages
 
 GAMMA, LAM = 0.93, 0.85
+ONES = torch.ones(2, 4)
+ALL = find_token_groups(ONES, ONES, ONES.bool())
 
 
 def random_case(seed=0, rows=7, length=19, dtype=torch.float64):
@@ -130,10 +132,8 @@ def test_gaps_and_their_contents_change_nothing():
     options = {"gamma": GAMMA, "lam": LAM, "bootstrap_value": bootstrap}
     expected = token_group_advantages(rewards, values, cut(rewards, values, mask, bootstrap, norms), mask, **options)
     groups = cut(wide[0], wide[1], wide_mask, bootstrap, wide[2])
-    for left, right in zip(
-        token_group_advantages(wide[0], wide[1], groups, wide_mask, **options), expected, strict=True
-    ):
-        assert torch.equal(left[:, places], right)
+    found = token_group_advantages(wide[0], wide[1], groups, wide_mask, **options)
+    assert all(torch.equal(left[:, places], right) for left, right in zip(found, expected, strict=True))
 
 
 def test_rollouts_cut_off_are_bootstrapped_by_their_value():
@@ -174,21 +174,6 @@ def test_value_loss_at_starts_has_no_gradient_elsewhere():
     assert groups.starts.sum() < mask.sum()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"gamma": 0.5}, {"lam": 0.2}, {"critic_lam": 0.2}, {"bootstrap_value": None}, {"mode": "endpoint"},
-     {"mode": "variable_lambda"}],
-)  # fmt: skip
-def test_each_option_changes_the_result(change):
-    rewards, values, mask, bootstrap, norms = random_case(4)
-    groups = cut(rewards, values, mask, bootstrap, norms)
-    base = {"gamma": GAMMA, "lam": LAM, "bootstrap_value": bootstrap}
-    expected = token_group_advantages(rewards, values, groups, mask, **base)
-    changed = token_group_advantages(rewards, values, groups, mask, **{**base, **change})
-    which = 1 if "critic_lam" in change else 0
-    assert not torch.allclose(changed[which], expected[which])
-
-
 def test_bfloat16_is_computed_in_float32_and_no_rows_are_fine():
     rewards, values, mask, bootstrap, norms = random_case(1)
     groups = cut(rewards, values, mask, bootstrap, norms)
@@ -200,25 +185,21 @@ def test_bfloat16_is_computed_in_float32_and_no_rows_are_fine():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "argument"),
     [
-        ({"mode": "mean"}, "mode is 'mean'"),
-        ({"lam": 1.5}, r"lam is 1\.5"),
-        ({"lam": torch.tensor([0.5, 1.5])}, r"lam is tensor\(\[0\.5000, 1\.5000\]\)"),
-        ({"critic_lam": torch.ones(3)}, r"critic_lam has shape \(3,\)"),
-        ({"gamma": -0.1}, "gamma is -0.1"),
-        ({"values": torch.ones(2, 3)}, r"values has shape \(2, 3\)"),
-        ({"mask": torch.tensor([[True] * 4, [True] * 3 + [False]])}, "groups were found with another mask"),
-        ({"groups": None}, "groups were found with another mask"),
+        ({"mode": "mean"}, "mode"),
+        ({"lam": 1.5}, "lam"),
+        ({"lam": torch.tensor([0.5, 1.5])}, "lam"),
+        ({"critic_lam": torch.ones(3)}, "critic_lam"),
+        ({"gamma": -0.1}, "gamma"),
+        ({"values": torch.ones(2, 3)}, "values"),
+        ({"mask": torch.tensor([[True] * 4, [True] * 3 + [False]])}, "groups"),
+        ({"groups": TokenGroups(*(x[:1] for x in ALL))}, "groups"),
     ],
 )
-def test_errors_name_the_argument(change, message):
-    ones = torch.ones(2, 4)
-    groups = find_token_groups(ones, ones, ones.bool())
-    if "groups" in change:
-        change = {"groups": TokenGroups(*(x[:1] for x in groups))}
-    arguments = {"rewards": ones, "values": ones, "groups": groups, "mask": ones.bool(), "gamma": 1.0, "lam": 1.0}
-    with pytest.raises(ValueError, match=message):
+def test_errors_name_the_argument(change, argument):
+    arguments = {"rewards": ONES, "values": ONES, "groups": ALL, "mask": ONES.bool(), "gamma": 1.0, "lam": 1.0}
+    with pytest.raises(ValueError, match=argument):
         token_group_advantages(**{**arguments, **change})
 
 

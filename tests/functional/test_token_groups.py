@@ -1,5 +1,7 @@
 """Token groups against a plain loop over tokens, and what must not move a boundary."""
 
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,6 +11,7 @@ from pl_grouprl.functional.token_groups import (
     ENDED_BY_LAST,
     ENDED_BY_SIZE,
     ENDED_BY_VARIANCE,
+    ThresholdController,
     find_token_groups,
     log_ratio_scores,
     signal_sums,
@@ -115,9 +118,8 @@ OPTIONS = [
 @pytest.mark.parametrize("make", [dyadic_case, random_case])
 def test_same_cut_as_a_loop_over_tokens(make, seed, options):
     deltas, norms, mask = make(seed)
-    assert as_lists(find_token_groups(deltas, norms, mask, **options)) == loop_over_tokens(
-        deltas, norms, mask, **options
-    )
+    found = find_token_groups(deltas, norms, mask, **options)
+    assert as_lists(found) == loop_over_tokens(deltas, norms, mask, **options)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -139,8 +141,8 @@ def test_many_rows_are_cut_in_blocks(monkeypatch):
     deltas, norms, mask = random_case(3, rows=40)
     whole = find_token_groups(deltas, norms, mask, threshold=2.0)
     monkeypatch.setattr("pl_grouprl.functional.token_groups._BLOCK", 50)  # two rows at a time
-    for left, right in zip(find_token_groups(deltas, norms, mask, threshold=2.0), whole, strict=True):
-        assert torch.equal(left, right)
+    found = find_token_groups(deltas, norms, mask, threshold=2.0)
+    assert all(torch.equal(left, right) for left, right in zip(found, whole, strict=True))
 
 
 class _Operators(TorchDispatchMode):
@@ -267,10 +269,8 @@ def test_row_order_changes_nothing_with_the_mean_of_the_batch():
     deltas, norms, mask = dyadic_case(4, rows=9)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     expected = find_token_groups(deltas, norms, mask, threshold=2.0, epsilon=0.5)
-    for left, right in zip(
-        find_token_groups(deltas[order], norms[order], mask[order], threshold=2.0, epsilon=0.5), expected, strict=True
-    ):
-        assert torch.equal(left, right[order])
+    found = find_token_groups(deltas[order], norms[order], mask[order], threshold=2.0, epsilon=0.5)
+    assert all(torch.equal(left, right[order]) for left, right in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 1e-30, 1e-3, 7.0, 1e25])
@@ -340,79 +340,48 @@ def test_norms_slightly_below_zero_are_accepted():
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (2, 1)])
-def test_empty_shapes(shape):
-    groups = find_token_groups(torch.ones(shape), torch.ones(shape), torch.ones(shape, dtype=torch.bool))
+def test_empty_shapes_and_no_valid_token(shape):
+    ones = torch.ones(shape)
+    groups = find_token_groups(ones, ones, ones > 0)
     assert groups.starts.shape == groups.group_index.shape == groups.causes.shape == shape
     assert groups.ends.sum() == torch.Size(shape).numel()
-
-
-def test_no_valid_token():
-    groups = find_token_groups(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    groups = find_token_groups(ones, ones, ones < 0)
     assert not groups.starts.any()
     assert (groups.group_index == -1).all()
 
 
 @pytest.mark.parametrize(
-    "change", [{"threshold": 3.0}, {"max_size": 2}, {"epsilon": 2.0}, {"mean_signal": 1e7}, {"forced_ends": None}]
-)
-def test_each_option_changes_the_cut(change):
-    deltas, norms, mask = random_case(9)
-    if "forced_ends" in change:
-        change = {"forced_ends": torch.ones_like(mask)}
-    base = {"threshold": 2.0}
-    expected = find_token_groups(deltas, norms, mask, **base)
-    assert not torch.equal(find_token_groups(deltas, norms, mask, **{**base, **change}).ends, expected.ends)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "argument"),
     [
-        ({"td_errors": torch.ones(4)}, r"td_errors has shape \(4,\)"),
-        ({"score_norms": torch.ones(2, 3)}, r"score_norms \(2, 3\)"),
-        ({"score_norms": torch.ones(4)}, r"score_norms \(4,\)"),
-        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask \(2, 5\)"),
-        ({"mask": torch.full((2, 4), 0.5)}, r"mask has the entry 0\.5"),
-        ({"forced_ends": torch.ones(2, 4)}, "forced_ends has .* dtype torch.float32"),
-        ({"forced_ends": torch.ones(2, 3, dtype=torch.bool)}, r"forced_ends has shape \(2, 3\)"),
-        ({"threshold": 0.0}, "threshold is 0.0"),
-        ({"threshold": float("nan")}, "threshold is nan"),
-        ({"max_size": 0}, "max_size is 0"),
-        ({"max_size": 1.5}, "max_size is 1.5"),
-        ({"max_size": float("inf")}, "max_size is inf"),
-        ({"max_size": float("nan")}, "max_size is nan"),
-        ({"epsilon": -1.0}, "epsilon is -1.0"),
-        ({"epsilon": float("inf")}, "epsilon is inf"),
-        ({"epsilon": float("nan")}, "epsilon is nan"),
-        ({"mean_signal": float("nan")}, "mean_signal is nan"),
-        ({"mean_signal": float("inf")}, "mean_signal is inf"),
-        ({"score_norms": torch.full((2, 4), -0.5)}, "score_norms has negative entries"),
+        ({"td_errors": torch.ones(4)}, "td_errors"),
+        ({"score_norms": torch.ones(2, 3)}, "score_norms"),
+        ({"score_norms": torch.ones(4)}, "score_norms"),
+        ({"score_norms": torch.full((2, 4), -0.5)}, "score_norms"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, "mask"),
+        ({"mask": torch.full((2, 4), 0.5)}, "mask"),
+        ({"forced_ends": torch.ones(2, 4)}, "forced_ends"),
+        ({"forced_ends": torch.ones(2, 3, dtype=torch.bool)}, "forced_ends"),
+        *(({"threshold": value}, "threshold") for value in (0.0, float("nan"))),
+        *(({"max_size": value}, "max_size") for value in (0, 1.5, float("inf"), float("nan"))),
+        *(({"epsilon": value}, "epsilon") for value in (-1.0, float("inf"), float("nan"))),
+        *(({"mean_signal": value}, "mean_signal") for value in (float("inf"), float("nan"))),
     ],
 )
-def test_errors_name_the_argument(change, message):
-    arguments = {
-        "td_errors": torch.ones(2, 4),
-        "score_norms": torch.ones(2, 4),
-        "mask": torch.ones(2, 4, dtype=torch.bool),
-        **change,
-    }
-    with pytest.raises(ValueError, match=message):
-        find_token_groups(**arguments)
+def test_errors_name_the_argument(change, argument):
+    arguments = dict.fromkeys(("td_errors", "score_norms", "mask"), torch.ones(2, 4))
+    with pytest.raises(ValueError, match=argument):
+        find_token_groups(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("change", [{"td_errors": (2, 3)}, {"score_norms": (1, 4)}, {"mask": (1, 4)}])
-def test_signal_sums_refuse_shapes_that_differ(change):
-    names = ("td_errors", "score_norms", "mask")
-    arguments = {name: torch.ones(change.get(name, (2, 4)), dtype=torch.bool) for name in names}
-    with pytest.raises(ValueError, match=r"td_errors has shape \(2, \d\), score_norms \(\d, 4\) and mask \(\d, 4\)"):
-        signal_sums(**arguments)
-
-
-@pytest.mark.parametrize("name", ["old_logprobs", "mask"])
-def test_log_ratio_scores_refuse_shapes_that_differ(name):
-    arguments = {"old_logprobs": torch.zeros(2, 4), "mask": torch.ones(2, 4, dtype=torch.bool)}
-    arguments[name] = arguments[name][:1]
-    with pytest.raises(ValueError, match=r"td_errors has shape \(2, 4\)"):
-        log_ratio_scores(torch.ones(2, 4), **arguments)
+def test_shapes_that_would_broadcast_are_refused(change):
+    td_errors, score_norms, mask = (
+        torch.ones(change.get(name, (2, 4))) > 0 for name in ("td_errors", "score_norms", "mask")
+    )
+    with pytest.raises(ValueError, match="td_errors"):
+        signal_sums(td_errors, score_norms, mask)
+    with pytest.raises(ValueError, match="td_errors"):
+        log_ratio_scores(td_errors.float(), score_norms.float(), mask)
 
 
 def test_log_ratio_scores():
@@ -448,16 +417,135 @@ def test_counts_and_metrics_by_hand():
         token_group_counts(groups, mask[:, 1:])
 
 
-TURNS = torch.tensor([[1, 1, 1, 0, 0, 1, 1]]).bool()
-"""Three tokens that call a tool, two of its result, two that answer."""
+def test_one_step_of_the_threshold_by_hand():
+    controller = ThresholdController(2.0, threshold_lr=0.1, target_compression=0.75)
+    controller.update(0.25)  # too little is shared: the threshold rises, by 0.1 * 0.5 in the logarithm
+    assert controller.threshold == pytest.approx(2.0 * math.exp(0.05))
+    controller.update(0.95)
+    assert controller.threshold == pytest.approx(2.0 * math.exp(0.05 - 0.02))
+    controller.update(math.nan)
+    assert controller.threshold == pytest.approx(2.0 * math.exp(0.03))
 
 
-def test_a_group_may_span_a_result_unless_its_turn_is_forced_to_end_it():
-    signal, norms = torch.where(TURNS, 1.0, torch.nan), torch.where(TURNS, 1.0, torch.nan)
-    spanning = find_token_groups(signal, norms, TURNS, threshold=2.0)  # pairs of tokens: 0 1 | 2 5 | 6
-    assert spanning.group_index.tolist() == [[0, 0, 1, -1, -1, 1, 2]]
-    assert spanning.causes.tolist() == [[0, 1, 0, 0, 0, ENDED_BY_VARIANCE, ENDED_BY_LAST]]
-    ends = torch.tensor([[0, 0, 1, 0, 0, 0, 1]]).bool()
-    ended = find_token_groups(signal, norms, TURNS, threshold=2.0, forced_ends=ends)  # 0 1 | 2 | 5 6
-    assert ended.group_index.tolist() == [[0, 0, 1, -1, -1, 2, 2]]
-    assert ended.causes.tolist() == [[0, 1, ENDED_BY_LAST, 0, 0, 0, ENDED_BY_VARIANCE]]
+@pytest.mark.parametrize(
+    ("options", "threshold"),
+    [
+        ({}, pytest.approx(4.0)),  # 1 / (1 - 0.75)
+        ({"target_compression": 0.5}, 2.0),
+        ({"target_compression": 0.0}, 1.0),
+        ({"target_compression": 0.9375}, 10.0),  # 16, clipped
+        ({"group_variance_threshold": 3.0, "min_threshold": 3.0}, 3.0),
+        ({"group_variance_threshold": 10.0}, 10.0),
+        ({"group_variance_threshold": 0.05}, 1.0),  # below 1, and below min_threshold too
+        # A fixed threshold ignores bounds and target.
+        ({"adaptive_threshold": False, "target_compression": 0.3, "max_size": 1}, 1.0),
+        ({"group_variance_threshold": 0.5, "adaptive_threshold": False}, 0.5),
+        ({"group_variance_threshold": 50.0, "adaptive_threshold": False}, 50.0),
+    ],
+)
+def test_the_threshold_starts(options, threshold):
+    assert ThresholdController(**options).threshold == threshold
+
+
+def test_the_threshold_is_clipped():
+    up = ThresholdController(threshold_lr=5.0, max_threshold=6.0)
+    down = ThresholdController(threshold_lr=5.0, min_threshold=2.5)
+    lowest = ThresholdController(threshold_lr=5.0, min_threshold=0.1)
+    for _ in range(5):
+        up.update(0.0)
+        down.update(0.9)
+        lowest.update(0.9)
+    assert (up.threshold, down.threshold, lowest.threshold) == (6.0, 2.5, 1.0)
+    up.update(0.9)  # no wind-up: it comes down at once
+    assert up.threshold < 6.0
+
+
+def test_fixed_threshold_does_not_move():
+    controller = ThresholdController(3.0, adaptive_threshold=False, threshold_lr=1.0)
+    controller.update(0.0)
+    assert controller.threshold == 3.0
+    controller.load_state_dict({"threshold": 7.0})
+    assert controller.threshold == 3.0
+
+
+def compression_of(threshold, seed):
+    generator = torch.Generator().manual_seed(seed)
+    deltas = 1 + 0.5 * torch.randn(16, 64, generator=generator)
+    norms = torch.rand(16, 64, generator=generator)
+    groups = find_token_groups(deltas, norms, torch.ones(16, 64, dtype=torch.bool), threshold=threshold)
+    return token_group_metrics(token_group_counts(groups))["compression_ratio"].item()
+
+
+def test_the_threshold_converges_to_the_target():
+    controller, last = ThresholdController(1.0, threshold_lr=0.1), []
+    for step in range(250):
+        compression = compression_of(controller.threshold, step)
+        controller.update(compression)
+        last = [*last[-19:], compression]
+    assert abs(sum(last) / len(last) - 0.75) < 0.02
+
+
+def test_the_threshold_resumes():
+    whole, first, second = (ThresholdController(threshold_lr=0.3) for _ in range(3))
+    for step in range(6):
+        whole.update(compression_of(whole.threshold, step))
+    for step in range(3):
+        first.update(compression_of(first.threshold, step))
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 6):
+        second.update(compression_of(second.threshold, step))
+    assert second.threshold == whole.threshold != ThresholdController().threshold
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group_variance_threshold": 2.0},
+        {"adaptive_threshold": False},
+        {"threshold_lr": 0.2},
+        {"min_threshold": 5.0},
+        {"max_threshold": 3.0},
+        {"target_compression": 0.5},
+    ],
+)
+def test_each_option_changes_the_threshold(change):
+    plain, changed = ThresholdController(), ThresholdController(**change)
+    plain.update(0.6)
+    changed.update(0.6)
+    assert plain.threshold != changed.threshold
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"target_compression": 0.3}, "target_compression"),
+        ({"target_compression": 0.9, "max_size": 8}, "target_compression"),
+        ({"target_compression": 1.0}, "target_compression"),
+        ({"target_compression": -0.1}, "target_compression"),
+        ({"target_compression": math.nan}, "target_compression"),
+        ({"max_size": 1}, "target_compression"),
+        ({"group_variance_threshold": 0.0}, "group_variance_threshold"),
+        ({"threshold_lr": -1.0}, "threshold_lr"),
+        ({"min_threshold": 0.0}, "min_threshold"),
+        ({"min_threshold": 4.0, "max_threshold": 3.0}, "max_threshold"),
+        ({"max_threshold": 0.5}, "max_threshold"),
+        ({"max_size": 0}, "max_size"),
+        ({"max_size": 2.5}, "max_size"),
+        ({"max_size": math.nan}, "max_size"),
+        ({"group_variance_threshold": 50.0}, "group_variance_threshold"),
+        ({"group_variance_threshold": 2.0, "min_threshold": 3.0}, "group_variance_threshold"),
+        ({"group_variance_threshold": 0.5, "min_threshold": 3.0}, "group_variance_threshold"),
+        ({"adaptive_threshold": False, "threshold_lr": math.nan}, "threshold_lr"),
+        ({"adaptive_threshold": False, "max_threshold": math.inf}, "max_threshold"),
+    ],
+)
+def test_threshold_errors_name_the_option(options, argument):
+    with pytest.raises(ValueError, match=argument):
+        ThresholdController(**options)
+
+
+def test_largest_target_of_each_size_is_accepted():
+    for size in range(2, 200):
+        ThresholdController(target_compression=1 - 1 / size, max_size=size)
+        ThresholdController(target_compression=(size - 1) / size, max_size=size)
+    ThresholdController(target_compression=0.0, max_size=1)

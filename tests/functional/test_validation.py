@@ -85,19 +85,18 @@ def test_many_answers_stay_exact():
     assert best_at_k([scores], 64) == 63 / 64
 
 
-def test_errors_name_the_argument():
-    with pytest.raises(ValueError, match="scores is empty"):
-        mean_at_k([])
-    with pytest.raises(ValueError, match=r"scores\[1\] is empty"):
-        best_at_k([[1.0], []])
-    with pytest.raises(ValueError, match=r"scores\[0\] .* NaN"):
-        mean_at_k([[math.nan]])
-    for k in (0, 3):
-        with pytest.raises(ValueError, match=f"k is {k}, but a prompt has 2 answers"):
-            best_at_k([[1.0, 0.0]], k)
-        with pytest.raises(ValueError, match=f"k is {k}, but a prompt has 2 answers"):
-            pass_at_k([[True, False]], k)
-    with pytest.raises(ValueError, match=r"scores\[1\] is empty"):
-        pass_at_k([[True], []], 1)
-    with pytest.raises(ValueError, match="shorter"):
-        majority_at_k([[1.0, 0.0]], [["a"]])
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: mean_at_k([]), "scores"),
+        (lambda: mean_at_k([[math.nan]]), r"scores\[0\]"),
+        (lambda: best_at_k([[1.0], []]), r"scores\[1\]"),
+        (lambda: pass_at_k([[True], []], 1), r"scores\[1\]"),
+        *((lambda k=k: best_at_k([[1.0, 0.0]], k), f"k is {k}") for k in (0, 3)),
+        *((lambda k=k: pass_at_k([[True, False]], k), f"k is {k}") for k in (0, 3)),
+        (lambda: majority_at_k([[1.0, 0.0]], [["a"]]), "shorter"),
+    ],
+)
+def test_errors_name_the_argument(call, argument):
+    with pytest.raises(ValueError, match=argument):
+        call()

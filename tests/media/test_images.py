@@ -20,13 +20,12 @@ def png(tmp_path):
 def test_every_form_is_the_same_image(png):
     expected = np.asarray(tiny_image(0))
     data = png.read_bytes()
-    forms = [tiny_image(0), str(png), png, f"file://{png}", data, {"bytes": data, "path": None}]
-    for form in [
-        *forms,
+    columns = [
+        {"bytes": data, "path": None},
         {"bytes": None, "path": str(png)},
         {"bytes": data, "path": "elsewhere.png"},
-        {"image": str(png)},
-    ]:
+    ]
+    for form in [tiny_image(0), str(png), png, f"file://{png}", data, *columns, {"image": str(png)}]:
         check_image(form)
         assert np.array_equal(np.asarray(read_image(form)), expected)
 
@@ -51,11 +50,11 @@ def test_one_image_is_a_list_of_one():
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        ("missing.png", r"'missing.png' cannot be read: .*No such file"),
-        (b"no image", "the image cannot be read"),
+        ("missing.png", "missing.png"),
+        (b"no image", "cannot be read"),
         ({"bytes": None}, "'bytes'"),
         (3, "cannot be read"),
-        ("https://example.com/x.png", "is on another machine; download it"),
+        ("https://example.com/x.png", "another machine"),
     ],
 )
 def test_what_is_no_image_is_refused_without_decoding(image, message):
@@ -67,7 +66,7 @@ def test_what_is_no_image_is_refused_without_decoding(image, message):
 def test_a_cut_off_image_is_refused(png):
     cut = png.read_bytes()[:-40]
     for function in (check_image, read_image):
-        with pytest.raises(ValueError, match="the image cannot be read"):
+        with pytest.raises(ValueError, match="cannot be read"):
             function(cut)
 
 

@@ -18,9 +18,8 @@ def user(content):
 def prompts_of(rows, *, processor=True, **options):
     """With a processor, as for a model that reads images, or with its tokenizer alone."""
     full = tiny_processor("qwen2_5_vl")
-    data = PromptDataModule(
-        rows, batch_size=1, tokenizer=full.tokenizer, processor=full if processor else None, **options
-    )
+    options |= {"batch_size": 1, "tokenizer": full.tokenizer, "processor": full if processor else None}
+    data = PromptDataModule(rows, **options)
     data.setup("fit")
     return data.prompts["train"]
 
@@ -41,7 +40,7 @@ def prompts_of(rows, *, processor=True, **options):
 def test_places_without_images_are_refused(row, processor):
     """Where there is a column for images, or a model that reads them."""
     rows = [{"prompt": user("fine")}, row]
-    with pytest.raises(ValueError, match=r"train, row 1: the prompt has places .* 'images?' and 'videos' are empty"):
+    with pytest.raises(ValueError, match="row 1: the prompt has places"):
         prompts_of(rows, processor=processor)
 
 
@@ -61,9 +60,7 @@ def test_the_models_own_token_without_images_is_refused(prompt):
     options = {"batch_size": 1, "tokenizer": full.tokenizer, "split_special_tokens": False}
     data = PromptDataModule([{"prompt": "a"}, {"prompt": prompt}], **options)
     data.processor = full
-    with pytest.raises(
-        ValueError, match=r"row 1: the row has 0 (image|video)s, and its rendered text has the .* 1 times"
-    ):
+    with pytest.raises(ValueError, match="row 1: the row has 0"):
         data.setup("fit")
 
 
@@ -88,7 +85,7 @@ def test_a_lone_image_is_that_of_the_singular_column():
     assert plural.open().media["image_grid_thw"].tolist() == [[1, 8, 8]]
     (text,) = prompts_of([{"prompt": user("what?"), "image": small}], image_column="picture")
     assert text.open() is text
-    with pytest.raises(ValueError, match=r"column 'image' or 'videos' is not empty.*set image_column"):
+    with pytest.raises(ValueError, match="image_column"):
         prompts_of([{"prompt": user("what?"), "image": small}], processor=False)
 
 
@@ -109,25 +106,13 @@ def test_what_tools_return_is_not_made_of_parts():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": user([{"text": "what?"}])}, r"messages\[0\].content\[0\] is .*a dictionary with a 'type'"),
-        (
-            {"prompt": user([{"type": None, "text": "b"}])},
-            r"messages\[0\].content\[0\] is .*a dictionary with a 'type'",
-        ),
-        ({"prompt": user([TEXT, "what?"]), "images": [tiny_image(0)]}, r"content\[1\] is 'what\?'"),
-        ({"prompt": user(None), "images": [tiny_image(0)]}, r"messages\[0\].content is None; write what the user says"),
-        (
-            {"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])},
-            "the type 'image_url'; put its content",
-        ),
-        (
-            {"prompt": user([{"type": "image", "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]},
-            "a part of type 'image' has 'image', and the row also has images in a column",
-        ),
-        (
-            {"prompt": user([IMAGE, {"type": "text", "text": "<image>what?"}]), "images": [tiny_image(0)]},
-            "has 1 images and the messages have places for 2",
-        ),
+        ({"prompt": user([{"text": "what?"}])}, r"content\[0\]"),
+        ({"prompt": user([{"type": None, "text": "b"}])}, r"content\[0\]"),
+        ({"prompt": user([TEXT, "what?"]), "images": [tiny_image(0)]}, r"content\[1\]"),
+        ({"prompt": user(None), "images": [tiny_image(0)]}, "content is None"),
+        ({"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])}, "image_url"),
+        ({"prompt": user([{**IMAGE, "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]}, "in a column"),
+        ({"prompt": user([IMAGE, {**TEXT, "text": "<image>what?"}]), "images": [tiny_image(0)]}, "places for 2"),
     ],
 )
 def test_malformed_parts_are_named_with_their_row(row, message):
@@ -135,16 +120,9 @@ def test_malformed_parts_are_named_with_their_row(row, message):
         prompts_of([{"prompt": user("fine")}, row])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"image_kwarg": {}}, "image_kwarg"),
-        ({"images_kwargs": {"sizes": 3}}, "images_kwargs.sizes"),
-        ({"return_tensors": "np"}, "return_tensors"),
-    ],
-)
-def test_options_that_the_processor_would_ignore_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"image_kwarg": {}}, {"images_kwargs": {"sizes": 3}}, {"return_tensors": "np"}])
+def test_options_that_the_processor_would_ignore_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
         prompts_of([{"prompt": user("what?"), "images": [tiny_image(0)]}], processor_kwargs=options)
 
 

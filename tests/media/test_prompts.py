@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 import torch
-from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor
+from helpers.tiny_vision import tiny_image, tiny_processor
 from pyarrow import parquet
 
 from pl_grouprl.data import PromptDataModule
@@ -24,7 +24,7 @@ def user(content):
     return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_three_ways_to_say_where_an_image_is(family):
     """Parts (TRL), tags (verl), and nothing at all, which is in front."""
     images = [tiny_image(0, 24, 16)]
@@ -47,13 +47,8 @@ def test_tags_stand_where_they_are():
     messages = [{"role": "system", "content": "see"}, *user("a <image> and\n<video>?")]
     placed = place_media(messages, {"image": 1, "video": 1}, "row 0")
     assert placed[0]["content"] == [{"type": "text", "text": "see"}]
-    assert placed[1]["content"] == [
-        {"type": "text", "text": "a "},
-        {"type": "image"},
-        {"type": "text", "text": " and\n"},
-        {"type": "video"},
-        {"type": "text", "text": "?"},
-    ]
+    first, second, third = ({"type": "text", "text": text} for text in ("a ", " and\n", "?"))
+    assert placed[1]["content"] == [first, {"type": "image"}, second, {"type": "video"}, third]
     assert messages[1]["content"] == "a <image> and\n<video>?"
 
 
@@ -66,7 +61,7 @@ def test_a_string_holds_the_models_own_token():
     assert opened.media["image_grid_thw"].tolist() == [[1, 4, 4]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_control_tokens_in_messages_are_text(family):
     """Even the model's token for an image; a token per character, `_` and `|` unknown, and of type text."""
     token = "<image_soft_token>" if family == "gemma3" else "<|image_pad|>"
@@ -110,7 +105,7 @@ def test_images_are_processed_when_a_prompt_is_opened_and_not_kept(tmp_path):
     tiny_image(1).save(path)
     assert not torch.equal(prompt.open().media["pixel_values"], first.media["pixel_values"])
     path.unlink()
-    with pytest.raises(ValueError, match=r"train, row 0: the images or videos cannot be processed .*image.png"):
+    with pytest.raises(ValueError, match=r"row 0: .*image.png"):
         prompt.open()
 
 
@@ -157,11 +152,6 @@ def test_videos_reach_the_processor_as_frames():
     assert [frame.size for frame in processor.given["videos"][0]] == [(16, 16)] * 2
 
 
-def test_columns_of_other_names():
-    (prompt,) = prompts_of([{"prompt": user("what?"), "image": tiny_image(0)}], image_column="image")
-    assert prompt.open().media["image_grid_thw"].tolist() == [[1, 4, 4]]
-
-
 def test_options_reach_the_processor():
     rows = [{"prompt": user("what?"), "images": tiny_image(0, 32, 32)}]
     assert prompts_of(rows)[0].open().media["image_grid_thw"].tolist() == [[1, 8, 8]]
@@ -179,29 +169,20 @@ def test_the_limit_counts_the_tokens_of_images():
     assert len(kept.open().token_ids) == small
     assert len(prompts_of(rows, max_prompt_length=large)) == 2
     for policy in ("error", "truncate"):
-        with pytest.raises(
-            ValueError, match=rf"train, row 0: the prompt has {large} tokens, .*images cannot be truncated"
-        ):
+        with pytest.raises(ValueError, match=f"row 0: the prompt has {large} tokens"):
             prompts_of(rows, max_prompt_length=small, overlong_prompts=policy)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": user("<image><image>"), "images": [1]}, "has 1 images and the messages have places for 2"),
-        ({"prompt": user([IMAGE]), "images": [1, 2]}, "has 2 images and the messages have places for 1"),
-        ({"prompt": user("<image><video>"), "images": [1]}, "has 0 videos and the messages have places for 1"),
-        (
-            {"prompt": user([IMAGE, TEXT])},
-            "has places for images or videos .* and the columns 'images' and 'videos' are empty",
-        ),
-        ({"prompt": "what?", "images": [1]}, r"has 1 images, and its rendered text has the image token .* 0 times"),
-        ({"prompt": user("what?"), "images": ["missing.png"]}, r"images\[0\]: 'missing.png' cannot be read"),
-        ({"prompt": user("what?"), "images": [tiny_image(0), 3]}, r"images\[1\]: .* cannot be read"),
-        (
-            {"prompt": "<|image_pad|><|image_pad|>", "images": [tiny_image(0)]},
-            r"has 1 images, .* rendered text has .* 2 times",
-        ),
+        ({"prompt": user("<image><image>"), "images": [1]}, "1 images .* places for 2"),
+        ({"prompt": user([IMAGE]), "images": [1, 2]}, "2 images .* places for 1"),
+        ({"prompt": user("<image><video>"), "images": [1]}, "0 videos .* places for 1"),
+        ({"prompt": "what?", "images": [1]}, "1 images.* 0 times"),
+        ({"prompt": user("what?"), "images": ["missing.png"]}, r"images\[0\]: 'missing.png'"),
+        ({"prompt": user("what?"), "images": [tiny_image(0), 3]}, r"images\[1\]"),
+        ({"prompt": "<|image_pad|><|image_pad|>", "images": [tiny_image(0)]}, "1 images.* 2 times"),
     ],
 )
 def test_bad_rows_are_named_at_setup(row, message):
@@ -211,12 +192,12 @@ def test_bad_rows_are_named_at_setup(row, message):
 
 
 def test_a_processor_without_videos_refuses_them():
-    with pytest.raises(ValueError, match="Gemma3Processor has no video token"):
+    with pytest.raises(ValueError, match="Gemma3Processor"):
         prompts_of([{"prompt": user("what?"), "videos": [[tiny_image(0)]]}], "gemma3")
 
 
 def test_a_missing_processor_is_an_error_at_the_row():
     rows = [{"prompt": user("a"), "images": tiny_image(0)}]
     data = PromptDataModule(rows, batch_size=1, tokenizer=tiny_processor("qwen2_5_vl").tokenizer)
-    with pytest.raises(ValueError, match=r"train, row 0: column 'images' or 'videos' is not .*processor is None"):
+    with pytest.raises(ValueError, match=r"row 0: .*processor"):
         data.setup("fit")

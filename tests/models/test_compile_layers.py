@@ -112,20 +112,17 @@ def test_grpo_with_shared_prefixes(folder, graphs, tmp_path):
 
 
 @pytest.mark.slow
-def test_grpo_with_repeated_prefixes(folder, graphs, tmp_path):
-    options = {"num_iterations": 2, "sharing": "repeated"}
-    expected = fit(PretrainedPolicy(folder), tmp_path, **options)
-    found = fit(PretrainedPolicy(folder, compile_layers=True), tmp_path, **options)
-    assert_same_run(found, expected)
-    assert 1 <= len(graphs) <= 3
-
-
-@pytest.mark.slow
-def test_grpo_with_an_adapter(folder, graphs, tmp_path):
-    """With the adapter on and off."""
-    options = {"adapter": LoRAAdapter(r=4), "gradient_checkpointing": True}
-    expected = fit(PretrainedPolicy(folder, **options), tmp_path, verify=False)
-    found = fit(PretrainedPolicy(folder, compile_layers=True, **options), tmp_path, verify=False)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ({}, {"num_iterations": 2, "sharing": "repeated"}),
+        ({"adapter": LoRAAdapter(r=4), "gradient_checkpointing": True}, {"verify": False}),  # adapter on and off
+    ],
+    ids=["repeated prefixes", "an adapter"],
+)
+def test_grpo_with(policy, options, folder, graphs, tmp_path):
+    expected = fit(PretrainedPolicy(folder, **policy), tmp_path, **options)
+    found = fit(PretrainedPolicy(folder, compile_layers=True, **policy), tmp_path, **options)
     assert_same_run(found, expected)
     assert 1 <= len(graphs) <= 3
     assert (tmp_path / "exported" / "model.safetensors").is_file()
@@ -168,7 +165,7 @@ def test_layers_are_found(family, sizes):
 def test_a_decoder_without_such_a_list_is_refused():
     model = tiny_model("qwen3")
     model.config.num_hidden_layers = 3
-    with pytest.raises(ValueError, match=r"Qwen3Model has no list of 3 layers"):
+    with pytest.raises(ValueError, match="Qwen3Model"):
         compiling.compile_layers(model)
 
 

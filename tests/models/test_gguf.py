@@ -18,7 +18,6 @@ from pl_grouprl.models.critic import PolicyCopyCritic, PretrainedCritic
 from pl_grouprl.models.loading import split_gguf_path
 from pl_grouprl.models.policy import PretrainedPolicy, as_policy_source, frozen_copy
 from pl_grouprl.rollout.vllm.settings import write_model_folder
-from pl_grouprl.utilities import optional
 
 FILE = "tiny.Q8_0.gguf"
 TEXTS = (
@@ -130,17 +129,12 @@ def test_the_tokenizer_splits_as_the_original(pre, digits, tmp_path):
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
 
 
-def test_the_rules_differ_where_it_is_tested():
-    encoded = [[expected_tokenizer(digits=digits).encode(text).ids for text in TEXTS] for digits in (False, True)]
-    assert sum(one != other for one, other in zip(*encoded, strict=True)) >= 3
-
-
 @needs("transformers", "5.23")
 @pytest.mark.parametrize("pre", [None, "default", "new-rules"])
 def test_unknown_rules_of_splitting_are_refused(pre, tmp_path):
     write_gguf(tmp_path / "a.gguf", pre=pre)
     source = PretrainedPolicy(str(tmp_path), gguf_file="a.gguf")
-    with pytest.raises(ValueError, match=rf"a.gguf' splits text by the rules {pre!r}"):
+    with pytest.raises(ValueError, match=repr(pre)):
         source.load_tokenizer()
 
 
@@ -162,35 +156,10 @@ def test_the_config_is_read_once_per_file(tmp_path):
         assert read.call_count == 2
 
 
-def test_a_missing_package_is_named(folder, written, monkeypatch):
-    monkeypatch.setattr(optional, "GGUF_AVAILABLE", False)
-    with pytest.raises(ModuleNotFoundError, match=r"'tiny.Q8_0.gguf' needs .* 'pl-grouprl\[gguf\]'"):
-        PretrainedPolicy(str(folder), gguf_file=FILE)
-
-
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (
-            {"without": "up_proj"},
-            r"does not fit LlamaForCausalLM: 2 of its weights differ: missing from it: model.*up_",
-        ),
-        ({"bad": True}, r"model path '.*', gguf_file 'a.gguf' has NaN or infinity in 1 of its weights"),
-    ],
+    ("options", "error"), [({"without": "up_proj"}, "missing from it: .*up_"), ({"bad": True}, "NaN")]
 )
 def test_weights_are_checked(options, error, tmp_path):
     write_gguf(tmp_path / "a.gguf", **options)
     with pytest.raises(ValueError, match=error):
         PretrainedPolicy(str(tmp_path), gguf_file="a.gguf").load()
-
-
-@pytest.mark.parametrize("kept", [0, 8, 900, 0.9])
-def test_a_damaged_file_is_an_error(kept, folder, written, tmp_path):
-    content = (folder / FILE).read_bytes()
-    (tmp_path / "a.gguf").write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
-    source = PretrainedPolicy(str(tmp_path), gguf_file="a.gguf")
-    with pytest.raises(Exception):  # noqa: B017, PT011 (the reader's own)
-        source.load()
-    if kept != 0.9:  # whose metadata are whole
-        with pytest.raises(Exception):  # noqa: B017, PT011
-            source.load_tokenizer()

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.scripts import run_script
-from helpers.tiny_models import random_groups, tiny_model
+from helpers.tiny_models import tiny_model
 from helpers.tiny_vision import tiny_vision_model
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pl_grouprl.demo.warm_start import WarmStartedPolicy
@@ -63,21 +62,12 @@ def folder(tmp_path):
     return str(path)
 
 
+EXTRA = "model.layers.2.mlp.up_proj.weight"
 CASES = {
-    "missing": (
-        without(UP),
-        rf"1 of its weights differ: missing from it: {UP}",
-    ),
-    "missing head": (without("lm_head.weight"), r"missing from it: lm_head.weight"),
-    "left over": (
-        replaced("model.layers.2.mlp.up_proj.weight", torch.zeros(48, 32)),
-        r"unknown to the model: model.layers.2.mlp.up_proj.weight",
-    ),
-    "of another shape": (
-        replaced(UP, torch.zeros(40, 32)),
-        rf"of another shape: {UP} \(\[40, 32\], and \[48, 32\] in the model\)",
-    ),
-    "not finite": (with_nan(UP), rf"has NaN or infinity in 1 of its weights, as loaded in torch.float32: {UP}"),
+    "missing": (without(UP), f"missing from it: {UP}"),
+    "left over": (replaced(EXTRA, torch.zeros(48, 32)), f"unknown to the model: {EXTRA}"),
+    "of another shape": (replaced(UP, torch.zeros(40, 32)), f"of another shape: {UP}"),
+    "not finite": (with_nan(UP), f"NaN .*{UP}"),
 }
 
 
@@ -90,27 +80,26 @@ def test_a_policy_with_mismatched_weights_is_refused(folder, case):
     assert f"model path {folder!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("own", ["llama", "qwen3"])
-def test_weights_of_another_architecture_are_refused(tmp_path, own):
-    other = {"llama": "qwen3", "qwen3": "llama"}[own]
-    tiny_model(own).save_pretrained(tmp_path)
-    edit_config(tmp_path, model_type=other, architectures=[type(tiny_model(other)).__name__])
-    kind = "unknown to the model" if own == "qwen3" else "missing from it"
-    with pytest.raises(ValueError, match=rf"does not fit \w+: 4 of its weights differ: {kind}: .*k_norm.weight"):
+@pytest.mark.parametrize(
+    ("saved", "config", "message"),
+    [
+        ("llama", {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, r"missing from it: .*k_norm"),
+        ("qwen3", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, r"unknown to the model: .*k_norm"),
+        ("llama", {"num_hidden_layers": 1}, r"unknown to the model: model\.layers\.1"),
+        ("llama", {"vocab_size": 70}, r"of another shape: .*embed_tokens"),
+    ],
+    ids=str,
+)
+def test_weights_of_another_config_are_refused(tmp_path, saved, config, message):
+    tiny_model(saved).save_pretrained(tmp_path)
+    edit_config(tmp_path, **config)
+    with pytest.raises(ValueError, match=message):
         PretrainedPolicy(str(tmp_path)).load()
 
 
-def test_a_config_with_other_sizes_is_refused(folder):
-    edit_config(folder, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"9 of its weights differ: unknown to the model: model.layers.1.* and 3 more"):
-        PretrainedPolicy(folder).load()
-    edit_config(folder, num_hidden_layers=2, vocab_size=70)
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight \(\[61, 32\], and \[70, 32\] in the model\)"):
-        PretrainedPolicy(folder).load()
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma2", "opt"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", False), ("gpt2", True), ("qwen3_moe", False), ("gemma2", True), ("opt", True)]
+)
 def test_complete_folders_load(tmp_path, family, tied):
     """Tied weights have one name in the file, experts are stored one by one, buffers not at all."""
     saved = tiny_model(family, tie_word_embeddings=tied, **({"word_embed_proj_dim": 32} if family == "opt" else {}))
@@ -122,17 +111,11 @@ def test_complete_folders_load(tmp_path, family, tied):
 def test_experts(tmp_path):
     """transformers puts them together."""
     name = "model.layers.0.mlp.experts.1.down_proj.weight"
-    for number, (edit, error, message) in enumerate(
-        [
-            (without(name), ValueError, r"of another shape: model.layers.0.mlp.experts.down_proj \(\[3, 32, 16\]"),
-            (replaced(name, torch.zeros(3, 5)), RuntimeError, ""),
-        ]
-    ):
-        path = tmp_path / str(number)
-        tiny_model("qwen3_moe").save_pretrained(path)
-        change(path, edit)
-        with pytest.raises(error, match=message):
-            PretrainedPolicy(str(path)).load()
+    for edit, error in ((without(name), ValueError), (replaced(name, torch.zeros(3, 5)), RuntimeError)):
+        tiny_model("qwen3_moe").save_pretrained(tmp_path)
+        change(tmp_path, edit)
+        with pytest.raises(error):
+            PretrainedPolicy(str(tmp_path)).load()
 
 
 def test_a_vision_tower(tmp_path):
@@ -158,44 +141,21 @@ def test_listed_weights_may_differ_and_are_the_same_in_every_run(folder):
             assert torch.equal(torch.rand(2), expected_next)  # global random numbers are left alone
     assert torch.equal(*heads)
     assert heads[0].std() > 0
-    with pytest.raises(ValueError, match=r"differ: unknown to the model: extra.weight\."):
+    with pytest.raises(ValueError, match=r"unknown to the model: extra.weight"):
         PretrainedPolicy(folder, allow_mismatched_weights=("lm_head.weight",)).load()
 
 
 @pytest.mark.parametrize("patterns", [("lm_hed*",), "lm_head"])
 def test_a_pattern_that_matches_nothing(folder, patterns):
-    with pytest.raises(ValueError, match=r"allow_mismatched_weights has .*, which matches no weight"):
+    with pytest.raises(ValueError, match="allow_mismatched_weights"):
         PretrainedPolicy(folder, allow_mismatched_weights=patterns).load()
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "other bytes"])
-def test_a_damaged_file_is_an_error(folder, damage):
-    path = Path(folder) / "model.safetensors"
-    if damage == "cut":
-        cut(path)
-    else:
-        path.write_bytes(b"" if damage == "empty" else b"x" * 1000)
-    with pytest.raises(SafetensorError):
-        PretrainedPolicy(folder).load()
-
-
-def test_shards_and_their_index(tmp_path):
+def test_shards(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    shards = sorted(tmp_path.glob("model-*.safetensors"))
-    kept = shards[1].read_bytes()
-    cut(shards[1])
-    with pytest.raises(SafetensorError):
-        PretrainedPolicy(str(tmp_path)).load()
-    shards[1].unlink()
-    with pytest.raises(OSError, match=shards[1].name):
-        PretrainedPolicy(str(tmp_path)).load()
-    shards[1].write_bytes(kept)
-    name = next(iter(load_file(shards[1])))
-    change(tmp_path, lambda weights: weights.update({"x": weights.pop(name)}), shards[1].name)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    name = next(iter(load_file(shard)))
+    change(tmp_path, lambda weights: weights.update({"x": weights.pop(name)}), shard.name)
     with pytest.raises(ValueError, match=rf"missing from it: {name}; unknown to the model: x"):
         PretrainedPolicy(str(tmp_path)).load()
 
@@ -206,18 +166,12 @@ def test_a_pickle_file(folder):
     path = Path(folder) / "pytorch_model.bin"
     torch.save(weights, path)
     PretrainedPolicy(folder).load()
-    cut(path)
-    with pytest.raises(Exception):  # noqa: B017, PT011 (torch's own)
-        PretrainedPolicy(folder).load()
 
 
 def test_weights_that_the_dtype_cannot_hold(folder):
     change(folder, replaced(UP, torch.full((48, 32), 1e6)))
     PretrainedPolicy(folder, dtype="bfloat16").load()
-    with pytest.raises(
-        ValueError,
-        match=rf"NaN or infinity in 1 of its weights, as loaded in torch.float16: {UP}",
-    ):
+    with pytest.raises(ValueError, match=f"float16: {UP}"):
         PretrainedPolicy(folder, dtype="float16").load()
 
 
@@ -229,10 +183,10 @@ def test_critics(tmp_path, folder):
     policy.model.save_pretrained(base)
     PretrainedCritic(str(base)).load(policy)
     change(base, replaced("layers.2.mlp.up_proj.weight", torch.zeros(48, 32)))
-    with pytest.raises(ValueError, match=r"does not fit LlamaModel: .*unknown to the model: layers.2.mlp"):
+    with pytest.raises(ValueError, match=r"unknown to the model: layers.2.mlp"):
         PretrainedCritic(str(base)).load(policy)
-    change(folder, replaced("model.layers.2.mlp.up_proj.weight", torch.zeros(48, 32)))
-    with pytest.raises(ValueError, match=r"unknown to the model: model.layers.2.mlp.up_proj.weight"):
+    change(folder, replaced(EXTRA, torch.zeros(48, 32)))
+    with pytest.raises(ValueError, match=f"unknown to the model: {EXTRA}"):
         PretrainedCritic(folder).load(policy)
     PretrainedCritic(folder, allow_mismatched_weights=("model.layers.2.*",)).load(policy)
     scored = tmp_path / "scored"
@@ -246,19 +200,13 @@ def test_critics(tmp_path, folder):
 def test_reward_models_without_a_score(tmp_path):
     classifier().save_pretrained(tmp_path)
     change(tmp_path, without("score.weight"))
-    with pytest.raises(RewardConfigurationError, match=r"ModelReward\('.*'\): .*missing from it: score.weight"):
+    with pytest.raises(RewardConfigurationError, match=r"missing from it: score.weight"):
         ModelReward(str(tmp_path)).set_up()
     ModelReward(str(tmp_path), allow_mismatched_weights=["score.*"]).set_up()
     tiny_model("llama").save_pretrained(tmp_path / "other")
     edit_config(tmp_path / "other", architectures=["LlamaForSequenceClassification"], num_labels=1)
     with pytest.raises(RewardConfigurationError, match=r"missing from it: score.weight; unknown to the model: lm_head"):
         ModelReward(str(tmp_path / "other")).set_up()
-
-
-def test_a_policy_is_not_made_of_a_reward_model(tmp_path):
-    classifier().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"missing from it: lm_head.weight; unknown to the model: score.weight"):
-        PretrainedPolicy(str(tmp_path)).load()
 
 
 @pytest.fixture
@@ -272,10 +220,10 @@ def adapter(tmp_path, folder):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda weights, name: weights.pop(name), r"differ: missing from it: {name}"),
-        (lambda weights, name: weights.update(x=torch.zeros(2)), r"differ: unknown to the model: x"),
-        (lambda weights, name: weights.update({name: torch.zeros(5, 32)}), r"{name} \(\[5, 32\], and \[4, 32\] in the"),
-        (lambda weights, name: weights[name].fill_(math.inf), r"has NaN or infinity in 1 of its weights.*{name}"),
+        (lambda weights, name: weights.pop(name), "missing from it: {name}"),
+        (lambda weights, name: weights.update(x=torch.zeros(2)), "unknown to the model: x"),
+        (lambda weights, name: weights.update({name: torch.zeros(5, 32)}), "of another shape: {name}"),
+        (lambda weights, name: weights[name].fill_(math.inf), "NaN .*{name}"),
     ],
     ids=["missing", "left over", "of another shape", "not finite"],
 )
@@ -289,12 +237,6 @@ def test_adapters(folder, adapter, edit, message):
         PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
 
 
-def test_damaged_adapters(folder, adapter):
-    cut(adapter / "adapter_model.safetensors")
-    with pytest.raises(SafetensorError):
-        PretrainedPolicy(folder, adapter=LoRAAdapter(path=str(adapter))).load()
-
-
 def test_the_cache_of_a_warm_start(tmp_path):
     from pl_grouprl.demo import MostFrequentDigit
 
@@ -304,8 +246,7 @@ def test_the_cache_of_a_warm_start(tmp_path):
     )
     source.load()
     change(source.folder, without(UP))
-    message = rf"the cached policy '{source.folder}' \(remove the folder to create it again\) does not fit .*{UP}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"remove the folder.*{UP}"):
         source.load()
     shutil.rmtree(source.folder)
     source.load()
@@ -318,15 +259,3 @@ def test_the_command_line_exits_with_the_names(folder):
     assert ended.returncode == 1
     assert f"missing from it: {UP}" in ended.stderr
     assert "passed" not in ended.stdout
-
-
-def test_rollouts_of_a_policy_that_loads(folder):
-    """And nothing else about a good folder has changed: it scores what the saved model scores."""
-    from pl_grouprl.models.score import rollout_logprobs
-
-    groups = random_groups(0, [(9, [4, 6])])
-    expected, found = (
-        rollout_logprobs(model, groups, sharing="repeated")
-        for model in (tiny_model("llama"), PretrainedPolicy(folder).load())
-    )
-    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))

@@ -10,7 +10,6 @@ from helpers.tiny_models import tiny_model
 from pl_grouprl.attention import check_parity, find_decoder
 from pl_grouprl.models import FourBit, LoRAAdapter, LoRACritic, ModelCost, PolicyCopyCritic, PretrainedPolicy
 from pl_grouprl.models.adapters import adapters_off, is_quantized, merged_copy, quantized_layers
-from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.tolerances import computing_dtype
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -158,25 +157,19 @@ def test_copies_compute_the_same(model):
 
 
 def test_incompatible_options_are_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="4 bits, which cannot be trained; add an adapter"):
+    with pytest.raises(ValueError, match="4 bits"):
         PretrainedPolicy(folder, quantization=FLOAT).load()
-    with pytest.raises(ValueError, match="quantization does not work with compile_layers"):
+    with pytest.raises(ValueError, match="compile_layers"):
         quantized_policy(folder, compile_layers=True)
-    with pytest.raises(ValueError, match="quantization does not work with gguf_file"):
+    with pytest.raises(ValueError, match="gguf_file"):
         quantized_policy(str(tmp_path), gguf_file="own.gguf")
     model = PretrainedPolicy(folder).load_as("AutoModelForCausalLM")
     saved = quantized_policy(folder).load_as("AutoModelForCausalLM")
     saved.save_pretrained(tmp_path)  # in 4 bits
-    with pytest.raises(ValueError, match="4 bits, which cannot be trained; add an adapter"):
+    with pytest.raises(ValueError, match="4 bits"):
         PretrainedPolicy(str(tmp_path)).load()
-    with pytest.raises(ValueError, match="is quantized already"):
+    with pytest.raises(ValueError, match="quantized already"):
         quantized_policy(str(tmp_path)).load()
     again = PretrainedPolicy(str(tmp_path), adapter=LoRAAdapter(r=4)).load().eval()
     assert torch.equal(again(IDS).logits, saved(IDS).logits)
     assert (saved(IDS).logits - model(IDS).logits).abs().max() > 1e-3
-
-
-def test_it_names_the_extra_if_bitsandbytes_is_missing(monkeypatch):
-    monkeypatch.setattr(optional, "BITSANDBYTES_AVAILABLE", False)
-    with pytest.raises(ModuleNotFoundError, match="FourBit needs an optional package"):
-        FourBit()

@@ -1,10 +1,12 @@
+from __future__ import annotations
+
 import pytest
 import torch
 from helpers.forests import random_forest, sequences, visible_by_definition
 
-from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.packing import SharedPrefixLayout, draw_forest
 
-FORESTS = [(seed, depth) for depth in (1, 2, 3, 4) for seed in range(5)]
+FORESTS = [(seed, depth) for depth in (1, 2, 3, 4) for seed in range(3)]
 
 
 def visible(layout):
@@ -44,13 +46,9 @@ def test_two_groups_and_a_grandchild_by_hand():
     assert [segment.group_id for segment in layout.segments] == [0, 0, 0, 0, 4]
 
 
-def test_token_counts_of_a_prompt_with_rollouts():
-    P, R, G = 11, 5, 4
-    layout = SharedPrefixLayout.from_groups([(P, [R] * G)])
-    assert layout.num_tokens == P + G * R
-    assert sum(layout.repeated_lengths) == G * (P + R)
-    assert layout.attention_pairs == P * (P + 1) // 2 + G * (P * R + R * (R + 1) // 2)
-    assert layout.repeated_attention_pairs == G * (P + R) * (P + R + 1) // 2
+def test_multiplicity_by_hand():
+    # A prompt of 2 with rollouts of 1, 0 and 2 tokens, and a root of 1 alone.
+    assert SharedPrefixLayout([2, 1, 0, 2, 1], [None, 0, 0, 0, None]).multiplicity.tolist() == [3, 3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("seed", "depth"), FORESTS)
@@ -67,6 +65,10 @@ def test_random_forests_agree_with_the_definition(seed, depth):
     assert list(layout.repeated_lengths) == lengths
     assert layout.repeated_attention_pairs == sum(n * (n + 1) // 2 for n in lengths)
     assert layout.token_ratio == pytest.approx(sum(lengths) / sum(forest.lengths))
+    counts = torch.zeros(layout.num_tokens, dtype=torch.long)
+    for leaf in layout.leaves:
+        counts[layout.path(leaf)] += 1
+    assert torch.equal(layout.multiplicity, counts)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,21 @@ def test_memo_computes_a_value_once():
 
 
 def test_repr_says_what_is_shared():
-    assert repr(SharedPrefixLayout.from_groups([(6, [2, 2])])) == (
-        "SharedPrefixLayout(tokens=10, segments=3, token_ratio=1.60)"
-    )
+    layout = SharedPrefixLayout.from_groups([(6, [2, 2])])
+    assert repr(layout) == "SharedPrefixLayout(tokens=10, segments=3, token_ratio=1.60)"
+
+
+def test_one_line_per_segment_in_row_order() -> None:
+    layout = SharedPrefixLayout([9, 4, 2, 0, 5, 1, 7, 3], [None, 0, 1, 1, 0, 4, None, 6])
+    expected = ["9", "├─ 4", "│  ├─ 2", "│  └─ 0", "└─ 5", "   └─ 1", "7", "└─ 3"]
+    assert draw_forest(layout).splitlines() == expected
+
+
+def test_a_long_comb_is_drawn_without_recursion() -> None:
+    depth = 2000
+    layout = SharedPrefixLayout([1] * depth, [None, *range(depth - 1)])
+    assert draw_forest(layout).count("\n") == depth - 1
+
+
+def test_no_segments() -> None:
+    assert draw_forest(SharedPrefixLayout([], [])) == ""

@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from pl_grouprl.functional.advantages import (
-    generalized_advantages,
     make_advantage_estimator,
     multi_reward_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
-from pl_grouprl.functional.masked import masked_whiten
 
 DTYPES = [(torch.float32, 2e-5), (torch.float64, 1e-10)]
 VERL_EPS, TRL_EPS = 1e-6, 1e-4
@@ -111,7 +109,7 @@ def verl_remax(batch, i):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("name", "options", "oracle"),
     [
@@ -137,33 +135,7 @@ def test_rollout_level_estimators_of_verl(name, options, oracle, seed, dtype, to
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.97, 0.9)])
-def test_gae_of_verl_is_ours_whitened(gamma, lam, dtype, tolerance):
-    batch = Batch(5, dtype)
-    advantages, returns = [], []
-    for i in range(batch.num):
-        row, to_go = [0.0] * 12, [0.0] * 12
-        next_value = next_advantage = 0.0
-        for t in reversed(batch.valid(i)):
-            error = batch.token_rewards[i][t] + gamma * next_value - batch.values[i][t]
-            next_advantage = row[t] = error + gamma * lam * next_advantage
-            next_value = batch.values[i][t]
-            to_go[t] = row[t] + next_value
-        advantages.append(row)
-        returns.append(to_go)
-    mask = torch.tensor(batch.mask)
-    ours, our_returns = generalized_advantages(
-        batch.tensor(batch.token_rewards), batch.tensor(batch.values), mask, gamma=gamma, lam=lam
-    )
-    torch.testing.assert_close(our_returns, batch.tensor(returns), atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(
-        masked_whiten(ours, mask), batch.tensor(whitened(batch, advantages)), atol=tolerance, rtol=tolerance
-    )
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-@pytest.mark.parametrize("gaps", [False, True])
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize(("gamma", "gaps"), [(1.0, False), (0.9, True)])
 def test_reinforce_plus_plus_of_verl(gamma, gaps, dtype, tolerance):
     batch = Batch(6, dtype, gaps)
     returns = [[0.0] * 12 for _ in range(batch.num)]
@@ -222,7 +194,7 @@ def standard(number, among, eps=TRL_EPS):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_several_rewards_of_trl(aggregation, seed, dtype, tolerance):
     batch, weights = Batch(seed, dtype), [1.0, 0.5, 2.0]
@@ -231,21 +203,13 @@ def test_several_rewards_of_trl(aggregation, seed, dtype, tolerance):
         sums = batch.round(weighted_sums(rows, weights))
         expected = [standard(sums[i], [sums[j] for j in batch.of_group(i)]) for i in range(batch.num)]
     else:
-        each = [
-            [
-                math.nan if math.isnan(x) else standard(x, [rows[j][f] for j in batch.of_group(i)])
-                for f, x in enumerate(rows[i])
-            ]
-            for i in range(batch.num)
-        ]
+
+        def among(i, f, x):
+            return math.nan if math.isnan(x) else standard(x, [rows[j][f] for j in batch.of_group(i)])
+
+        each = [[among(i, f, x) for f, x in enumerate(rows[i])] for i in range(batch.num)]
         sums = weighted_sums(each, weights)
         expected = [standard(x, sums) for x in sums]
-    ours = multi_reward_advantages(
-        batch.tensor(rows),
-        weights,
-        torch.tensor(batch.group_ids),
-        estimator=make_advantage_estimator("grpo", eps=TRL_EPS),
-        aggregation=aggregation,
-        eps=TRL_EPS,
-    )
+    options = {"estimator": make_advantage_estimator("grpo", eps=TRL_EPS), "aggregation": aggregation, "eps": TRL_EPS}
+    ours = multi_reward_advantages(batch.tensor(rows), weights, torch.tensor(batch.group_ids), **options)
     torch.testing.assert_close(ours, batch.tensor(expected), atol=tolerance, rtol=tolerance)

@@ -17,7 +17,6 @@ SHAPES = {
     "group of one": [(11, [5])],
     "empty and single": [(6, [0, 4]), (11, [5]), (1, [3, 0, 0, 8]), (4, [1])],
 }
-FAMILIES = ("qwen3", "llama", "gpt2")
 SOURCES = {
     "copy": PolicyCopyCritic(head_std=0.3),
     "lora": LoRACritic(r=4, head_std=0.3),
@@ -67,10 +66,14 @@ def both(critic, policy, groups, sharing):
     return torch.cat([values, last]).detach(), found
 
 
-@pytest.mark.parametrize("sharing", ["shared", "repeated"])
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shapes", "source", "sharing"),
+    [
+        *(("qwen3", shapes, source, "shared") for shapes in SHAPES for source in SOURCES),
+        *((family, "groups", source, "shared") for family in ("llama", "gpt2") for source in SOURCES),
+        *(("qwen3", "empty and single", source, "repeated") for source in SOURCES),
+    ],
+)
 def test_values_and_gradients(family, shapes, source, sharing):
     policy, groups = tiny_model(family), random_groups(0, SHAPES[shapes])
     critic = make_critic(SOURCES[source], policy)
@@ -87,7 +90,7 @@ def test_values_and_gradients(family, shapes, source, sharing):
     assert trained <= expected_gradients.keys()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_float64(family):
     policy, groups = tiny_model(family, dtype=torch.float64), random_groups(1, SHAPES["groups"])
     critic = make_critic(PolicyCopyCritic(head_std=0.3), policy)
@@ -100,7 +103,7 @@ def test_float64(family):
     assert worst_gradient_error(shared_gradients, repeated_gradients) < 10 * tolerance
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_value_sees_nothing_from_its_token_on(family):
     critic = PolicyCopyCritic(head_std=0.3).load(tiny_model(family))
     before = random_groups(2, [(9, [6, 4])])
@@ -114,7 +117,7 @@ def test_a_value_sees_nothing_from_its_token_on(family):
     assert (one_last != other_last).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_truncated_rollouts_give_the_same_values_at_the_starts(family):
     """What GROUP PPO trains its critic on: starts alone, and no token run behind the last of them."""
     groups = random_groups(3, [(8, [6, 0, 9]), (5, [4])])
@@ -139,8 +142,7 @@ def test_truncated_rollouts_give_the_same_values_at_the_starts(family):
     assert worst_gradient_error(found[1][1], found[0][1]) < 1e-5
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "source"), [("qwen3", "copy"), ("llama", "shared trunk"), ("gpt2", "lora")])
 def test_the_parity_check_passes(family, source):
     policy = tiny_model(family)
     report = check_critic_parity(make_critic(SOURCES[source], policy))
@@ -169,10 +171,7 @@ def test_a_trunk_in_no_context_is_refused():
     policy = tiny_model("llama")
     critic = PolicyCopyCritic().load(policy)
     batch = pack(random_groups(4, SHAPES["groups"]))
-    with (
-        shared_prefix(policy),
-        pytest.raises(RuntimeError, match="LlamaModel would ignore the layout"),
-    ):
+    with shared_prefix(policy), pytest.raises(RuntimeError, match="layout"):
         critic.values(batch)
     with shared_prefix(policy):  # which is the shared trunk's too
         SharedTrunkCritic().load(policy).values(batch)

@@ -21,13 +21,7 @@ of_this_transformers = pytest.mark.skipif(
     f"transformers {VERSION}," not in PAGE, reason=f"docs/models.md was written with another one than {VERSION}"
 )
 ALWAYS = (
-    *(
-        "llama dynamic rope",
-        "llama llama3 rope",
-        "llama yarn rope",
-        "phi3 longrope",
-        "qwen2 windows",
-    ),  # rotary, windows
+    *("llama dynamic rope", "llama llama3 rope", "llama yarn rope", "phi3 longrope", "qwen2 windows"),
     *("mistral", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss", "llama4_text", "mimo_v2_flash"),
     *("deepseek_v32", "nemotron"),  # selected tokens, only the mask handed on
     *("deepseek_v2", "deepseek_v3", "gpt2", "opt", "phi", "mixtral", "glm4", "hunyuan_v1_dense"),  # latent, positions

@@ -9,11 +9,12 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional.losses import aggregate
+from pl_grouprl.functional.kl import kl_estimate
+from pl_grouprl.functional.losses import LOSS_AGG_MODES, LOSS_PRESETS, aggregate
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES, make_policy_loss
 
 LENGTHS = [7, 3, 0, 1, 5, 6, 2, 4]
-B, L = len(LENGTHS), max(LENGTHS)
+B, L, NORM = len(LENGTHS), max(LENGTHS), 11
 TOLERANCE = {torch.float32: {"atol": 1e-6, "rtol": 1e-6}, torch.float64: {"atol": 1e-12, "rtol": 1e-12}}
 
 
@@ -27,6 +28,7 @@ class Batch:
         noise = 0.5 * torch.randn(B, L, generator=generator, dtype=dtype)
         self.old = (self.policy.detach() + noise).clamp(max=-0.01)
         self.advantages = torch.randn(B, L, generator=generator, dtype=dtype)
+        self.ref = self.old + 0.3 * torch.randn(B, L, generator=generator, dtype=dtype)
         response = torch.arange(L) < torch.tensor(LENGTHS)[:, None]
         self.mask = response.clone()
         self.mask[4, 2] = self.mask[0, 0] = False
@@ -48,19 +50,22 @@ class Batch:
         mask = self.flat(self.mask)
         return torch.where(mask, values, torch.full_like(values, junk))
 
-    def ours(self, name, mode, **options):
+    def ours(self, name, mode, beta=0.0, **options):
         axis = {"mask_N": self.flat(self.mask), "rollout_index_N": self.places[:, 0], "num_rollouts": B}
         arguments = (self.flat(self.policy, 7.0), self.flat(self.old, math.nan), self.flat(self.advantages, math.inf))
         loss = make_policy_loss(name, **options)(*arguments, **axis)
         metrics = {metric: float(total / loss.metric_count) for metric, total in loss.metrics.items()}
-        return aggregate(loss.per_token_N, mode=mode, **axis), metrics
+        kl = kl_estimate(self.flat(self.policy, 7.0), self.flat(self.ref, 6.0), "k3")
+        norm = NORM if mode == "seq-mean-token-sum-norm" else None
+        return aggregate(loss.per_token_N + beta * kl, mode=mode, norm=norm, **axis), metrics
 
     def reduce(self, losses, mode):
-        """Aggregate a dictionary of losses by position."""
+        """Aggregate a dictionary of losses by position, as the names of the modes say."""
         if mode == "token-mean":
             return sum(losses.values()) / len(losses)
-        means = [sum(losses[place] for place in row) / len(row) for row in self.rows()]
-        return sum(means) / len(means)
+        divisors = {"seq-mean-token-sum": lambda row: 1, "seq-mean-token-sum-norm": lambda row: NORM}
+        each = [sum(losses[place] for place in row) / divisors.get(mode, len)(row) for row in self.rows()]
+        return sum(each) / len(each)
 
     def log_ratio(self, place):
         return self.policy[place] - self.old[place]
@@ -227,8 +232,7 @@ def test_every_loss_has_an_oracle():
     assert set(CASES) == set(POLICY_LOSSES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float64), (2, torch.float64)])
 @pytest.mark.parametrize(("name", "mode"), ALL)
 def test_value_and_gradient(name, mode, seed, dtype):
     batch = Batch(seed, dtype)
@@ -237,6 +241,46 @@ def test_value_and_gradient(name, mode, seed, dtype):
     assert_same(batch, ours, batch.reduce(oracle(batch, **options), mode))
     if name in COUNTS_CLIPS:
         assert 0 < metrics["clip_ratio/region_mean"] < 1  # the case is not empty
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_verl_dual_clip(mode):
+    batch = Batch(0, torch.float32)
+    losses = oracle_ppo(batch, **CLIPPING)
+    for p, loss in losses.items():
+        if batch.advantages[p] < 0:
+            losses[p] = torch.minimum(loss, -1.5 * batch.advantages[p])
+    ours, _ = batch.ours("ppo", mode, **CLIPPING, delta=1.5)
+    assert_same(batch, ours, batch.reduce(losses, mode))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
+@pytest.mark.parametrize(("beta", "delta"), [(0.0, None), (0.1, None), (0.1, 1.5)])
+def test_trl_loss_types(loss_type, beta, delta):
+    """TRL limits the ratio itself by `delta`; its KL term is k3 without limits."""
+    batch, losses = Batch(1, torch.float32), {}
+    low_count = high_count = 0
+    for p in batch.tokens():
+        advantage, ratio = batch.advantages[p], batch.log_ratio(p).exp()
+        first = ratio if delta is None else ratio.clamp(max=delta)
+        gap = batch.ref[p] - batch.policy[p]
+        clipped = torch.minimum(first * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        losses[p] = -clipped + beta * (gap.exp() - gap - 1)
+        low_count += bool(ratio < 0.8 and advantage < 0)
+        high_count += bool(ratio > 1.28 and advantage > 0)
+    preset, options = LOSS_PRESETS[loss_type], {} if delta is None else {"delta": delta}
+    ours, metrics = batch.ours(preset.loss, preset.aggregation, beta, **CLIPPING, **options)
+    assert_same(batch, ours, batch.reduce(losses, preset.aggregation))
+    counts = {"low": low_count, "high": high_count, "region": low_count + high_count}
+    assert counts["region"] > 0
+    for name, count in counts.items():
+        assert metrics[f"clip_ratio/{name}_mean"] == pytest.approx(count / len(losses))
+
+
+def test_trl_cispo_has_one_upper_bound():
+    batch = Batch(2, torch.float64)
+    ours, _ = batch.ours("cispo", LOSS_PRESETS["cispo"].aggregation, epsilon_max=1.3)
+    assert_same(batch, ours, batch.reduce(oracle_cispo(batch, 1.0, 0.3), "token-mean"))
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo"])

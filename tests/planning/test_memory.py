@@ -1,5 +1,6 @@
 """The formulas of memory are what small models allocate."""
 
+import itertools
 from itertools import chain
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 from helpers.peak_memory import Peak
 from helpers.quantized import save_policy
+from helpers.sweeps import sweep, sweep_pairs
 from helpers.tiny_models import random_groups
 
 from pl_grouprl.attention import shared_prefix
@@ -102,8 +104,7 @@ def activations(method, layers, tokens, checkpointing, **sizes):
     return torch.tensor([kept, peak.peak])
 
 
-@pytest.mark.parametrize("method", [FULL, LORA], ids=lambda method: method.name)
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["all kept", "checkpointed"])
+@pytest.mark.parametrize(("method", "checkpointing"), [(FULL, False), (FULL, True), (LORA, True)])
 def test_activations_are_counted(method, checkpointing, record_property):
     """Per token, so that copies of weights cancel; attention keeps no scores."""
     runs = {(n, t): activations(method, n, t, checkpointing) for n in (1, 3) for t in (TOKENS, 2 * TOKENS)}
@@ -119,11 +120,11 @@ def test_activations_are_counted(method, checkpointing, record_property):
     assert abs(error) < 0.08
 
 
-@pytest.mark.parametrize("method", [FULL, LORA], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", sweep([FULL, LORA], quick=[FULL]), ids=lambda method: method.name)
 def test_a_packed_row_takes_what_the_formula_says(method, record_property):
     """The row of a group with a shared prefix, with logits of a larger vocabulary, checkpointed."""
     sizes = {"layers": 3, "vocab_size": 4096}
-    (group,) = random_groups(0, [(256, [64] * 12)])
+    (group,) = random_groups(0, [(128, [64] * 6)])
     model = trainable(method, **sizes)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = pack([group])
@@ -131,7 +132,7 @@ def test_a_packed_row_takes_what_the_formula_says(method, record_property):
         with torch.autocast("cpu", torch.bfloat16):
             total = score(model, batch).logprobs_N.sum()
         total.backward()
-    tokens = 256 + 12 * 64
+    tokens = 128 + 6 * 64
     own = config(3, vocab_size=4096)
     expected = footprint_of_method(own, method)
     expected = expected.copies + expected.activations(tokens, True) + expected.logits(tokens, True)
@@ -169,8 +170,13 @@ def really_saved(model, groups):
     return sum(storage.nbytes() for storage in saved.values())
 
 
-@pytest.mark.parametrize("method", [FULL, LORA], ids=lambda method: method.name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    sweep_pairs(
+        itertools.product(FAMILIES, [FULL, LORA]),
+        quick=[*((family, FULL) for family in ("gemma3_text", "qwen3_moe")), ("qwen3", LORA)],
+    ),
+)
 def test_what_autograd_saves_is_counted(family, method, record_property):
     """In a packed row with a shared prompt, under bfloat16 autocast; per token, so that copies of weights cancel."""
     from transformers import AutoModelForCausalLM
@@ -223,8 +229,8 @@ def test_caches_by_hand():
         assert layers.caches(3, 100, 12, 20) == number * expected
 
 
-def qwen3_06b():
-    return config(28, hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
+def qwen3_06b(layers=28):
+    return config(layers, hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
                   head_dim=128, vocab_size=151936)  # fmt: skip
 
 
@@ -237,13 +243,13 @@ def test_parameters_are_those_of_the_model():
 
 
 def test_a_reference_is_another_copy_of_the_weights():
-    without, with_reference = (footprint_of_method(qwen3_06b(), own) for own in METHODS[:2])
+    without, with_reference = (footprint_of_method(qwen3_06b(4), own) for own in METHODS[:2])
     assert with_reference.resident - without.resident == without.policy.weights
-    lora = footprint_of_method(qwen3_06b(), LORA)
+    lora = footprint_of_method(qwen3_06b(4), LORA)
     assert lora.reference == 0
     assert lora.resident < without.resident / 7
-    four = footprint_of_method(qwen3_06b(), Method("", False, four_bits=True))
-    linear = 28 * (1024 * 128 * 48 + 3 * 1024 * 3072)
+    four = footprint_of_method(qwen3_06b(4), Method("", False, four_bits=True))
+    linear = 4 * (1024 * 128 * 48 + 3 * 1024 * 3072)
     assert lora.policy.weights - four.policy.weights == pytest.approx(linear * (16 - 4.127) / 8, rel=1e-4)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.quantized import save_policy
 from helpers.qwen_tokenizer import qwen_tokenizer
+from helpers.sweeps import sweep_pairs
 
 from pl_grouprl import GRPO, PPO, OptimizerConfig, PromptDataModule, SamplingConfig
 from pl_grouprl.chat.format import read_template
@@ -15,6 +16,7 @@ from pl_grouprl.models import LoRAAdapter, LoRACritic, PretrainedCritic, Pretrai
 from pl_grouprl.planning import Hardware, plan_run
 from pl_grouprl.planning.memory import count_devices, strategy_name
 from pl_grouprl.planning.plan import rounded
+from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.training.optimizer import build_optimizer
 
 ROWS = [{"prompt": "1 2 3 4", "answer": "4"}, {"prompt": "1 2", "answer": "2"}]
@@ -30,8 +32,8 @@ def zero(completions, **columns):
     return [0.0] * len(completions)
 
 
-def planned(module, **options):
-    data = PromptDataModule(train=ROWS, batch_size=2)
+def planned(module, batch_size=2, **options):
+    data = PromptDataModule(train=ROWS, batch_size=batch_size)
     trainer = RLTrainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.planned_options = {"precision": "bf16-mixed", "devices": 1, **options}
     return trainer.plan(module, data)
@@ -56,14 +58,13 @@ def counted(module):
 
 MODULES = {
     "full": lambda path: GRPO(path, zero),
-    "reference": lambda path: GRPO(path, zero, beta=0.1),
     "bfloat16": lambda path: GRPO(PretrainedPolicy(path, "bfloat16"), zero, beta=0.1),
     "8 bits": lambda path: GRPO(path, zero, optimizer=OptimizerConfig(state_bits=8)),
-    "LoRA": lambda path: GRPO(PretrainedPolicy(path, "bfloat16", adapter=LoRAAdapter(r=4)), zero, beta=0.1),
     "LoRA on two layers, DoRA": lambda path: GRPO(
-        PretrainedPolicy(path, adapter=LoRAAdapter(r=4, target_modules=["q_proj", "v_proj"], use_dora=True)), zero
+        PretrainedPolicy(path, "bfloat16", adapter=LoRAAdapter(r=4, target_modules=["q_proj"], use_dora=True)),
+        zero,
+        beta=0.1,
     ),
-    "critic": lambda path: PPO(path, zero),
     "critic, 8 bits": lambda path: PPO(path, zero, critic_optimizer=OptimizerConfig(state_bits=8)),
     "critic's own folder": lambda path: PPO(path, zero, critic=PretrainedCritic(path)),
     "critic on the trunk": lambda path: PPO(path, zero, critic=SharedTrunkCritic()),
@@ -75,24 +76,17 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_figures_are_the_counted_bytes(name, path):
-    plan = planned(MODULES[name](path))
+    module = MODULES[name](path)
+    plan = planned(module)
+    assert module.policy is None  # nothing is loaded
     held = plan.footprint
     models = held.policy + held.critic
     weights, gradients, moments = counted(MODULES[name](path))
     assert models.weights + held.reference == weights
     assert models.gradients == gradients
     assert models.moments == moments
-    assert (
-        sum(plan.memory[part] for part in ("weights", "gradients", "moments", "reference", "critic")) == held.resident
-    )
-    assert held.resident == weights + gradients + moments
-
-
-def test_nothing_is_loaded(path, monkeypatch):
-    monkeypatch.setattr(PretrainedPolicy, "load", lambda self: pytest.fail("weights were loaded"))
-    module = PPO(path, zero)
-    planned(module)
-    assert module.policy is None
+    parts = ("weights", "gradients", "moments", "reference", "critic")
+    assert sum(plan.memory[part] for part in parts) == held.resident == weights + gradients + moments
 
 
 def test_tokens_are_those_of_the_data(path):
@@ -122,13 +116,13 @@ def test_a_rate_gives_a_least_time(path):
     module = GRPO(path, zero)
     plan = planned(module)
     assert plan.step_seconds() is None
-    assert "no time estimate: this device's rates are not known" in str(plan)
+    assert "no time estimate" in str(plan)
     data = PromptDataModule(train=ROWS, batch_size=2, tokenizer=module.policy_source.load_tokenizer())
     data.setup("fit")
     known = plan_run(module, data, Hardware("bf16-mixed", device="h100"))
     _, trained = known.step_operations()
     assert known.step_seconds()[1] == pytest.approx(trained / 989e12)
-    assert "at the peak rates in h100's data sheet" in str(known)
+    assert "h100" in str(known)
     assert plan_run(module, data, Hardware("32-true", device="h100")).step_seconds() is None
 
 
@@ -163,12 +157,9 @@ def test_devices_are_counted():
     assert rounded(53_999) == 53_000
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"strategy": "tpu"}, "strategy is 'tpu'; `plan` knows single"), ({"device": "h1"}, "device is 'h1'.*h100")],
-)
-def test_unknown_names_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"strategy": "tpu"}, {"device": "h1"}])
+def test_unknown_names_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
         Hardware(**options)
 
 
@@ -180,9 +171,9 @@ def test_what_cannot_be_planned_is_refused(path):
         def load_tokenizer(self):
             return PretrainedPolicy(path).load_tokenizer()
 
-    with pytest.raises(TypeError, match=r"policy is a Source without load_config\(\)"):
+    with pytest.raises(TypeError, match="load_config"):
         planned(GRPO(Source(), zero))
-    with pytest.raises(TypeError, match="plan needs a module of pl_grouprl and a PromptDataModule"):
+    with pytest.raises(TypeError, match="PromptDataModule"):
         plan_run(GRPO(path, zero), None, Hardware())
 
 
@@ -213,7 +204,10 @@ def save_config_and_rows(folder: Path, size: str) -> None:
 
 @pytest.mark.parametrize(
     ("config", "size", "gib"),
-    [("grpo_qwen3_gsm8k", "0.6B", 24), ("grpo_qwen3_1.7b_gsm8k", "1.7B", 48), ("grpo_qwen3_4b_gsm8k", "4B", 24)],
+    sweep_pairs(
+        [("grpo_qwen3_gsm8k", "0.6B", 24), ("grpo_qwen3_1.7b_gsm8k", "1.7B", 48), ("grpo_qwen3_4b_gsm8k", "4B", 24)],
+        quick=[("grpo_qwen3_gsm8k", "0.6B", 24)],
+    ),
 )
 def test_the_configurations_fit_where_they_say(config, size, gib, tmp_path, monkeypatch, capsys):
     root = Path.cwd()
@@ -234,10 +228,13 @@ FULL_4B = "policy: {init_args: {adapter: null, dtype: float32}}"
 
 @pytest.mark.parametrize(
     ("config", "size", "gib", "options"),
-    [
-        ("grpo_qwen3_1.7b_gsm8k", "1.7B", 24, "optimizer: {state_bits: 8}"),
-        ("grpo_qwen3_4b_gsm8k", "4B", 80, FULL_4B),
-    ],
+    sweep_pairs(
+        [
+            SMALLER := ("grpo_qwen3_1.7b_gsm8k", "1.7B", 24, "optimizer: {state_bits: 8}"),
+            ("grpo_qwen3_4b_gsm8k", "4B", 80, FULL_4B),
+        ],
+        quick=[SMALLER],
+    ),
 )
 def test_less_memory_would_not_do(config, size, gib, options, tmp_path, monkeypatch, capsys):
     save_config_and_rows(tmp_path, size)
@@ -248,21 +245,19 @@ def test_less_memory_would_not_do(config, size, gib, options, tmp_path, monkeypa
     assert f"{'8-bit AdamW' if gib == 80 else 'LoRA'}: " in line
 
 
-def test_too_few_prompts_are_one_sentence():
-    with pytest.raises(
-        SystemExit, match=r"^no plan: The training data has 4096 prompts, fewer than batch_size=5000; lower"
-    ):
-        main(["plan", "--config", "grpo_pg", "--data.init_args.batch_size", "5000"])
+def test_too_few_prompts_are_an_error(path):
+    with pytest.raises(ValueError, match="batch_size"):
+        planned(GRPO(path, zero), batch_size=3)
 
 
-def test_sequences_at_once_are_what_the_engine_bounds(capsys):
-    main(["plan", "--config", "grpo_pg"])
-    page = capsys.readouterr().out
-    # 2 layers of 2 key/value heads of 32 numbers in float32: 16 prompts of 512 tokens, 256 responses of 8.
-    cached = 2 * 2 * 2 * 32 * 4 * (16 * 512 + 256 * 8) / 2**20
-    assert f"All 256 sequences at once need {cached:.2f} MiB of KV caches. HFRolloutEngine samples as many" in page
-    engine = '{"class_path": "pl_grouprl.rollout.HFRolloutEngine", "init_args": {"max_sequences": 64}}'
-    main(["plan", "--config", "grpo_pg", "--model.init_args.engine", engine])
-    page = capsys.readouterr().out
+def test_sequences_at_once_are_what_the_engine_bounds(path):
+    sampling = SamplingConfig(max_new_tokens=6)
+    plan = planned(GRPO(path, zero, sampling=sampling))
+    config = PretrainedPolicy(path).load_config()
+    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
+    # Keys and values in bfloat16: 2 prompts as long as the longest, 16 responses of 6.
+    assert plan.memory["caches"] == per_token * (2 * plan.workload.prompt_lengths[-1] + 16 * 6)
+    assert "All 16 sequences at once need" in str(plan)
+    page = str(planned(GRPO(path, zero, sampling=sampling, engine=HFRolloutEngine(max_sequences=4))))
     assert "at once need" not in page
-    assert "KV caches of 64 sequences, 2,560 tokens" in page
+    assert "KV caches of 4 sequences" in page

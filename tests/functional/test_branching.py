@@ -135,12 +135,12 @@ def test_prompts_on_two_ranks_weigh_the_same_as_on_one():
 @pytest.mark.parametrize(
     ("points", "paths", "message"),
     [
-        ([(1,), (2,)], [(0, 0), (0, 1)], r"rollouts 0 and 1 share the segment \(0,\)"),
-        ([(), (2,)], [(0,), (0, 1)], r"rollouts 0 and 1 share the segment \(0,\)"),
-        ([(), ()], [(0,), (0,)], r"rollouts 0 and 1 share the segment \(0,\)"),
-        ([(1,), (1,)], [(0,), (0, 1)], r"rollout 0 has branch_points \(1,\) and branch_path \(0,\)"),
-        ([(2, 1), ()], [(0, 0, 0), (1,)], r"rollout 0 has branch_points \(2, 1\)"),
-        ([(), ()], [(0,), (-1,)], r"rollout 1 has .* branch_path \(-1,\)"),
+        ([(1,), (2,)], [(0, 0), (0, 1)], "rollouts 0 and 1"),
+        ([(), (2,)], [(0,), (0, 1)], "rollouts 0 and 1"),
+        ([(), ()], [(0,), (0,)], "rollouts 0 and 1"),
+        ([(1,), (1,)], [(0,), (0, 1)], "rollout 0 .* branch_path"),
+        ([(2, 1), ()], [(0, 0, 0), (1,)], "rollout 0 has branch_points"),
+        ([(), ()], [(0,), (-1,)], "rollout 1 .* branch_path"),
         ([()], [(0,), (1,)], "zip"),
     ],
 )
@@ -152,10 +152,9 @@ def test_contradictions_are_refused(points, paths, message):
 @pytest.mark.parametrize("estimator", ["tree", "vine"])
 def test_options_out_of_range(estimator):
     data = {"mask": ALL[:2], "branches": BranchPaths([(), ()], [(0,), (1,)])}
-    with pytest.raises(ValueError, match="scale is 'batch'"):
-        make_advantage_estimator(estimator, scale="batch")(REWARDS[:2], ONE_GROUP[:2], **data)
-    with pytest.raises(ValueError, match=r"eps is -1.0"):
-        make_advantage_estimator(estimator, eps=-1.0)(REWARDS[:2], ONE_GROUP[:2], **data)
+    for options in ({"scale": "batch"}, {"eps": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make_advantage_estimator(estimator, **options)(REWARDS[:2], ONE_GROUP[:2], **data)
 
 
 # Expectations. Every group that can be sampled, weighted with its probability.
