@@ -705,11 +705,7 @@ def cispo_policy_loss(
 
 @register_policy_loss("gpg", is_zero_without_advantages=True)
 def gpg_policy_loss(
-    policy_logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    *,
-    mask_N: Tensor,
+    policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, *, mask_N: Tensor
 ) -> PolicyLoss:
     """Return the plain policy gradient, L = -A log p (GPG, arXiv:2504.02546; REINFORCE, Williams 1992).
 
@@ -727,12 +723,7 @@ def gpg_policy_loss(
 
 @register_policy_loss("dro")
 def dro_policy_loss(
-    policy_logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    *,
-    mask_N: Tensor,
-    dro_beta: float = 1.0,
+    policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, *, mask_N: Tensor, dro_beta: float = 1.0
 ) -> PolicyLoss:
     """Keep the policy near the old one by a squared penalty, not by clipping: L = -A log p + dro_beta / 2 (log r)^2.
 

@@ -496,11 +496,7 @@ class ThresholdController:
         check_options(
             {
                 "group_variance_threshold": (initial, initial is None or initial > 0, "larger than 0, or None"),
-                "group_max_size (max_size)": (
-                    max_size,
-                    max_size >= 1 and max_size % 1 == 0,
-                    "1 or more tokens",
-                ),
+                "group_max_size (max_size)": (max_size, max_size >= 1 and max_size % 1 == 0, "1 or more tokens"),
                 "threshold_lr": (threshold_lr, threshold_lr >= 0, "0 or larger"),
                 "min_threshold": (min_threshold, min_threshold > 0, "larger than 0 (below 1 it acts as 1)"),
                 "max_threshold": (
