@@ -139,10 +139,8 @@ class KLController:
         if self.target is None:
             return
         if num_rollouts * MAX_ERROR >= self.horizon:
-            raise ValueError(
-                f"horizon is {self.horizon} and a rollout phase has {num_rollouts} rollouts; the coefficient could "
-                f"turn negative, so pass a horizon above {math.ceil(num_rollouts * MAX_ERROR)}."
-            )
+            least = math.ceil(num_rollouts * MAX_ERROR)
+            raise ValueError(f"horizon is {self.horizon} for {num_rollouts} rollouts; pass a horizon above {least}.")
         if not math.isnan(kl):
             error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
             self.coef *= 1 + error * num_rollouts / self.horizon

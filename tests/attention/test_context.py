@@ -266,7 +266,7 @@ def test_a_packed_row_with_and_without_positions(family):
 @pytest.mark.parametrize(
     ("ids", "extra", "message"),
     [
-        (PACKED[:, :-1], {}, r"prefix_layout has 60 tokens.*shape \[1, 59\]; pass one packed row, of shape \[1, 60\]"),
+        (PACKED[:, :-1], {}, r"prefix_layout has 60 tokens.*shape \[1, 59\]; pass one packed row"),
         (PACKED.repeat(2, 1), {}, r"shape \[2, 60\]; pass one packed row"),
         (
             PACKED,
