@@ -327,7 +327,7 @@ class SharedPrefix:
                     self.dense = True
                     relative = check_layers(self.model, self._max_depth, selects=True)
             self._row_sharing.positions_are_relative &= relative
-            self._row_sharing.min_saved_tokens = 1
+            self._row_sharing.differing_padding, self._row_sharing.min_saved_tokens = None, 1
             padding = differing_padding(self)
             idle = tuple(index for index, layer in enumerate(layers_of(self.decoder)) if layer in self._idle)
             return _LayerFindings(self.layers, relative, padding, self.dense, idle)
