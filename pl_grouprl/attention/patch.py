@@ -363,7 +363,7 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout, states
     if internals.holds_cache(kwargs) or kwargs.get("use_cache"):
         raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
     if states is None and layout.num_prefilled:
-        raise ValueError(f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states as prefix_states.")
+        raise ValueError(f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states of these tokens.")
     if (
         states is not None
         and states.records

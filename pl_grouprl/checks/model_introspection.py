@@ -47,8 +47,8 @@ def check_causal(decoder: Any, owner: str) -> None:
     error = compare(other, one).relative_largest
     if not error <= tolerance_of(decoder.dtype).causal:
         raise ValueError(
-            f"{owner}: {type(decoder).__name__} is not causal: changing the last token changes states before it by "
-            f"{error:.1e} of the largest; use a decoder, such as Qwen2."
+            f"{owner}: {type(decoder).__name__} is not causal: sequences that differ only in their last token have "
+            f"states before it that differ by {error:.1e} of the largest; use a decoder, such as Qwen2."
         )
 
 

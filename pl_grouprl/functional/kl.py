@@ -140,7 +140,8 @@ class KLController:
             return
         if num_rollouts * MAX_ERROR >= self.horizon:
             least = math.ceil(num_rollouts * MAX_ERROR)
-            raise ValueError(f"horizon is {self.horizon} for {num_rollouts} rollouts; pass a horizon above {least}.")
+            phase = f"a rollout phase has {num_rollouts} rollouts"
+            raise ValueError(f"horizon is {self.horizon} and {phase}; pass a horizon above {least}.")
         if not math.isnan(kl):
             error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
             self.coef *= 1 + error * num_rollouts / self.horizon

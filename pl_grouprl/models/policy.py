@@ -323,7 +323,9 @@ def check_pair(student: nn.Module, teacher: nn.Module) -> float:
     """
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]  # type: ignore[operator]
     if sizes[1] < sizes[0]:
-        raise ValueError(f"teacher has logits for {sizes[1]} tokens, fewer than policy, with {sizes[0]}.")
+        raise ValueError(
+            f"teacher has logits for {sizes[1]} tokens and policy for {sizes[0]}; use a larger vocabulary."
+        )
     teacher_fingerprint = fingerprint(teacher)
     if teacher_fingerprint == fingerprint(student, frozen_only=has_adapters(student)):
         raise ValueError("teacher is the model that policy starts from; pass another, or set beta to stay near it.")

@@ -122,7 +122,7 @@ def test_what_tools_return_is_not_made_of_parts():
         ),
         (
             {"prompt": user([{"type": "image", "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]},
-            "a part of type 'image' has 'image', and the row also has images in a column",
+            "a part of type 'image' has 'image'",
         ),
         (
             {"prompt": user([IMAGE, {"type": "text", "text": "<image>what?"}]), "images": [tiny_image(0)]},

@@ -78,7 +78,7 @@ class AttentionRule:
         """
         blocks = self.blocks if self.blocks and max(self.blocks) >= 0 else ()
         if blocks and layout.num_prefilled:
-            raise NotImplementedError("slices of a group cannot have bidirectional tokens; use a larger token budget.")
+            raise NotImplementedError("slices have no bidirectional attention; use a larger token budget.")
         for segment in layout.segments if blocks else ():
             if segment.parent is None or not segment.length or blocks[segment.start] < 0:
                 continue
@@ -225,8 +225,8 @@ class Backend:
         """
         if query.shape[0] != 1 or query.shape[2] != layout.num_queries or key.shape[2] != layout.num_tokens:
             raise ValueError(
-                f"prefix_layout has {layout.num_queries} tokens to run, but attention got queries of shape "
-                f"[{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one packed row."
+                f"prefix_layout has {layout.num_tokens} tokens, of which {layout.num_queries} are run, but there are "
+                f"queries of shape [{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one packed row."
             )
         if layout.num_prefilled and not self.takes_prefilled:
             remedy = "use backend 'auto', or a larger token budget."

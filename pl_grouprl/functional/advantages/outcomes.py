@@ -335,8 +335,10 @@ def process_supervision_advantages(
     """
     ids_B = torch.as_tensor(group_ids, device=token_rewards.device)
     if token_rewards.dim() != 1 or lengths.shape != ids_B.shape or int(lengths.sum()) != len(token_rewards):
-        shapes = f"{tuple(token_rewards.shape)}, lengths {tuple(lengths.shape)} and group_ids {tuple(ids_B.shape)}"
-        raise ValueError(f"token_rewards has shape {shapes}; pass [N], [B] (with the sum N) and [B].")
+        shapes = f"{tuple(lengths.shape)} (the sum is {int(lengths.sum())}) and group_ids {tuple(ids_B.shape)}"
+        raise ValueError(
+            f"token_rewards has shape {tuple(token_rewards.shape)}, lengths {shapes}; pass [N], [B] and [B]."
+        )
     index_N = torch.arange(len(ids_B), device=ids_B.device).repeat_interleave(lengths)
     ends_N = ~token_rewards.isnan()
     normalized_S = estimator(token_rewards[ends_N], ids_B[index_N[ends_N]])
