@@ -50,6 +50,28 @@ from pl_grouprl.functional.masked import check_flat, sum_per_rollout
 from pl_grouprl.functional.registry import F, RegisteredFunction, choose
 from pl_grouprl.utilities.options import check_finite, check_options
 
+__all__ = [
+    "MAX_LOG_RATIO",
+    "MAX_SEQUENCE_LOG_RATIO",
+    "POLICY_LOSSES",
+    "PolicyLoss",
+    "PolicyLossFunction",
+    "cispo_policy_loss",
+    "clip_cov_policy_loss",
+    "clipped_policy_loss",
+    "dppo_kl_policy_loss",
+    "dppo_tv_policy_loss",
+    "dro_policy_loss",
+    "gmpo_policy_loss",
+    "gpg_policy_loss",
+    "gspo_policy_loss",
+    "gspo_token_policy_loss",
+    "kl_cov_policy_loss",
+    "make_policy_loss",
+    "register_policy_loss",
+    "sapo_policy_loss",
+]
+
 MAX_LOG_RATIO = 20.0
 """Limit of a token's log-ratio, in nats."""
 

@@ -28,6 +28,22 @@ from pl_grouprl.functional.advantages.temporal import lambda_rows, td_errors
 from pl_grouprl.functional.masked import bool_mask, compact, reverse_scan
 from pl_grouprl.utilities.options import check_options
 
+__all__ = [
+    "ADVANTAGE_MODES",
+    "ENDED_BY_LAST",
+    "ENDED_BY_SIZE",
+    "ENDED_BY_VARIANCE",
+    "AdvantageMode",
+    "ThresholdController",
+    "TokenGroups",
+    "find_token_groups",
+    "log_ratio_scores",
+    "signal_sums",
+    "token_group_advantages",
+    "token_group_counts",
+    "token_group_metrics",
+]
+
 ENDED_BY_VARIANCE = 1
 """Cause of an endpoint: the variance rule. Takes precedence over the other two."""
 ENDED_BY_SIZE = 2
