@@ -102,8 +102,8 @@ def check_names(
         }
         listed = "; ".join(f"{kind}: {first_names(sorted(some), _NAMED)}" for kind, some in kinds.items() if some)
         raise ValueError(
-            f"{refusal}: {len(left)} of its weights differ: {listed}; use files that belong together, or name weights "
-            f"of a model that may be initialized at random or skipped in {OPTION}."
+            f"{refusal}: {len(left)} of its weights differ: {listed}. Use all files that belong together; for a whole "
+            f"model, {OPTION} lists (as glob patterns) weights that may be initialized at random or skipped."
         )
 
 
