@@ -186,14 +186,9 @@ class PrefixStates:
             return
         kind = type(layer).__name__
         if self._with_gradient and not torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{kind} runs without gradient on what a split group shares, as activation checkpointing with "
-                "use_reentrant=True does. Use use_reentrant=False, or a larger token budget."
-            )
+            raise NotImplementedError(f"{kind} has no gradient; set use_reentrant=False or a larger token budget.")
         if name in self._leaves.setdefault(layer, {}):
-            raise NotImplementedError(
-                f"{kind} runs several times per forward, so the group cannot be split; use a larger token budget."
-            )
+            raise NotImplementedError(f"{kind} runs several times per forward; use a larger token budget.")
         self._leaves[layer][name] = Leaf(tensor)
 
     def pop_all(self) -> States:
@@ -213,10 +208,7 @@ class PrefixStates:
         """
         last = {name: states for states in self._path for name in states.get(layer, ())}
         if not last:
-            raise RuntimeError(
-                f"prefix_states has nothing for a {type(layer).__name__}; pass the one filled by this model's call on "
-                "the prompt."
-            )
+            raise RuntimeError(f"prefix_states has nothing for a {type(layer).__name__}; pass this model's.")
         return {name: Prefilled((states,), layer, name).join() for name, states in last.items()}
 
     def join(self, layer: nn.Module, layout: SharedPrefixLayout, key: Tensor, value: Tensor) -> JoinedStates:
@@ -281,41 +273,28 @@ class JoinedStates:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-@dataclass(frozen=True)
 class RowShards:
     """How a packed row is split over the peers of a sequence group (DeepSpeed-Ulysses, arXiv:2309.14509).
 
     Each of s peers has t consecutive tokens of the row. An all-to-all before attention turns that into all T tokens of
     H / s heads, and one after it back, so attention sees the whole row.
 
-    Attributes:
+    Args:
         group: The s peers, which all run the same row.
         num_tokens: Tokens of the row that run, without the padding at its end.
+
+    Attributes:
+        num_peers: s.
+        num_padding: Padding that makes the row's length a multiple of s.
+        own_tokens: This peer's t tokens in the row, including padding.
     """
 
-    group: ProcessGroup
-    num_tokens: int
-
-    @property
-    def num_peers(self) -> int:
-        """S."""
-        return self.group.size()
-
-    @property
-    def tokens_per_peer(self) -> int:
-        """t, including padding."""
-        return math.ceil(self.num_tokens / self.num_peers)
-
-    @property
-    def num_padding(self) -> int:
-        """Padding that makes the row's length a multiple of s."""
-        return self.num_peers * self.tokens_per_peer - self.num_tokens
-
-    @property
-    def own_tokens(self) -> slice:
-        """This peer's tokens in the row."""
-        start = self.group.rank() * self.tokens_per_peer
-        return slice(start, start + self.tokens_per_peer)
+    def __init__(self, group: ProcessGroup, num_tokens: int) -> None:
+        self.group, self.num_tokens, self.num_peers = group, num_tokens, group.size()
+        tokens_per_peer = math.ceil(num_tokens / self.num_peers)
+        self.num_padding = self.num_peers * tokens_per_peer - num_tokens
+        start = group.rank() * tokens_per_peer
+        self.own_tokens = slice(start, start + tokens_per_peer)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange other peers' heads for their tokens: [1, H, t, D] to [1, H / s, T, D], in one all-to-all.
@@ -383,7 +362,4 @@ def check_heads(num_heads: int, num_peers: int) -> None:
         ValueError: If they cannot.
     """
     if num_heads % num_peers:
-        raise ValueError(
-            f"sequence_parallel_size={num_peers} does not divide the {num_heads} query heads of an attention layer; "
-            "choose a divisor."
-        )
+        raise ValueError(f"sequence_parallel_size={num_peers} does not divide the {num_heads} query heads of a layer.")

@@ -25,7 +25,6 @@ from pl_grouprl.attention.backends.interface import AttentionRule, Backend
 from pl_grouprl.attention.call import LayoutCall
 from pl_grouprl.attention.masks import (
     DENSE,
-    OWN_MASK,
     LayerOptions,
     forest_of_marker,
     from_marker,
@@ -33,6 +32,7 @@ from pl_grouprl.attention.masks import (
     is_marker,
     marked_layer,
     mask_function,
+    own_mask,
     read_layer_options,
 )
 from pl_grouprl.packing import SharedPrefixLayout
@@ -58,14 +58,13 @@ def register(backend_name: str, wrapped: str) -> str:
         call, compiling = prefix_layout, torch.compiler.is_compiling()
         if call is not None and not isinstance(call, LayoutCall):
             raise RuntimeError(
-                "prefix_layout reached the attention of a decoder that is not patched; run the model inside "
-                "`with shared_prefix(model):`."
+                "prefix_layout: a decoder that is not patched; run the model inside `with shared_prefix(model):`."
             )
         if call is not None and call.dense:
             read_layer_options(module, query, {name: value for name, value in kwargs.items() if name != "indices"})
             tokens = call.layout.num_tokens
             if attention_mask is None or attention_mask.shape[-2:] != (tokens, tokens) or key.shape[2] != tokens:
-                raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
+                raise own_mask(type(module).__name__)
             if not compiling:
                 call.note(module, DENSE, wrapped)
             return attend_by_mask(module, wrapped, query, key, value, attention_mask, **kwargs)
@@ -80,9 +79,13 @@ def register(backend_name: str, wrapped: str) -> str:
             return _attend_packed(backend, module, query, key, value, attention_mask, options), None
         if call is None or call.states is not None:
             return _attend_uncompiled(backend, module, query, key, value, attention_mask, options), None
-        _check_compiled(backend, module, call)
+        if call.shards is not None or scales_by_row(module) or not backend.in_compiled_layers:
+            raise NotImplementedError(
+                f"{type(module).__name__} scales queries by their index in the row, uses sequence_parallel_size, or "
+                f"attention backend {backend.name!r} does not run inside compiled layers; omit compile_layers."
+            )
         if attention_mask is None:
-            raise NotImplementedError(f"a compiled layer {OWN_MASK}")
+            raise own_mask("a compiled layer")
         scale, softcap, sinks_H, window = options
         return _packed_attention(query, key, value, sinks_H, attention_mask, backend.name, scale, softcap, window)[
             0
@@ -145,7 +148,7 @@ def _attend_packed(
 ) -> Tensor:
     marked = marked_layer(attention_mask)
     if marked is None:
-        raise NotImplementedError(f"{type(module).__name__} {OWN_MASK}")
+        raise own_mask(type(module).__name__)
     call = marked.call
     if call.shards is not None:
         query, key, value = call.shards.to_heads(query, key, value)
@@ -166,21 +169,6 @@ def _attend_packed(
 
 
 _attend_uncompiled = torch.compiler.disable(_attend_packed, reason="looks up the call, and records states, in Python")
-
-
-def _check_compiled(backend: Backend, module: nn.Module, call: LayoutCall) -> None:
-    if call.shards is not None:
-        raise NotImplementedError("compiled layers do not run with sequence_parallel_size; omit compile_layers.")
-    if scales_by_row(module):
-        raise NotImplementedError(
-            f"{type(module).__name__} scales queries by their index in the row, which can only be corrected "
-            "outside graphs; do not compile this model's layers."
-        )
-    if not backend.in_compiled_layers:
-        raise NotImplementedError(
-            f"attention backend {backend.name!r} does not run inside compiled layers; use backend 'cascade', "
-            "or leave the layers uncompiled."
-        )
 
 
 def attend_by_mask(
@@ -231,11 +219,7 @@ def own_implementation(module: nn.Module, name: str) -> Callable[..., tuple[Tens
     for cls in type(module).__mro__:
         if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None:
             return function
-    raise RuntimeError(
-        f"{type(module).__name__} runs under attn_implementation={name!r}, which is neither registered with "
-        "transformers nor a function eager_attention_forward in the files of its classes; load the model with "
-        "attn_implementation='sdpa'."
-    )
+    raise RuntimeError(f"{type(module).__name__} has no attn_implementation {name!r}; load the model with 'sdpa'.")
 
 
 def scales_by_row(module: nn.Module) -> bool:
@@ -276,10 +260,8 @@ _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
 _OPTIONS = "Tensor marker, str backend, float scale, float? softcap, int? window"
 
 
-@lru_cache(maxsize=16)
-def _layout(lengths: tuple[int, ...], parents: tuple[int | None, ...]) -> SharedPrefixLayout:
-    """One layout, with its cached plans, for all layers of a call."""
-    return SharedPrefixLayout(lengths, parents)
+_layout = lru_cache(maxsize=16)(SharedPrefixLayout)
+"""One layout, with its cached plans, for all layers of a call."""
 
 
 def _read_marker(
@@ -287,7 +269,7 @@ def _read_marker(
 ) -> tuple[Backend, SharedPrefixLayout, AttentionRule]:
     mask = from_marker(marker)
     if mask is None:
-        raise NotImplementedError(f"a compiled layer {OWN_MASK}")
+        raise own_mask("a compiled layer")
     layout, (scale, softcap, window) = _layout(*forest_of_marker(marker)), options
     rule = LayerOptions(scale, softcap, sinks, window).rule(mask, layout).simplified(layout)
     return get_backend(name).resolve(query, key, value, layout, rule, compiled=True), layout, rule

@@ -6,7 +6,6 @@ runs this check before the first shared call; the other self-checks are in `pl_g
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention.backends.interface import REMEDY, cannot_share
 from pl_grouprl.attention.masks import is_marker
 from pl_grouprl.attention.support import (
     LayersFailedError,
@@ -74,26 +74,28 @@ def check_layers(model: PreTrainedModel, max_depth: int | None, *, selects: bool
             shared = _run(decoder, {"input_ids": tokens, "prefix_layout": layout})[0]
             rows = _run(decoder, repeat_rows(layout, tokens))
             alone = _run(decoder, {"input_ids": tokens[:, longest]})[0]  # without padding, so often without a mask
-            relative = _is_shift_invariant(decoder, tokens)
+            relative = positions_are_relative(decoder)
+            if relative:  # up to rounding of angles, at far larger positions
+                limit = getattr(decoder.config, "max_position_embeddings", None) or 0
+                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+                moved = positions + max(min(limit - tokens.shape[1], 4096), 64)
+                here, there = (_run(decoder, {"input_ids": tokens, "position_ids": p}) for p in (positions, moved))
+                relative = compare(there, here).relative_mean <= tolerance_of(computing_dtype(decoder)).moved
         except Exception as error:
-            if "sharing=" in str(error):  # an error of ours
-                raise refusal(model, _without_remedy(str(error))) from error
+            if str(error).endswith(REMEDY):  # an error of ours; `refusal` adds a remedy
+                raise refusal(model, f"{str(error).removesuffix(REMEDY)}.") from error
             reason = (
                 "its layers cannot run a packed row: they compute with the attention mask themselves, or fail "
-                f"otherwise ({type(error).__name__}: {error})"
+                f"otherwise ({type(error).__name__}: {error})."
             )
-            raise refusal(model, _without_remedy(reason), kind=LayersFailedError) from error
+            raise refusal(model, reason, kind=LayersFailedError) from error
     found = torch.cat([shared[path] for path in [*paths, longest]])
     expected = torch.cat([*(rows[row, : len(path)] for row, path in enumerate(paths)), alone])
     difference = compare(found, expected).relative_mean
     if not difference <= tolerance_of(computing_dtype(decoder)).hidden:  # also refuses NaN
         if not bool(expected.isfinite().all()):
-            raise refusal(
-                model,
-                f"the model itself gives NaN or infinity for a few tokens in a batch padded on the right, in "
-                f"{found.dtype}.",
-                "Check its weights, or load it in another dtype (float32) or with another attn_implementation.",
-            )
+            reason = f"the model itself gives NaN or infinity for a few tokens padded on the right, in {found.dtype}."
+            raise refusal(model, reason, "Check its weights, or load it in another dtype or attn_implementation.")
         raise refusal(
             model,
             "its hidden states of a few tokens differ between a shared and a repeated prefix by a relative "
@@ -141,17 +143,6 @@ def differing_padding(context: Any) -> Padding | None:
     return differing
 
 
-def _is_shift_invariant(decoder: PreTrainedModel, tokens: Tensor) -> bool:
-    """Whether a row gives the same result, up to rounding of angles, at far larger positions."""
-    if not positions_are_relative(decoder):
-        return False
-    longest = getattr(decoder.config, "max_position_embeddings", None) or 0
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    moved = positions + max(min(longest - tokens.shape[1], 4096), 64)
-    here, there = (_run(decoder, {"input_ids": tokens, "position_ids": p}) for p in (positions, moved))
-    return compare(there, here).relative_mean <= tolerance_of(computing_dtype(decoder)).moved
-
-
 def _ordinary_tokens(numbers: Tensor, decoder: PreTrainedModel) -> Tensor:
     """Different tokens for different numbers, from all over the vocabulary.
 
@@ -159,11 +150,6 @@ def _ordinary_tokens(numbers: Tensor, decoder: PreTrainedModel) -> Tensor:
     """
     vocabulary_size = int(decoder.get_input_embeddings().weight.shape[0])  # type: ignore[index, arg-type]
     return (numbers * _STRIDE + vocabulary_size // 3) % vocabulary_size
-
-
-def _without_remedy(reason: str) -> str:
-    """Strip the remedy; `refusal` adds one."""
-    return re.split(r"; (?:train|Train) this|\. Train this|; the result would be", reason)[0].rstrip(".") + "."
 
 
 def _run(decoder: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -196,7 +182,4 @@ def tracking_idle_layers(decoder: nn.Module) -> Iterator[list[nn.Module]]:
 def refuse_packed_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook of layers that do not run in the check, such as cross-attention to images, about which it says nothing."""
     if kwargs.get("prefix_layout") is not None or any(map(is_marker, (*args, *kwargs.values()))):
-        raise NotImplementedError(
-            f"{type(layer).__name__} did not run on text alone, so it was not compared between a shared and a repeated "
-            "prefix; train this model with sharing='repeated'."
-        )
+        raise cannot_share(f"{type(layer).__name__} did not run on text alone, so its sharing was not checked")

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.backends.interface import AttentionRule, visibility_function
+from pl_grouprl.attention.backends.interface import AttentionRule, cannot_share, visibility_function
 from pl_grouprl.attention.call import LayoutCall
 from pl_grouprl.packing import SharedPrefixLayout
 
@@ -99,17 +99,15 @@ def _parse(function: Callable[..., Any]) -> tuple[str, Any]:
 
 def _unknown(function: Callable[..., Any]) -> NotImplementedError:
     name = getattr(function, "__qualname__", type(function).__name__)
-    return NotImplementedError(
-        f"the model composes its attention mask with {name}, which shared-prefix attention does not support; train "
-        "this model with sharing='repeated'."
+    return cannot_share(
+        f"the model composes its attention mask with {name}, which shared-prefix attention does not support"
     )
 
 
-OWN_MASK = (
-    "has its own mask or bias, which shared-prefix attention does not support; train this model with "
-    "sharing='repeated'."
-)
-"""Why a layer with a mask other than ours cannot share prefixes."""
+def own_mask(layer: str) -> NotImplementedError:
+    """Build the error of a layer with a mask other than ours."""
+    return cannot_share(f"{layer} has its own mask or bias, which shared-prefix attention does not support")
+
 
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "position_embeddings", "output_attentions", "output_hidden_states"),
@@ -143,10 +141,7 @@ class LayerOptions(NamedTuple):
         """
         longest = max(layout.repeated_lengths, default=0)
         if self.window is not None and self.window != mask.window and longest > self.window:
-            raise NotImplementedError(
-                f"a layer passes sliding_window={self.window} with a mask whose window is {mask.window}, so its "
-                "attention implementations disagree; train this model with sharing='repeated'."
-            )
+            raise cannot_share(f"a layer passes sliding_window={self.window} with a mask whose window is {mask.window}")
         return AttentionRule(
             self.scale, mask.window, mask.chunk, self.softcap, self.sinks_H, mask.blocks, mask.window_bounds_blocks
         )
@@ -161,9 +156,7 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     """
     name, kwargs = type(module).__name__, {key: value for key, value in kwargs.items() if value is not None}
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-        raise NotImplementedError(
-            f"{name} is not causal, so a prefix depends on what follows it; train this model with sharing='repeated'."
-        )
+        raise cannot_share(f"{name} is not causal, so a prefix depends on what follows it")
     dropout = kwargs.pop("dropout", 0.0)
     if dropout:
         raise ValueError(
@@ -178,10 +171,7 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     )
     unknown = sorted(key for key in kwargs if key not in _WITHOUT_EFFECT)
     if unknown:
-        raise NotImplementedError(
-            f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not support; train this model "
-            "with sharing='repeated'."
-        )
+        raise cannot_share(f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not support")
     return options
 
 
@@ -229,8 +219,17 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
         if call is None:
             return None if wrapped is None else wrapped(*args, **kwargs)
         rule = read_mask_function(kwargs["mask_function"])
-        if call.dense:
-            return _forest_mask(rule, call, wrapped, kwargs)
+        if call.dense:  # the forest in the form of the wrapped implementation: bool, or added to the scores
+            if wrapped is None or call.shards is not None or call.states is not None:
+                raise NotImplementedError(
+                    "layers that compute with the attention mask themselves need a dense mask of the whole row; use "
+                    "attn_implementation='sdpa' or 'eager', sequence_parallel_size=1 and a larger token budget."
+                )
+            plain = LayerOptions(1.0, None, None, None).rule(rule, call.layout).simplified(call.layout)
+            visible = visibility_function(call.layout, plain, torch.device(kwargs["device"]))
+            ours: dict[str, Any] = {"attention_mask": None, "allow_is_causal_skip": False, "use_vmap": False}
+            ours["mask_function"] = lambda batch, head, query, key: visible(query, key)
+            return wrapped(**kwargs | ours)
         number = next(_NUMBERS)
         marker = to_marker(rule, call.layout, number)
         marker.marked = _MARKED[number] = MarkedLayer(call, rule)  # type: ignore[attr-defined]  # lives as long
@@ -294,20 +293,3 @@ def forest_of_marker(marker: Tensor) -> tuple[tuple[int, ...], tuple[int | None,
     segments = int(marker[0, 0, 2, 1])
     lengths, parents = marker[0, 0, _HEADER : _HEADER + segments].t().tolist()
     return tuple(lengths), tuple(None if parent < 0 else parent for parent in parents)
-
-
-def _forest_mask(rule: MaskRule, call: LayoutCall, make_mask: Callable[..., Any] | None, kwargs: dict[str, Any]) -> Any:
-    """The dense mask of a forest in the form of the wrapped implementation: bool, or added to the scores."""
-    if make_mask is None or call.shards is not None or call.states is not None:
-        raise NotImplementedError(
-            "layers that compute with the attention mask themselves need a dense mask of the whole row; use "
-            "attn_implementation='sdpa' or 'eager', sequence_parallel_size=1 and a larger token budget."
-        )
-    plain = LayerOptions(1.0, None, None, None).rule(rule, call.layout).simplified(call.layout)
-    visible = visibility_function(call.layout, plain, torch.device(kwargs["device"]))
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visible(query, key)
-
-    ours = {"mask_function": sees, "attention_mask": None, "allow_is_causal_skip": False, "use_vmap": False}
-    return make_mask(**kwargs | ours)

@@ -16,7 +16,7 @@ from pl_grouprl.attention.function import scales_by_row
 from pl_grouprl.attention.layer_check import Padding
 from pl_grouprl.attention.masks import DENSE
 from pl_grouprl.attention.stateful import STATEFUL, has_bias, stateful_mixers
-from pl_grouprl.attention.support import has_dynamic_rope, masks_balancing_loss, positions_are_relative
+from pl_grouprl.attention.support import has_dynamic_rope, positions_are_relative, why_no_standard_loss
 from pl_grouprl.packing import SharedPrefixLayout, build_trie
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 from pl_grouprl.utilities import internals
@@ -54,10 +54,7 @@ class SharedRows:
             NotImplementedError: If the states have more dimensions (as Gemma 3n's do).
         """
         if packed.dim() != 3 or packed.shape[0] != 1:
-            raise NotImplementedError(
-                f"hidden states of shape {list(packed.shape)} cannot be returned row by row; omit "
-                "output_hidden_states, or call the model outside of shared_prefix."
-            )
+            raise NotImplementedError(f"hidden states have shape {list(packed.shape)}; omit output_hidden_states.")
         rows = packed[0].index_select(0, self.packed_index.flatten()).unflatten(0, self.packed_index.shape)
         return rows if self.kept is None else rows * self.kept[..., None]
 
@@ -92,10 +89,8 @@ def unpack_router_logits(output: Any, rows: SharedRows) -> None:
     tokens = rows.layout.num_tokens
     for logits_TE in packed:
         if logits_TE.dim() != 2 or len(logits_TE) != tokens:
-            raise RuntimeError(
-                f"router logits have shape {tuple(logits_TE.shape)} for {tokens} packed tokens, so they cannot be "
-                "returned row by row; omit output_router_logits."
-            )
+            shape = tuple(logits_TE.shape)
+            raise RuntimeError(f"router logits have shape {shape} for {tokens} tokens; omit output_router_logits.")
     output["router_logits"] = tuple(rows.unpack(logits_TE[None]).flatten(0, 1) for logits_TE in packed)
 
 
@@ -213,11 +208,6 @@ class RowSharing:
         self._padding_reaches_states = any(has_bias(mixer) for mixer in stateful_mixers(decoder))
         self._labels_need_padding = False
 
-    def learn(self, relative: bool, differing_padding: Padding | None) -> None:
-        """Store the results of the layer check; see the attributes."""
-        self.positions_are_relative = self.positions_are_relative and relative
-        self.differing_padding = differing_padding
-
     def note_labels(self, labels: Any, mask: Any) -> None:
         """Note whether the next call's labels are predicted at padding, which packed rows do not have."""
         self._labels_need_padding = (
@@ -304,7 +294,7 @@ def unsharable(arguments: dict[str, Any], config: Any, decoder: nn.Module | None
         "attention weights are requested": asked_for("output_attentions"),
         "router logits are requested":
             asked_for("output_router_logits")  # returned row by row only if the loss ignores padding
-            and not (decoder is not None and by_name and masks_balancing_loss(decoder)),
+            and not (decoder is not None and by_name and why_no_standard_loss(decoder) is None),
         "position_ids are not of shape [rows, tokens]": getattr(arguments.get("position_ids"), "ndim", 2) != 2,
         f"{', '.join(sorted(tensors))} would have to be packed too": bool(tensors),
     }  # fmt: skip

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.choice import ORACLE, get_backend
+from pl_grouprl.attention.backends.interface import REMEDY
 from pl_grouprl.attention.call import LayoutCall, PrefixStates
 from pl_grouprl.attention.function import register
 from pl_grouprl.attention.layer_check import (
@@ -210,10 +211,7 @@ class SharedPrefix:
             return (), kwargs
         media = [name for name in kwargs if ("pixel" in name or "grid" in name) and kwargs[name] is not None]
         if hasattr(backbone, "get_rope_index") and kwargs.get("position_ids") is None and media:
-            raise ValueError(
-                f"{', '.join(media)} passed without position_ids: {type(backbone).__name__} would count positions "
-                "along the packed row; pass those of pl_grouprl.media.inputs, or score with pl_grouprl.models.score."
-            )
+            raise ValueError(f"{', '.join(media)} passed without position_ids; score with pl_grouprl.models.score.")
         return (), self._start_packed_row(kwargs, layout)
 
     def _start_packed_row(self, kwargs: dict[str, Any], layout: SharedPrefixLayout) -> dict[str, Any]:
@@ -232,10 +230,7 @@ class SharedPrefix:
     def _note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
         if labels is not None and kwargs.get("prefix_layout") is not None:
-            raise ValueError(
-                "labels are shifted by one token along the packed row, from one rollout into the next; omit them "
-                "and compute the loss from pl_grouprl.models.score, or pass ordinary rows without prefix_layout."
-            )
+            raise ValueError("labels are shifted by one token along the packed row, across rollouts; omit them.")
         self._row_sharing.note_labels(labels, mask)
 
     def _as_packed_row(
@@ -278,7 +273,7 @@ class SharedPrefix:
             layers = [] if call.dense else [layer for layer in layers_of(decoder) if layer not in self._idle]
             missing = why_not_reached(decoder, layers, call.ran)
             if missing is not None:
-                raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
+                raise RuntimeError(f"{missing}, so the result would be wrong{REMEDY}")
             self.layers = call.kinds()
         if call.states is not None:
             call.states.records = False
@@ -290,10 +285,11 @@ class SharedPrefix:
 
     def _check_layers(self) -> None:
         """Compare shared and repeated prefixes on a few tokens, once per decoder and backend."""
-        outer = _IN_FORCE[self.decoder][0]
+        outer, rows = _IN_FORCE[self.decoder][0], self._row_sharing
         if outer is not self:  # already checked, and its backend runs the calls
             self.layers, self.dense, self._idle = outer.layers, outer.dense, outer._idle
-            self._row_sharing.learn(outer._row_sharing.positions_are_relative, outer._row_sharing.differing_padding)
+            rows.positions_are_relative = outer._row_sharing.positions_are_relative
+            rows.differing_padding = outer._row_sharing.differing_padding
             return
         seen = _CHECKED.setdefault(self.decoder, {})
         # Replacing a layer repeats the check.
@@ -303,7 +299,8 @@ class SharedPrefix:
         found = seen[key]
         if found is not None:
             self.layers, self.dense = found.layers, found.dense
-            self._row_sharing.learn(found.relative, found.padding)
+            rows.positions_are_relative &= found.relative
+            rows.differing_padding = found.padding
             self._idle = [layers_of(self.decoder)[index] for index in found.idle]
             hook = _Hook(refuse_packed_row)
             self._handles += [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in self._idle]
@@ -329,11 +326,11 @@ class SharedPrefix:
                         raise
                     self.dense = True
                     relative = check_layers(self.model, self._max_depth, selects=True)
-            self._row_sharing.learn(relative, None)
-            self._row_sharing.min_saved_tokens = 1
+            self._row_sharing.positions_are_relative &= relative
+            self._row_sharing.differing_padding, self._row_sharing.min_saved_tokens = None, 1
             padding = differing_padding(self)
-            idle = [index for index, layer in enumerate(layers_of(self.decoder)) if layer in self._idle]
-            return _LayerFindings(self.layers, relative, padding, self.dense, tuple(idle))
+            idle = tuple(index for index, layer in enumerate(layers_of(self.decoder)) if layer in self._idle)
+            return _LayerFindings(self.layers, relative, padding, self.dense, idle)
         finally:
             self.listeners, self.last_call, self.paused = listeners, last_call, paused
             self._row_sharing.min_saved_tokens = min_saved_tokens
@@ -359,29 +356,20 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout, states
     rows = kwargs["input_ids"].shape if has_ids else kwargs["inputs_embeds"].shape[:-1]
     length = layout.num_queries
     if tuple(rows) not in ((length,), (1, length)):
-        raise ValueError(
-            f"prefix_layout has {length} tokens, but the model was given input of shape {list(rows)}; "
-            f"pass one packed row, of shape [1, {length}]."
-        )
+        raise ValueError(f"prefix_layout has {length} tokens for input of shape {list(rows)}; pass one packed row.")
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and bool((mask == 1).all())):
-        raise ValueError(
-            "attention_mask hides tokens of a packed row, where prefix_layout alone decides what is seen; omit it."
-        )
+        raise ValueError("attention_mask hides tokens of a packed row, which prefix_layout alone may do; omit it.")
     if internals.holds_cache(kwargs) or kwargs.get("use_cache"):
         raise ValueError("a packed row with prefix_layout runs without a cache; pass use_cache=False.")
     if states is None and layout.num_prefilled:
-        raise ValueError(
-            f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states of these tokens as prefix_states."
-        )
+        raise ValueError(f"prefix_layout has num_prefilled={layout.num_prefilled}; pass the states of these tokens.")
     if (
         states is not None
         and states.records
         and sum(s.length > 0 for s in layout.segments[layout.num_prefilled > 0 :]) > 1
     ):
-        raise ValueError(
-            "prefix_states can record a row of one prompt or one branch only; pass its layout, without rollouts."
-        )
+        raise ValueError("prefix_states can record a row of one prompt or one branch only, without rollouts.")
     positions = kwargs.get("position_ids")
     if positions is None:
         return
@@ -405,9 +393,7 @@ def _check_packed_row(kwargs: dict[str, Any], layout: SharedPrefixLayout, states
     roots_T = layout.memo("roots", first_tokens_of_roots).to(positions_T.device)[layout.num_prefilled :]
     offsets_T = positions_T - own_T if len(positions_T) == len(own_T) else None
     if offsets_T is None or not torch.equal(offsets_T, offsets_T[roots_T]):
-        raise ValueError(
-            "position_ids do not continue from a prefix to its suffixes; pass prefix_layout.position_ids, or omit them."
-        )
+        raise ValueError("position_ids do not continue from a prefix to its suffixes; omit them.")
 
 
 def shared_prefix(model: PreTrainedModel, backend: str = "auto", *, min_saved_tokens: int = 16) -> SharedPrefix:
@@ -483,10 +469,7 @@ class _NoCache:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(
-            "this cache comes from a call that shared its prefixes, which keeps none; pass use_cache=True to that call "
-            "to continue decoding from it."
-        )
+        raise RuntimeError("the call shared its prefixes, which keeps none; pass use_cache=True to that call.")
 
 
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

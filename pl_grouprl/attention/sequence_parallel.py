@@ -64,8 +64,7 @@ def check_sequence_parallel_size(sequence_parallel_size: int, num_ranks: int) ->
     """
     if sequence_parallel_size < 1 or num_ranks % sequence_parallel_size:
         raise ValueError(
-            f"sequence_parallel_size={sequence_parallel_size} does not divide the {num_ranks} ranks of this run; "
-            "choose a divisor of devices times num_nodes."
+            f"sequence_parallel_size={sequence_parallel_size} does not divide the {num_ranks} ranks of this run."
         )
 
 
@@ -91,8 +90,7 @@ def check_sequence_parallel(model: PreTrainedModel, sequence_parallel_size: int)
         reason = "its layers are compiled, where tokens cannot be exchanged (compile_layers)"
     if reason is not None:
         raise NotImplementedError(
-            f"sequence_parallel_size={sequence_parallel_size} for {type(decoder).__name__}: {reason}; use "
-            "sequence_parallel_size=1."
+            f"sequence_parallel_size={sequence_parallel_size} for {type(decoder).__name__}: {reason}."
         )
     num_heads = getattr(decoder.config, "num_attention_heads", None)
     if isinstance(num_heads, int):
@@ -118,13 +116,19 @@ def shard_call(model: PreTrainedModel, kwargs: dict[str, Any], group: ProcessGro
     allowed = (*_SPLIT_ARGUMENTS, "attention_mask")
     refused = sorted(name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in allowed)
     if refused:
-        raise NotImplementedError(
-            f"sequence_parallel_size={group.size()} with {', '.join(refused)}: only rows of text can be split; use "
-            "sequence_parallel_size=1."
-        )
+        raise NotImplementedError(f"sequence_parallel_size with {', '.join(refused)}: only rows of text can be split.")
     layout = call.layout
     shards = RowShards(group, layout.num_queries)
-    _check_same_row(kwargs["input_ids"], layout, shards)
+    # Compare checksums of layout and tokens, since different rows would silently give wrong gradients.
+    input_ids = kwargs["input_ids"]
+    forest = tuple((s.length, -1 if s.parent is None else s.parent) for s in layout.segments)
+    factors = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+    tokens = (input_ids.flatten() * factors).sum()
+    checksums = torch.stack([torch.full_like(tokens, hash(forest)), tokens])
+    found = [torch.empty_like(checksums) for _ in range(shards.num_peers)]
+    dist.all_gather(found, checksums, group=shards.group)
+    if any(not torch.equal(other, checksums) for other in found):
+        raise RuntimeError(f"the {shards.num_peers} ranks of a sequence group were given different rows.")
     split = {
         name: nn.functional.pad(kwargs[name], (0, shards.num_padding))[..., shards.own_tokens]
         for name in _SPLIT_ARGUMENTS
@@ -152,26 +156,8 @@ def gather_output(output: Any, shards: RowShards) -> Any:
     """
     for name, value in list(output.items()):
         if name not in _PER_TOKEN:
-            raise NotImplementedError(
-                f"sequence_parallel_size={shards.num_peers}: {name} of a split row cannot be gathered; do not "
-                "request it from the decoder, or use sequence_parallel_size=1."
-            )
+            raise NotImplementedError(f"sequence_parallel_size: {name} of a split row cannot be gathered; omit it.")
         dim = _PER_TOKEN[name]
         is_tensor = isinstance(value, Tensor)
         output[name] = shards.gather(value, dim) if is_tensor else tuple(shards.gather(one, dim) for one in value)
     return output
-
-
-def _check_same_row(input_ids: Tensor, layout: SharedPrefixLayout, shards: RowShards) -> None:
-    """Compare checksums of layout and tokens, since different rows would silently give wrong gradients."""
-    forest = tuple((s.length, -1 if s.parent is None else s.parent) for s in layout.segments)
-    factors = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
-    tokens = (input_ids.flatten() * factors).sum()
-    checksums = torch.stack([torch.full_like(tokens, hash(forest)), tokens])
-    found = [torch.empty_like(checksums) for _ in range(shards.num_peers)]
-    dist.all_gather(found, checksums, group=shards.group)
-    if any(not torch.equal(other, checksums) for other in found):
-        raise RuntimeError(
-            f"the {shards.num_peers} ranks of a sequence group were given different rows; give each of them the same "
-            "rows, in the same order."
-        )

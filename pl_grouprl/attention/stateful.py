@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from pl_grouprl.attention.backends.interface import cannot_share
 from pl_grouprl.attention.call import LayoutCall, Name
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.utilities import internals
@@ -90,11 +91,21 @@ def unsupported_mixers(decoder: nn.Module) -> list[str]:
     pending = [decoder]
     while pending:
         module = pending.pop()
-        name = type(module).__name__
-        if not _continues_from_cache(module) and not _NOT_IN_SEQUENCE.search(name):
-            if _seems_stateful(module):
-                found.add(name)
-            pending += module.children()
+        name, code = type(module).__name__, _forward_code(module)
+        if _continues_from_cache(module) or _NOT_IN_SEQUENCE.search(name):
+            continue
+        pending += module.children()
+        is_stateful = (
+            bool(_CACHE_METHODS.intersection(code.co_names))
+            or any(state in module.__dict__ or state in module._parameters for state in ("A_log", "dt_bias"))
+            or any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children())
+        )
+        # By its name or arguments only if it holds no attention: Kimi-Linear calls its full attention
+        # KimiLinearAttention.
+        if not is_stateful and "ALL_ATTENTION_FUNCTIONS" not in code.co_names and not stateful_mixers(module):
+            is_stateful = bool(_NAMES.search(name)) or "cache_params" in code.co_varnames[: code.co_argcount]
+        if is_stateful:
+            found.add(name)
     return sorted(found)
 
 
@@ -112,19 +123,6 @@ def _continues_from_cache(module: nn.Module) -> bool:
         return False
     keywords = {name for names in code.co_consts if isinstance(names, tuple) for name in names}
     return "update_recurrent_state" not in code.co_names or bool(keywords & {"initial_state", "initial_states"})
-
-
-def _seems_stateful(module: nn.Module) -> bool:
-    code = _forward_code(module)
-    has_state = (
-        bool(_CACHE_METHODS.intersection(code.co_names))
-        or any(name in module.__dict__ or name in module._parameters for name in ("A_log", "dt_bias"))
-        or any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children())
-    )
-    # Kimi-Linear calls its full attention KimiLinearAttention.
-    if has_state or "ALL_ATTENTION_FUNCTIONS" in code.co_names or stateful_mixers(module):
-        return has_state
-    return bool(_NAMES.search(type(module).__name__)) or "cache_params" in code.co_varnames[: code.co_argcount]
 
 
 def _forward_code(module: nn.Module) -> CodeType:
@@ -154,9 +152,8 @@ def _run_packed(mixer: nn.Module, own_forward: Any, hidden_states: Tensor, call:
     options = {name: value for name, value in kwargs.items() if name not in ("attention_mask", cache_argument)}
     tensors = [name for name, value in options.items() if isinstance(value, Tensor)]
     if tensors:
-        raise NotImplementedError(
-            f"{type(mixer).__name__} is passed {', '.join(tensors)} for the packed row, which do not fit its segments; "
-            "train this model with sharing='repeated'."
+        raise cannot_share(
+            f"{type(mixer).__name__} is passed {', '.join(tensors)} for the packed row, which do not fit its segments"
         )
     call.note(mixer, type(mixer).__name__, STATEFUL)
     layout, pad_roots, device = call.layout, not has_bias(mixer), hidden_states.device
@@ -281,7 +278,22 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
         pad_roots: Whether left-padding a root with zeros leaves its output and final state unchanged.
         device: Device of the indices.
     """
-    runs = _runs(layout)
+    leaves = set(layout.leaves)
+    runs: list[_Run] = []  # parents before children
+    continuations: list[_Run] = []  # per segment, the start and first tokens of its children's runs
+    for index, segment in enumerate(layout.segments):
+        above = _Run([], None, 0) if segment.parent is None else continuations[segment.parent]
+        if segment.start < layout.num_prefilled:
+            continuations.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
+            continue
+        own = range(segment.start - layout.num_prefilled, segment.stop - layout.num_prefilled)
+        run = _Run([*above.tokens, *own], above.start, above.level, num_outputs=segment.length)
+        continuations.append(run)
+        if index not in leaves and len(run.tokens) > (0 if run.start is None else 1):
+            run.keeps_state = True
+            continuations[-1] = _Run([], run, run.level + 1)
+        if run.keeps_state or run.num_outputs:
+            runs.append(run)
     # Runs may share a batch if their final state is needed, by level, or if it is not.
     kept = sorted((run for run in runs if run.keeps_state), key=lambda run: run.level)
     groups: list[list[_Run]] = []
@@ -313,27 +325,6 @@ def plan_runs(layout: SharedPrefixLayout, *, pad_roots: bool, device: torch.devi
         slot_index, token_index = (torch.tensor(index, device=device) for index in (slots, tokens))
         batches.append(Batch((len(group), length), slot_index, token_index, starts, keeps_state))
     return RunPlan(tuple(batches), outputs.to(device))
-
-
-def _runs(layout: SharedPrefixLayout) -> list[_Run]:
-    """The runs, parents before children."""
-    leaves = set(layout.leaves)
-    runs: list[_Run] = []
-    continuations: list[_Run] = []  # per segment, the start and first tokens of its children's runs
-    for index, segment in enumerate(layout.segments):
-        above = _Run([], None, 0) if segment.parent is None else continuations[segment.parent]
-        if segment.start < layout.num_prefilled:
-            continuations.append(_Run([], _Run([], None, 0, keeps_state=True, state=0), 1))
-            continue
-        tokens = [*above.tokens, *range(segment.start - layout.num_prefilled, segment.stop - layout.num_prefilled)]
-        run = _Run(tokens, above.start, above.level, num_outputs=segment.length)
-        continuations.append(run)
-        if index not in leaves and len(tokens) > (0 if run.start is None else 1):
-            run.keeps_state = True
-            continuations[-1] = _Run([], run, run.level + 1)
-        if run.keeps_state or run.num_outputs:
-            runs.append(run)
-    return runs
 
 
 def _by_length(runs: Iterable[_Run], min_filled: float) -> Iterator[list[_Run]]:

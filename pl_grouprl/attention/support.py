@@ -33,7 +33,7 @@ class LayersFailedError(UnsupportedModelError):
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that turns tokens into hidden states, without the language model head."""
-    model = _without_adapter_wrapper(model)
+    model = base_of(model)
     decoder = model.get_decoder()
     if not hasattr(decoder, "config"):  # ModernBertDecoder names its head `decoder`
         decoder = model.base_model
@@ -49,7 +49,7 @@ def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
     For multimodal models, the parent of decoder and vision tower; for text models, the decoder.
     """
     decoder = find_decoder(model)
-    for module in _without_adapter_wrapper(model).modules():
+    for module in base_of(model).modules():
         if not any(child is decoder for child in module.children()):
             continue
         config: Any = getattr(module, "config", None)
@@ -59,7 +59,7 @@ def find_backbone(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
-def _without_adapter_wrapper(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """Unwrap a PeftModel; return other models unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -186,14 +186,6 @@ def refusal(
 _STANDARD = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
-def masks_balancing_loss(decoder: nn.Module) -> bool:
-    """Whether the family's load-balancing loss takes router logits [tokens, experts] and ignores padding.
-
-    If so, router logits at padding may have any value.
-    """
-    return _why_no_standard_loss(decoder) is None
-
-
 def why_not_balanced(decoder: nn.Module) -> str | None:
     """Why the standard load-balancing loss does not apply to a decoder, or None if it does.
 
@@ -201,13 +193,17 @@ def why_not_balanced(decoder: nn.Module) -> str | None:
     some do not record the logits of all tokens. The model itself is inspected, not a list of names.
     """
     names = (name for name, _ in (*decoder.named_parameters(), *decoder.named_buffers()))
-    reason = _why_no_standard_loss(decoder)
+    reason = why_no_standard_loss(decoder)
     if reason is None and any(name.endswith("correction_bias") for name in names):
         return "its routers choose by a correction bias, so the logits do not say which experts are used"
     return reason
 
 
-def _why_no_standard_loss(decoder: nn.Module) -> str | None:
+def why_no_standard_loss(decoder: nn.Module) -> str | None:
+    """Why the family's loss does not take router logits [tokens, experts] and a mask of padding; None if it does.
+
+    If it does, router logits at padding may have any value.
+    """
     classes = tuple(getattr(recorder, "target_class", recorder) for recorder in internals.router_recorders(decoder))
     if not any(isinstance(module, classes) for module in decoder.modules()):
         return "its decoder has no router logits to record"
@@ -298,10 +294,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for module in decoder.modules():  # outermost first, so before any list of as many experts
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(
-        f"{type(decoder).__name__} has no list of {count} layers (its config's num_hidden_layers) to compile; omit "
-        "compile_layers."
-    )
+    raise ValueError(f"{type(decoder).__name__} has no list of {count} layers to compile; omit compile_layers.")
 
 
 def is_classifier(config: PretrainedConfig, kind: str = "SequenceClassification") -> bool:
@@ -320,8 +313,5 @@ def score_head(model: PreTrainedModel, kind: str = "SequenceClassification") -> 
     """
     heads = [child for child in model.children() if isinstance(child, nn.Linear)]
     if len(heads) != 1 or heads[0].out_features != model.config.num_labels:
-        raise ValueError(
-            f"{type(model).__name__} has no single linear layer from hidden states to its {model.config.num_labels} "
-            f"labels; use a decoder's For{kind}, such as Qwen2For{kind}."
-        )
+        raise ValueError(f"{type(model).__name__} has no single linear layer as its head; use one like Qwen2For{kind}.")
     return heads[0]

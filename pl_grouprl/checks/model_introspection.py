@@ -47,8 +47,8 @@ def check_causal(decoder: Any, owner: str) -> None:
     error = compare(other, one).relative_largest
     if not error <= tolerance_of(decoder.dtype).causal:
         raise ValueError(
-            f"{owner}: {type(decoder).__name__} is not causal: two sequences that differ only in their last token "
-            f"have states before it that differ by {error:.1e} of the largest; use a decoder, such as Qwen2."
+            f"{owner}: {type(decoder).__name__} is not causal: sequences that differ only in their last token have "
+            f"states before it that differ by {error:.1e} of the largest; use a decoder, such as Qwen2."
         )
 
 
@@ -79,10 +79,8 @@ def check_score_head(model: Any, head: nn.Linear, owner: str, kind: str = "Seque
         if not error <= tolerance_of(model.dtype).score:
             scores, read = ([round(value, 4) for value in values.tolist()] for values in (expected_C, read_C))
             raise ValueError(
-                f"{owner}: {type(model).__name__} scores the tokens {row[0].tolist()} with {scores}, and "
-                f"its head gives {read} at the last of them: it reads its score elsewhere, or through "
-                f"further layers, as encoders do. Use a decoder's For{kind}, such as "
-                f"Qwen2For{kind}; a custom reward function can call any other model."
+                f"{owner}: {type(model).__name__} scores the tokens {row[0].tolist()} with {scores}, and its head "
+                f"gives {read} at the last of them. Use a decoder's For{kind}, such as Qwen2For{kind}."
             )
 
 

@@ -41,6 +41,15 @@ class ParityError(RuntimeError):
     """The shared and the repeated path differ by more than the dtype's rounding."""
 
 
+Results = tuple[Tensor, Sequence[Tensor | None]]
+"""A quantity per token, shape [N], and the gradients of its weighted sum."""
+
+
+def _compared(found: Results, expected: Results) -> tuple[float, float, float]:
+    difference = compare(found[0], expected[0])
+    return difference.largest, difference.mean, gradient_difference(found[1], expected[1])
+
+
 @dataclass(frozen=True)
 class _Differences:
     max_logprob_difference: float
@@ -208,7 +217,35 @@ def check_parity(
         return token_logprobs(logits.index_select(0, batch.predict_index_N), batch.targets_N)
 
     report = compare_paths(model, from_sequence, from_batch, groups, backend=backend)
-    return replace(report, padded=_padded_parity(model, backend)) if padded_rows else report
+    if not padded_rows:
+        return report
+    config = find_decoder(model).config
+    longest = getattr(config, "max_position_embeddings", None)
+    few = random_groups(config.vocab_size, longest=longest)
+    sequences = [(group.prompt_ids, rollout.token_ids) for group in few for rollout in group.rollouts]
+    start = max(len(prompt) for prompt, _ in sequences)  # of the completions
+    width = max(len(completion) for _, completion in sequences)
+    start += _MARGIN if longest is None else max(min(_MARGIN, longest - start - width), 0)
+
+    def laid_out(prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+        return pad(torch.tensor([*prompt, *completion]), (start - len(prompt), width - len(completion)))
+
+    tokens = torch.stack([laid_out(*sequence) for sequence in sequences]).to(model.device)
+    mask = torch.stack([laid_out([1] * len(prompt), [1] * len(completion)) for prompt, completion in sequences])
+    mask = mask.to(model.device)
+    weights, patch = _compared_weights(model), shared_prefix(model, backend)
+
+    def run(context: AbstractContextManager[Any]) -> Results:
+        with context:
+            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True).logits
+            logprobs_N = token_logprobs(logits[:, start - 1 : -1], tokens[:, start:])[mask[:, start:].bool()]
+            return logprobs_N.detach(), torch.autograd.grad(weighted_sum(logprobs_N), weights, allow_unused=True)
+
+    with _comparable_mode(model), torch.enable_grad():
+        expected, found = run(sharing_paused(model)), run(patch)
+        call = (in_force(model) or patch).last_call  # an outer context, if any, runs the calls
+    reason = None if call is None else call.reason
+    return replace(report, padded=PaddedParity(*_compared(found, expected), reason))
 
 
 def compare_paths(
@@ -257,7 +294,7 @@ def compare_paths(
                 parts.append(found[: len(rollout.token_ids)])
         return torch.cat(parts)
 
-    def run(quantity: Callable[[], Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
+    def run(quantity: Callable[[], Tensor]) -> Results:
         found_N = quantity()
         return found_N.detach(), torch.autograd.grad(weighted_sum(found_N), weights, allow_unused=True)
 
@@ -267,14 +304,13 @@ def compare_paths(
         try:
             # Compiled layers cannot choose a backend by kind.
             with nullcontext() if kind is None else torch.compiler.set_stance("force_eager"):
-                found_N, found = run(lambda: from_batch(batch))
+                found = run(lambda: from_batch(batch))
         finally:
             patch.only = None
-        difference = compare(found_N, expected_N)
-        return difference.largest, difference.mean, gradient_difference(found, expected)
+        return _compared(found, expected)
 
     with _comparable_mode(model), torch.enable_grad():
-        expected_N, expected = run(repeated)
+        expected = run(repeated)
         with patch:
             overall = shared(None)
             layers = patch.layers
@@ -296,41 +332,6 @@ def compare_paths(
             for (kind, (ran, count)), differences in zip(layers.items(), by_kind, strict=True)
         ),
     )
-
-
-def _padded_parity(model: PreTrainedModel, backend: str) -> PaddedParity:
-    """Run a padded batch of a few short rollouts with and without a `shared_prefix` context, and compare."""
-    config = find_decoder(model).config
-    longest = getattr(config, "max_position_embeddings", None)
-    groups = random_groups(config.vocab_size, longest=longest)
-    sequences = [(group.prompt_ids, rollout.token_ids) for group in groups for rollout in group.rollouts]
-    start = max(len(prompt) for prompt, _ in sequences)  # of the completions
-    width = max(len(completion) for _, completion in sequences)
-    start += _MARGIN if longest is None else max(min(_MARGIN, longest - start - width), 0)
-
-    def laid_out(prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-        return pad(torch.tensor([*prompt, *completion]), (start - len(prompt), width - len(completion)))
-
-    tokens = torch.stack([laid_out(*sequence) for sequence in sequences]).to(model.device)
-    mask = torch.stack([laid_out([1] * len(prompt), [1] * len(completion)) for prompt, completion in sequences])
-    mask = mask.to(model.device)
-    weights, patch = _compared_weights(model), shared_prefix(model, backend)
-
-    def run(context: AbstractContextManager[Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
-        with context:
-            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, return_dict=True).logits
-            logprobs_RC = token_logprobs(logits[:, start - 1 : -1], tokens[:, start:])
-            logprobs_N = logprobs_RC[mask[:, start:].bool()]
-            gradients = torch.autograd.grad(weighted_sum(logprobs_N), weights, allow_unused=True)
-            return logprobs_N.detach(), gradients
-
-    with _comparable_mode(model), torch.enable_grad():
-        expected_N, expected = run(sharing_paused(model))
-        found_N, found = run(patch)
-        difference = compare(found_N, expected_N)
-        call = (in_force(model) or patch).last_call  # an outer context, if any, runs the calls
-    reason = None if call is None else call.reason
-    return PaddedParity(difference.largest, difference.mean, gradient_difference(found, expected), reason)
 
 
 def random_groups(
@@ -355,9 +356,7 @@ def random_groups(
 def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
-        raise ValueError(
-            "model has no parameter that requires a gradient; parity compares gradients, so unfreeze some."
-        )
+        raise ValueError("model has no parameter that requires a gradient, which parity compares; unfreeze some.")
     if sum(weight.numel() for weight in weights) <= MAX_COMPARED_WEIGHTS:
         return weights
     layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)

@@ -10,7 +10,7 @@ block, S size of a sketch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -101,14 +101,27 @@ def token_scores(
         }
     )
     options = ScoreOptions(temperature or 1.0, entropy, entropy_grad, score_norm, sketch)
-    if weight_VD is not None:
-        parts = list(_by_blocks(hidden_ND, targets_N, weight_VD, options, chunk_size * len(weight_VD)))
+    parts: list[Outputs] = []
+    if weight_VD is not None:  # as many tokens at a time as the limit allows blocks of
+        device, max_logits = hidden_ND.device.type, chunk_size * len(weight_VD)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+        height = max(max_logits // min(BLOCK, len(weight_VD)), 1)
+        for start in range(0, max(len(hidden_ND), 1), height):
+            part_MD, targets_M = hidden_ND[start : start + height], targets_N[start : start + height]
+            if not torch.is_grad_enabled():
+                parts.append(Head(part_MD, weight_VD, dtype).scores(targets_M, options)[1])
+            elif weight_VD.requires_grad or entropy_grad:
+                # Backward starts with the last part, so only its logits are kept.
+                max_kept = max_logits if start + height >= len(hidden_ND) else 0
+                parts.append(LinearHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, max_kept))
+            else:
+                parts.append(FrozenHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options))
     else:
         # split instead of slicing: its backward concatenates the gradients of all chunks once.
         chunks = list(zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True))
         # Backward starts with the last chunk, so its logits are kept.
         again = len(chunks) - 1 if torch.is_grad_enabled() else 0
-        parts = [checkpoint(_score_chunk, *chunk, logits_fn, options, use_reentrant=False) for chunk in chunks[:again]]
+        parts += [checkpoint(_score_chunk, *chunk, logits_fn, options, use_reentrant=False) for chunk in chunks[:again]]
         parts += [_score_chunk(*chunk, logits_fn, options) for chunk in chunks[again:]]
     logprobs, *others = zip(*parts, strict=True)
     return TokenScores(torch.cat(logprobs), *[None if parts[0] is None else torch.cat(parts) for parts in others])
@@ -122,25 +135,6 @@ def _score_chunk(
         shapes = f"{tuple(logits_MV.shape)} for hidden states {tuple(hidden_MD.shape)}"
         raise ValueError(f"logits_fn returned shape {shapes}; it must return one row of logits per hidden state.")
     return LogitsScores.apply(logits_MV, targets_M, hidden_MD.detach(), options)
-
-
-def _by_blocks(
-    hidden_ND: Tensor, targets_N: Tensor, weight_VD: Tensor, options: ScoreOptions, max_logits: int
-) -> Iterator[Outputs]:
-    """Score as many tokens at a time as `max_logits` allows blocks of, for a plain matrix head."""
-    device = hidden_ND.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    height = max(max_logits // min(BLOCK, len(weight_VD)), 1)
-    for start in range(0, max(len(hidden_ND), 1), height):
-        part_MD, targets_M = hidden_ND[start : start + height], targets_N[start : start + height]
-        if not torch.is_grad_enabled():
-            yield Head(part_MD, weight_VD, dtype).scores(targets_M, options)[1]
-        elif weight_VD.requires_grad or options.entropy_grad:
-            # Backward starts with the last part, so only its logits are kept.
-            max_kept = max_logits if start + height >= len(hidden_ND) else 0
-            yield LinearHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, max_kept)
-        else:
-            yield FrozenHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options)
 
 
 class Head:

@@ -160,12 +160,7 @@ class ValueLoss(NamedTuple):
 
 
 def clipped_value_loss(
-    values_N: Tensor,
-    old_values_N: Tensor,
-    returns_N: Tensor,
-    *,
-    mask_N: Tensor,
-    cliprange: float | None = None,
+    values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, mask_N: Tensor, cliprange: float | None = None
 ) -> ValueLoss:
     """PPO's value loss: the larger of the squared errors of each value and of its clipped version.
 
@@ -200,11 +195,7 @@ def clipped_value_loss(
 
 @torch.no_grad()
 def explained_variance(
-    values_N: Tensor,
-    returns_N: Tensor,
-    *,
-    mask_N: Tensor,
-    reduce: Callable[[Tensor], Tensor] | None = None,
+    values_N: Tensor, returns_N: Tensor, *, mask_N: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Fraction of the returns' variance that the values explain, 1 - Var(R - V) / Var(R).
 

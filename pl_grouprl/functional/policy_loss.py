@@ -690,10 +690,7 @@ def cispo_policy_loss(
     if epsilon_max is None:
         low, high = clip_bounds(epsilon, epsilon_high)
     elif epsilon_high is not None:
-        raise ValueError(
-            f"epsilon_high is {epsilon_high} and epsilon_max is {epsilon_max}; both bound the weight from above, so "
-            "set only one."
-        )
+        raise ValueError(f"epsilon_high is {epsilon_high} and epsilon_max is {epsilon_max}; set only one upper bound.")
     else:
         check_positive(epsilon_max=epsilon_max)
         low, high = 0.0, epsilon_max
@@ -705,11 +702,7 @@ def cispo_policy_loss(
 
 @register_policy_loss("gpg", is_zero_without_advantages=True)
 def gpg_policy_loss(
-    policy_logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    *,
-    mask_N: Tensor,
+    policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, *, mask_N: Tensor
 ) -> PolicyLoss:
     """Return the plain policy gradient, L = -A log p (GPG, arXiv:2504.02546; REINFORCE, Williams 1992).
 
@@ -727,12 +720,7 @@ def gpg_policy_loss(
 
 @register_policy_loss("dro")
 def dro_policy_loss(
-    policy_logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    *,
-    mask_N: Tensor,
-    dro_beta: float = 1.0,
+    policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, *, mask_N: Tensor, dro_beta: float = 1.0
 ) -> PolicyLoss:
     """Keep the policy near the old one by a squared penalty, not by clipping: L = -A log p + dro_beta / 2 (log r)^2.
 

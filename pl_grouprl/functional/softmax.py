@@ -336,12 +336,7 @@ class Softmax(NamedTuple):
 
 
 def finish(
-    others: Sums,
-    target_N: Tensor,
-    options: ScoreOptions,
-    hidden_ND: Tensor,
-    targets_N: Tensor,
-    vocabulary: int,
+    others: Sums, target_N: Tensor, options: ScoreOptions, hidden_ND: Tensor, targets_N: Tensor, vocabulary: int
 ) -> tuple[Softmax, Outputs]:
     """Add the targets to the sums over all other token ids, and compute the scores.
 

@@ -17,9 +17,8 @@ Legend: B rollouts, T length of the longest row, S size of a sketch.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -210,10 +209,7 @@ def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor
     mask_BT = _check_rows(policy_logprobs, old_logprobs, mask)
     ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~mask_BT, 0)
     if mask_BT.any() and not ratio_BT.any():
-        raise ValueError(
-            "old_logprobs equals policy_logprobs at every token, as in the first pass over new rollouts, so no group "
-            "would ever end by its variance; use score_norm='logit' or 'sketch'."
-        )
+        raise ValueError("old_logprobs equals policy_logprobs at every token; use score_norm='logit' or 'sketch'.")
     return ratio_BT[:, :, None]
 
 
@@ -267,9 +263,15 @@ def _first_ends(
     size_BT = torch.ones_like(mask_BT, dtype=torch.int64)
     cause_BT = (~mask_BT).to(torch.int8)  # nothing to find after the end
     end_BT = last_BT.to(torch.int8) * ENDED_BY_LAST
-    windows = _windows(errors_BT, errors_BT.square(), norms)
-    for k, (ppo, grpo) in enumerate(itertools.islice(windows, min(rule.max_size, length)), start=1):
-        fires = (ppo * k).mul_(1 + _TOLERANCE) >= grpo.mul_(rule.threshold)
+    square_BT, vectors = errors_BT.square(), norms.dim() == 3
+    signal = errors_BT[:, :, None] * norms if vectors else square_BT * norms
+    ppo_sum, grpo_sum = torch.zeros_like(signal), torch.zeros_like(signal)
+    for k in range(1, min(rule.max_size, length) + 1):
+        starts = slice(length - k + 1)
+        ppo, grpo = ppo_sum[:, starts].add_(signal[:, k - 1 :]), grpo_sum[:, starts].add_(norms[:, k - 1 :])
+        if vectors:
+            ppo, grpo = (torch.linalg.vector_norm(total, dim=-1).square_() for total in (ppo, grpo))
+        fires = (ppo * k).mul_(1 + _TOLERANCE) >= (square_BT[:, k - 1 :] * grpo).mul_(rule.threshold)
         fires &= ppo > rule.floor
         otherwise = end_BT[:, k - 1 :] if k < rule.max_size else end_BT.new_tensor(ENDED_BY_SIZE)
         now = torch.where(fires, ENDED_BY_VARIANCE, otherwise).to(torch.int8)
@@ -280,22 +282,6 @@ def _first_ends(
         if not open_BT.any():
             break
     return size_BT, cause_BT
-
-
-def _windows(errors_BT: Tensor, square_BT: Tensor, norms: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield r_ppo and r_grpo of windows of 1, 2, ... tokens starting at each t, from a norm or a vector per token."""
-    vectors = norms.dim() == 3
-    signal = errors_BT[:, :, None] * norms if vectors else square_BT * norms
-    ppo, grpo = torch.zeros_like(signal), torch.zeros_like(signal)
-    for offset in range(errors_BT.shape[1]):
-        starts = slice(errors_BT.shape[1] - offset)
-        ppo[:, starts] += signal[:, offset:]
-        grpo[:, starts] += norms[:, offset:]
-        if vectors:
-            squared = [torch.linalg.vector_norm(total[:, starts], dim=-1).square_() for total in (ppo, grpo)]
-            yield squared[0], square_BT[:, offset:] * squared[1]
-        else:
-            yield ppo[:, starts], square_BT[:, offset:] * grpo[:, starts]
 
 
 def _follow(size_BT: Tensor, cause_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -496,11 +482,7 @@ class ThresholdController:
         check_options(
             {
                 "group_variance_threshold": (initial, initial is None or initial > 0, "larger than 0, or None"),
-                "group_max_size (max_size)": (
-                    max_size,
-                    max_size >= 1 and max_size % 1 == 0,
-                    "1 or more tokens",
-                ),
+                "group_max_size (max_size)": (max_size, max_size >= 1 and max_size % 1 == 0, "1 or more tokens"),
                 "threshold_lr": (threshold_lr, threshold_lr >= 0, "0 or larger"),
                 "min_threshold": (min_threshold, min_threshold > 0, "larger than 0 (below 1 it acts as 1)"),
                 "max_threshold": (
@@ -519,10 +501,8 @@ class ThresholdController:
             self._threshold = 1.0 if initial is None else initial
             return
         if initial is not None and not self._low <= max(initial, 1.0) <= self._high:
-            raise ValueError(
-                f"group_variance_threshold is {initial}, outside min_threshold ({min_threshold}) and max_threshold "
-                f"({max_threshold}); change one of them, or set adaptive_threshold to false."
-            )
+            clips = f"min_threshold ({min_threshold}) and max_threshold ({max_threshold})"
+            raise ValueError(f"group_variance_threshold is {initial}, outside {clips}.")
         self._threshold = self._clip(1 / (1 - target_compression) if initial is None else initial)
 
     @property

@@ -58,15 +58,11 @@ def check_prompt_media(model: Any, prompts: Sequence[Sequence[int]], media: Sequ
     for index, (prompt, own) in enumerate(zip(prompts, media, strict=True)):
         for name, value in own.items():
             if name in unknown:
-                raise ValueError(
-                    f"media[{index}][{name!r}] is given, but {type(find_backbone(model)).__name__} takes no {name}; "
-                    "use the processor that belongs to the model, or a model that reads images and videos."
-                )
+                kind = type(find_backbone(model)).__name__
+                raise ValueError(f"media[{index}][{name!r}] is given, but {kind} takes no {name}; use its processor.")
             if is_per_token(name) and value.shape != (len(prompt),):
-                raise ValueError(
-                    f"media[{index}][{name!r}] has shape {list(value.shape)} for a prompt of {len(prompt)} tokens; "
-                    "pass one entry per token."
-                )
+                shape = list(value.shape)
+                raise ValueError(f"media[{index}][{name!r}] has shape {shape} for a prompt of {len(prompt)} tokens.")
 
 
 def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
@@ -77,10 +73,8 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
     """
     unknown = _unknown_arguments(model, batch.media.keys())
     if unknown:
-        raise ValueError(
-            f"the prompts have media {unknown}, which {type(find_backbone(model)).__name__} does not take; use the "
-            "processor that belongs to the model, or a model that reads images and videos."
-        )
+        kind = type(find_backbone(model)).__name__
+        raise ValueError(f"the prompts have media {unknown}, which {kind} does not take; use its processor.")
     for name, token in placeholder_ids(model).items():
         places = (batch.targets_N == token).nonzero().flatten().tolist()
         if places and batch.media:

@@ -196,20 +196,16 @@ def place_media(messages: Messages, counts: Mapping[str, int], where: str) -> Me
     for part in parts:
         keys = [name for name in _OWN if part["type"] in KINDS and part.get(name) is not None]
         if keys:
-            raise ValueError(
-                f"{where}: a part of type {part['type']!r} has {keys[0]!r}, and the row also has {part['type']}s in "
-                f"a column; put them all in the column, and write {{'type': {part['type']!r}}} in their places."
-            )
+            kind = part["type"]
+            raise ValueError(f"{where}: a part of type {kind!r} has {keys[0]!r}; put all {kind}s in the row's column.")
     users = [message for message in placed if message["role"] == "user"]
     if not any(found.values()) and users:
         users[0]["content"] = [{"type": kind} for kind in KINDS for _ in range(counts[kind])] + users[0]["content"]
         return placed
     for kind in KINDS:
         if found[kind] != counts[kind]:
-            raise ValueError(
-                f"{where}: the row has {counts[kind]} {kind}s and the messages have places for {found[kind]} (parts of "
-                f"type {kind!r}, or tags <{kind}>); correct the row."
-            )
+            places = f"places for {found[kind]} (parts of type {kind!r}, or tags <{kind}>)"
+            raise ValueError(f"{where}: the row has {counts[kind]} {kind}s and the messages have {places}.")
     return placed
 
 

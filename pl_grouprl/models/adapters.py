@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder
+from pl_grouprl.attention.support import base_of
 from pl_grouprl.models.loading import check_finite_weights, check_names
 from pl_grouprl.utilities import internals, optional
 from pl_grouprl.utilities.distributed import derive_seed
@@ -117,8 +118,7 @@ class LoRAOptions:
         if chosen is not None and taken != chosen:
             raise ValueError(
                 f"{argument} matches {len(chosen)} layers of {type(model).__name__}, but PEFT chooses others, such as "
-                f"{min(taken ^ chosen)!r} (it maps names of an expert's layers to the parameters that contain all "
-                "experts); omit those names, or pass a regular expression that matches the experts."
+                f"{min(taken ^ chosen)!r}; omit those names, or pass a regular expression, as for experts."
             )
 
 
@@ -148,10 +148,7 @@ def _inject(config: LoraConfig, model: Any, name: str, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     if has_adapters(model):
-        raise ValueError(
-            f"{type(model).__name__} already has adapters; merge them into its weights (merge_and_unload of PEFT, or "
-            "ExportPolicy), or pass the path of the saved adapter to continue training it."
-        )
+        raise ValueError(f"{type(model).__name__} already has adapters; merge them, or pass the saved one's path.")
     owners: dict[nn.Parameter, list[str]] = {}
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(full_name.rpartition(".")[0])
@@ -169,10 +166,8 @@ def _inject(config: LoraConfig, model: Any, name: str, seed: int) -> None:
         tied = owners.get(parameter, [])
         adapted = [owner for owner in tied if len(tied) > 1 and has_adapters(model.get_submodule(owner))]
         if adapted:
-            raise ValueError(
-                f"target_modules names {adapted[0]!r}, whose weights are shared with "
-                f"{[other for other in tied if other != adapted[0]]} (tie_word_embeddings); omit it."
-            )
+            others = [other for other in tied if other != adapted[0]]
+            raise ValueError(f"target_modules names {adapted[0]!r}, whose weights are shared with {others}; omit it.")
 
 
 _KNOWN_OPTIONS = {
@@ -295,8 +290,7 @@ def _check_plain(options: dict[str, Any], owner: str) -> None:
         default = defaults.get(name)  # None for options of newer versions
         if not known and (value or None) != (default or None):
             raise ValueError(
-                f"{owner} has {name}={value!r}, which is not known to train as plain LoRA or DoRA does; pass a "
-                "plain one, or merge this one into its model (merge_and_unload of PEFT) and pass that."
+                f"{owner} has {name}={value!r}; pass plain LoRA or DoRA, or merge this one into its model."
             )
 
 
@@ -348,12 +342,6 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(adapter_layers(model))
 
 
-def base_of(model: Any) -> Any:
-    """Unwrap a `PeftModel`; return other models unchanged."""
-    inner = getattr(model, "get_base_model", None)
-    return model if inner is None else inner()
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable a model's adapters, and gradients, since activation checkpointing would recompute with adapters.
@@ -374,10 +362,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(False)  # also freezes them
         other = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if other:
-            raise ValueError(
-                f"{type(model).__name__} trains {len(other)} weights besides its adapters, such as {other[0]!r}, so "
-                "it is not the base model without them; freeze those."
-            )
+            more = f"{len(other)} weights besides its adapters, such as {other[0]!r}"
+            raise ValueError(f"{type(model).__name__} trains {more}, so it has no base to score; freeze those.")
         with torch.no_grad():
             yield
     finally:
@@ -468,7 +454,7 @@ def leave_parameters_out_of_checkpoints(module: nn.Module, names: Iterable[str])
         names: Parameter names, as in its `state_dict`.
     """
     names = list(names)
-    module.register_state_dict_post_hook(partial(_drop, names))
+    module.register_state_dict_post_hook(partial(drop_from_state, names))
     module.register_load_state_dict_pre_hook(partial(_fill_in, names))
 
 
@@ -480,7 +466,10 @@ def leave_frozen_parameters_out_of_checkpoints(module: nn.Module, child: str) ->
     )
 
 
-def _drop(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+def drop_from_state(
+    names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """A hook that removes parameters, or whole children, from a `state_dict`."""
     left_out = {prefix + name for name in names}
     for key in list(state):
         if not left_out.isdisjoint(accumulate(key.split("."), "{}.{}".format)):  # also the scales of 4-bit weights

@@ -317,10 +317,7 @@ class PretrainedCritic:
         both: tuple[Any, Any] = (trunk, policy)
         available, needed = (model.get_input_embeddings().num_embeddings for model in both)
         if available < needed:
-            raise ValueError(
-                f"{owner} has embeddings for {available} tokens and the policy for {needed}; choose a critic with the "
-                "policy's tokenizer."
-            )
+            raise ValueError(f"{owner} has embeddings for {available} tokens and the policy for {needed}.")
         if self.gradient_checkpointing is None and getattr(policy, "is_gradient_checkpointing", False):
             self._checkpoint.enable_checkpointing(trunk)
         return Critic(trunk, head).train()

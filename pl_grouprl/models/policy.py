@@ -19,6 +19,7 @@ from pl_grouprl.media.rows import language_model_class
 from pl_grouprl.models.adapters import (
     FourBit,
     LoRAAdapter,
+    drop_from_state,
     expand_home,
     has_adapters,
     is_quantized,
@@ -63,10 +64,7 @@ def as_policy_source(policy: Any, argument: str = "policy") -> PolicySource:
     if isinstance(policy, PolicySource):
         return policy
     shown = "None" if policy is None else f"a {type(policy).__name__}"
-    raise TypeError(
-        f"{argument} is {shown}; every rank and every resumed run reloads the initial model, so pass "
-        "the folder of a saved one, or a PolicySource, whose load() and load_tokenizer() return the same each time."
-    )
+    raise TypeError(f"{argument} is {shown}; every rank and resumed run reloads it, so pass a path or a PolicySource.")
 
 
 def policy_of_path(path: str) -> PretrainedPolicy:
@@ -146,10 +144,7 @@ class PretrainedPolicy:
         """
         model = self.load_as(language_model_class(self.load_config()))
         if self.adapter is None and is_quantized(model):
-            raise ValueError(
-                f"model path {self.path!r} is loaded in 4 bits, which cannot be trained; add an adapter "
-                "(adapter: {r: 16}), or pass the unquantized model without quantization."
-            )
+            raise ValueError(f"model path {self.path!r} has 4 bits, which cannot be trained; add an adapter.")
         if self.adapter is not None:
             self.adapter.add_to(model)
             self._check_gradients(model)
@@ -201,10 +196,7 @@ class PretrainedPolicy:
             **self._hub_options,
         )
         if has_adapters(model):  # transformers also loaded the base, and froze both
-            raise ValueError(
-                f"{owner} is an adapter; pass the path of its base, and this one as the adapter's "
-                "(adapter: {path: ...}) to continue training it."
-            )
+            raise ValueError(f"{owner} is an adapter; pass its base's path, and this one as adapter: {{path: ...}}.")
         prepare_for_training(model)
         if self.gradient_checkpointing:
             arguments = self._checkpointing_options
@@ -241,7 +233,7 @@ class PretrainedPolicy:
             if not around and any(p.requires_grad and p not in in_decoder for p in module.parameters()):
                 raise ValueError(
                     f"adapter has layers in a {type(module).__name__}, outside the language model, which get no "
-                    "gradient if gradient_checkpointing_kwargs has use_reentrant: true; omit that."
+                    f"gradient if gradient_checkpointing_kwargs has use_reentrant: true; omit that."
                 )
 
     @property
@@ -291,13 +283,8 @@ def unfrozen(model: nn.Module) -> Iterator[None]:
 
 def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
     """Omit a child, which is recreated from its source, from `state_dict()`; loading does not report it missing."""
-    module.register_state_dict_post_hook(partial(_drop, child))  # not closures, which cannot be pickled
+    module.register_state_dict_post_hook(partial(drop_from_state, [child]))  # not closures, which cannot be pickled
     module.register_load_state_dict_post_hook(partial(_ignore_missing, child))
-
-
-def _drop(child: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    for name in [name for name in state if name.startswith(f"{prefix}{child}.")]:
-        del state[name]
 
 
 def _ignore_missing(child: str, module: nn.Module, incompatible: Any) -> None:
@@ -317,10 +304,8 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differing:
-        raise ValueError(
-            f"teacher has another tokenizer than policy: {len(differing)} tokens differ ({first_names(differing, 6)}), "
-            "so it would score different text; use a teacher with the policy's tokenizer."
-        )
+        tokens = f"{len(differing)} tokens differ ({first_names(differing, 6)})"
+        raise ValueError(f"teacher has another tokenizer than policy: {tokens}, so it would score different text.")
 
 
 def check_pair(student: nn.Module, teacher: nn.Module) -> float:
@@ -339,13 +324,9 @@ def check_pair(student: nn.Module, teacher: nn.Module) -> float:
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]  # type: ignore[operator]
     if sizes[1] < sizes[0]:
         raise ValueError(
-            f"teacher has logits for {sizes[1]} tokens and policy for {sizes[0]}, so it cannot score all that the "
-            "policy may sample; use a teacher with at least as many."
+            f"teacher has logits for {sizes[1]} tokens and policy for {sizes[0]}; use a larger vocabulary."
         )
     teacher_fingerprint = fingerprint(teacher)
     if teacher_fingerprint == fingerprint(student, frozen_only=has_adapters(student)):
-        raise ValueError(
-            "teacher is the model that policy starts from, so there is nothing to learn from it; pass another model. "
-            "To keep the policy near its start, set beta of GRPO."
-        )
+        raise ValueError("teacher is the model that policy starts from; pass another, or set beta to stay near it.")
     return teacher_fingerprint

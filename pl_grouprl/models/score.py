@@ -77,9 +77,9 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         ValueError: If the batch's images and videos do not fit the model; see `media.inputs.check_batch_media`.
     """
     if batch.sharing == "shared" and in_force(model) is None:
+        name = type(model).__name__
         raise RuntimeError(
-            f"{type(model).__name__} would ignore the layout of a batch with sharing='shared'; score it inside "
-            "`with shared_prefix(model):`, or pack with sharing='repeated'."
+            f"{name} would ignore the layout of the batch; score it inside `with shared_prefix(model):`."
         )
     return run_decoder(model, batch) if batch.prefix is None else batch.prefix.hidden_states(model, batch)
 
@@ -169,10 +169,7 @@ def rollout_logprobs(
     if sharing == "repeated":
         return list(score(model, batch, **options).logprobs_N.split(batch.rollout_lengths))
     if _recomputes(model) and torch.is_grad_enabled() and in_force(model) is None:
-        raise RuntimeError(
-            "activation checkpointing runs the forward again in the backward pass, after this function removed its "
-            "patch; put forward and backward into `with shared_prefix(model):`."
-        )
+        raise RuntimeError("with activation checkpointing, put forward and backward into `with shared_prefix(model):`.")
     with shared_prefix(model, backend):
         return list(score(model, batch, **options).logprobs_N.split(batch.rollout_lengths))
 
@@ -299,8 +296,8 @@ class PrefixPass:
         self.num_tokens = len(group.prompt_ids)
         prompt = pack([replace(group, rollouts=[Rollout([])])], device=device)
         self.batch = replace(prompt, sequence_group=sequence_group)
-        self._above: PrefixPass | None = None
-        self._branch_ids: list[int] = []
+        self._above: tuple[PrefixPass, ...] = ()  # the prompt's first
+        self._own_ids: list[int] = group.prompt_ids
         self._done: dict[tuple[Any, ...], Prefix] = {}
         self._counted = False
 
@@ -315,29 +312,22 @@ class PrefixPass:
         if self.batch.media:
             raise NotImplementedError("a branch cannot run by itself after a prompt with images or videos.")
         below = copy(self)
-        below.num_tokens, below._branch_ids = self.num_tokens + len(token_ids), list(token_ids)
+        below.num_tokens, below._own_ids = self.num_tokens + len(token_ids), list(token_ids)
         below.batch = pack_branch(token_ids, self, self.batch.targets_N.device)
-        below._above, below._done, below._counted = self, {}, False
+        below._above, below._done, below._counted = (*self._above, self), {}, False
         return below
 
     @property
     def path_ids(self) -> list[int]:
         """The K response tokens of the path. A rollout below begins with them, or is a prefix of them."""
-        parts, at = [], self
-        while at._above is not None:
-            parts.append(at._branch_ids)
-            at = at._above
-        return [token for part in reversed(parts) for token in part]
+        return [token for one in (*self._above, self)[1:] for token in one._own_ids]
 
     def count_once(self) -> int:
         """Number of the path's tokens that no earlier call has counted, here or above, for sums over slices."""
-        counted, at = self.num_tokens, self
-        while not at._counted:  # once a pass is counted, all above it are
-            at._counted = True
-            if at._above is None:
-                return counted
-            at = at._above
-        return counted - at.num_tokens
+        uncounted = [one for one in (*self._above, self) if not one._counted]
+        for one in uncounted:
+            one._counted = True
+        return sum(len(one._own_ids) for one in uncounted)
 
     def states(self, model: PreTrainedModel) -> Prefix:
         """Return the states of the path in a model. The first call runs it, with gradient if enabled.
@@ -353,14 +343,24 @@ class PrefixPass:
         """
         switched_off = any(layer.disable_adapters for layer in adapter_layers(model))
         key = (find_backbone(model), torch.is_grad_enabled(), switched_off)
-        missing: list[PrefixPass] = []
-        at: PrefixPass | None = self
-        while at is not None and key not in at._done:
-            missing.append(at)
-            at = at._above
-        found = None if at is None else at._done[key]
-        for one in reversed(missing):
-            found = one._done[key] = _run_prefix(model, one.batch, found)
+        path_down, found = (*self._above, self), None
+        done = [number for number, one in enumerate(path_down) if key in one._done]
+        if done:
+            found = path_down[done[-1]]._done[key]
+        missing = path_down[done[-1] + 1 :] if done else path_down
+        if missing and has_dynamic_rope(find_decoder(model)):
+            raise NotImplementedError(
+                f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so its "
+                "groups cannot be split; use a larger token budget."
+            )
+        for one in missing:
+            path = () if found is None else found.path
+            recorder = PrefixStates(path, record=True, recomputes=_recomputes(model))
+            hidden = run_decoder(model, one.batch, prefix_states=recorder)
+            backbone, own = find_backbone(model), {_HIDDEN: Leaf(hidden if path else hidden[-1:])}
+            states: States = {backbone: own, **recorder.pop_all()}
+            leaves = [leaf for part in states.values() for leaf in part.values() if leaf.recorded.requires_grad]
+            found = one._done[key] = Prefix((*path, states), backbone, leaves)
         assert found is not None
         return found
 
@@ -423,21 +423,6 @@ class Prefix:
     path: tuple[States, ...]
     backbone: nn.Module
     leaves: list[Leaf]
-
-
-def _run_prefix(model: PreTrainedModel, batch: ScoringBatch, above: Prefix | None) -> Prefix:
-    if has_dynamic_rope(find_decoder(model)):
-        raise NotImplementedError(
-            f"{type(model).__name__} has rotary frequencies that depend on the longest sequence of a call, so a group "
-            "in slices would differ from one in a single call; use a larger token budget."
-        )
-    path = () if above is None else above.path
-    recorder = PrefixStates(path, record=True, recomputes=_recomputes(model))
-    hidden = run_decoder(model, batch, prefix_states=recorder)
-    backbone, own = find_backbone(model), {_HIDDEN: Leaf(hidden[-1:] if above is None else hidden)}
-    states: States = {backbone: own, **recorder.pop_all()}
-    leaves = [leaf for part in states.values() for leaf in part.values() if leaf.recorded.requires_grad]
-    return Prefix((*path, states), backbone, leaves)
 
 
 class _Propagate(torch.autograd.Function):
@@ -529,10 +514,7 @@ def router_balancing_loss(model: PreTrainedModel, batch: ScoringBatch, recorded:
         RuntimeError: If no gradient would reach the routers.
     """
     if torch.is_grad_enabled() and not any(logits.requires_grad for logits in recorded):
-        raise RuntimeError(
-            "the recorded router logits have no gradient, so the load-balancing loss would train nothing; use "
-            "activation checkpointing with use_reentrant=False, and train weights at or below the routers."
-        )
+        raise RuntimeError("the recorded router logits have no gradient; train routers, and set use_reentrant=False.")
     counts = (getattr(owner, "num_experts_per_tok", None) for owner in (model, find_decoder(model).config))
     top_k: Any = next((count for count in counts if isinstance(count, int)), None)
     # How often each position of the decoder's call occurs with repeated prefixes, shape [T] or [B * L].

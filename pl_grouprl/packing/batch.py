@@ -163,7 +163,8 @@ def pack(
     model_inputs: dict[str, Any] = {name: moved[name] for name in row}
     model_inputs |= {name: value.to(device) for name, value in join_media(groups, layout, sharing).items()}
     if sharing == "shared":
-        layout.keep_positions(model_inputs["position_ids"][0])
+        positions_T = model_inputs["position_ids"][0]  # also for `positions_on`
+        layout.memo(("position_ids", positions_T.device), lambda: positions_T)
         model_inputs["prefix_layout"] = layout
     return ScoringBatch(
         model_inputs,
@@ -203,10 +204,8 @@ def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, shari
         for segment, group in zip(prompts, groups, strict=True):
             value = group.media.get(name)
             if value is not None and value.shape != (segment.length,):
-                raise ValueError(
-                    f"media[{name!r}] of group {group.group_id!r} has shape {list(value.shape)} for a prompt of "
-                    f"{segment.length} tokens; pass one entry per token of the prompt."
-                )
+                what = f"media[{name!r}] of group {group.group_id!r} has shape {list(value.shape)}"
+                raise ValueError(f"{what} for a prompt of {segment.length} tokens; pass one entry per token.")
             packed_T[segment.start : segment.stop] = 0 if value is None else value
         joined[name] = packed_T[None] if sharing == "shared" else repeat_values(layout, packed_T)
     return joined
@@ -324,9 +323,7 @@ def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] |
     for number, (rollout, given) in enumerate(zip(rollouts, lengths_B, strict=True)):
         length, tokens, mask = int(given), rollout.token_ids, rollout.loss_mask
         if not 0 <= length <= len(tokens):
-            raise ValueError(
-                f"lengths_B[{number}] is {length}, but the rollout has {len(tokens)} tokens; pass 0 to {len(tokens)}."
-            )
+            raise ValueError(f"lengths_B[{number}] is {length}; pass 0 to the rollout's {len(tokens)} tokens.")
         short.append(Rollout(tokens[:length], loss_mask=None if mask is None else mask[:length]))
         kept += range(start, start + length)
         start += len(tokens)

@@ -78,10 +78,7 @@ class SharedPrefixLayout:
             while open_path and open_path[-1] != parent:
                 open_path.pop()
             if parent is not None and not open_path:
-                raise ValueError(
-                    f"parents[{index}] is {parent}, which is not an open segment there; list segments depth-first: "
-                    "a parent, then each of its children with all of its descendants."
-                )
+                raise ValueError(f"parents[{index}] is {parent}, no open segment there; list segments depth-first.")
             open_path.append(index)
             above = None if parent is None else segments[parent]
             if group_ids is None:
@@ -90,10 +87,7 @@ class SharedPrefixLayout:
             segments.append(Segment(start, length, parent, position, name))
             start += length
         if num_prefilled and (num_prefilled != lengths[0] or list(parents).count(None) > 1):
-            raise ValueError(
-                f"num_prefilled is {num_prefilled}; it must be the length of the first segment ({lengths[0]}), which "
-                "all others continue, or 0."
-            )
+            raise ValueError(f"num_prefilled is {num_prefilled}; pass 0 or the length of the only root, {lengths[0]}.")
         self.segments: tuple[Segment, ...] = tuple(segments)
         self.num_tokens: int = start
         self.num_prefilled = num_prefilled
@@ -141,10 +135,6 @@ class SharedPrefixLayout:
     def positions_on(self, device: torch.device) -> Tensor:
         """`position_ids` on a device."""
         return self.memo(("position_ids", device), lambda: self.position_ids.to(device))
-
-    def keep_positions(self, positions_T: Tensor) -> None:
-        """Store `position_ids` that are already on a device, for `positions_on`."""
-        self.memo(("position_ids", positions_T.device), lambda: positions_T)
 
     @cached_property
     def subtree_stops(self) -> tuple[int, ...]:

@@ -142,10 +142,8 @@ def plan_repeated_rows(
             if longest * len(unit) > max_tokens:
                 (group, rollout), count = unit[0], len(unit)
                 what = f"rollout {rollout} has" if count == 1 else f"{count} rows of an episode has"
-                raise ValueError(
-                    f"max_tokens is {max_tokens}, but group {group} with its {what} {longest * count} tokens; raise "
-                    "the budget, or shorten prompts or completions."
-                )
+                what += f" {longest * count} tokens"
+                raise ValueError(f"max_tokens is {max_tokens}, but group {group} with its {what}; raise the budget.")
             room = max_tokens // max(longest, 1) or 1
             batches.append([])
         batches[-1] += unit
@@ -173,10 +171,7 @@ def split_group(group: int, prompt: int, rollouts: Trie, max_tokens: int) -> Spl
         ValueError: If the prompt or a node of the trie is longer than `max_tokens`.
     """
     if prompt > max_tokens:
-        raise ValueError(
-            f"max_tokens is {max_tokens}, but the prompt of group {group} alone has {prompt} tokens; raise the budget, "
-            "or shorten prompts."
-        )
+        raise ValueError(f"max_tokens is {max_tokens}, but the prompt of group {group} alone has {prompt} tokens.")
     nodes = rollouts.nodes
     sizes = [node.length for node in nodes]  # of subtrees
     stops = [index + 1 for index in range(len(nodes))]  # the node after a subtree
@@ -187,11 +182,8 @@ def split_group(group: int, prompt: int, rollouts: Trie, max_tokens: int) -> Spl
     for index in reversed(range(len(nodes))):  # children come after their parent
         node = nodes[index]
         if node.length > max_tokens:
-            length = nodes[rollouts.leaves[node.sequence]].stop
-            raise ValueError(
-                f"max_tokens is {max_tokens}, but rollout {node.sequence} of group {group} alone has {length} tokens; "
-                "raise the budget, or shorten completions."
-            )
+            length, what = nodes[rollouts.leaves[node.sequence]].stop, f"rollout {node.sequence} of group {group}"
+            raise ValueError(f"max_tokens is {max_tokens}, but {what} alone has {length} tokens.")
         children.setdefault(node.parent, []).append(index)
         if node.parent is not None:
             sizes[node.parent] += sizes[index]

@@ -6,7 +6,7 @@ C numbers per token in array sequences (tokens are equal if all C are).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -217,48 +217,23 @@ class SharedTokens(NamedTuple):
 
 
 class Forest(NamedTuple):
-    """A packed row of groups, with the row index of each response token.
+    """A packed row of groups, with the places of the response tokens in it.
 
     Attributes:
         layout: The segments of the row.
         token_ids: Tokens of each segment.
-        num_prompt_tokens: Tokens of the row that belong to prompts.
-        places_N: Index in the row of each response token, int64.
-        before_B: Index in the row of the last token of each rollout's prompt, int64.
-        lengths_B: Number of tokens of each rollout, int64.
+        predict_index_N: Index in the row of the token that predicts each response token, int64.
+        final_index_B: Index in the row of each rollout's last token, int64; for an empty rollout, of its prompt's last
+            token.
+        shared_tokens: Which response tokens share a token of the row; None if the row has no fewer tokens than the
+            responses.
     """
 
     layout: SharedPrefixLayout
     token_ids: list[Tokens]
-    num_prompt_tokens: int
-    places_N: np.ndarray
-    before_B: np.ndarray
-    lengths_B: np.ndarray
-
-    @property
-    def predict_index_N(self) -> Tensor:
-        """Index in the row of the token that predicts each response token, int64."""
-        index_N = np.roll(self.places_N, 1)
-        nonempty = self.lengths_B > 0
-        starts_B = np.cumsum(self.lengths_B) - self.lengths_B
-        index_N[starts_B[nonempty]] = self.before_B[nonempty]
-        return torch.from_numpy(index_N)
-
-    @property
-    def final_index_B(self) -> Tensor:
-        """Index in the row of each rollout's last token, int64; for an empty rollout, of its prompt's last token."""
-        index_B = self.before_B.copy()
-        nonempty = self.lengths_B > 0
-        index_B[nonempty] = self.places_N[np.cumsum(self.lengths_B)[nonempty] - 1]
-        return torch.from_numpy(index_B)
-
-    @property
-    def shared_tokens(self) -> SharedTokens | None:
-        """Which response tokens share a token of the row; None if the row has no fewer tokens than the responses."""
-        if len(self.places_N) == self.layout.num_tokens - self.num_prompt_tokens:
-            return None
-        _, distinct_M, index_N = np.unique(self.places_N, return_index=True, return_inverse=True)
-        return SharedTokens(torch.from_numpy(distinct_M), torch.from_numpy(index_N))
+    predict_index_N: Tensor
+    final_index_B: Tensor
+    shared_tokens: SharedTokens | None
 
 
 def lay_out_forest(
@@ -266,10 +241,7 @@ def lay_out_forest(
 ) -> Forest:
     """Lay out each prompt once, followed by its rollouts, which share their common tokens; arguments as in `pack`."""
     if share_across_groups and any(group.media for group in groups):
-        raise ValueError(
-            "share_across_groups=True compares prompts by their tokens, which are alike for different images and "
-            "videos; pass False."
-        )
+        raise ValueError("share_across_groups=True compares only tokens, and these prompts have images; pass False.")
     lengths: list[int] = []
     parents: list[int | None] = []
     group_ids: list[Hashable] = []
@@ -301,18 +273,21 @@ def lay_out_forest(
             add(tokens, root if own.parent is None else first + own.parent, number)
         ends[number] = segments[-1], [first + leaf for leaf in trie.leaves]
     layout = SharedPrefixLayout(lengths, parents, group_ids)
-    num_prompt_tokens = sum(lengths[segment] for segment in segments)
-    places = _places(layout, groups, [ends[number] for number in range(len(groups))])
-    return Forest(layout, token_ids, num_prompt_tokens, *places)
+    num_response_tokens = layout.num_tokens - sum(lengths[segment] for segment in segments)
+    return Forest(layout, token_ids, *_places(layout, groups, ends, num_response_tokens))
 
 
 def _places(
-    layout: SharedPrefixLayout, groups: Sequence[RolloutGroup], ends: Sequence[tuple[int, list[int]]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`places_N`, `before_B` and `lengths_B` of a `Forest`."""
+    layout: SharedPrefixLayout,
+    groups: Sequence[RolloutGroup],
+    ends: Mapping[int, tuple[int, list[int]]],
+    num_response_tokens: int,
+) -> tuple[Tensor, Tensor, SharedTokens | None]:
+    """The last three fields of a `Forest`, from the last segments of each prompt and its rollouts."""
     runs: list[tuple[int, int]] = []  # first token and number of tokens
-    before: list[int] = []
-    for group, (prompt, leaves) in zip(groups, ends, strict=True):
+    before: list[int] = []  # the last token of each rollout's prompt
+    for number, group in enumerate(groups):
+        prompt, leaves = ends[number]
         last = layout.segments[prompt]
         while last.length == 0 and last.parent is not None:  # an empty segment has no last token
             last = layout.segments[last.parent]
@@ -331,4 +306,12 @@ def _places(
     starts, lengths = np.array(runs, np.int64).reshape(-1, 2).T
     places_N = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
     lengths_B = np.array([len(rollout.token_ids) for group in groups for rollout in group.rollouts], np.int64)
-    return places_N, np.array(before, np.int64), lengths_B
+    before_B, nonempty, stops_B = np.array(before, np.int64), lengths_B > 0, np.cumsum(lengths_B)
+    predict_N, final_B = np.roll(places_N, 1), before_B.copy()
+    predict_N[(stops_B - lengths_B)[nonempty]] = before_B[nonempty]
+    final_B[nonempty] = places_N[stops_B[nonempty] - 1]
+    shared = None
+    if len(places_N) != num_response_tokens:
+        _, distinct_M, index_N = np.unique(places_N, return_index=True, return_inverse=True)
+        shared = SharedTokens(torch.from_numpy(distinct_M), torch.from_numpy(index_N))
+    return torch.from_numpy(predict_N), torch.from_numpy(final_B), shared

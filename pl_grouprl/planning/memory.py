@@ -198,10 +198,10 @@ class Held:
     moments: int = 0
     copies: int = 0
 
-    def __add__(self, other: Held) -> Held:
-        """The sum of two models."""
-        first, second = vars(self), vars(other)
-        return Held(**{name: first[name] + second[name] for name in first})
+    @property
+    def resident(self) -> int:
+        """Bytes held at all times: all but the copies."""
+        return self.weights + self.gradients + self.moments
 
 
 def held_bytes(
@@ -477,8 +477,7 @@ class Footprint:
     @property
     def resident(self) -> int:
         """Bytes held at all times, in rollouts too."""
-        models = self.policy + self.critic
-        return models.weights + models.gradients + models.moments + self.reference
+        return self.policy.resident + self.critic.resident + self.reference
 
     @property
     def copies(self) -> int:
@@ -681,10 +680,7 @@ def load_config(source: Any, argument: str, precision: str) -> tuple[Any, torch.
         TypeError: If the source cannot say what it will load.
     """
     if not hasattr(source, "load_config"):
-        raise TypeError(
-            f"{argument} is a {type(source).__name__} without load_config(), so `plan` cannot know its model before it "
-            "is loaded; give the class that method, which returns the transformers config."
-        )
+        raise TypeError(f"{argument} is a {type(source).__name__} without load_config(), which `plan` needs; add it.")
     config = source.load_config()
     name = getattr(source, "dtype", "float32")
     loaded = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name)

@@ -167,7 +167,7 @@ class RunPlan:
     def memory(self) -> dict[str, int]:
         """Bytes on one device by part, with the longest prompts and responses."""
         held, work, checkpointing = self.footprint, self.workload, self.models.checkpointing
-        tokens, critic = work.longest_micro_batch, held.critic
+        tokens = work.longest_micro_batch
         prompts = math.ceil(work.sequences / work.num_generations)
         caches = held.layers.caches(prompts, work.prompt_lengths[-1], work.sequences, work.response)
         return {
@@ -175,7 +175,7 @@ class RunPlan:
             "gradients": held.policy.gradients,
             "moments": held.policy.moments,
             "reference": held.reference,
-            "critic": critic.weights + critic.gradients + critic.moments,
+            "critic": held.critic.resident,
             "copies": held.copies,
             "activations": held.activations(tokens, checkpointing),
             "logits": held.logits(tokens, checkpointing),
@@ -291,10 +291,8 @@ def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
         TypeError: If a module or data of this kind cannot be planned.
     """
     if not hasattr(module, "policy_source") or not getattr(data, "prompts", {}).get("train"):
-        raise TypeError(
-            f"plan needs a module of pl_grouprl and a PromptDataModule with `train`, not {type(module).__name__} and "
-            f"{type(data).__name__}."
-        )
+        given = f"{type(module).__name__} and {type(data).__name__}"
+        raise TypeError(f"plan needs a module of pl_grouprl and a PromptDataModule with `train`, not {given}.")
     models, work = plan_models(module, hardware), Workload.of(module, data, hardware.processes)
     passes = (module.updates_per_rollout > 1 or module.kl_penalty.needs_old_logprobs) + module.kl_penalty.is_used
     return RunPlan(type(module).__name__, models, work, hardware, passes + hasattr(module, "teacher_source"))

@@ -23,7 +23,7 @@ from pl_grouprl.functional.importance import (
     check_importance_options,
     importance_weights,
 )
-from pl_grouprl.functional.kl import MAX_ERROR, AdaptiveKLController, check_kl_kind, kl_estimate, make_kl_controller
+from pl_grouprl.functional.kl import MAX_ERROR, KLController, check_kl_kind, kl_estimate
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.masked import masked_sum
@@ -149,7 +149,7 @@ class KLPenalty:
         if horizon is not None and target is None:
             raise ValueError(f"kl_horizon is {horizon} and kl_target is None; a fixed beta ignores it. Set kl_target.")
         check_kl_kind(kind, "kl_type")
-        self.controller = make_kl_controller(beta, target=target, horizon=horizon)
+        self.controller = KLController(beta, target=target, horizon=horizon)
         self.kind = kind
         self.place = place
         self.is_used = beta > 0
@@ -162,7 +162,7 @@ class KLPenalty:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether the penalty is computed before the updates, from old log-probabilities."""
-        return self.is_used and (self.place == "reward" or isinstance(self.controller, AdaptiveKLController))
+        return self.is_used and (self.place == "reward" or self.controller.target is not None)
 
     @property
     def in_loss(self) -> bool:
@@ -176,7 +176,7 @@ class KLPenalty:
 
     def check_horizon(self, batch_size: int | None, num_generations: int) -> None:
         """Raise if one batch of rollouts could make the coefficient negative, because the horizon is too short."""
-        if isinstance(self.controller, AdaptiveKLController) and batch_size is not None:
+        if self.controller.target is not None and batch_size is not None:
             least = MAX_ERROR * batch_size * num_generations
             if self.controller.horizon <= least:
                 raise ValueError(

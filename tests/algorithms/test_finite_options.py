@@ -13,7 +13,7 @@ from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import CompletionsTable, RunSummary
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.functional.advantages import ADVANTAGE_ESTIMATORS, BranchPaths
-from pl_grouprl.functional.kl import AdaptiveKLController, FixedKLController
+from pl_grouprl.functional.kl import KLController
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES, PolicyLossFunction
 from pl_grouprl.functional.token_groups import ThresholdController
 from pl_grouprl.models import LoRAAdapter, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
@@ -42,8 +42,7 @@ MAKERS = {
     SamplingConfig: {},
     OptimizerConfig: {},
     Weighted: {"function": reward},
-    FixedKLController: {"coef": 0.1},
-    AdaptiveKLController: {"coef": 0.1, "target": 0.1},
+    KLController: {"coef": 0.1, "target": 0.1},
     ThresholdController: {},
     LoRAAdapter: {},
     PolicyCopyCritic: {},

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional.kl import AdaptiveKLController, FixedKLController, kl_estimate, make_kl_controller
+from pl_grouprl.functional.kl import KLController, kl_estimate
 
 # ref_logp - logp = log 2, 0, -1
 LOGP = torch.tensor([-2.0, -1.0, -0.5], dtype=torch.float64)
@@ -77,11 +77,10 @@ def test_close_policies_do_not_cancel():
 
 
 def test_fixed_stays_and_follows_the_configuration_on_resume():
-    controller = make_kl_controller(0.05)
-    assert isinstance(controller, FixedKLController)
+    controller = KLController(0.05)
     controller.update(100.0, 64)
     assert controller.coef == 0.05
-    resumed = make_kl_controller(0.01)
+    resumed = KLController(0.01)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.coef == 0.01
 
@@ -99,7 +98,7 @@ def test_fixed_stays_and_follows_the_configuration_on_resume():
     ],
 )
 def test_adaptive_by_hand(kl, factor):
-    controller = make_kl_controller(0.2, target=6.0)
+    controller = KLController(0.2, target=6.0)
     controller.update(kl, 200)
     assert controller.coef == pytest.approx(0.2 * factor, rel=1e-14)
 
@@ -107,21 +106,21 @@ def test_adaptive_by_hand(kl, factor):
 def test_adaptive_reaches_the_target():
     """In a toy where KL = 1 / coef the target 4 needs the coefficient 1/4; from both sides."""
     for start in (0.01, 5.0):
-        controller = make_kl_controller(start, target=4.0, horizon=1000)
+        controller = KLController(start, target=4.0, horizon=1000)
         for _ in range(500):
             controller.update(1 / controller.coef, 100)
         assert controller.coef == pytest.approx(0.25, rel=1e-6)
 
 
 def test_adaptive_resumes_where_it_was():
-    controller = make_kl_controller(0.2, target=6.0)
+    controller = KLController(0.2, target=6.0)
     controller.update(9.0, 100)
-    resumed = make_kl_controller(0.2, target=6.0)
+    resumed = KLController(0.2, target=6.0)
     resumed.load_state_dict(controller.state_dict())
     controller.update(3.0, 100)
     resumed.update(3.0, 100)
     assert resumed.coef == controller.coef != 0.2
-    resumed.load_state_dict(FixedKLController(0.5).state_dict())  # a run that was fixed until now
+    resumed.load_state_dict(KLController(0.5).state_dict())  # a run that was fixed until now
     assert resumed.coef == controller.coef
 
 
@@ -134,12 +133,11 @@ def test_adaptive_resumes_where_it_was():
             for kind in ("k4", "", "+", "k3++")
         ),
         (lambda: kl_estimate(torch.zeros(1), torch.zeros(1), "k1", max_value=10.0), "max_value"),
-        (lambda: make_kl_controller(-1), "coef"),
-        (lambda: make_kl_controller(0, target=6.0), "coef"),
-        (lambda: make_kl_controller(0.1, target=0), "target"),
-        (lambda: make_kl_controller(0.1, target=6.0, horizon=0), "horizon"),
-        (lambda: make_kl_controller(0.1, horizon=100), "horizon"),
-        (lambda: AdaptiveKLController(0.1, 6.0, 100).update(1.0, 512), "horizon"),
+        (lambda: KLController(-1), "coef"),
+        (lambda: KLController(0, target=6.0), "coef"),
+        (lambda: KLController(0.1, target=0), "target"),
+        (lambda: KLController(0.1, target=6.0, horizon=0), "horizon"),
+        (lambda: KLController(0.1, 6.0, 100).update(1.0, 512), "horizon"),
     ],
 )
 def test_errors_name_the_argument(call, argument):

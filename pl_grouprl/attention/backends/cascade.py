@@ -18,9 +18,8 @@ keys, V of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -43,6 +42,8 @@ from pl_grouprl.attention.backends.kernels import (
     take,
 )
 from pl_grouprl.packing import SharedPrefixLayout
+
+_HAS_TRITON = find_spec("triton") is not None  # it comes with PyTorch for CUDA
 
 LONG_RUN = {"cpu": 128, "cuda": 4096}
 """A piece with at least this many descendant queries gets a separate call, on slices. The others share one call per
@@ -136,15 +137,16 @@ def _forest_calls(
     keys: list[list[slice]] = []
     below: dict[int, list[slice]] = {}  # by piece, the queries that attend to all of its chain
     for piece, chain in zip(pieces, chains, strict=True):
-        if piece.start < first:
+        if piece.tokens.start < first:
             continue
-        run = slice(piece.start - first, piece.stop - first)
+        run = slice(piece.tokens.start - first, piece.tokens.stop - first)
         queries.append([run])
         keys.append(chain.keys)
         above = chain.parent
         while above is not None:
-            _extend(below.setdefault(above, []), run)
+            below.setdefault(above, []).append(run)
             above = chains[above].parent
+    below = {number: _joined(runs) for number, runs in below.items()}
     others = []
     for depth in sorted({chains[number].depth for number in below}):
         numbers = [number for number in sorted(below) if chains[number].depth == depth]
@@ -158,8 +160,7 @@ def _forest_calls(
 class _Piece(NamedTuple):
     """Consecutive tokens of a segment; `parent` is the piece that it continues, None if it sees no earlier tokens."""
 
-    start: int
-    stop: int
+    tokens: slice
     parent: int | None
 
 
@@ -176,7 +177,7 @@ def _cut(layout: SharedPrefixLayout, chunk: int | None) -> list[_Piece]:
                 continue
             position = segment.position + start - segment.start
             forgets = chunk is not None and position % chunk == 0
-            pieces.append(_Piece(start, stop, None if forgets else last))
+            pieces.append(_Piece(slice(start, stop), None if forgets else last))
             last = len(pieces) - 1
         last_of_segment.append(last)
     return pieces
@@ -208,9 +209,8 @@ def _chains(pieces: list[_Piece], most_keys: int) -> list[_Chain]:
             children[piece.parent].append(number)
     chains: dict[int, _Chain] = {}
     for number, piece in enumerate(pieces):
-        # Of a root; others have theirs by now.
-        chain = chains.setdefault(number, _Chain([slice(piece.start, piece.stop)], None, 0))
-        num_keys, lengths = _length(chain.keys), [pieces[c].stop - pieces[c].start for c in children[number]]
+        chain = chains.setdefault(number, _Chain([piece.tokens], None, 0))  # of a root; others have theirs by now
+        num_keys, lengths = _length(chain.keys), [_length([pieces[child].tokens]) for child in children[number]]
         deeper = piece.parent is not None or any(children[child] for child in children[number])
         joined = (
             deeper
@@ -218,13 +218,10 @@ def _chains(pieces: list[_Piece], most_keys: int) -> list[_Chain]:
             and num_keys * len(lengths) <= MOST_COPIES * sum(lengths)
         )
         for child in children[number]:
-            own = slice(pieces[child].start, pieces[child].stop)
+            own = [pieces[child].tokens]
+            chains[child] = _Chain(own, number, chain.depth + 1)
             if joined:
-                keys = chain.keys.copy()
-                _extend(keys, own)
-                chains[child] = chain._replace(keys=keys)
-            else:
-                chains[child] = _Chain([own], number, chain.depth + 1)
+                chains[child] = chain._replace(keys=_joined([*chain.keys, *own]))
     return [chains[number] for number in range(len(pieces))]
 
 
@@ -249,9 +246,7 @@ def _call(queries: list[list[slice]], keys: list[list[slice]], causal: bool, win
     """A call with these runs of the row for each problem."""
 
     def index(problems: list[list[slice]]) -> Index:
-        joined: list[slice] = []
-        for run in (run for runs in problems for run in runs):
-            _extend(joined, run)
+        joined = _joined(run for runs in problems for run in runs)
         if len(joined) < 2:
             return joined[0] if joined else slice(0, 0)
         return torch.cat([torch.arange(run.start, run.stop) for run in joined])
@@ -264,12 +259,15 @@ def _length(runs: list[slice]) -> int:
     return sum(run.stop - run.start for run in runs)
 
 
-def _extend(runs: list[slice], run: slice) -> None:
-    """Append a run, or lengthen the last one if they follow each other."""
-    if runs and runs[-1].stop == run.start:
-        runs[-1] = slice(runs[-1].start, run.stop)
-    else:
-        runs.append(run)
+def _joined(runs: Iterable[slice]) -> list[slice]:
+    """The runs, as one where they follow each other."""
+    joined: list[slice] = []
+    for run in runs:
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = slice(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return joined
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index) -> None:
@@ -282,36 +280,22 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, where: Index
         part_lse: Log-sum-exp of their scores, shape [H, N].
         where: The N tokens to merge, without repetitions.
     """
-    fused = _fused() if out.is_cuda and lse.dtype == torch.float32 else None
-    if fused is not None:
-        fused(out, lse, part, part_lse, where)
+    if _HAS_TRITON and out.is_cuda and lse.dtype == torch.float32:  # otherwise PyTorch takes four passes
+        from pl_grouprl.attention.backends.merge_triton import merge_triton
+
+        merge_triton(out, lse, part, part_lse, where)
         return
-    lse_SH, part_lse_NH = lse.t(), part_lse.t()
-    old, old_lse_NH = take(out, where), take(lse_SH, where)
-    merge_in_place(old, old_lse_NH, part, part_lse_NH)
+    lse_SH = lse.t()
+    old, old_lse_NH, part_lse_NH = take(out, where), take(lse_SH, where), part_lse.t()
+    share = torch.sigmoid(part_lse_NH - old_lse_NH)[..., None]
+    if old.dtype == part.dtype == share.dtype:
+        old.lerp_(part, share)
+    else:  # round once
+        old.copy_(torch.lerp(old.to(share.dtype), part.to(share.dtype), share))
+    torch.logaddexp(old_lse_NH, part_lse_NH, out=old_lse_NH)
     if not isinstance(where, slice):  # `take` copied them
         put(out, where, old)
         put(lse_SH, where, old_lse_NH)
-
-
-@cache
-def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor, Index], None] | None:
-    """The Triton kernel, if installed (it comes with PyTorch for CUDA); otherwise PyTorch takes four passes."""
-    if find_spec("triton") is None:
-        return None
-    from pl_grouprl.attention.backends.merge_triton import merge_triton
-
-    return merge_triton
-
-
-def merge_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Fold a partial softmax into another: outputs [..., V] with log-sum-exps [...], element by element."""
-    share = torch.sigmoid(part_lse - lse)[..., None]
-    if out.dtype == part.dtype == share.dtype:
-        out.lerp_(part, share)
-    else:  # round once
-        out.copy_(torch.lerp(out.to(share.dtype), part.to(share.dtype), share))
-    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def non_sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
@@ -506,9 +490,10 @@ def _refusal(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> 
     return None
 
 
-def _preference(query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> int:
-    """First choice with fused kernels; without them, only better than the dense mask."""
-    return 3 if has_fast_kernel(query, key, value, rule) else 1
-
-
-CASCADE = Backend("cascade", _attend, _refusal, preference=_preference, explicit=ExplicitGradient(_forward, _backward))
+CASCADE = Backend(
+    "cascade",
+    _attend,
+    _refusal,
+    preference=lambda *tensors: 3 if has_fast_kernel(*tensors) else 1,  # without fused kernels, better than dense
+    explicit=ExplicitGradient(_forward, _backward),
+)

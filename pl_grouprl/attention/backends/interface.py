@@ -17,6 +17,14 @@ from torch import Tensor
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 
+REMEDY = "; train this model with sharing='repeated'."
+
+
+def cannot_share(reason: str) -> NotImplementedError:
+    """Build the error of a layer whose result on a packed row would be wrong."""
+    return NotImplementedError(f"{reason}{REMEDY}")
+
+
 Visible = Callable[[Tensor, Tensor], Tensor]
 """(query indices, key indices) -> whether the query sees the key."""
 
@@ -68,40 +76,25 @@ class AttentionRule:
             NotImplementedError: If a block spans two segments (so the prefix would depend on what follows it), is not
                 contiguous, or follows prefilled tokens.
         """
-        has_blocks = self.blocks is not None and max(self.blocks, default=-1) >= 0
-        if has_blocks and layout.num_prefilled:
-            raise NotImplementedError(
-                "the rollouts of a group that is run in slices have tokens with bidirectional attention; use a larger "
-                "token budget."
-            )
-        if has_blocks:
-            self._check_blocks(self.blocks or (), layout)
-        longest = max(layout.repeated_lengths, default=0)
-        return replace(
-            self,
-            window=None if self.window is not None and longest <= self.window else self.window,
-            chunk=None if self.chunk is not None and longest <= self.chunk else self.chunk,
-            blocks=self.blocks if has_blocks else None,
-        )
-
-    @staticmethod
-    def _check_blocks(blocks: tuple[int, ...], layout: SharedPrefixLayout) -> None:
-        for segment in layout.segments:
+        blocks = self.blocks if self.blocks and max(self.blocks) >= 0 else ()
+        if blocks and layout.num_prefilled:
+            raise NotImplementedError("slices have no bidirectional attention; use a larger token budget.")
+        for segment in layout.segments if blocks else ():
             if segment.parent is None or not segment.length or blocks[segment.start] < 0:
                 continue
             above = layout.path(segment.parent)
             if len(above) and blocks[int(above[-1])] >= 0:
                 raise NotImplementedError(
                     f"token {segment.start} of the packed row is in the same block as the last token of its prefix (an "
-                    "image that is cut in two), so the prefix would depend on what follows it; end the prefix before "
-                    "or after the image."
+                    "image that is cut in two); end the prefix before or after the image."
                 )
         runs = [number for number, _ in groupby(blocks) if number >= 0]
         if len(runs) > len(set(runs)):
-            raise NotImplementedError(
-                "tokens with bidirectional attention have others between them, which shared-prefix attention does not "
-                "support; train this model with sharing='repeated'."
-            )
+            raise cannot_share("tokens with bidirectional attention have others between them")
+        longest = max(layout.repeated_lengths, default=0)
+        window = None if self.window is not None and longest <= self.window else self.window
+        chunk = None if self.chunk is not None and longest <= self.chunk else self.chunk
+        return replace(self, window=window, chunk=chunk, blocks=blocks or None)
 
     @property
     def visibility(self) -> tuple[object, ...]:
@@ -232,20 +225,15 @@ class Backend:
         """
         if query.shape[0] != 1 or query.shape[2] != layout.num_queries or key.shape[2] != layout.num_tokens:
             raise ValueError(
-                f"prefix_layout has {layout.num_tokens} tokens, of which {layout.num_queries} are run, but attention "
-                f"got queries of shape [{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one "
-                f"packed row, of shape [1, {layout.num_queries}]."
+                f"prefix_layout has {layout.num_tokens} tokens, of which {layout.num_queries} are run, but there are "
+                f"queries of shape [{query.shape[0]}, {query.shape[2]}] and {key.shape[2]} keys; pass one packed row."
             )
         if layout.num_prefilled and not self.takes_prefilled:
-            raise RuntimeError(
-                f"attention backend {self.name!r} refuses: it cannot run rollouts whose prompt ran in an earlier call "
-                "(a group split into slices); use backend 'auto', or a larger token budget."
-            )
+            remedy = "use backend 'auto', or a larger token budget."
+            raise RuntimeError(f"attention backend {self.name!r} refuses: it cannot run slices of a group; {remedy}")
         if self.max_depth is not None and max(layout.depths, default=0) > self.max_depth:
-            raise ValueError(
-                f"attention backend {self.name!r} runs forests of depth {self.max_depth}, this layout has depth "
-                f"{max(layout.depths)}; use backend 'cascade' or 'flex'."
-            )
+            depths = f"depth {self.max_depth}, this layout has depth {max(layout.depths)}"
+            raise ValueError(f"attention backend {self.name!r} runs forests of {depths}; use backend 'cascade'.")
         reason = self.refusal(query, key, value, rule)
         if reason is not None:
             raise RuntimeError(f"attention backend {self.name!r} refuses: {reason}")

@@ -1,5 +1,9 @@
 """The cascade's two primitives, variable-length attention forward and backward, for each device.
 
+Every kernel has both, as `EagerKernel` documents them. They take the tensors of a packed row, query [S, H, D], key
+[T, K, D] and value [T, K, E], and yield the results of a call in parts, each with the N queries and M keys of the row
+that it is about.
+
 Legend: Q query tokens of a call, M key tokens of a call, H query heads, K key/value heads (H is a multiple of K),
 D head size of queries and keys, E head size of values; in dense batches, R runs of N queries and M keys each.
 """
@@ -9,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +69,17 @@ class VarlenCall:
         """The window, or None if it hides no key."""
         return None if self.window is None or self.window >= max(self.key_lens, default=0) else self.window
 
+    @property
+    def flash_options(self) -> tuple[bool, dict[str, int]]:
+        """Whether the call is causal without a window, and its window, as FlashAttention takes them.
+
+        It counts the keys to the left of a query's own, and aligns the last query with the last key.
+        """
+        window = self.effective_window
+        if window is None:
+            return self.causal, {}
+        return False, {"window_size_left": window - 1, "window_size_right": 0}
+
     def cumulative(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Offsets of the runs of queries and of keys on the device, shape [problems + 1] each, int32."""
 
@@ -78,30 +93,6 @@ class VarlenCall:
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]  # type: ignore[return-value]
-
-
-class VarlenKernel(Protocol):
-    """The two primitives. Both take the tensors of a packed row: query [S, H, D], key [T, K, D] and value [T, K, E].
-
-    They yield the results of a call in parts, each with the N queries and M keys of the row that it is about.
-    """
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
-    ) -> Iterator[tuple[Index, Tensor, Tensor]]:
-        """Yield queries, their output [N, H, E] and the log-sum-exp of their scores [H, N] (float32 or wider).
-
-        Each query of the call is in one part.
-        """
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
-    ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
-        """Yield queries, keys and gradients of query [N, H, D], key [M, K, D] and value [M, K, E], to be added up.
-
-        If `out` and `lse` come from a softmax over more keys than this call has, the result is this call's share of
-        the gradients.
-        """
 
 
 MAX_CUDA_HEAD_SIZE = 256
@@ -356,7 +347,10 @@ class EagerKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Tensor, Tensor]]:
-        """See `VarlenKernel.forward`."""
+        """Yield queries, their output [N, H, E] and the log-sum-exp of their scores [H, N] (float32 or wider).
+
+        Each query of the call is in one part.
+        """
         wide = torch.promote_types(query.dtype, torch.float32)
         for block in self.blocks(query, call):
             # Autocast would round the factors of matrix products.
@@ -372,7 +366,11 @@ class EagerKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
-        """See `VarlenKernel.backward`."""
+        """Yield queries, keys and gradients of query [N, H, D], key [M, K, D] and value [M, K, E], to be added up.
+
+        If `out` and `lse` come from a softmax over more keys than this call has, the result is this call's share of
+        the gradients.
+        """
         wide = torch.promote_types(query.dtype, torch.float32)
         heads, kv_heads = query.shape[1], key.shape[1]
         for block in self.blocks(query, call):
@@ -444,7 +442,7 @@ class CPUKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Tensor, Tensor]]:
-        """See `VarlenKernel.forward`."""
+        """See `EagerKernel.forward`."""
         for block in dense_blocks(call, query.device, plain_causal=True):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 block.queries.take(query), block.keys.take(key), block.keys.take(value),
@@ -455,7 +453,7 @@ class CPUKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
-        """See `VarlenKernel.backward`."""
+        """See `EagerKernel.backward`."""
         for block in dense_blocks(call, query.device, plain_causal=True):
             queries, keys = block.queries, block.keys
             for_query, for_key, for_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -510,10 +508,10 @@ class CUDAKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Tensor, Tensor]]:
-        """See `VarlenKernel.forward`."""
+        """See `EagerKernel.forward`."""
         query, key, value = take(query, call.queries), take(key, call.keys), take(value, call.keys)
         cu_query, cu_key = call.cumulative(query.device)
-        causal, window = _flash_options(call)
+        causal, window = call.flash_options
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, cu_query, cu_key, max(call.query_lens), max(call.key_lens),
             0.0, causal, False, scale=self.scale, **window,
@@ -523,7 +521,7 @@ class CUDAKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: VarlenCall
     ) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
-        """See `VarlenKernel.backward`."""
+        """See `EagerKernel.backward`."""
         grad, query, out = (take(tensor, call.queries) for tensor in (grad, query, out))
         key, value = take(key, call.keys), take(value, call.keys)
         lse = lse[:, call.queries] if isinstance(call.queries, slice) else lse.index_select(1, call.queries)
@@ -533,7 +531,7 @@ class CUDAKernel:
             ("random_state", device),
             lambda: (torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)),
         )
-        causal, window = _flash_options(call)
+        causal, window = call.flash_options
         grads = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse.contiguous(), cu_query, cu_key, max(call.query_lens), max(call.key_lens),
             0.0, causal, random_state, unused, scale=self.scale, **window,
@@ -541,12 +539,4 @@ class CUDAKernel:
         yield call.queries, call.keys, *grads
 
 
-def _flash_options(call: VarlenCall) -> tuple[bool, dict[str, int]]:
-    """Whether the call is causal without a window, and its window.
-
-    FlashAttention counts the keys to the left of a query's own, and aligns the last query with the last key.
-    """
-    window = call.effective_window
-    if window is None:
-        return call.causal, {}
-    return False, {"window_size_left": window - 1, "window_size_right": 0}
+VarlenKernel = EagerKernel | CPUKernel | CUDAKernel

@@ -195,9 +195,7 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     check_rewards(rewards)
     check_rewards(greedy_rewards, "greedy_rewards")
     if len(greedy_rewards) != len(rewards):
-        raise ValueError(
-            f"greedy_rewards has {len(greedy_rewards)} entries for {len(rewards)} rewards; pass one per rollout."
-        )
+        raise ValueError(f"greedy_rewards has {len(greedy_rewards)} entries for {len(rewards)} rewards.")
     rewards_B, greedy_B = rewards.to(torch.float64), greedy_rewards.to(rewards.device, torch.float64)
     advantages_B = (rewards_B - greedy_B).masked_fill(~differ(greedy_B, rewards_B), 0)
     return advantages_B.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -337,9 +335,9 @@ def process_supervision_advantages(
     """
     ids_B = torch.as_tensor(group_ids, device=token_rewards.device)
     if token_rewards.dim() != 1 or lengths.shape != ids_B.shape or int(lengths.sum()) != len(token_rewards):
+        shapes = f"{tuple(lengths.shape)} (the sum is {int(lengths.sum())}) and group_ids {tuple(ids_B.shape)}"
         raise ValueError(
-            f"token_rewards has shape {tuple(token_rewards.shape)}, lengths {tuple(lengths.shape)} (the sum is "
-            f"{int(lengths.sum())}) and group_ids {tuple(ids_B.shape)}; pass [N], [B] (the sum is N) and [B]."
+            f"token_rewards has shape {tuple(token_rewards.shape)}, lengths {shapes}; pass [N], [B] and [B]."
         )
     index_N = torch.arange(len(ids_B), device=ids_B.device).repeat_interleave(lengths)
     ends_N = ~token_rewards.isnan()

@@ -19,6 +19,7 @@ Legend: B rollouts, P prompts (groups), T length of the longest row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,15 +167,15 @@ def _rows_without_reward(rewards: Tensor, mask_BT: Tensor) -> Tensor:
     return (rewards.isnan() & mask_BT).any(dim=1, keepdim=True)
 
 
-def check_rows(mask: Tensor, *, rewards: Tensor, values: Tensor | None = None) -> Tensor:
+def check_rows(mask: Tensor, *, rewards: Tensor, **others: Tensor) -> Tensor:
     """Check rows [B, T] of tokens; return the mask as bool.
 
     Raises:
         ValueError: If shapes differ, a reward is infinite where the mask is true, or the mask has other values than 0
             and 1.
     """
-    for name, tensor in (("rewards", rewards), ("mask", mask), ("values", values)):
-        if tensor is not None and (tensor.dim() != 2 or tensor.shape != rewards.shape):
+    for name, tensor in {"rewards": rewards, "mask": mask, **others}.items():
+        if tensor.dim() != 2 or tensor.shape != rewards.shape:
             shapes = f"{tuple(tensor.shape)} and rewards {tuple(rewards.shape)}"
             raise ValueError(f"{name} has shape {shapes}; pass one row of tokens per rollout, [B, T].")
     mask_BT = bool_mask(mask)
@@ -236,7 +237,35 @@ def optimal_token_baseline_advantages(
         ValueError: If the shapes differ, a reward is infinite, eps is not positive, or the mask has other values than 0
             and 1.
     """
-    return _minus_token_baseline(rewards, group_ids, mask, score_norms, False, handle_zero_tail, eps)
+    check_options({"eps": (eps, eps > 0, "larger than 0")})
+    mask_BT = check_rows(mask, rewards=rewards, score_norms=score_norms)
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    if not mask_BT.numel():
+        return torch.zeros_like(rewards, dtype=dtype)
+    mask_BT = mask_BT & ~_rows_without_reward(rewards, mask_BT)
+    returns_BT = discounted_returns(rewards.to(torch.float64), mask_BT, 1.0)
+    weights_BT = score_norms.to(torch.float64).masked_fill(~mask_BT, 0).cumsum(dim=1) * mask_BT
+
+    # The baseline: the weighted mean over each group, by position.
+    counts_B = mask_BT.sum(dim=1).to(torch.float64)
+    groups = gather_groups(counts_B, group_ids)
+    index_B = groups.index_B
+    zeros_PT = returns_BT.new_zeros(len(groups.count_P), returns_BT.shape[1])
+    total_PT = zeros_PT.index_add(0, index_B, returns_BT * weights_BT)
+    baseline_BT = (total_PT / (zeros_PT.index_add(0, index_B, weights_BT) + eps))[index_B]
+    if handle_zero_tail:  # 0 for a group's one longest rollout, once the second longest has ended
+        is_longest_B = counts_B == groups.largest(counts_B)[index_B]
+        is_alone_B = is_longest_B & (groups.sum(is_longest_B.to(torch.float64))[index_B] == 1)
+        second_B = groups.largest(counts_B.masked_fill(is_longest_B, 0))[index_B]
+        end_B = torch.where(is_alone_B, second_B, counts_B.max() + 1)
+        is_tail_BT = torch.arange(mask_BT.shape[1], device=mask.device) >= end_B[:, None]
+        baseline_BT = baseline_BT.masked_fill(is_tail_BT, 0)
+
+    # Exactly 0 unless the group has two trained rollouts or more, and different rewards-to-go.
+    highest_P = groups.largest(returns_BT.masked_fill(~mask_BT, -torch.inf).amax(dim=1))
+    lowest_P = -groups.largest((-returns_BT).masked_fill(~mask_BT, -torch.inf).amax(dim=1))
+    differs_P = differ(lowest_P, highest_P) & (groups.sum(mask_BT.any(dim=1).to(torch.float64)) > 1)
+    return ((returns_BT - baseline_BT) * (mask_BT & differs_P[index_B][:, None])).to(dtype)
 
 
 @register_advantage_estimator("tir_optimal_token_baseline", per_token=True, takes_token_rewards=True)
@@ -255,55 +284,10 @@ def tir_optimal_token_baseline_advantages(
     Otherwise `optimal_token_baseline_advantages`, with its arguments, result and errors; equal to verl's
     `tir_optimal_token_baseline` with the same exceptions.
     """
-    return _minus_token_baseline(rewards, group_ids, mask, score_norms, True, handle_zero_tail, eps)
-
-
-def _minus_token_baseline(
-    rewards: Tensor,
-    group_ids: Tensor | Sequence[int],
-    mask: Tensor,
-    score_norms: Tensor,
-    close_gaps: bool,
-    handle_zero_tail: bool,
-    eps: float,
-) -> Tensor:
-    check_options({"eps": (eps, eps > 0, "larger than 0")})
-    mask_BT = check_rows(mask, rewards=rewards)
-    if score_norms.shape != rewards.shape:
-        shapes = f"{tuple(score_norms.shape)} and rewards {tuple(rewards.shape)}"
-        raise ValueError(f"score_norms has shape {shapes}; pass one number per token, [B, T].")
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
-    if not mask_BT.numel():
-        return torch.zeros_like(rewards, dtype=dtype)
-    mask_BT = mask_BT & ~_rows_without_reward(rewards, mask_BT)
-    returns_BT = discounted_returns(rewards.to(torch.float64), mask_BT, 1.0)
-    weights_BT = score_norms.to(torch.float64).masked_fill(~mask_BT, 0).cumsum(dim=1)
-    rows, inside_BT = compact(mask_BT), mask_BT
-    if close_gaps:
-        returns_BT, weights_BT, inside_BT = rows.close(returns_BT), rows.close(weights_BT), rows.mask_BT
-    weights_BT = weights_BT * inside_BT
-
-    # The baseline: the weighted mean over each group, by position.
-    counts_B = mask_BT.sum(dim=1).to(torch.float64)
-    groups = gather_groups(counts_B, group_ids)
-    index_B = groups.index_B
-    zeros_PT = returns_BT.new_zeros(len(groups.count_P), returns_BT.shape[1])
-    total_PT = zeros_PT.index_add(0, index_B, returns_BT * weights_BT)
-    baseline_BT = (total_PT / (zeros_PT.index_add(0, index_B, weights_BT) + eps))[index_B]
-    if handle_zero_tail:  # 0 for a group's one longest rollout, once the second longest has ended
-        is_longest_B = counts_B == groups.largest(counts_B)[index_B]
-        is_alone_B = is_longest_B & (groups.sum(is_longest_B.to(torch.float64))[index_B] == 1)
-        second_B = groups.largest(counts_B.masked_fill(is_longest_B, 0))[index_B]
-        end_B = torch.where(is_alone_B, second_B, counts_B.max() + 1)
-        is_tail_BT = torch.arange(mask_BT.shape[1], device=mask.device) >= end_B[:, None]
-        baseline_BT = baseline_BT.masked_fill(is_tail_BT, 0)
-
-    # Exactly 0 unless the group has two trained rollouts or more, and different rewards-to-go.
-    highest_P = groups.largest(returns_BT.masked_fill(~inside_BT, -torch.inf).amax(dim=1))
-    lowest_P = -groups.largest((-returns_BT).masked_fill(~inside_BT, -torch.inf).amax(dim=1))
-    differs_P = differ(lowest_P, highest_P) & (groups.sum(inside_BT.any(dim=1).to(torch.float64)) > 1)
-    advantages_BT = (returns_BT - baseline_BT) * (inside_BT & differs_P[index_B][:, None])
-    return (rows.reopen(advantages_BT) if close_gaps else advantages_BT).to(dtype)
+    rows = compact(check_rows(mask, rewards=rewards, score_norms=score_norms))
+    rewards_BT, norms_BT = rows.close(rewards), rows.close(score_norms)
+    options: dict[str, Any] = {"handle_zero_tail": handle_zero_tail, "eps": eps}
+    return rows.reopen(optimal_token_baseline_advantages(rewards_BT, group_ids, rows.mask_BT, norms_BT, **options))
 
 
 # REINFORCE++: whitened over the whole batch.
