@@ -87,7 +87,7 @@ _FAMILY_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen3_vl": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
     "gemma3": {
-        **{"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+        **{"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
     },
 }
 _VISION: dict[str, dict[str, Any]] = {

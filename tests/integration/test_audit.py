@@ -51,10 +51,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_hole_it_passes(run):
-    assert run(json.dumps(report(hole=False))) == (
-        0,
-        "3 of 3 packages audited; 0 holes without a note, 0 notes.\n",
-    )
+    assert run(json.dumps(report(hole=False))) == (0, "3 of 3 packages audited; 0 holes without a note, 0 notes.\n")
 
 
 def test_a_hole_fails_until_it_has_a_note(run):

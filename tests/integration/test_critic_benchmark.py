@@ -76,10 +76,7 @@ def test_threshold_settles_where_the_target_can_be_reached(benchmark):
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [
-        (["--groups", "1", "--mini-batches", "2"], "raise --groups"),
-        (["--step-target", "0.6"], "one of --targets"),
-    ],
+    [(["--groups", "1", "--mini-batches", "2"], "raise --groups"), (["--step-target", "0.6"], "one of --targets")],
 )
 def test_options_that_do_not_fit_together(benchmark, options, error, capsys):
     with pytest.raises(SystemExit) as raised:

@@ -287,10 +287,7 @@ def test_rollouts_refuse_branches_that_do_not_fit(points, path, words):
 @pytest.mark.parametrize(
     ("rollouts", "words"),
     [
-        (
-            [Rollout([1, 2], loss_mask=[1, 0]) for _ in "ab"],
-            "zeros in Rollout.loss_mask",
-        ),
+        ([Rollout([1, 2], loss_mask=[1, 0]) for _ in "ab"], "zeros in Rollout.loss_mask"),
         (
             [Rollout([1], episode=0), Rollout([2], episode=0), Rollout([3], episode=1)],
             "returned rollouts with Rollout.episode",

@@ -1,13 +1,7 @@
 import pytest
 import torch
 
-from pl_grouprl.rollout.hf.prefill import (
-    NextTokenLogits,
-    PromptEncoder,
-    left_padding_mask,
-    plan_prefill,
-    prefill,
-)
+from pl_grouprl.rollout.hf.prefill import NextTokenLogits, PromptEncoder, left_padding_mask, plan_prefill, prefill
 from pl_grouprl.types import Prompt
 
 
