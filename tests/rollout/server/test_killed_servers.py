@@ -106,7 +106,7 @@ def test_shapes_that_do_not_fit_are_refused(policy, server):
     wrong = [(n, w[:, :3] if n == "lm_head.weight" else w) for n, w in weights(policy)]
     with pytest.raises(RuntimeError, match="answers 500: "):
         engine.update_weights(wrong, version=1)
-    with pytest.raises(RuntimeError, match="the last update of the sampling servers has failed"):
+    with pytest.raises(RuntimeError, match="failed"):
         engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)
     server.kill()  # vLLM keeps the weights that do not fit
     server.start().wait()
@@ -129,7 +129,7 @@ def test_killed_and_not_restarted(policy, server):
     engine = make_engine(policy, server, timeout=2)
     engine.update_weights(weights(policy), version=1)
     thread = kill_soon(server, restart=False)
-    message = f"at {server.url} did not come back within 2 seconds .* Start it .*--port {server.port}"
+    message = f"at {server.url} did not come back .*--port {server.port}"
     with pytest.raises(RuntimeError, match=message):
         engine.generate(PROMPTS, LONG, num_generations=8, seed=0)
     thread.join()
