@@ -8,24 +8,18 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from helpers.chance_episodes import STOPS, ChancePolicy
 from helpers.random_tools import TOOLS, write_call
+from helpers.rollouts import WithoutCaches, num_turns, worst_logprob_error
 from helpers.sampled_episodes import open_episodes, without_seconds
 from helpers.sweeps import sweep
 from helpers.tool_cases import OwnTask
 
 from pl_grouprl.chat import ToolParser, register_tool_parser
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.types import RolloutGroup, SamplingConfig
 
 MOST_TURNS = 6
-
-
-class WithoutCaches(HFRolloutEngine):
-    """Encodes the whole conversation again in every turn."""
-
-    keeps_caches = False
 
 
 @pytest.fixture
@@ -53,26 +47,6 @@ def sample_real(
     options = {"tools": TOOLS, **limits} if tools else {}
     with open_episodes(policy, tokenizer, engine, **options) as sample:
         return policy, sample(rows, sampling, 5, seed)
-
-
-@torch.no_grad()
-def worst_logprob_error(policy: Any, groups: list[RolloutGroup]) -> float:
-    """Largest difference between the reported log-probabilities and those of a forward over the whole conversation."""
-    worst = 0.0
-    for group in groups:
-        for rollout in group.rollouts:
-            sequence = torch.tensor([group.prompt_ids + rollout.token_ids])
-            logits = policy(sequence).logits[0, len(group.prompt_ids) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(1, sequence[0, len(group.prompt_ids) :, None])[:, 0]
-            mask = torch.tensor(rollout.loss_mask or [1] * len(rollout.token_ids), dtype=torch.bool)
-            reported = torch.tensor(rollout.logprobs)
-            assert (reported[~mask] == 0).all()
-            worst = max(worst, (reported - expected)[mask].abs().max().item())
-    return worst
-
-
-def num_turns(rollout: Rollout) -> int:
-    return sum(message["role"] == "assistant" for message in rollout.messages)
 
 
 def check_real(engine_class: type, seeds: range, prompts: int) -> None:
