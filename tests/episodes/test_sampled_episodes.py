@@ -49,27 +49,17 @@ def sample_real(
         return policy, sample(rows, sampling, 5, seed)
 
 
-def check_real(engine_class: type, seeds: range, prompts: int) -> None:
+@pytest.mark.usefixtures("chance_calls")
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(10), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine_class", sweep([HFRolloutEngine, WithoutCaches], quick=[HFRolloutEngine]))
+def test_logprobs_of_real_episodes_are_those_of_a_forward(engine_class: type, seeds: range) -> None:
     turns: Counter[int] = Counter()
     for seed in seeds:
-        policy, groups = sample_real(engine_class(), seed, prompts=prompts, max_tool_calling_iterations=MOST_TURNS - 1)
+        policy, groups = sample_real(engine_class(), seed, prompts=10, max_tool_calling_iterations=MOST_TURNS - 1)
         assert worst_logprob_error(policy, groups) < 1e-4
         turns.update(num_turns(rollout) for group in groups for rollout in group.rollouts)
-    assert turns.total() == 5 * prompts * len(seeds)
+    assert turns.total() == 50 * len(seeds)
     assert turns.keys() == set(range(1, MOST_TURNS + 1))
-
-
-@pytest.mark.usefixtures("chance_calls")
-@pytest.mark.parametrize("engine_class", sweep([HFRolloutEngine, WithoutCaches], quick=[HFRolloutEngine]))
-def test_logprobs_of_real_episodes_are_those_of_a_forward(engine_class: type) -> None:
-    check_real(engine_class, range(2), prompts=10)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("chance_calls")
-@pytest.mark.parametrize("engine_class", [HFRolloutEngine, WithoutCaches])
-def test_logprobs_of_a_thousand_real_episodes_are_those_of_a_forward(engine_class: type) -> None:
-    check_real(engine_class, range(10), prompts=20)
 
 
 @pytest.mark.usefixtures("chance_calls")

@@ -143,28 +143,6 @@ def test_a_long_prompt_in_pieces_and_from_the_prefix_cache(start):
     assert prompts[0] == prompts[2]
 
 
-def test_new_weights_of_the_vision_tower_are_used(start):
-    """An image encoded by old weights is encoded anew once the engine's caches are reset."""
-    family = "qwen3_vl"
-    model, (prompts, media) = tiny_model(family), prompts_and_media(family)
-    engine = start(model)
-    engine.sample(prompts[:1], media[:1])
-    with torch.no_grad():
-        engine.runner.model.visual.patch_embed.proj.bias += 1.0
-        model.model.visual.patch_embed.proj.bias += 1.0
-    engine.llm.reset_encoder_cache()
-    engine.llm.reset_prefix_cache()
-    assert_equal_forwards(model, prompts[:2], media[:2], engine.sample(prompts[:2], media[:2]))
-
-
-def test_a_family_of_which_only_text_is_served(start):
-    model, (prompts, media) = tiny_model("gemma3"), prompts_and_media("gemma3")
-    engine = start(model)
-    assert_equal_forwards(model, prompts[2:3], [{}], engine.sample(prompts[2:3], [{}]))
-    with pytest.raises(ValueError, match="family gemma3"):
-        engine_prompt(model, prompts[0], media[0])
-
-
 def test_memory_reserved_for_an_image(start):
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
