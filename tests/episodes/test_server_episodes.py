@@ -58,19 +58,9 @@ def sample(count: int, prepare: Callable[[list[FakeSampler]], None] = lambda _: 
     return [without_seconds(group) for group in groups]
 
 
-def test_any_number_of_servers_samples_the_same_until_the_longest_sequence() -> None:
-    alone = sample(1)
-    rollouts = [rollout for group in alone for rollout in group.rollouts]
-    assert {1, 2, 3} <= {num_turns(rollout) for rollout in rollouts}
-    lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in alone for rollout in group.rollouts]
-    assert LONGEST - 60 < max(lengths) <= LONGEST  # a call and its result do not fit in
-    assert any(rollout.finish_reason == "length" for rollout in alone[-1].rollouts)
-    assert sample(3) == alone
-
-
 @pytest.mark.filterwarnings("ignore:the sampler was lost")
-def test_a_server_that_restarts_between_turns_gets_the_weights_again() -> None:
-    """All episodes are sampled again, to the same result."""
+def test_any_number_of_servers_samples_the_same_until_the_longest_sequence() -> None:
+    """Also one that restarts between two turns: it gets the weights again, and all episodes are sampled again."""
     restarts = []
 
     def restart(server: FakeSampler, path: str) -> None:
@@ -81,5 +71,12 @@ def test_a_server_that_restarts_between_turns_gets_the_weights_again() -> None:
     def prepare(started: list[FakeSampler]) -> None:
         started[0].before = lambda path: restart(started[0], path)
 
-    assert sample(1, prepare) == sample(1)
+    alone = sample(1)
+    rollouts = [rollout for group in alone for rollout in group.rollouts]
+    assert {1, 2, 3} <= {num_turns(rollout) for rollout in rollouts}
+    lengths = [len(group.prompt_ids) + len(rollout.token_ids) for group in alone for rollout in group.rollouts]
+    assert LONGEST - 60 < max(lengths) <= LONGEST  # a call and its result do not fit in
+    assert any(rollout.finish_reason == "length" for rollout in alone[-1].rollouts)
+    assert sample(3) == alone
+    assert sample(1, prepare) == alone
     assert restarts

@@ -61,14 +61,13 @@ def test_results_are_the_same_as_without_workers(shared, make):
     assert arguments == {"values": [0], "options": {}}
 
 
-@pytest.mark.parametrize("how", FORGED)
-def test_an_unreadable_answer_kills_the_worker(make, how):
+def test_an_unreadable_answer_kills_the_worker(make):
     runner = make([tools.forge, tools.multiply], timeout=60)
-    results = run(runner, ToolCall("forge", {"how": how}), multiplied(2, 3))
-    assert contents(results) == [
-        ("forge", "{'error': 'Tool forge broke its worker, whose answer cannot be read.'}", "exited"),
-        ("multiply", "6", None),
-    ]
+    session = runner.begin([{}])[0]
+    broken = ("forge", "{'error': 'Tool forge broke its worker, whose answer cannot be read.'}", "exited")
+    for how in FORGED:
+        assert contents(run(runner, ToolCall("forge", {"how": how}), session=session)) == [broken], how
+    assert contents(run(runner, multiplied(2, 3), session=session)) == [("multiply", "6", None)]
 
 
 def test_a_forked_child_sends_no_answer(make):

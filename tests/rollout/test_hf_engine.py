@@ -14,7 +14,7 @@ def test_splitting_into_batches_changes_nothing(qwen3):
     whole = HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1)
     lengths = {len(rollout.token_ids) for group in whole for rollout in group}
     assert len(lengths) > 3  # some leave early
-    for max_sequences, max_prefill_tokens in [(1, 8192), (3, 1), (4, 20), (7, 9), (100, 1)]:
+    for max_sequences, max_prefill_tokens in [(1, 8192), (3, 1), (7, 9)]:
         engine = HFRolloutEngine(qwen3, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens)
         assert_same(whole, engine.generate(PROMPTS, sampling, num_generations=4, seed=1))
 
@@ -28,8 +28,7 @@ def test_checking_for_ends_every_few_steps_changes_nothing(qwen3, monkeypatch, s
         assert_same(often, HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1))
 
 
-@pytest.mark.parametrize("steps_per_check", [1, 8])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize(("family", "steps_per_check"), [("qwen3", 1), ("gpt2", 8), ("qwen2_window", 8)])
 def test_a_limit_per_prompt_truncates_its_rollouts(make_model, monkeypatch, family, steps_per_check):
     monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", steps_per_check)
     model, limits = make_model(family), [3, 16, 1, 10, 10]

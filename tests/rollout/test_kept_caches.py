@@ -35,8 +35,7 @@ def check(engine, prompts, sampling, *, atol=1e-5, **options):
     return [rollout for turn in turns for group in turn for rollout in group]
 
 
-@pytest.mark.parametrize("max_sequences", [None, 4])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize(("family", "max_sequences"), [("qwen3", None), ("gpt2", 4), ("qwen2_window", 4)])
 def test_continuing_equals_encoding_from_the_start(make_model, family, max_sequences):
     engine = HFRolloutEngine(make_model(family), max_sequences=max_sequences)
     sampling = SamplingConfig(max_new_tokens=6, stop_token_ids=(4, 9))
@@ -58,8 +57,7 @@ def test_results_of_very_different_lengths(make_model):
     check(engine, [LONG, [3], LONG[:40]], sampling, new_tokens=lambda numbers: numbers.choice(lengths))
 
 
-@pytest.mark.parametrize("max_sequences", [None, 5])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize(("family", "max_sequences"), [("llama", None), ("gpt2", 5), ("qwen2_window", 5)])
 def test_continuing_shared_prompts(make_model, monkeypatch, family, max_sequences):
     shared, shares_prompts = [], hf_engine.shares_prompts
     monkeypatch.setattr(hf_engine, "shares_prompts", lambda *args: shared.append(shares_prompts(*args)) or shared[-1])

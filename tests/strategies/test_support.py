@@ -91,7 +91,7 @@ def of_fsdp2(tensor_parallel=1):
     return FSDP2Support(SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh), world_size=2))
 
 
-SHARDED = (of_fsdp1, of_fsdp2)
+SHARDED, COMPILED = (of_fsdp1, of_fsdp2), PretrainedPolicy("gpt2", compile_layers=True)
 
 
 def test_fsdp1_wraps_only_decoder_layers(tiny_llama):

@@ -250,10 +250,9 @@ def peak_bytes(stream_of, weights):
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_at_most_one_module_is_held(family, function):
+def test_at_most_one_module_is_held(function):
     model = LoRAAdapter(r=4).add_to(
-        tiny_model(family, num_hidden_layers=12, intermediate_size=256, hidden_size=64, moe_intermediate_size=64)
+        tiny_model("qwen3_moe", num_hidden_layers=12, intermediate_size=256, hidden_size=64, moe_intermediate_size=64)
     )
     weights = [(name, value.detach()) for name, value in raw(model)]
     modules = [sum(p.nbytes for p in module.parameters(recurse=False)) for module in model.modules()]
@@ -321,7 +320,7 @@ def test_a_form_that_cannot_be_reversed():
         checkpoint_weights(model, raw(model))
     checked = [Transpose(0, 1, check_dims=True)]  # looks at the shape that the model has
     model._weight_conversions = [WeightConverter("mlp.wi.weight", "mlp.up_proj.weight", operations=checked)]
-    with pytest.raises(ValueError, match="stores 'model.layers.0.mlp.up_proj.weight' differently"):
+    with pytest.raises(ValueError, match="differently"):
         list(checkpoint_weights(model, raw(model)))
 
 
