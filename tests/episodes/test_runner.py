@@ -24,6 +24,22 @@ SOON = 0.3
 
 
 @pytest.fixture
+def gate():
+    """Blocks until the test is over."""
+    gate = threading.Event()
+    before = set(threading.enumerate())
+    yield gate
+    gate.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+
+
+@pytest.fixture
+def make(gate, make):
+    return make
+
+
+@pytest.fixture
 def hang(gate):
     def hang() -> None:
         """Wait."""
