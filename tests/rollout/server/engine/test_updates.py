@@ -15,6 +15,11 @@ from pl_grouprl.rollout.vllm import fleet as fleet_module
 from pl_grouprl.rollout.vllm import servers as engine_module
 
 
+def state(server):
+    """What a server's label says of its weights: a version, `updating` or `lost`."""
+    return server.label.partition(":")[2]
+
+
 def test_all_servers_get_all_weights(policy, servers):
     first, second = servers(), servers()
     engine = make_engine(policy, first, second)
@@ -22,7 +27,7 @@ def test_all_servers_get_all_weights(policy, servers):
     assert engine.version == 3
     assert metrics["bytes"] == sum(parameter.nbytes for parameter in policy.parameters())
     for server in (first, second):
-        assert (server.label, server.paused) == (engine._labels.of(3), None)
+        assert (state(server), server.paused) == ("3", None)
         assert server.weights.keys() == dict(policy.named_parameters()).keys()
         for name, parameter in policy.named_parameters():
             assert torch.equal(server.weights[name], parameter)
@@ -47,10 +52,10 @@ def test_an_update_step_by_step(policy, servers, tmp_path):
     """Nothing is sampled while weights are incomplete, and nothing that old weights computed is left."""
     server = servers(folder=str(tmp_path))
     engine, labels = make_engine(policy, server), []
-    server.before = at("/update_weights", lambda: labels.append(server.label))
+    server.before = at("/update_weights", lambda: labels.append(state(server)))
     engine.update_weights(weights(policy), version=3)
     assert len(labels) > 1
-    assert set(labels) == {engine._labels.updating}
+    assert set(labels) == {"updating"}
     assert server.calls == [
         *("describe", "sleep", "update_weight_version", "begin_update", "start_weight_update"),
         *("update_weights" for _ in labels),
@@ -75,7 +80,7 @@ def test_no_bucket_is_on_its_way_when_weights_are_lost(policy, servers, monkeypa
     def load(info):
         begun.append(info)
         time.sleep(0.1)
-        labels.append(slow.label)
+        labels.append(state(slow))
         return FakeSampler.load(slow, info)
 
     def breaks_off():
@@ -85,15 +90,15 @@ def test_no_bucket_is_on_its_way_when_weights_are_lost(policy, servers, monkeypa
     monkeypatch.setattr(slow, "load", load)
     with pytest.raises(OSError, match="no more weights"):
         engine.update_weights(breaks_off(), version=1)
-    assert labels == [engine._labels.updating] * len(begun)
-    assert slow.label == fast.label == engine._labels.lost
+    assert labels == ["updating"] * len(begun)
+    assert state(slow) == state(fast) == "lost"
     assert slow.paused == fast.paused == "abort"
 
 
 def test_other_ranks_sample_but_send_no_weights(policy, servers, monkeypatch):
     server = servers()
     first = started(policy, server, version=4)
-    shared = [first._labels.run, first.max_model_len]
+    shared = [server.label.partition(":")[0], first.max_model_len]
     monkeypatch.setattr(engine_module, "own_rank", lambda: 1)
     monkeypatch.setattr(engine_module, "gather_plain", lambda own, device: [shared, own])
     other = make_engine(policy, server)
@@ -144,10 +149,10 @@ def test_a_server_that_is_lost_in_an_update(policy, servers, place, breaks):
     with pytest.raises(SamplerLostError):
         engine.update_weights(weights(policy), version=1)
     assert engine.version is None
-    assert other.label == engine._labels.lost
+    assert state(other) == "lost"
     assert other.paused  # nothing is sampled from incomplete weights
     engine.update_weights(weights(policy), version=2)
-    assert server.label == other.label == engine._labels.of(2)
+    assert state(server) == state(other) == "2"
     assert not other.paused
 
 
@@ -163,7 +168,7 @@ def test_another_trainer_in_an_update_is_noticed(policy, servers, place):
     server.before = at(place, intrude)
     with pytest.raises(WeightsMismatchError, match="another trainer"):
         engine.update_weights(weights(policy), version=2)
-    assert server.label == other._labels.updating  # which is left alone
+    assert state(server) == "updating"  # which is left alone
 
 
 def test_weights_that_differ_end_the_run(policy, servers):
@@ -177,7 +182,7 @@ def test_weights_that_differ_end_the_run(policy, servers):
     with pytest.raises(WeightsMismatchError, match=rf"{second.url}: .*1 differ: model\.norm\.weight"):
         engine.update_weights(weights(policy), version=1)
     assert engine.version is None
-    assert first.label == second.label == engine._labels.lost
+    assert state(first) == state(second) == "lost"
     assert first.paused
     assert second.paused
     with pytest.raises(SamplerLostError, match="failed"):
@@ -202,7 +207,8 @@ def in_flight(servers, policy, during, **options):
 def test_sequences_go_on_with_new_weights(policy, servers):
     def during(engine, server):
         engine.update_weights(weights(policy), version=2)
-        spans = [(engine._labels.of(1), 0, 1), (engine._labels.of(2), 1, 3)]
+        run = server.label.partition(":")[0]
+        spans = [(f"{run}:1", 0, 1), (f"{run}:2", 1, 3)]
         choice = {
             **{"token_ids": [1, 2, 3], "finish_reason": "length"},
             "logprobs": {"content": [{"token_id": token, "logprob": -1.0} for token in (1, 2, 3)]},
