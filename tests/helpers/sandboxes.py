@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
+from helpers.watched_processes import until  # noqa: F401 (tests import it from here)
 
 from pl_grouprl.rewards import Sandbox, SandboxLimits
 from pl_grouprl.rewards.sandbox import SandboxUnavailableError
@@ -32,10 +32,3 @@ def survivors(marker):
         except OSError:
             continue
     return found
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
