@@ -17,15 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import torch
 from copied_engine import CopiedPolicyEngine
 from forked_runs import fork_ranks, make_trainer, wait_for
-from helpers.chance_episodes import (
-    STOPS,
-    ChancePolicy,
-    Tally,
-    add_or_double,
-    double,
-    register_chance_calls,
-    tally_rows,
-)
+from helpers.chance_episodes import STOPS, ChancePolicy, Tally, add_or_double, double, register_chance_calls, tally_rows
 from lightning.pytorch import Callback
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig

@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
-import torch
 from helpers.chance_episodes import STOPS, ChancePolicy, Tally, chance_rows, double, register_chance_calls
+from helpers.rollouts import WithoutCaches, check_tree, num_turns, plain_leaves, worst_logprob_error
 
 from pl_grouprl.algorithms import GRPO
 from pl_grouprl.data.encoding import EncodingOptions, encode_rows
@@ -18,10 +18,6 @@ from pl_grouprl.types import SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
 BRANCHING = {"points": "turn", "width": 2, "depth": 2}
-
-
-class WithoutCaches(HFRolloutEngine):
-    keeps_caches = False
 
 
 @pytest.fixture(autouse=True)
@@ -50,41 +46,12 @@ def sample(options, engine=None, rows=3, **limits):
         episodes.close()
 
 
-def plain(groups):
-    return [[(r.token_ids, r.branch_path, r.branch_points, r.finish_reason) for r in g.rollouts] for g in groups]
-
-
-def segments(rollout, values):
-    bounds = [0, *rollout.branch_points, len(values)]
-    return {rollout.branch_path[: k + 1]: values[bounds[k] : bounds[k + 1]] for k in range(len(bounds) - 1)}
-
-
-def check_tree(group):
-    tokens, masks = {}, {}
+def check_episodes(group):
     for rollout in group.rollouts:
         mask = rollout.loss_mask or [1] * len(rollout.token_ids)
-        for path, segment in segments(rollout, rollout.token_ids).items():
-            assert tokens.setdefault(path, segment) == segment
-        for path, segment in segments(rollout, mask).items():
-            assert masks.setdefault(path, segment) == segment
-        for point in rollout.branch_points:  # after a tool's result, before the model's next turn
-            assert mask[point - 1] == 0
-            assert mask[point] == 1
-    assert count_sampled(group.rollouts) == sum(map(sum, masks.values()))
-    return tokens
-
-
-@torch.no_grad()
-def worst_logprob_error(policy, groups):
-    worst = 0.0
-    for group in groups:
-        for rollout in group.rollouts:
-            sequence = torch.tensor([group.prompt_ids + rollout.token_ids])
-            logprobs = policy(sequence).logits[0, len(group.prompt_ids) - 1 : -1].log_softmax(-1)
-            expected = logprobs.gather(1, sequence[0, len(group.prompt_ids) :, None])[:, 0]
-            mask = torch.tensor(rollout.loss_mask or [1] * len(rollout.token_ids)).bool()
-            worst = max(worst, (torch.tensor(rollout.logprobs) - expected)[mask].abs().max().item())
-    return worst
+        # After a tool's result, before the model's next turn.
+        assert {(mask[point - 1], mask[point]) for point in rollout.branch_points} <= {(0, 1)}
+    return check_tree(group)
 
 
 def test_episodes_fork_between_turns():
@@ -94,17 +61,15 @@ def test_episodes_fork_between_turns():
     forks = Counter(len(rollout.branch_points) for group in groups for rollout in group.rollouts)
     assert forks.keys() == {0, 1, 2}
     for group, other in zip(groups, unbranched, strict=True):
-        found = check_tree(group)
-        assert [rollout.branch_path for rollout in group.rollouts] == sorted(r.branch_path for r in group.rollouts)
+        found = check_episodes(group)
         for root in range(2):  # the first turn is that of a run without branching
             first = other.rollouts[root].token_ids
             assert found[root,][: len(first)] == first[: len(found[root,])]
         for rollout in group.rollouts:
-            roles = [message["role"] for message in rollout.messages]
-            assert roles.count("assistant") == rollout.num_turns > len(rollout.branch_points)
+            assert num_turns(rollout) == rollout.num_turns > len(rollout.branch_points)
             assert rollout.num_sampled_tokens <= 40
             assert rollout.tool_counts.get("calls", 0) >= len(rollout.branch_points)
-    assert plain(groups) == plain(sample(BRANCHING, WithoutCaches())[1])
+    assert plain_leaves(groups) == plain_leaves(sample(BRANCHING, WithoutCaches())[1])
     with_budget = sample({**BRANCHING, "budget": 100})[1]
     assert max(count_sampled(group.rollouts) for group in with_budget) <= 100
     assert with_budget != groups
@@ -123,7 +88,7 @@ def test_forks_are_independent_copies():
 def test_episodes_without_room_for_another_turn_do_not_fork():
     _, groups = sample(BRANCHING, max_episode_tokens=30)
     for group in groups:
-        check_tree(group)
+        check_episodes(group)
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,6 @@ class Batch:
     groups: list[RolloutGroup]
     engine: ScriptedEngine
 
-    def written(self, index: int, turn: int) -> WrittenTurn:
-        """What the script had for a turn."""
-        return scripted_turn(self.seed, index, turn)
-
 
 def scripted_turn(seed: int, index: int, turn: int) -> WrittenTurn:
     last = random.Random(f"{seed} {index}").randint(1, MOST_TURNS) - 1
@@ -147,9 +143,9 @@ def check_messages(rollout: Rollout, turns: Turns, index: int, batch: Batch, tok
     assert total >= sequence_end
     end = ""
     for turn, ((_, answer), gap) in enumerate(zip(turns, [*gaps, last_gap], strict=True)):
-        written = batch.written(index, turn)
+        written = scripted_turn(batch.seed, index, turn)
         is_whole = tokenizer.decode(answer) == written.text + END
-        check_assistant(next(messages), written, is_whole, tokenizer.decode(answer))
+        check_assistant(next(messages), written, is_whole)
         most = batch.limits["max_tool_calling_iterations"]
         if not is_whole or not written.calls or (most is not None and turn >= most):
             assert gap == []
@@ -172,13 +168,12 @@ def check_messages(rollout: Rollout, turns: Turns, index: int, batch: Batch, tok
     return [end]
 
 
-def check_assistant(message: dict[str, Any], written: WrittenTurn, is_whole: bool, decoded: str) -> None:
+def check_assistant(message: dict[str, Any], written: WrittenTurn, is_whole: bool) -> None:
     assert message["role"] == "assistant"
-    if not is_whole:
-        return
-    called = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
-    assert called == list(written.calls)
-    assert message["content"] == written.content
+    if is_whole:
+        called = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+        assert called == list(written.calls)
+        assert message["content"] == written.content
 
 
 def _between_turns(contents: list[str]) -> str:
@@ -187,33 +182,18 @@ def _between_turns(contents: list[str]) -> str:
     return f"\n<|im_start|>user{results}{END}\n<|im_start|>assistant\n"
 
 
-def scripted_episodes(batches: range) -> Counter[str]:
+ENDS = ("whole", "cut", "result left out", "no room for a turn")
+
+
+@pytest.mark.parametrize("batches", [range(8), pytest.param(range(100, 140), marks=pytest.mark.slow)])
+def test_random_scripted_episodes(batches: range) -> None:
     tokenizer = qwen_tokenizer()
     policy = tiny_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=1 << 16)
     kinds: Counter[str] = Counter()
     for seed in batches:
-        kinds += check_batch(run_batch(seed, tokenizer, policy), tokenizer)
-    return kinds
-
-
-ENDS = ("whole", "cut", "result left out", "no room for a turn")
-
-
-def test_random_scripted_episodes() -> None:
-    kinds = scripted_episodes(range(8))
-    assert sum(kinds[end] for end in ENDS) == 200
+        batch = run_batch(seed, tokenizer, policy)
+        kinds += check_batch(batch, tokenizer)
+    assert sum(kinds[end] for end in ENDS) == 25 * len(batches)
     assert all(kinds[kind] for kind in ("whole", "cut", "result left out", "1 turns", "6 turns"))
-
-
-@pytest.mark.slow
-def test_a_thousand_scripted_episodes() -> None:
-    kinds = scripted_episodes(range(100, 140))
-    assert sum(kinds[end] for end in ENDS) == 1000
-    assert all(kinds[kind] for kind in ("whole", "cut", "result left out", *(f"{n + 1} turns" for n in range(6))))
-
-
-def test_the_same_seeds_give_the_same_episodes() -> None:
-    tokenizer = qwen_tokenizer()
-    policy = tiny_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=1 << 16)
-    first, second = (run_batch(3, tokenizer, policy).groups for _ in range(2))
-    assert [without_seconds(group) for group in first] == [without_seconds(group) for group in second]
+    again = run_batch(seed, tokenizer, policy)
+    assert [without_seconds(group) for group in batch.groups] == [without_seconds(group) for group in again.groups]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.chance_episodes import double
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.sampled_episodes import mask_of, open_episodes
 from helpers.scripted_engine import ScriptedEngine
@@ -10,7 +11,7 @@ from helpers.tiny_models import tiny_model
 from pl_grouprl.chat import ChatFormat
 from pl_grouprl.chat.format import read_template
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.types import SamplingConfig
+from pl_grouprl.types import Rollout, SamplingConfig
 
 THINKING = read_template("qwen3")
 FORGETFUL = THINKING.replace(
@@ -39,19 +40,13 @@ TURNS = {
     1: [f"{NOTHING}{CALL}", f"{NOTHING}It is 8."],
     2: ["It is 9."],
 }
+
+
+def by_turns(prompt_ids, index, turn):
+    return TURNS[index][turn]
+
+
 ROWS = [{"prompt": [{"role": "user", "content": "Twice 4?"}]}]
-
-
-def double(number: int) -> str:
-    """Double a number.
-
-    Args:
-        number: Any.
-
-    Returns:
-        Its double.
-    """
-    return str(2 * number)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +59,10 @@ def policy(tokenizer):
     return tiny_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=2048)
 
 
-def sample(policy, tokenizer, template=FORGETFUL, engine=None, count=3, **options):
-    engine = engine or ScriptedEngine(lambda prompt_ids, index, turn: TURNS[index][turn])
+def sample(policy, tokenizer, template=FORGETFUL, engine=None, count=3, rows=ROWS, most=1000, **options):
     options = {"rewritten_history": "new_row", "tools": [double], "chat_template": template} | options
-    with open_episodes(policy, tokenizer, engine, **options) as run:
-        (group,) = run(ROWS, SamplingConfig(max_new_tokens=1000), count)
+    with open_episodes(policy, tokenizer, engine or ScriptedEngine(by_turns), **options) as run:
+        (group,) = run(rows, SamplingConfig(max_new_tokens=most), count)
     return group
 
 
@@ -86,26 +80,20 @@ class Restarting(ScriptedEngine):
         return groups
 
     def answer(self, text, limit):
-        from pl_grouprl.types import Rollout
-
         ids = self.tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
         reason = "stop" if len(ids) <= limit else "length"
         ids = ids[:limit]
         return Rollout(ids, [-0.1 * (1 + place) for place in range(len(ids))], finish_reason=reason)
 
 
-def restarting():
-    return Restarting(lambda prompt_ids, index, turn: TURNS[index][turn])
-
-
 def test_the_rewritten_history_begins_a_row(policy, tokenizer):
-    engine = restarting()
+    engine = Restarting(by_turns)
     group = sample(policy, tokenizer, engine=engine)
     assert [len(episode.rows) for episode in group.episodes] == [3, 1, 1]
     assert [row.episode for row in group.rollouts] == [0, 0, 0, None, None]
     rows = group.episodes[0].rows
     texts = [tokenizer.decode(row.token_ids) for row in rows]
-    result = "<|im_end|>\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    result = "<|im_end|>\n<|im_start|>user\n<tool_response>\n8 \n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     forgotten = f"{NOTHING}{CALL}{result}"
     assert texts == [
         f"{THOUGHT}{CALL}<|im_end|>",
@@ -118,6 +106,11 @@ def test_the_rewritten_history_begins_a_row(policy, tokenizer):
         place = mask_of(row).index(1)
         assert row.logprobs[:place] == [0.0] * place
         assert row.logprobs[place:] == pytest.approx([-0.1 * (1 + number) for number in range(len(sampled))])
+    assert [len(row.messages) for row in rows] == [1, 3, 5]
+    assert [row.finish_reason for row in rows] == ["stop"] * 3
+    assert [row.tool_counts.get("calls", 0) for row in rows] == [0, 0, 2]  # the last row is the episode
+    assert group.episodes[0].last.num_turns == 3
+    assert group.episodes[0].last.text.endswith("It is 8.")
     # What each row was sampled from is what it is trained on.
     contexts = [group.prompt_ids + row.token_ids[: mask_of(row).index(1)] for row in rows]
     assert contexts == [engine.turns[0][0], *engine.turns[0][1:]]
@@ -125,34 +118,23 @@ def test_the_rewritten_history_begins_a_row(policy, tokenizer):
 
 def test_qwen3_s_own_template_drops_only_empty_thinking_between_tools(policy, tokenizer):
     """What was thought since the question stays."""
-    engine = restarting()
+    engine = Restarting(by_turns)
     group = sample(policy, tokenizer, QWEN3, engine=engine)
     assert [len(episode.rows) for episode in group.episodes] == [1, 2, 1]
     first, second = (tokenizer.decode(row.token_ids) for row in group.episodes[1].rows)
     assert first == f"{NOTHING}{CALL}<|im_end|>"
-    assert second.startswith(f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n8")
+    assert second.startswith(f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n8 ")
     assert second.endswith(f"<|im_start|>assistant\n{NOTHING}It is 8.<|im_end|>")
 
 
 def test_a_block_that_the_prompt_opens_is_dropped_later(policy, tokenizer):
     """With `enable_thinking` off, Qwen3's own template ends prompts in an empty block."""
     engine = Restarting(lambda prompt_ids, index, turn: (CALL, CALL, "It is 8.")[turn])
-    options = {"tools": [double], "chat_template": QWEN3, "rewritten_history": "new_row"}
-    with open_episodes(policy, tokenizer, engine, template_kwargs={"enable_thinking": False}, **options) as run:
-        (group,) = run(ROWS, SamplingConfig(max_new_tokens=1000), 1)
+    group = sample(policy, tokenizer, QWEN3, engine, 1, template_kwargs={"enable_thinking": False})
     contexts = [group.prompt_ids + row.token_ids[: row.loss_mask.index(1)] for row in group.rollouts]
     assert contexts == engine.turns[0]
     assert [tokenizer.decode(ids).count(NOTHING) for ids in contexts] == [1, 1, 1]
     assert all(tokenizer.decode(ids).endswith(f"<|im_start|>assistant\n{NOTHING}") for ids in contexts)
-
-
-def test_the_last_row_is_the_episode(policy, tokenizer):
-    first, *_ = sample(policy, tokenizer, engine=restarting()).episodes
-    assert [len(row.messages) for row in first.rows] == [1, 3, 5]
-    assert [row.finish_reason for row in first.rows] == ["stop"] * 3
-    assert first.last.num_turns == 3
-    assert [row.tool_counts.get("calls", 0) for row in first.rows] == [0, 0, 2]
-    assert first.last.text.endswith("It is 8.")
 
 
 def test_a_history_that_stays_as_it_is_continues_its_row(policy, tokenizer):
@@ -166,11 +148,7 @@ def test_a_history_that_stays_as_it_is_continues_its_row(policy, tokenizer):
 
 def test_limits_count_the_whole_episode(policy, tokenizer):
     lengths = [len(tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]) for text in TURNS[0]]
-    with open_episodes(
-        policy, tokenizer, restarting(), tools=[double], chat_template=FORGETFUL, rewritten_history="new_row"
-    ) as run:
-        (group,) = run(ROWS, SamplingConfig(max_new_tokens=lengths[0] + lengths[1] + 2), 3)
-    rows = group.episodes[0].rows
+    rows = sample(policy, tokenizer, engine=Restarting(by_turns), most=lengths[0] + lengths[1] + 2).episodes[0].rows
     assert [sum(mask_of(row)) for row in rows] == [lengths[0], lengths[1], 2]
     assert rows[-1].finish_reason == "length"
 
@@ -208,25 +186,18 @@ def test_a_model_samples_rows_that_it_can_score(policy, tokenizer):
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_without_the_option_the_template_is_refused_with_it_as_a_remedy(policy, tokenizer):
-    with pytest.raises(ValueError, match=r"prefix-preserving.*or set rewritten_history='new_row'"):
-        sample(policy, tokenizer, rewritten_history="refuse")
-    with pytest.raises(ValueError, match=r"rewritten_history is 'rows'; it must be 'refuse' or 'new_row'"):
-        sample(policy, tokenizer, rewritten_history="rows")
-    with pytest.raises(ValueError, match="drops the result of a tool"):
-        sample(policy, tokenizer, FORGETFUL.replace("+ message.content +", "+ '' +"))
-    with pytest.raises(ValueError, match="rewritten_history is 'new_row'"):
-        sample(policy, tokenizer, tools=[])
-
-
-def test_prompts_that_cannot_be_rendered_anew_are_refused(policy, tokenizer):
-    rows = [{"prompt": [{"role": "user", "content": "Twice 4?"}, {"role": "assistant", "content": "It is"}]}]
-    options = {"tools": [double], "chat_template": FORGETFUL, "rewritten_history": "new_row"}
-    with (
-        open_episodes(policy, tokenizer, restarting(), **options) as run,
-        pytest.raises(ValueError, match=r"row 0 ends in a message that the model continues.*and 'refuse'"),
+def test_what_is_refused(policy, tokenizer):
+    for options, message in (
+        ({"rewritten_history": "refuse"}, r"prefix-preserving.*or set rewritten_history='new_row'"),
+        ({"rewritten_history": "rows"}, "rewritten_history is 'rows'"),
+        ({"template": FORGETFUL.replace("+ message.content +", "+ '' +")}, "drops the result of a tool"),
+        ({"tools": []}, "rewritten_history is 'new_row'"),
     ):
-        run(rows, SamplingConfig(max_new_tokens=9), 1)
+        with pytest.raises(ValueError, match=message):
+            sample(policy, tokenizer, **options)
+    rows = [{"prompt": [{"role": "user", "content": "Twice 4?"}, {"role": "assistant", "content": "It is"}]}]
+    with pytest.raises(ValueError, match=r"row 0 ends in a message that the model continues"):
+        sample(policy, tokenizer, engine=Restarting(by_turns), rows=rows)
 
 
 def test_what_is_kept_as_sampled(tokenizer):

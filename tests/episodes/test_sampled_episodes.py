@@ -8,24 +8,18 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from helpers.chance_episodes import STOPS, ChancePolicy
 from helpers.random_tools import TOOLS, write_call
-from helpers.sampled_episodes import open_episodes, without_seconds
+from helpers.rollouts import WithoutCaches, num_turns, worst_logprob_error
+from helpers.sampled_episodes import open_episodes
 from helpers.sweeps import sweep
 from helpers.tool_cases import OwnTask
 
 from pl_grouprl.chat import ToolParser, register_tool_parser
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
+from pl_grouprl.types import RolloutGroup, SamplingConfig
 
 MOST_TURNS = 6
-
-
-class WithoutCaches(HFRolloutEngine):
-    """Encodes the whole conversation again in every turn."""
-
-    keeps_caches = False
 
 
 @pytest.fixture
@@ -55,60 +49,24 @@ def sample_real(
         return policy, sample(rows, sampling, 5, seed)
 
 
-@torch.no_grad()
-def worst_logprob_error(policy: Any, groups: list[RolloutGroup]) -> float:
-    """Largest difference between the reported log-probabilities and those of a forward over the whole conversation."""
-    worst = 0.0
-    for group in groups:
-        for rollout in group.rollouts:
-            sequence = torch.tensor([group.prompt_ids + rollout.token_ids])
-            logits = policy(sequence).logits[0, len(group.prompt_ids) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(1, sequence[0, len(group.prompt_ids) :, None])[:, 0]
-            mask = torch.tensor(rollout.loss_mask or [1] * len(rollout.token_ids), dtype=torch.bool)
-            reported = torch.tensor(rollout.logprobs)
-            assert (reported[~mask] == 0).all()
-            worst = max(worst, (reported - expected)[mask].abs().max().item())
-    return worst
-
-
-def num_turns(rollout: Rollout) -> int:
-    return sum(message["role"] == "assistant" for message in rollout.messages)
-
-
-def check_real(engine_class: type, seeds: range, prompts: int) -> None:
+@pytest.mark.usefixtures("chance_calls")
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(10), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine_class", sweep([HFRolloutEngine, WithoutCaches], quick=[HFRolloutEngine]))
+def test_logprobs_of_real_episodes_are_those_of_a_forward(engine_class: type, seeds: range) -> None:
     turns: Counter[int] = Counter()
     for seed in seeds:
-        policy, groups = sample_real(engine_class(), seed, prompts=prompts, max_tool_calling_iterations=MOST_TURNS - 1)
+        policy, groups = sample_real(engine_class(), seed, prompts=10, max_tool_calling_iterations=MOST_TURNS - 1)
         assert worst_logprob_error(policy, groups) < 1e-4
         turns.update(num_turns(rollout) for group in groups for rollout in group.rollouts)
-    assert turns.total() == 5 * prompts * len(seeds)
+    assert turns.total() == 50 * len(seeds)
     assert turns.keys() == set(range(1, MOST_TURNS + 1))
 
 
 @pytest.mark.usefixtures("chance_calls")
-@pytest.mark.parametrize("engine_class", sweep([HFRolloutEngine, WithoutCaches], quick=[HFRolloutEngine]))
-def test_logprobs_of_real_episodes_are_those_of_a_forward(engine_class: type) -> None:
-    check_real(engine_class, range(2), prompts=10)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("chance_calls")
-@pytest.mark.parametrize("engine_class", [HFRolloutEngine, WithoutCaches])
-def test_logprobs_of_a_thousand_real_episodes_are_those_of_a_forward(engine_class: type) -> None:
-    check_real(engine_class, range(10), prompts=20)
-
-
-@pytest.mark.usefixtures("chance_calls")
-def test_kept_caches_change_no_token() -> None:
-    first, second, third = (sample_real(make(), 3)[1] for make in (HFRolloutEngine, HFRolloutEngine, WithoutCaches))
-    assert [without_seconds(group) for group in first] == [without_seconds(group) for group in second]
-    assert tokens(first) == tokens(third)
-
-
-@pytest.mark.usefixtures("chance_calls")
-def test_the_first_turn_is_what_a_plain_run_samples() -> None:
-    _, episodes = sample_real(HFRolloutEngine(), 4)
-    _, plain = sample_real(HFRolloutEngine(), 4, tools=False)
+def test_kept_caches_change_no_token_and_the_first_turn_is_what_a_plain_run_samples() -> None:
+    episodes, apart = (sample_real(make(), 4, prompts=3)[1] for make in (HFRolloutEngine, WithoutCaches))
+    assert tokens(episodes) == tokens(apart)
+    _, plain = sample_real(HFRolloutEngine(), 4, prompts=3, tools=False)
     pairs = [
         (episode, rollout)
         for group, other in zip(episodes, plain, strict=True)

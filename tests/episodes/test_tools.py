@@ -1,15 +1,17 @@
-"""Tools: how they are described to the model, and what it reads for each outcome of a call."""
+"""Tools and environments: how they are described to the model, and what it reads for each outcome of a call."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import re
+import math
 
 import pytest
 from helpers import worker_tools
+from helpers.tool_calls import contents, misbehave, run
+from helpers.worker_tools import AsyncRewards, Counter, Resets, Rewards
 
-from pl_grouprl.episodes.tools import MAX_RESULT_CHARACTERS, Tool, call_tool, prepare_tools, run_coroutine
+from pl_grouprl.episodes.runner import ToolRunner
+from pl_grouprl.episodes.tools import MAX_RESULT_CHARACTERS, ToolCall
 from pl_grouprl.utilities.text import describe_error
 
 
@@ -22,16 +24,6 @@ def multiply(a: int, b: int = 2) -> int:
 
     Returns:
         The product.
-    """
-    return a * b
-
-
-async def async_multiply(a: int, b: int) -> int:
-    """Multiply.
-
-    Args:
-        a: The one.
-        b: The other.
     """
     return a * b
 
@@ -66,33 +58,18 @@ class AsyncMultiplier(Multiplier):
         return 5 * a
 
 
-def call(function, arguments):
-    coroutine = call_tool(Tool.of(function), arguments)
-    return asyncio.run(coroutine) if Tool.of(function).is_async else run_coroutine(coroutine)
-
-
-def misbehave(how):
-    result = call(worker_tools.misbehave, {"how": how})
-    return result.content, result.failure
-
-
-def test_a_tool_is_described_by_its_hints_and_docstring():
-    assert Tool.of(multiply).schema == {
-        "type": "function",
-        "function": {
-            "name": "multiply",
-            "description": "Multiply two numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "a": {"type": "integer", "description": "The one."},
-                    "b": {"type": "integer", "description": "The other."},
-                },
-                "required": ["a"],
-            },
-            "return": {"type": "integer", "description": "The product."},
-        },
+def test_a_tool_is_described_by_its_hints_and_docstring(make):
+    properties = {
+        "a": {"type": "integer", "description": "The one."},
+        "b": {"type": "integer", "description": "The other."},
     }
+    function = {
+        "name": "multiply",
+        "description": "Multiply two numbers.",
+        "parameters": {"type": "object", "properties": properties, "required": ["a"]},
+        "return": {"type": "integer", "description": "The product."},
+    }
+    assert make([multiply]).schemas() == [{"type": "function", "function": function}]
 
 
 @pytest.mark.parametrize(
@@ -103,15 +80,15 @@ def test_a_tool_is_described_by_its_hints_and_docstring():
         (Multiplier().by, "by", ["a"], "21"),
         (Multiplier(), "Multiplier", ["a"], "28"),
         (AsyncMultiplier(), "AsyncMultiplier", ["a"], "35"),
-        (functools.partial(async_multiply, b=6), "async_multiply", ["a"], "42"),
+        (functools.partial(worker_tools.async_multiply, b=6), "async_multiply", ["a"], "42"),
     ],
 )
-def test_anything_that_can_be_called_is_a_tool(function, name, parameters, result):
-    schema = Tool.of(function).schema["function"]
+def test_anything_that_can_be_called_is_a_tool(make, function, name, parameters, result):
+    runner = make([function])
+    (schema,) = (own["function"] for own in runner.schemas())
     assert (schema["name"], list(schema["parameters"]["properties"])) == (name, parameters)
     assert schema["parameters"]["required"] == ["a"]
-    found = call(function, {"a": 7})
-    assert (found.name, found.content, found.failure) == (name, result, None)
+    assert contents(run(runner, ToolCall(name, {"a": 7}))) == [(name, result, None)]
 
 
 def test_what_the_model_could_not_call_is_refused():
@@ -128,16 +105,28 @@ def test_what_the_model_could_not_call_is_refused():
     def no_description(a: int) -> int:
         """Something."""
 
-    for function, message in (
-        (no_docstring, "'no_docstring'"),
-        (no_hint, "'no_hint'"),
-        (no_description, "'no_description'"),
-        (3, "'int'"),
+    class NoReset:
+        pass
+
+    class NoDocstring:
+        def reset(self):
+            pass
+
+        def act(self, how):
+            pass
+
+    for arguments, named in (
+        *(([own], f"'{own.__name__}'") for own in (no_docstring, no_hint, no_description)),
+        ([3], "'int'"),
+        ([multiply, multiply], "'multiply'"),
     ):
-        with pytest.raises(ValueError, match=message):
-            prepare_tools([function])
-    with pytest.raises(ValueError, match="'multiply'"):
-        prepare_tools([multiply, multiply])
+        with pytest.raises(ValueError, match=named):
+            ToolRunner(arguments)
+    for factory, named in ((NoReset, "NoReset"), (NoDocstring, r"NoDocstring.*'act'"), ({}, "environment_factory")):
+        with pytest.raises(ValueError, match=named):
+            ToolRunner([], factory)
+    with pytest.raises(ValueError, match="add"):
+        ToolRunner([Counter().add], Counter)
 
 
 @pytest.mark.parametrize(
@@ -151,41 +140,29 @@ def test_what_the_model_could_not_call_is_refused():
         ({1: 2}, "keywords must be strings"),
     ],
 )
-def test_wrong_arguments_have_their_kind(arguments, message):
-    result = call(multiply, arguments)
-    assert (result.content, result.failure) == (str({"error": message}), "arguments")
-
-
-def test_a_type_error_inside_a_tool_has_another_kind():
-    assert misbehave("type") == (str({"error": "object of type 'int' has no len()"}), "raised")
-    assert call(multiply, {"a": None, "b": 1.5}).failure == "raised"
-
-
-def test_async_tools_fail_like_sync_ones():
-    result = call(async_multiply, {"a": 1})
-    message = "async_multiply() missing 1 required positional argument: 'b'"
-    assert (result.content, result.failure) == (str({"error": message}), "arguments")
+def test_wrong_arguments_have_their_kind(make, arguments, message):
+    runner = make([multiply])
+    called = run(runner, ToolCall("multiply", arguments), ToolCall("multiply", {"a": None, "b": 1.5}))
+    assert (called[0].content, called[0].failure) == (str({"error": message}), "arguments")
+    assert called[1].failure == "raised"  # a type error inside the tool
 
 
 LIMIT = MAX_RESULT_CHARACTERS
+TOO_LONG = "{'error': 'The result of tool misbehave has %d characters; at most %d are allowed.'}"
+ENDED = "{'error': 'Tool misbehave tried to end the process.'}"
 HARMS = {
     "raise": (str({"error": "'no such key'"}), "raised"),
+    "type": (str({"error": "object of type 'int' has no len()"}), "raised"),
     "raise without text": ("{'error': '_NoTextError'}", "raised"),
     "raise exit text": ("{'error': '_ExitTextError'}", "raised"),
     "raise hard exit text": ("{'error': '_HardExitTextError'}", "raised"),
-    "raise megabytes": (
-        f"{{'error': 'The result of tool misbehave has {2 * LIMIT} characters; at most {LIMIT} are allowed.'}}",
-        "too_long",
-    ),
+    "raise megabytes": (TOO_LONG % (2 * LIMIT, LIMIT), "too_long"),
     "recurse": (None, "raised"),
-    "exit": ("{'error': 'Tool misbehave tried to end the process.'}", "exited"),
-    "hard exit": ("{'error': 'Tool misbehave tried to end the process.'}", "exited"),
+    "exit": (ENDED, "exited"),
+    "hard exit": (ENDED, "exited"),
     "interrupt": ("{'error': ''}", "raised"),
     "cancel": ("{'error': ''}", "raised"),
-    "long": (
-        f"{{'error': 'The result of tool misbehave has {LIMIT + 1} characters; at most {LIMIT} are allowed.'}}",
-        "too_long",
-    ),
+    "long": (TOO_LONG % (LIMIT + 1, LIMIT), "too_long"),
     "almost long": ("x" * LIMIT, None),
     "no text": ("{'error': 'no text'}", "raised"),
     "coroutine": ("{'error': 'Tool misbehave returned a coroutine; define it with async def.'}", "unsupported"),
@@ -204,25 +181,66 @@ HARMS = {
 
 
 @pytest.mark.parametrize("how", HARMS)
-def test_the_model_reads_the_outcome_of_a_call(how):
-    content, failure = misbehave(how)
-    expected, kind = HARMS[how]
-    assert failure == kind
-    assert expected is None or content == expected
+def test_the_model_reads_the_outcome_of_a_call(make, how):
+    (result,) = run(make([worker_tools.misbehave]), misbehave(how))
+    content, failure = HARMS[how]
+    assert result.failure == failure
+    assert content is None or result.content == content
 
 
-def test_arguments_are_copies():
+def test_arguments_and_rows_are_copies(make):
+    runner = make([worker_tools.change], Counter)
+    row = {"start": 3, "prompt": [{"role": "user", "content": "p"}]}
+    (session,) = runner.begin([row])
+    session.environment.row["prompt"][0]["content"] = "changed"
+    assert row["prompt"] == [{"role": "user", "content": "p"}]
     arguments = {"values": [0], "options": {}}
-    assert call(worker_tools.change, arguments).content == "changed"
+    assert run(runner, ToolCall("change", arguments), session=session)[0].content == "changed"
     assert arguments == {"values": [0], "options": {}}
 
 
-def test_a_coroutine_that_waits_needs_a_loop():
-    with pytest.raises(RuntimeError, match="the coroutine waits"):
-        run_coroutine(asyncio.sleep(0))
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "Resets cannot begin an episode with the row {'how': 'raise'}: KeyError: 'no such key'"),
+        ("exit", "Resets cannot begin an episode with the row {'how': 'exit'}: SystemExit: 3"),
+        ("raise without text", "_NoTextError: _NoTextError"),
+        ("numbers", "Resets.reset returned a list for the row {'how': 'numbers'}"),
+        ("long", "Resets.reset returned 1048577 characters"),
+    ],
+)
+def test_a_reset_that_fails_names_class_and_row(make, how, message):
+    runner = make([], Resets)
+    with pytest.raises(RuntimeError) as caught:
+        runner.begin([{"how": "none"}, {"how": how}])
+    assert message in str(caught.value)
+    assert (how == "raise") == isinstance(caught.value.__cause__, KeyError)
+    none, text = runner.begin([{"how": "none"}, {"how": "surrogate"}])
+    assert (none.observation, text.observation) == (None, "a?b")
+
+
+@pytest.mark.parametrize("factory", [Rewards, AsyncRewards])
+def test_a_failing_reward_affects_only_its_episode(make, factory, caplog):
+    runner = make([], factory, timeout=60)
+    with caplog.at_level("WARNING"):
+        sessions = runner.begin([{"reward": own} for own in (0.5, True, 2, "raise", "exit", "none", "long")])
+        runner.finish(sessions)
+    assert [session.reward for session in sessions[:3]] == [0.5, 1.0, 2.0]
+    assert all(math.isnan(session.reward) for session in sessions[3:])
+    assert f"{factory.__name__}.get_reward raised KeyError: 'no such key'" in caplog.text
+    runner.finish(sessions)  # again: nothing happens
+    assert sessions[0].reward == 0.5
+
+
+def test_an_environment_belongs_to_one_episode(make):
+    only = Counter()
+    runner = make([], lambda: only)
+    runner.finish(runner.begin([{}]))
+    with pytest.raises(RuntimeError, match="another episode uses"):
+        runner.begin([{}, {}])
 
 
 def test_the_text_of_an_error_is_cut():
     assert describe_error(ValueError("x" * 3000)) == "x" * 2000
     assert describe_error(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert re.fullmatch("_NoTextError", describe_error(worker_tools._NoTextError()))
+    assert describe_error(worker_tools._NoTextError()) == "_NoTextError"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.engines import new_engine
 from helpers.qwen_tokenizer import qwen_tokenizer
+from helpers.rollouts import num_turns, worst_logprob_error
 from helpers.sampled_episodes import open_episodes
 from helpers.serving import Server
 from helpers.tiny_models import tiny_model
@@ -99,27 +100,6 @@ def engine(request: pytest.FixtureRequest, policy: Any, tmp_path: Path) -> Itera
         server.stop()
 
 
-@torch.no_grad()
-def assert_logprobs_of_a_forward(policy: Any, groups: list[RolloutGroup]) -> None:
-    """Those of sampled tokens are those of a forward over the whole conversation, the others 0."""
-    for group in groups:
-        start = len(group.prompt_ids)
-        for rollout in group.rollouts:
-            sequence = torch.tensor([group.prompt_ids + rollout.token_ids])
-            logprobs = policy(sequence).logits[0, start - 1 : -1].log_softmax(-1)
-            expected = logprobs.gather(1, sequence[0, start:, None])[:, 0]
-            mask = torch.tensor(rollout.loss_mask or [1] * len(rollout.token_ids))
-            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected * mask, atol=1e-4, rtol=0)
-
-
-def turns(groups: list[RolloutGroup]) -> list[int]:
-    return [
-        sum(message["role"] == "assistant" for message in rollout.messages)
-        for group in groups
-        for rollout in group.rollouts
-    ]
-
-
 def tokens(groups: list[RolloutGroup]) -> list[list[int]]:
     return [rollout.token_ids for group in groups for rollout in group.rollouts]
 
@@ -131,8 +111,8 @@ def test_logprobs_of_episodes_are_those_of_a_forward(engine: Any, policy: Any, t
         found: list[list[list[int]]] = []
         for seed in range(3):
             groups = sample(ROWS, SAMPLING, 4)
-            assert_logprobs_of_a_forward(policy, groups)
-            assert set(turns(groups)) == {1, 2, 3, 4, 5}
+            assert worst_logprob_error(policy, groups) < 1e-4
+            assert {num_turns(rollout) for group in groups for rollout in group.rollouts} == {1, 2, 3, 4, 5}
             found.append(tokens(groups))
             assert tokens(sample(ROWS, SAMPLING, 4)) == found[-1]
             disturb(policy, seed)

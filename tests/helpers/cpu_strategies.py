@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 
@@ -54,3 +54,15 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
     def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
         with patch("argparse.Namespace", lambda **_: Namespace(device_rank=self.local_rank)):
             super()._initialize_deepspeed_inference(model)
+
+
+def make_strategy(name: str) -> Any:
+    """A strategy of two ranks: `fsdp1`, `fsdp2`, a stage of ZeRO (`z3`, `z2_offload`), or Lightning's name."""
+    if name == "fsdp1":
+        return CPUFSDPStrategy(state_dict_type="sharded")
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    if name.startswith("z"):
+        stage, offload = int(name.removeprefix("zero").removeprefix("z")[0]), name.endswith("offload")
+        return CPUDeepSpeedStrategy(stage=stage, offload_optimizer=offload, offload_parameters=offload and stage == 3)
+    return name

@@ -27,15 +27,7 @@ import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from conftest import TinyPolicy
-from helpers.chance_episodes import (
-    STOPS,
-    ChancePolicy,
-    Tally,
-    add_or_double,
-    double,
-    register_chance_calls,
-    tally_rows,
-)
+from helpers.chance_episodes import STOPS, ChancePolicy, Tally, add_or_double, double, register_chance_calls, tally_rows
 from helpers.quick_fits import quick_fits
 from lightning.pytorch.strategies import ModelParallelStrategy
 

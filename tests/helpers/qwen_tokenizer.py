@@ -28,8 +28,5 @@ def qwen_tokenizer() -> Any:
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.metrics import count_sampled
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [3], [20, 1, 5, 9, 2, 2, 7, 8]]
@@ -82,3 +86,81 @@ def reference_logprobs(
         if wanted:
             scores = make()(None, scores)
     return scores.log_softmax(dim=-1).gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+
+
+class WithoutCaches(HFRolloutEngine):
+    """Encodes the whole conversation again in every turn."""
+
+    keeps_caches = False
+
+
+def num_turns(rollout: Rollout) -> int:
+    return sum(message["role"] == "assistant" for message in rollout.messages)
+
+
+@torch.no_grad()
+def worst_logprob_error(model: Any, groups: list[RolloutGroup]) -> float:
+    """Largest difference of log-probabilities to a forward over each whole sequence; tokens not sampled have 0."""
+    worst = 0.0
+    for prompt, rollout in ((group.prompt_ids, rollout) for group in groups for rollout in group.rollouts):
+        start, sequence = len(prompt), torch.tensor([prompt + rollout.token_ids])
+        logprobs = model(sequence).logits[0, start - 1 : -1].log_softmax(-1)
+        mask = torch.tensor(rollout.loss_mask or [1] * len(rollout.token_ids))
+        expected = logprobs.gather(1, sequence[0, start:, None])[:, 0] * mask
+        worst = max(worst, (torch.tensor(rollout.logprobs) - expected).abs().max().item())
+    return worst
+
+
+def plain_leaves(groups: list[RolloutGroup]) -> list[list[tuple[Any, ...]]]:
+    """What branching decides."""
+    return [[(r.token_ids, r.branch_path, r.branch_points, r.finish_reason) for r in g.rollouts] for g in groups]
+
+
+def segments(rollout: Rollout, values: list[Any]) -> dict[tuple[int, ...], list[Any]]:
+    """The values of each segment by its path."""
+    bounds = [0, *rollout.branch_points, len(values)]
+    return {rollout.branch_path[: k + 1]: values[bounds[k] : bounds[k + 1]] for k in range(len(bounds) - 1)}
+
+
+def check_tree(group: RolloutGroup) -> dict[tuple[int, ...], list[int]]:
+    """Leaves share exactly the segments that their paths say, each of which was sampled once; returns its segments."""
+    tokens: dict[tuple[int, ...], list[int]] = {}
+    masks: dict[tuple[int, ...], list[int]] = {}
+    for rollout in group.rollouts:
+        mask = rollout.loss_mask or [1] * len(rollout.token_ids)
+        for found, values in ((tokens, rollout.token_ids), (masks, mask)):
+            for path, segment in segments(rollout, values).items():
+                assert found.setdefault(path, segment) == segment
+    assert count_sampled(group.rollouts) == sum(map(sum, masks.values()))
+    paths = [rollout.branch_path for rollout in group.rollouts]
+    assert paths == sorted(paths)
+    assert not [(a, b) for a, b in itertools.combinations(paths, 2) if a == b[: len(a)]]
+    return tokens
+
+
+def shortened(groups: Groups, limits: list[int]) -> Groups:
+    """Rollouts as they would be with a limit for each prompt."""
+    return [
+        [
+            own
+            if len(own.token_ids) <= limit
+            else Rollout(own.token_ids[:limit], own.logprobs[:limit], finish_reason="length")
+            for own in group
+        ]
+        for group, limit in zip(groups, limits, strict=True)
+    ]
+
+
+@contextmanager
+def changed(weight: torch.Tensor, change: Callable[[torch.Tensor], Any], sync: Callable[[], None]) -> Iterator[None]:
+    """Inside, an engine has another weight."""
+    kept = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            change(weight)
+        sync()
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+        sync()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.watched_processes import until  # noqa: F401 (tests import it from here)
 
 from pl_grouprl.rewards import Sandbox, SandboxLimits
 from pl_grouprl.rewards.sandbox import SandboxUnavailableError

@@ -87,7 +87,7 @@ _FAMILY_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen3_vl": {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
     "gemma3": {
-        **{"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
+        **{"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
     },
 }
 _VISION: dict[str, dict[str, Any]] = {
@@ -147,3 +147,13 @@ def vision_group(processor: Any, text: str, images: list[Any], rollouts: list[in
     generator = torch.Generator().manual_seed(seed)
     sampled = [torch.randint(3, 3 + len(_LETTERS), (count,), generator=generator).tolist() for count in rollouts]
     return RolloutGroup(tokens, [Rollout(own) for own in sampled], media=media)
+
+
+def prompts_and_media(family: str) -> tuple[list[list[int]], list[Any]]:
+    """One image, the same tokens with another image, text, two images of two sizes, the first again, short text."""
+    processor = tiny_processor(family)
+    pair = [tiny_image(2, width=16, height=24), tiny_image(3)]
+    asked = [("cat?", [tiny_image(0)]), ("cat?", [tiny_image(1)]), ("a long line of text", []), ("two", pair)]
+    asked += [("cat?", [tiny_image(0)]), ("no", [])]
+    groups = [vision_group(processor, text, images, []) for text, images in asked]
+    return [group.prompt_ids for group in groups], [group.media for group in groups]

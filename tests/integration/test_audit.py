@@ -50,47 +50,37 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_without_a_hole_it_passes(run):
-    assert run(json.dumps(report(hole=False))) == (
-        0,
-        "3 of 3 packages audited; 0 holes without a note, 0 notes.\n",
-    )
-
-
 def test_a_hole_fails_until_it_has_a_note(run):
+    code, out = run(json.dumps(report(hole=False)))
+    assert (code, out.startswith("3 of 3 packages audited; 0 holes")) == (0, True)
     code, out = run(json.dumps(report()), code=1)
     assert code == 1
-    assert "HOLE: requests==2.19.0: PYSEC-2018-28, fixed in 2.20.0. Upgrade, or explain in known_holes.txt" in out
+    assert "HOLE: requests==2.19.0: PYSEC-2018-28, fixed in 2.20.0" in out
     for name in ("PYSEC-2018-28", "CVE-2018-18074"):
         assert run(json.dumps(report()), f"# why\n\n{name} we follow no redirects\n", code=1)[0] == 0
 
 
 @pytest.mark.parametrize("notes", ["PYSEC-2018-28\n", "PYSEC-2018-28 ok\n", "A not used here\nA not used here\n"])
 def test_a_note_gives_a_reason(run, notes):
-    with pytest.raises(ValueError, match=r"known_holes\.txt, line [12]: .* must have exactly one line, with a reason"):
+    with pytest.raises(ValueError, match=r"known_holes\.txt, line [12]"):
         run(json.dumps(report()), notes)
 
 
-def test_no_report_is_no_pass(run):
-    code, out = run("", code=1)
-    assert (code, out) == (2, "NOT AUDITED: pip-audit gave no report (exit code 1): no such host.\n")
-
-
 @pytest.mark.parametrize("skipped", [("torch",), ("requests", "ruamel-yaml", "torch")])
-def test_packages_that_the_database_does_not_know_are_no_pass(run, skipped):
-    """pip-audit exits with 0 there, and says that nothing was found."""
+def test_what_was_not_audited_is_no_pass(run, skipped):
+    """pip-audit exits with 0 for packages that the database does not know, and says that nothing was found."""
     code, out = run(json.dumps(report(hole=False, skipped=skipped)))
     assert code == 2
     assert f"{3 - len(skipped)} of 3 packages audited" in out
     assert "NOT AUDITED: " in out
-    assert "torch==2.13.0. The database does not know them, or could not be reached." in out
-
-
-def test_the_notes_of_this_project_are_in_order():
-    audit.read_notes(audit.KNOWN.read_text())
+    assert "torch==2.13.0" in out
+    code, out = run("", code=1)
+    assert code == 2
+    assert "NOT AUDITED: pip-audit gave no report (exit code 1): no such host" in out
 
 
 def test_all_installed_packages_are_audited_and_this_one_is_not():
+    audit.read_notes(audit.KNOWN.read_text())
     packages = audit.installed()
     assert any(name.startswith("torch==") and "+" not in name for name in packages)
     assert not any(name.startswith("pl-grouprl==") for name in packages)

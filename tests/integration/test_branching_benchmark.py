@@ -1,25 +1,15 @@
 """The comparison of branched with independent episodes: its noise by hand, and the command in the small."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.process_state import left_changed
 from helpers.small_lookup import SMALL_LOOKUP
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def branching(monkeypatch):
-    """The module of the command; what it sets up is put back."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.setattr(sys, "argv", ["pytest"])
-    with left_changed():
-        yield importlib.import_module("benchmarks.branching")
+def branching(load):
+    return load("branching")
 
 
 def test_noise_by_hand(branching):

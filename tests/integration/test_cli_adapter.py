@@ -4,26 +4,16 @@ import peft
 import pytest
 import torch
 import yaml
+from helpers.cli_runs import TASK, usage_error, warm_started
 from helpers.sweeps import sweep, sweep_pairs
 
 from pl_grouprl.cli import main
 
-TASK = "{class_path: pl_grouprl.demo.MostFrequentDigit, init_args: {prompt_length: 20, train_size: 16, val_size: 4}}"
 SMALL = f"""
 model:
   class_path: pl_grouprl.PPO
   init_args:
-    policy:
-      class_path: pl_grouprl.demo.WarmStartedPolicy
-      init_args:
-        demonstrations: {TASK}
-        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}}
-        steps: 2
-        batch_size: 4
-        cache_dir: %(folder)s/cache
-        progress_bar: false
-        adapter: {{r: 4, alpha: 8, use_dora: true}}
+    policy: {warm_started("%(folder)s", more=", adapter: {r: 4, alpha: 8, use_dora: true}")}
     critic:
       class_path: pl_grouprl.models.LoRACritic
       init_args: {{r: 4, target_modules: [q_proj, up_proj], head_std: 0.05, seed: 3}}
@@ -109,6 +99,5 @@ def test_a_pretrained_policy_with_an_adapter(config, capsys, tmp_path):
     over = {"model": {"init_args": {"policy": policy, "critic": None}}}
     (tmp_path / "over.yaml").write_text(yaml.safe_dump(over))
     main(["parity", "--config", str(config), "--config", str(tmp_path / "over.yaml")])
-    with pytest.raises(SystemExit):
-        main(["parity", "--config", str(config), "--model.init_args.policy.init_args.adapter.rank", "4"])
-    assert "rank" in capsys.readouterr().err
+    rank = "--model.init_args.policy.init_args.adapter.rank"
+    assert "rank" in usage_error(capsys, "parity", "--config", config, rank, "4")

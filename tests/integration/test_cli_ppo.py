@@ -9,26 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.sweeps import sweep, sweep_pairs
+from helpers.cli_runs import ROOT, TASK, config_of, print_config, printed, usage_error, warm_started
+from helpers.sweeps import sweep
 
 from pl_grouprl import PPO, GroupPPO
 from pl_grouprl.cli import main
 
-TASK = "{class_path: pl_grouprl.demo.MostFrequentDigit, init_args: {prompt_length: 20, train_size: 16, val_size: 4}}"
 SMALL = f"""
 model:
   class_path: pl_grouprl.%(name)s
   init_args:
-    policy:
-      class_path: pl_grouprl.demo.WarmStartedPolicy
-      init_args:
-        demonstrations: {TASK}
-        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}}
-        steps: 2
-        batch_size: 4
-        cache_dir: %(folder)s/cache
-        progress_bar: false
+    policy: {warm_started("%(folder)s")}
     rewards: [{{class_path: pl_grouprl.rewards.LeadingCorrectCharacters}}]
     num_generations: 4
     num_mini_batches: 2
@@ -105,25 +96,16 @@ def runs(configurations):
     return {name: Path(own[1]).parent / "runs/small/version_0" for name, own in configurations.items()}
 
 
-def printed(capsys, *args):
-    with pytest.raises(SystemExit) as stop:
-        main([*args])
-    assert stop.value.code in (0, None)
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", sweep(["PPO", "GroupPPO"], quick=["GroupPPO"]))
 def test_the_printed_config_has_what_was_set_and_is_a_config(configurations, name, capsys, tmp_path):
-    first = printed(capsys, "fit", *configurations[name], "--print_config")
-    (tmp_path / "whole.yaml").write_text(first)
-    config = yaml.safe_load(first)
-    assert config == yaml.safe_load(printed(capsys, "fit", "--config", str(tmp_path / "whole.yaml"), "--print_config"))
-    model = config["model"]
-    assert model["class_path"] == f"pl_grouprl.{name}"
-    options = model["init_args"]
+    config, text = print_config(capsys, "fit", *configurations[name])
+    (tmp_path / "whole.yaml").write_text(text)
+    assert config == config_of(capsys, tmp_path / "whole.yaml")
+    assert config["model"]["class_path"] == f"pl_grouprl.{name}"
+    options = config["model"]["init_args"]
     assert options["critic"]["init_args"] == {"head_std": 0.05, "seed": 3}
-    assert options["critic_optimizer"]["learning_rate"] == 2e-3
-    assert options["critic_optimizer"]["max_grad_norm"] == 0.5
+    critic = options["critic_optimizer"]
+    assert (critic["learning_rate"], critic["max_grad_norm"]) == (2e-3, 0.5)
     assert options["optimizer"]["learning_rate"] == 1e-3
     assert options["policy_loss_options"] == {"epsilon": 0.1, "epsilon_high": 0.3}
     assert (options["lam"], options["gamma"], options["critic_lam"]) == (0.9, 1.0, None)
@@ -140,36 +122,35 @@ def test_the_printed_config_has_what_was_set_and_is_a_config(configurations, nam
     ],
 )
 def test_critics_by_class_path(configurations, capsys, critic, init_args):
-    value = json.dumps({"class_path": f"pl_grouprl.models.{critic}", "init_args": init_args})
-    arguments = ["--model.init_args.critic", value, "--print_config"]
-    config = yaml.safe_load(printed(capsys, "fit", *configurations["PPO"], *arguments))
-    parsed = config["model"]["init_args"]["critic"]
-    assert parsed["class_path"] == f"pl_grouprl.models.{critic}"
+    value = {"class_path": f"pl_grouprl.models.{critic}", "init_args": init_args}
+    parsed = parsed_critic(configurations, capsys, json.dumps(value))
+    assert parsed["class_path"] == value["class_path"]
     assert {name: parsed["init_args"][name] for name in init_args} == init_args
+
+
+def parsed_critic(configurations, capsys, value):
+    arguments = ["--model.init_args.critic", value]
+    return print_config(capsys, "fit", *configurations["PPO"], *arguments)[0]["model"]["init_args"]["critic"]
 
 
 def test_a_critic_by_path_and_by_default(configurations, capsys):
     for given, expected in (("some/model", "some/model"), ("null", None)):
-        arguments = ["--model.init_args.critic", given, "--print_config"]
-        config = yaml.safe_load(printed(capsys, "fit", *configurations["PPO"], *arguments))
-        assert config["model"]["init_args"]["critic"] == expected
+        assert parsed_critic(configurations, capsys, given) == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "value"),
     [
-        (["--model.init_args.vf_coef", "high"], "vf_coef"),
-        (["--model.init_args.group_max_size", "4"], "group_max_size"),  # GROUP PPO's, not PPO's
-        (["--model.init_args.advantage_estimator", "rloo"], "advantage_estimator"),
-        (["--model.init_args.critic_optimizer.momentum", "0.5"], "momentum"),
-        (["--model.init_args.kl_in", "advantage"], "kl_in"),
+        ("vf_coef", "high"),
+        ("group_max_size", "4"),  # GROUP PPO's, not PPO's
+        ("advantage_estimator", "rloo"),
+        ("critic_optimizer.momentum", "0.5"),
+        ("kl_in", "advantage"),
     ],
 )
-def test_unknown_options_are_usage_errors(configurations, capsys, options, message):
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *configurations["PPO"], *options])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+def test_unknown_options_are_usage_errors(configurations, capsys, option, value):
+    said = usage_error(capsys, "fit", *configurations["PPO"], f"--model.init_args.{option}", value)
+    assert option.split(".")[-1] in said
 
 
 @pytest.mark.parametrize("name", ["PPO", "GroupPPO", "GRPO"])
@@ -181,12 +162,11 @@ def test_help_of_a_module_lists_its_options(capsys, name):
         "GroupPPO": ["critic_optimizer", "group_variance_threshold", "target_compression", "boundary_at_turn_ends"],
         "GRPO": ["advantage_estimator", "advantage_options", "multi_objective_aggregation"],
     }
-    for option in common + own[name]:
-        assert f".{option} " in shown, option
+    assert not [option for option in common + own[name] if f".{option} " not in shown]
 
 
 @pytest.mark.parametrize("name", ["PPO", "GroupPPO"])
-def test_fit(runs, name):
+def test_fit(runs, name, capsys):
     metrics = json.loads((runs[name] / "summary.json").read_text())["metrics"]
     expected = {
         "value/loss", "value/clip_ratio", "value/explained_variance", "grad_norm/policy", "grad_norm/critic", "kl",
@@ -201,15 +181,9 @@ def test_fit(runs, name):
     assert expected <= metrics.keys()
     assert (groups <= metrics.keys()) == (name == "GroupPPO")
     assert all(math.isfinite(value) for values in metrics.values() for value in values.values())
+    assert config_of(capsys, runs[name] / "config.yaml") == yaml.safe_load((runs[name] / "config.yaml").read_text())
     names = torch.load(runs[name] / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].keys()
     assert {part.split(".")[0] for part in names} == {"policy", "critic"}
-
-
-def test_the_saved_config_is_a_config(runs, capsys):
-    path = runs["GroupPPO"] / "config.yaml"
-    assert yaml.safe_load(printed(capsys, "fit", "--config", str(path), "--print_config")) == yaml.safe_load(
-        path.read_text()
-    )
 
 
 @pytest.mark.parametrize("name", sweep(["PPO", "GroupPPO"], quick=["GroupPPO"]))
@@ -220,28 +194,13 @@ def test_resume_goes_on(runs, configurations, name):
     assert json.loads((newest / "summary.json").read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize("name", sweep(["PPO", "GroupPPO"], quick=["PPO"]))
-def test_fast_dev_run(configurations, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(["fit", *configurations[name], "--trainer.fast_dev_run", "1"])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("command", "prefix"), sweep_pairs([("validate", "val"), ("test", "test")], quick=[("validate", "val")])
-)
-def test_evaluation(runs, configurations, command, prefix, capsys):
-    checkpoint = runs["GroupPPO"] / "checkpoints" / "last.ckpt"
-    main([command, *configurations["GroupPPO"], "--ckpt_path", str(checkpoint)])
-    assert f"{prefix}/most_frequent_digit/mean@1" in capsys.readouterr().out
-
-
-def test_parity(runs, configurations, capsys):
-    checkpoint = runs["PPO"] / "checkpoints" / "last.ckpt"
-    main(["parity", *configurations["PPO"]])
-    main(["parity", *configurations["PPO"], "--ckpt_path", str(checkpoint)])
-    main(["parity", *configurations["GroupPPO"]])
-    assert capsys.readouterr().out.count("Qwen3ForCausalLM") >= 3
+def test_parity_and_evaluation(runs, configurations, capsys):
+    for name in ("PPO", "GroupPPO"):
+        checkpoint = ["--ckpt_path", str(runs[name] / "checkpoints" / "last.ckpt")]
+        main(["parity", *configurations[name], *checkpoint])
+    assert capsys.readouterr().out.count("Qwen3ForCausalLM") >= 2
+    main(["validate", *configurations["GroupPPO"], *checkpoint])
+    assert "val/most_frequent_digit/mean@1" in capsys.readouterr().out
 
 
 # What the page about options says of the two.
@@ -250,7 +209,7 @@ def test_parity(runs, configurations, capsys):
 def page_cells(column, page="options.md"):
     """What stands in backticks below a heading of the tables of a page."""
     found, place = [], None
-    for line in (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if column in cells:
             place = cells.index(column)
@@ -270,7 +229,7 @@ def test_every_option_of_its_own_is_on_the_page(cls):
     documented = page_cells(f"option of `{cls.__name__}`")
     known = {name for base in cls.__mro__ for name in inspect.signature(base.__init__).parameters}
     assert documented <= known
-    text = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     assert not [name for name in own_options(cls) if f"`{name}`" not in text]
 
 

@@ -1,11 +1,7 @@
-import importlib
 import json
-from pathlib import Path
 
 import pytest
-from helpers.process_state import left_changed
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT, LENGTH, SIZE = 6, 16, 2
 OPTIONS = {
     "prefix": PROMPT, "rollout": LENGTH, "group-size": SIZE, "hidden": 8, "layers": 1, "heads": 2, "kv-heads": 1,
@@ -15,10 +11,8 @@ SHAPE = [text for name, size in OPTIONS.items() for text in (f"--{name}", str(si
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    with left_changed():  # its command sets up a logger
-        yield importlib.import_module("benchmarks.critic_update")
+def benchmark(load):
+    return load("critic_update")
 
 
 def test_critic_runs_to_the_last_start_and_learns_the_same_from_both_encodings(benchmark):
@@ -76,10 +70,7 @@ def test_threshold_settles_where_the_target_can_be_reached(benchmark):
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [
-        (["--groups", "1", "--mini-batches", "2"], "raise --groups"),
-        (["--step-target", "0.6"], "one of --targets"),
-    ],
+    [(["--groups", "1", "--mini-batches", "2"], "raise --groups"), (["--step-target", "0.6"], "one of --targets")],
 )
 def test_options_that_do_not_fit_together(benchmark, options, error, capsys):
     with pytest.raises(SystemExit) as raised:

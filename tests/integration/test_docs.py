@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.cli_runs import config_of
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.tiny_models import tiny_model
 from lightning.pytorch import Callback, Trainer
@@ -14,7 +15,6 @@ from lightning.pytorch import Callback, Trainer
 import pl_grouprl
 from pl_grouprl import GRPO, PromptDataModule, SamplingConfig, SharedPrefixCallback
 from pl_grouprl.algorithms import OptimizerConfig
-from pl_grouprl.cli import main
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.functional import advantages, policy_loss
 from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
@@ -67,36 +67,27 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "shared_prefix.md",
-        "packed_rows.md",
-        "exactness.md",
-        "attention_backends.md",
-        "data.md",
-        "rewards.md",
-        "reward_workers.md",
-        "code_rewards.md",
-        "judge.md",
-        "algorithms.md",
-        "ppo.md",
-        "group_ppo.md",
-        "functional.md",
-        "own_engine.md",
-        "own_losses.md",
-        "process_rewards.md",
-        "distillation.md",
-        "vision_language.md",
-        "tools_and_environments.md",
-        "graders.md",
-        "evaluation.md",
-        "tree_credit.md",
-        "tasks.md",
-        "coming_from_trl.md",
-        "logging.md",
-    ],
-)
+PYTHON = """
+shared_prefix packed_rows exactness attention_backends data rewards reward_workers code_rewards judge algorithms ppo
+group_ppo functional own_engine own_losses process_rewards distillation vision_language tools_and_environments graders
+evaluation tree_credit tasks coming_from_trl logging
+"""
+YAML = """
+options data rewards reward_workers code_rewards own_engine own_losses graders judge ppo group_ppo distillation scaling
+memory tasks tools_and_environments verifiers coming_from_verl logging ../README
+"""
+PATHS = """
+options own_engine process_rewards shared_prefix exactness data rewards code_rewards ppo group_ppo distillation scaling
+judge logging
+"""
+"""Pages whose blocks run, whose blocks parse, and whose import paths are resolved."""
+
+
+def pages(names):
+    return [f"{name}.md" for name in names.split()]
+
+
+@pytest.mark.parametrize("page", pages(PYTHON))
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module, registry in ((policy_loss, "POLICY_LOSSES"), (advantages.base, "ADVANTAGE_ESTIMATORS")):
@@ -131,33 +122,7 @@ def test_the_python_of_the_readme_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("page", "line", "fragment"),
-    [
-        (page, *block)
-        for page in (
-            "options.md",
-            "data.md",
-            "rewards.md",
-            "reward_workers.md",
-            "code_rewards.md",
-            "own_engine.md",
-            "own_losses.md",
-            "graders.md",
-            "judge.md",
-            "ppo.md",
-            "group_ppo.md",
-            "distillation.md",
-            "scaling.md",
-            "memory.md",
-            "tasks.md",
-            "tools_and_environments.md",
-            "verifiers.md",
-            "coming_from_verl.md",
-            "logging.md",
-            "../README.md",
-        )
-        for block in blocks(page, "yaml")
-    ],
+    ("page", "line", "fragment"), [(page, *block) for page in pages(YAML) for block in blocks(page, "yaml")]
 )
 def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
     package = tmp_path / "my_package"
@@ -179,12 +144,8 @@ def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
         "data:\n  class_path: pl_grouprl.PromptDataModule\n  init_args: {train: train.jsonl}\n"
     )
     Path("fragment.yaml").write_text(fragment)
-    with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", "base.yaml", "--config", "fragment.yaml", "--print_config"])
-    output = capsys.readouterr()
-    assert ended.value.code in (0, None), f"{page}:{line}: {output.err}"
     module = yaml.safe_load(fragment).get("model", {}).get("class_path", "pl_grouprl.GRPO")
-    assert yaml.safe_load(output.out)["model"]["class_path"] == module
+    assert config_of(capsys, "base.yaml", "fragment.yaml")["model"]["class_path"] == module
 
 
 def test_options_of_the_tables_exist():
@@ -203,25 +164,7 @@ def test_every_option_is_on_the_page():
         assert not missing, owner
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "options.md",
-        "own_engine.md",
-        "process_rewards.md",
-        "shared_prefix.md",
-        "exactness.md",
-        "data.md",
-        "rewards.md",
-        "code_rewards.md",
-        "ppo.md",
-        "group_ppo.md",
-        "distillation.md",
-        "scaling.md",
-        "judge.md",
-        "logging.md",
-    ],
-)
+@pytest.mark.parametrize("page", pages(PATHS))
 def test_import_paths_exist(page):
     paths = set(re.findall(r"`(pl_grouprl\.[\w.]+)", (DOCS / page).read_text(encoding="utf-8")))
     assert paths
@@ -252,12 +195,9 @@ class Names(Callback):
 
 @pytest.mark.parametrize("config", ["grpo_pg", "grpo_qwen3_gsm8k", "ppo", "group_ppo_qwen2.5_gsm8k"])
 def test_a_fragment_puts_lora_on_the_policy_of_any_configuration(config, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", f"{config}.yaml", "--config", "adapter/lora.yaml", "--print_config"])
-    output = capsys.readouterr()
-    assert ended.value.code in (0, None), output.err
     fragment = yaml.safe_load((DOCS.parent / "configs" / "adapter" / "lora.yaml").read_text())
-    expected, merged = fragment["model"]["init_args"], yaml.safe_load(output.out)["model"]["init_args"]
+    expected = fragment["model"]["init_args"]
+    merged = config_of(capsys, f"{config}.yaml", "adapter/lora.yaml")["model"]["init_args"]
     adapter = merged["policy"]["init_args"]["adapter"]
     assert adapter.items() >= expected["policy"]["init_args"]["adapter"].items()
     assert merged["optimizer"]["learning_rate"] == expected["optimizer"]["learning_rate"]

@@ -17,11 +17,7 @@ def test_drop_in_callback_changes_no_loss(capsys):
     result = load("drop_in_callback").main(prompt_tokens=48, rollouts=4, new_tokens=8, steps=3, hidden=32, layers=2)
     assert result["shared_losses"] == pytest.approx(result["plain_losses"], abs=1e-5)
     assert len(result["plain_losses"]) == len(result["shared_seconds"]) == 3
-    assert "with it" in capsys.readouterr().out
-
-
-def test_the_existing_module_knows_nothing_of_this_package():
-    source = (EXAMPLES / "drop_in_callback.py").read_text()
+    source = (EXAMPLES / "drop_in_callback.py").read_text()  # the module knows nothing of this package
     assert "pl_grouprl" not in source[source.index("import statistics") : source.index("def main")]
 
 

@@ -50,10 +50,18 @@ def previous_token(hidden):
 
 def test_a_new_family_is_found_by_its_registration(register, tmp_path, capsys):
     register("made_up")
-    page = tmp_path / "models.md"
+    page, key = tmp_path / "models.md", "made_up MadeUpForCausalLM"
     assert models_table.main(["--families", "made_up", "--write", str(page)]) == 0
-    assert models_page.statuses(page.read_text()) == {"made_up MadeUpForCausalLM": "exact"}
+    assert models_page.statuses(page.read_text()) == {key: "exact"}
     assert models_table.main(["--families", "made_up", "--check", str(page)]) == 0
+    old = [Outcome(Family("made_up", "MadeUpForCausalLM"), "refused", reason="it was. ")]
+    page.write_text(models_page.page(old, "auto"))  # no longer true
+    assert models_table.main(["--families", "made_up", "--check", str(page)]) == 1
+    printed = capsys.readouterr().out
+    assert f"-{key}: refused, it was." in printed
+    assert f"+{key}: exact" in printed
+    with pytest.raises(ValueError, match="lama"):
+        models_table.select(["llama", "lama"])
 
 
 def test_layers_that_mix_tokens_are_never_exact(register, tmp_path, capsys):
@@ -64,7 +72,10 @@ def test_layers_that_mix_tokens_are_never_exact(register, tmp_path, capsys):
     assert status == "wrong" or status.startswith("refused")
 
 
-def test_a_wrong_family_makes_the_command_fail(register, tmp_path, capsys, monkeypatch):
+def test_a_wrong_family_or_an_error_makes_the_command_fail(register, tmp_path, capsys, monkeypatch):
+    def broken(*args):
+        raise IndexError("out of range")
+
     register("made_up")
     shared = family_parity._shared
     monkeypatch.setattr(family_parity, "_shared", lambda *args: shared(*args) + torch.linspace(0, 1, 64))
@@ -73,13 +84,6 @@ def test_a_wrong_family_makes_the_command_fail(register, tmp_path, capsys, monke
     assert models_page.statuses(page.read_text()) == {"made_up MadeUpForCausalLM": "wrong"}
     assert "differs on groups, depth 2, depth 3" in page.read_text()
     assert "made_up: wrong" in capsys.readouterr().err
-
-
-def test_an_error_that_is_no_refusal_makes_the_command_fail(register, capsys, monkeypatch):
-    def broken(*args):
-        raise IndexError("out of range")
-
-    register("made_up")
     monkeypatch.setattr(family_parity, "_shared", broken)
     assert models_table.main(["--families", "made_up"]) == 1
     assert "made_up: refused, IndexError: out of range" in capsys.readouterr().err
@@ -95,22 +99,6 @@ def test_a_family_that_hangs_or_crashes_does_not_end_the_others(register, monkey
     reasons = {one.family.model_type: (one.status, one.reason) for one in models_table.sweep(chosen, timeout=1.0)}
     assert reasons["gpt2"] == ("not built", "Its process ended with code 3.")
     assert reasons["llama"] == ("not built", "It takes longer than 1 seconds.")
-
-
-def test_a_page_that_is_no_longer_true_is_told(register, tmp_path, capsys):
-    register("made_up")
-    old = [Outcome(Family("made_up", "MadeUpForCausalLM"), "refused", reason="it was. ")]
-    page = tmp_path / "models.md"
-    page.write_text(models_page.page(old, "auto"))
-    assert models_table.main(["--families", "made_up", "--check", str(page)]) == 1
-    printed = capsys.readouterr().out
-    assert "-made_up MadeUpForCausalLM: refused, it was." in printed
-    assert "+made_up MadeUpForCausalLM: exact" in printed
-
-
-def test_unknown_families_are_an_error():
-    with pytest.raises(ValueError, match="--families has lama, which the installed transformers does not have"):
-        models_table.select(["llama", "lama"])
 
 
 def test_what_the_page_says_is_read_back():

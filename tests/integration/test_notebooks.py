@@ -49,14 +49,10 @@ def test_imports_that_do_not_exist_are_found():
 
 
 @each_notebook
-def test_no_outputs_are_committed(notebook):
+def test_no_outputs_are_committed_and_the_last_section_is_about_gpus(notebook):
     for cell in cells(notebook, "code"):
         assert not cell["outputs"], "clear the outputs of all cells"
         assert cell["execution_count"] is None
-
-
-@each_notebook
-def test_the_last_section_is_about_gpus(notebook):
     headings = [line for cell in cells(notebook, "markdown") for line in cell["source"] if line.startswith("## ")]
     assert headings[-1].strip() == "## On a GPU"
 

@@ -6,34 +6,18 @@ Neither system has run this: `helpers.other_systems` takes away from Linux what 
 from pathlib import Path
 
 import pytest
+from helpers.cli_runs import TASK, warm_started
 from helpers.scripts import run_script
 from helpers.sweeps import sweep
 from helpers.versions import needs
 
 from pl_grouprl.utilities.checkpoint_files import corruption_reason
 
-SMALL = """
-model:
-  init_args:
-    policy:
-      init_args:
-        demonstrations: {{init_args: {{prompt_length: 20}}}}
-        architecture: {{model_type: qwen3, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
-          num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}}
-        steps: 2
-        batch_size: 4
-        cache_dir: {folder}/cache
-    num_generations: 2
-    sampling: {{max_new_tokens: 2}}
-data:
-  init_args:
-    train: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
-    val: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
-    test: {{init_args: {{prompt_length: 20, train_size: 32, val_size: 4, test_size: 4}}}}
-    batch_size: 2
-trainer:
-  max_steps: 2
-  val_check_interval: 2
+POLICY = warm_started("%(folder)s").replace(", progress_bar: false", "")
+SMALL = f"""
+model: {{init_args: {{policy: {POLICY}, num_generations: 2, sampling: {{max_new_tokens: 2}}}}}}
+data: {{init_args: {{train: {TASK}, val: {TASK}, test: {TASK}, batch_size: 2}}}}
+trainer: {{max_steps: 2, val_check_interval: 2}}
 """
 
 
@@ -41,7 +25,7 @@ trainer:
 @pytest.mark.parametrize("system", sweep(["darwin", "win32"], quick=["win32"]))
 def test_default_run_and_callback(system, tmp_path):
     small = tmp_path / "small.yaml"
-    small.write_text(SMALL.format(folder=tmp_path), encoding="utf-8")
+    small.write_text(SMALL % {"folder": tmp_path}, encoding="utf-8")
     arguments = ["fit", "--config", "grpo_pg.yaml", "--config", small]
     script = Path(__file__).with_name("other_system.py")
     done = run_script(script, system, tmp_path / "callback", *arguments, cwd=tmp_path, timeout=600)

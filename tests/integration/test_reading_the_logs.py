@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.cli_runs import ROOT, TASK, warm_started
 
 import pl_grouprl
 from pl_grouprl.algorithms import RLModule
@@ -18,23 +19,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import step_diagram
 
-ROOT = Path(__file__).resolve().parents[2]
-TASK = "{class_path: pl_grouprl.demo.MostFrequentDigit, init_args: {prompt_length: 16, train_size: 8, val_size: 2}}"
 # The default runs, with a smaller task and model, and no files but the metrics.
-SMALL = """
-model:
-  init_args:
-    policy: {{init_args: {{steps: 0, cache_dir: cache, progress_bar: false, demonstrations: {task},
-      architecture: {{model_type: qwen3, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1,
-        num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16}}}}}}
-    num_generations: 2
-data: {{init_args: {{train: {task}, val: {task}, test: {task}, batch_size: 2}}}}
+SMALL = f"""
+model: {{init_args: {{policy: {warm_started(".", steps=0)}, num_generations: 2}}}}
+data: {{init_args: {{train: {TASK}, val: {TASK}, test: {TASK}, batch_size: 2}}}}
 trainer:
   max_steps: 2
   val_check_interval: 1
   enable_progress_bar: false
   logger: {{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: logs, name: run}}}}
-  callbacks: {callbacks}
+  callbacks: %s
 """
 # Measured by these callbacks; the others of the configurations write files.
 CALLBACKS = {
@@ -57,7 +51,7 @@ def is_named(metric, patterns):
 @pytest.mark.parametrize("config", ["grpo_pg", "ppo"])
 def test_every_metric_of_a_default_run_is_on_the_page(config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("small.yaml").write_text(SMALL.format(task=TASK, callbacks=CALLBACKS[config]))
+    Path("small.yaml").write_text(SMALL % CALLBACKS[config])
     main(["fit", "--config", str(ROOT / "configs" / f"{config}.yaml"), "--config", "small.yaml"])
     (log,) = Path("logs").rglob("metrics.csv")
     with log.open() as file:

@@ -54,18 +54,11 @@ def test_every_page_is_in_the_navigation_once(site):
 
 def test_links_lead_to_pages_and_headings_that_exist(site):
     assert not list(broken_links(*site))
-
-
-def test_a_broken_link_and_a_broken_anchor_are_found():
     pages = {"a.md": "[x](b.md) [y](b.md#one) [z](b.md#two) [w](#here)\n```\n[code](c.md)\n```\n", "b.md": "## One\n"}
     assert list(broken_links(pages, {})) == ["a.md: b.md has no heading #two", "a.md: a.md has no heading #here"]
     assert list(broken_links({"a.md": "[x](b.md)"}, {})) == ["a.md: b.md does not exist"]
-
-
-def test_every_page_of_docs_is_linked_from_another_page(site):
     linked = {target for page, text in site[0].items() for target, _ in links(text, page) if target != page}
-    alone = {path.name for path in (ROOT / "docs").glob("*.md")} - linked
-    assert not alone
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= linked
 
 
 def test_links_are_translated_outside_of_code_only():
@@ -75,19 +68,16 @@ def test_links_are_translated_outside_of_code_only():
     assert rebased("![p](docs/images/p.png)", "README.md") == "![p](images/p.png)"
 
 
-@pytest.mark.parametrize(
-    ("source", "page"),
-    [
-        ("README.md", "index.md"),
-        ("docs/tasks.md", "tasks.md"),
-        ("configs/ppo.yaml", "project/configs/ppo.yaml.md"),
-        ("configs", "project/configs/index.md"),
-        ("examples/first.ipynb", "project/examples/first.ipynb.md"),
-        ("benchmarks/results/packing.json", "project/benchmarks/results/packing.json"),
-    ],
-)
-def test_where_a_file_is_on_the_site(source, page):
-    assert site_path(source) == page
+def test_where_a_file_is_on_the_site():
+    for source, page in {
+        "README.md": "index.md",
+        "docs/tasks.md": "tasks.md",
+        "configs/ppo.yaml": "project/configs/ppo.yaml.md",
+        "configs": "project/configs/index.md",
+        "examples/first.ipynb": "project/examples/first.ipynb.md",
+        "benchmarks/results/packing.json": "project/benchmarks/results/packing.json",
+    }.items():
+        assert site_path(source) == page
 
 
 def test_a_notebook_is_a_page_of_its_cells(site):

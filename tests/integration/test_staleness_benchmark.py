@@ -1,19 +1,11 @@
 """The table of runs with rollouts sampled ahead."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
-from helpers.process_state import left_changed
 
 
 @pytest.fixture
-def staleness(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
-    monkeypatch.setattr(sys, "argv", ["pytest"])
-    with left_changed():
-        yield importlib.import_module("benchmarks.staleness")
+def staleness(load):
+    return load("staleness")
 
 
 def test_a_row_has_medians_of_the_steps_but_the_first(staleness):
@@ -28,10 +20,4 @@ def test_a_row_has_medians_of_the_steps_but_the_first(staleness):
     assert (run["seconds"]["step"], run["seconds"]["update"], run["seconds"]["rollout"]) == (2.0, 0.5, 0.0)
     assert (run["staleness"], run["dropped"], run["curve"]) == (0.75, 2.0, [(0, 0.25), (4, 0.5)])
     row = staleness.row_of(1, [run, run])
-    assert (row["step s"], row["staleness"], row["dropped"], row["last"], row["seeds"]) == (
-        2.0,
-        0.75,
-        4.0,
-        [0.5, 0.5],
-        2,
-    )
+    assert row.items() >= {"step s": 2.0, "staleness": 0.75, "dropped": 4.0, "last": [0.5, 0.5], "seeds": 2}.items()

@@ -47,20 +47,17 @@ def fit(folder, config, text, *more):
     return metrics
 
 
-def test_the_lookup_run_in_the_small(tmp_path):
-    metrics = fit(tmp_path, "grpo_tools.yaml", SMALL_LOOKUP)
+@pytest.mark.parametrize("name", ["tools", "tree"])
+def test_the_lookup_runs_in_the_small(tmp_path, name):
+    metrics = fit(tmp_path, f"grpo_{name}.yaml", SMALL_LOOKUP)
     assert len(metrics["reward"]) == 3
     assert metrics["val/rewards/exact_match/mean"].keys() == {1, 3}
-    assert max(metrics["tools/call_frequency"].values()) > 0  # even so short a warm start teaches the format
-    assert all(ratio > 1 for name in ("prefix", "episode") for ratio in metrics[f"{name}/token_ratio"].values())
-
-
-def test_the_branching_run_in_the_small(tmp_path):
-    metrics = fit(tmp_path, "grpo_tree.yaml", SMALL_LOOKUP)
-    assert len(metrics["reward"]) == 3
-    assert metrics["val/rewards/exact_match/mean"].keys() == {1, 3}
-    assert all(4 <= leaves <= 16 for leaves in metrics["branching/leaves"].values())  # 4 roots continue 4 times at most
-    assert max(metrics["branching/token_ratio"].values()) > 1
+    if name == "tools":
+        assert max(metrics["tools/call_frequency"].values()) > 0  # even so short a warm start teaches the format
+        assert all(ratio > 1 for part in ("prefix", "episode") for ratio in metrics[f"{part}/token_ratio"].values())
+    else:
+        assert all(4 <= leaves <= 16 for leaves in metrics["branching/leaves"].values())  # 4 roots, 4 times at most
+        assert max(metrics["branching/token_ratio"].values()) > 1
 
 
 def save_tiny_qwen(folder):
@@ -76,11 +73,9 @@ def save_tiny_qwen(folder):
 def write_gsm8k(folder):
     """Two rows as `examples/prepare_gsm8k.py` writes them."""
     rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"Three boxes of 4 red and {blue} blue pens: how many pens?"}],
-            "reward_model": {"style": "rule", "ground_truth": str(3 * (4 + blue))},
-        }
+        {"data_source": "openai/gsm8k"}
+        | {"prompt": [{"role": "user", "content": f"Three boxes of 4 red and {blue} blue pens: how many pens?"}]}
+        | {"reward_model": {"style": "rule", "ground_truth": str(3 * (4 + blue))}}
         for blue in (10, 11)
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -91,7 +86,6 @@ def test_the_qwen3_run_on_a_tiny_model(tmp_path):
     write_gsm8k(tmp_path)
     shorter = ["--model.init_args.max_turn_tokens", "6", "--model.init_args.max_episode_tokens", "40"]
     metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN, *shorter)
-    assert len(metrics["rewards/correct/mean"]) == 2
     assert metrics["val/rewards/correct/mean"].keys() == {1, 2}
     assert metrics["episode/turns"] == {1: 1, 2: 1}  # a random model never writes a call
     assert max(metrics["completions/max_length"].values()) <= 6

@@ -51,30 +51,30 @@ def same(rollout):
         (None, "no list of 2 groups"),
         (iter(groups()), "no list of 2 groups"),
         (groups()[:1], "no list of 2 groups"),
-        ([[{"token_ids": [1]}] * 2] * 2, "something else than Rollouts for prompt 0"),
-        ([group[:1] for group in groups()], "1 different rollouts of prompt 0 in a list of 1, where 2 were asked for"),
+        ([[{"token_ids": [1]}] * 2] * 2, "something else than Rollouts"),
+        ([group[:1] for group in groups()], "1 different rollouts of prompt 0"),
         ([[], []], "0 different rollouts of prompt 0"),
-        ([None, None], "something else than Rollouts for prompt 0"),
+        ([None, None], "something else than Rollouts"),
         ([group * 2 for group in groups()], "the same Rollout object twice"),
         ([groups()[0]] * 2, "the same Rollout object twice"),
-        (same(Rollout([1])), "1 different rollouts of prompt 0 in a list of 2"),
-        (groups(token_ids=[1.7, 2.0, 3.0]), "'float' object cannot be interpreted as an integer"),
+        (same(Rollout([1])), "1 different rollouts of prompt 0"),
+        (groups(token_ids=[1.7, 2.0, 3.0]), "'float' object"),
         (groups(token_ids=["1", "2", "3"]), "'str' object"),
-        (groups(token_ids=[1, 2, 10]), "token ids from 1 to 10, where vocab_size is 10"),
-        (groups(token_ids=[1, 2, -1]), "token ids from -1 to 2"),
-        (groups(token_ids=[1, 2, 3, 4, 5], logprobs=None), "5 sampled tokens, where max_new_tokens is 4"),
-        (groups(logprobs=[-1.0, -1.0]), "Rollout.logprobs has 2 entries for 3 token_ids"),
-        (groups(logprobs=[-1.0, -1.0, 0.5]), "logprobs from -1.0 to 0.5; they are finite and at most 0"),
+        (groups(token_ids=[1, 2, 10]), "vocab_size"),
+        (groups(token_ids=[1, 2, -1]), "token ids from -1"),
+        (groups(token_ids=[1, 2, 3, 4, 5], logprobs=None), "max_new_tokens"),
+        (groups(logprobs=[-1.0, -1.0]), "logprobs"),
+        (groups(logprobs=[-1.0, -1.0, 0.5]), "logprobs from"),
         (groups(logprobs=[-1.0, math.nan, -1.0]), "logprobs from"),
-        (groups(logprobs=[-1.0, -math.inf, -1.0]), "logprobs from -inf"),
-        (groups(loss_mask=[1, 1]), "Rollout.loss_mask has 2 entries"),
-        (groups(loss_mask=[1, 2, 0]), r"loss_mask has the values \[0, 1, 2\]"),
+        (groups(logprobs=[-1.0, -math.inf, -1.0]), "logprobs from"),
+        (groups(loss_mask=[1, 1]), "loss_mask"),
+        (groups(loss_mask=[1, 2, 0]), "loss_mask"),
         (groups(loss_mask=[0.5, 1, 1]), "'float' object"),
-        (groups(weight_versions=[3, 3, 10**9]), "weight_versions up to 1000000000, where the newest weights .* are 3"),
-        (groups(weight_versions=[3]), "Rollout.weight_versions has 1 entries"),
+        (groups(weight_versions=[3, 3, 10**9]), "weight_versions"),
+        (groups(weight_versions=[3]), "weight_versions"),
         (groups(finish_reason="banana"), "finish_reason is 'banana'"),
         (groups(text=b"\xff"), "text is a bytes"),
-        ([[Rollout([1], loss_mask=[0]), Rollout([], loss_mask=[])] for _ in "ab"], "4 rollouts that all have zeros"),
+        ([[Rollout([1], loss_mask=[0]), Rollout([], loss_mask=[])] for _ in "ab"], "zeros"),
     ],
 )
 def test_what_cannot_have_been_sampled_is_refused(result, words):
@@ -96,27 +96,22 @@ def test_what_can_be_is_converted_to_plain_numbers():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "result",
     [
-        {"loss_mask": [0, 0, 0]},  # of one rollout among several
-        {"logprobs": [-1.0, math.nan, -1.0], "loss_mask": [1, 0, 1]},  # a token of a tool has no log-probability
-        {"token_ids": [1, 2, 3, 4, 5], "loss_mask": [1, 1, 1, 1, 0], "logprobs": None},  # nor does it count
-        {"token_ids": [], "logprobs": []},
-        {"finish_reason": "length", "text": "a"},
+        groups(loss_mask=[0, 0, 0]),  # of one rollout among several
+        groups(logprobs=[-1.0, math.nan, -1.0], loss_mask=[1, 0, 1]),  # a token of a tool has no log-probability
+        groups(token_ids=[1, 2, 3, 4, 5], loss_mask=[1, 1, 1, 1, 0], logprobs=None),  # nor does it count
+        groups(token_ids=[], logprobs=[]),
+        groups(finish_reason="length", text="a"),
+        [[Rollout([]), Rollout([])] for _ in "ab"],  # as those of an engine that leaves out the end token
+        [
+            [Rollout([1], episode=0), Rollout([2], episode=0), Rollout([3], episode=1)],
+            groups()[1],
+        ],  # rows of an episode
     ],
 )
-def test_what_is_unusual_passes(changes):
-    assert check(groups(**changes))
-
-
-def test_completions_may_all_be_empty():
-    """As those of an engine that leaves out the end token."""
-    assert len(check([[Rollout([]), Rollout([])] for _ in "ab"])) == 2
-
-
-def test_rows_of_an_episode_count_as_one_rollout():
-    rows = [Rollout([1], episode=0), Rollout([2], episode=0), Rollout([3], episode=1)]
-    assert check([rows, groups()[1]])[0] == rows
+def test_what_is_unusual_passes(result):
+    assert check(result) == result
 
 
 def test_the_same_rollout_for_everybody_is_told():

@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.rollouts import PROMPTS, assert_same, ids, reference_logprobs
+from helpers.rollouts import PROMPTS, assert_same, ids, reference_logprobs, shortened
 
-from pl_grouprl.rollout import HFRolloutEngine, RolloutEngine
+from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.hf import decode
 from pl_grouprl.types import SamplingConfig
 
@@ -14,7 +14,7 @@ def test_splitting_into_batches_changes_nothing(qwen3):
     whole = HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1)
     lengths = {len(rollout.token_ids) for group in whole for rollout in group}
     assert len(lengths) > 3  # some leave early
-    for max_sequences, max_prefill_tokens in [(1, 8192), (3, 1), (4, 20), (7, 9), (100, 1)]:
+    for max_sequences, max_prefill_tokens in [(1, 8192), (3, 1), (7, 9)]:
         engine = HFRolloutEngine(qwen3, max_sequences=max_sequences, max_prefill_tokens=max_prefill_tokens)
         assert_same(whole, engine.generate(PROMPTS, sampling, num_generations=4, seed=1))
 
@@ -28,8 +28,7 @@ def test_checking_for_ends_every_few_steps_changes_nothing(qwen3, monkeypatch, s
         assert_same(often, HFRolloutEngine(qwen3).generate(PROMPTS, sampling, num_generations=4, seed=1))
 
 
-@pytest.mark.parametrize("steps_per_check", [1, 8])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize(("family", "steps_per_check"), [("qwen3", 1), ("gpt2", 8), ("qwen2_window", 8)])
 def test_a_limit_per_prompt_truncates_its_rollouts(make_model, monkeypatch, family, steps_per_check):
     monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", steps_per_check)
     model, limits = make_model(family), [3, 16, 1, 10, 10]
@@ -38,12 +37,7 @@ def test_a_limit_per_prompt_truncates_its_rollouts(make_model, monkeypatch, fami
         engine = HFRolloutEngine(model, max_sequences=max_sequences)
         whole = engine.generate(PROMPTS, sampling, num_generations=4, seed=1)
         cut = engine.generate(PROMPTS, sampling, num_generations=4, seed=1, max_new_tokens=limits)
-        for group, limit in zip(whole, limits, strict=True):
-            for rollout in group:
-                if len(rollout.token_ids) > limit:
-                    rollout.finish_reason = "length"
-                rollout.token_ids, rollout.logprobs = rollout.token_ids[:limit], rollout.logprobs[:limit]
-        assert_same(whole, cut)
+        assert_same(shortened(whole, limits), cut)
         assert {rollout.finish_reason for group in cut for rollout in group} == {"stop", "length"}
 
 
@@ -54,13 +48,6 @@ def test_an_end_token_at_the_limit_is_a_stop(qwen3):
     assert {rollout.finish_reason for (rollout,) in ended} == {"stop"}
     assert len(set(limits)) > 1
     assert_same(ended, engine.generate(PROMPTS, sampling, num_generations=1, seed=1, max_new_tokens=limits))
-
-
-def test_equal_limits_give_the_same_bits(qwen3):
-    engine = HFRolloutEngine(qwen3)
-    common = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=7), num_generations=2, seed=1)
-    sampling = SamplingConfig(max_new_tokens=100)  # not read
-    assert common == engine.generate(PROMPTS, sampling, num_generations=2, seed=1, max_new_tokens=[7] * len(PROMPTS))
 
 
 def test_sequences_leave_at_their_limit(make_model):
@@ -76,32 +63,17 @@ def test_sequences_leave_at_their_limit(make_model):
     assert rows == [2, 6, 3, 3, 3]
 
 
-def test_limits_per_prompt_are_checked(make_model):
-    engine, sampling = HFRolloutEngine(make_model("gpt2", n_positions=16)), SamplingConfig(max_new_tokens=12)
-    prompts = [[1, 2, 3], list(range(14))]
-    options = {"num_generations": 1, "seed": 0}
-    groups = engine.generate(prompts, sampling, max_new_tokens=[13, 2], **options)
-    assert [len(group[0].token_ids) for group in groups] == [13, 2]
-    with pytest.raises(ValueError, match=r"prompts\[1\] has 14 tokens, which with max_new_tokens=3 exceeds"):
-        engine.generate(prompts, sampling, max_new_tokens=[13, 3], **options)
-    with pytest.raises(ValueError, match="argument 3 is shorter"):
-        engine.generate(prompts, sampling, max_new_tokens=[1], **options)
-    with pytest.raises(ValueError, match=r"max_new_tokens\[1\] is 0; it must be at least 1"):
-        engine.generate(prompts, sampling, max_new_tokens=[1, 0], **options)
-
-
 def test_the_same_call_gives_the_same_bits(qwen3):
-    sampling, engine = SamplingConfig(max_new_tokens=12), HFRolloutEngine(qwen3)
-    first, again = (engine.generate(PROMPTS, sampling, num_generations=3, seed=1) for _ in range(2))
-    assert first == again
+    engine, options = HFRolloutEngine(qwen3), {"num_generations": 3, "seed": 1}
+    first, again = (engine.generate(PROMPTS, SamplingConfig(max_new_tokens=7), **options) for _ in range(2))
+    ignored = SamplingConfig(max_new_tokens=100)
+    assert first == again == engine.generate(PROMPTS, ignored, max_new_tokens=[7] * len(PROMPTS), **options)
 
 
 def test_prompts_are_encoded_once_and_sequences_leave(make_model):
     model = make_model("qwen3")
     engine = HFRolloutEngine(model, max_sequences=5)
-    engine.generate(
-        [[1]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0
-    )  # has its first look at the model
+    engine.generate([[1]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)  # checks the model
     shapes, head = [], []
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -128,8 +100,8 @@ def test_modes_are_restored_also_after_an_error(make_model):
     sampling = SamplingConfig(max_new_tokens=4)
     first = HFRolloutEngine(model).generate([[1, 2]], sampling, num_generations=2, seed=0)
     assert [module.training for module in model.modules()] == before
-    hook = model.lm_head.register_forward_hook(fail_on_purpose)
-    with pytest.raises(RuntimeError, match="on purpose"):
+    hook = model.lm_head.register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         HFRolloutEngine(model).generate([[1, 2]], sampling, num_generations=2, seed=0)
     assert [module.training for module in model.modules()] == before
     hook.remove()
@@ -137,15 +109,10 @@ def test_modes_are_restored_also_after_an_error(make_model):
     assert first == HFRolloutEngine(model).generate([[1, 2]], sampling, num_generations=2, seed=0)  # no dropout
 
 
-def fail_on_purpose(*args):
-    raise RuntimeError("on purpose")
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_shared_prefix_context_changes_nothing(make_model, family):
+def test_shared_prefix_context_changes_nothing(make_model):
     from pl_grouprl.attention import shared_prefix
 
-    model = make_model(family)
+    model = make_model("gpt2")
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=12, stop_token_ids=(4,))
     outside = engine.generate(PROMPTS, sampling, num_generations=4, seed=1)
     with shared_prefix(model):
@@ -187,18 +154,6 @@ def test_bfloat16_model_reports_float32_logprobs(make_model):
     assert all(value <= 0 for value in values)
 
 
-def test_engine_is_bound_later_and_again(qwen3, make_model):
-    engine = HFRolloutEngine(max_sequences=2)
-    assert isinstance(engine, RolloutEngine)
-    sampling = SamplingConfig(max_new_tokens=3)
-    with pytest.raises(ValueError, match="has no model; call bind"):
-        engine.generate([[1]], sampling, num_generations=1, seed=0)
-    engine.bind(qwen3, None)
-    first = engine.generate([[1]], sampling, num_generations=1, seed=0)
-    engine.bind(qwen3, None)
-    assert engine.generate([[1]], sampling, num_generations=1, seed=0) == first
-
-
 @pytest.mark.parametrize(
     ("kind", "limit"),
     [("dynamic", "max_position_embeddings"), ("longrope", r"original_max_position_embeddings \(its longrope .*\)")],
@@ -224,12 +179,19 @@ def test_dynamic_rotary_frequencies_limit_the_length(make_model, kind, limit):
 
 
 def test_constructor_refuses():
-    with pytest.raises(ValueError, match="max_sequences is 0; it must be at least 1"):
-        HFRolloutEngine(max_sequences=0)
-    with pytest.raises(ValueError, match="max_prefill_tokens is -1"):
-        HFRolloutEngine(max_prefill_tokens=-1)
-    with pytest.raises(ValueError, match="model is an encoder-decoder"):
-        HFRolloutEngine(SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True)))
+    import transformers as tf
+
+    for options in ({"max_sequences": 0}, {"max_prefill_tokens": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            HFRolloutEngine(**options)
+    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "intermediate_size": 16, "is_decoder": True}
+    roberta = tf.RobertaForCausalLM(tf.RobertaConfig(**small, **heads))  # cannot be padded
+    rwkv = tf.RwkvForCausalLM(tf.RwkvConfig(**small))
+    encoder_decoder = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
+    for model, message in ((encoder_decoder, "encoder-decoder"), (roberta, "positions"), (rwkv, "takes none")):
+        with pytest.raises(ValueError, match=message):
+            HFRolloutEngine(model)
 
 
 def test_models_with_a_state_outside_of_the_cache_are_refused():
@@ -240,7 +202,7 @@ def test_models_with_a_state_outside_of_the_cache_are_refused():
         num_key_value_heads=1, lru_width=16, attention_window_size=8,
     )  # fmt: skip
     model = tf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"layer 0 of the model leaves its \w+Layer empty, so it keeps"):
+    with pytest.raises(ValueError, match="layer 0 of the model"):
         HFRolloutEngine(model).generate([[1, 2]], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0)
 
 
@@ -252,7 +214,7 @@ def test_a_model_whose_decoding_differs_from_its_scoring_is_refused(make_model):
         hidden_states if hidden_states.shape[1] > 1 else 1.05 * hidden_states + 0.05, **kwargs
     )
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"cannot sample from LlamaForCausalLM: with its cache a log-probability diff"):
+    with pytest.raises(ValueError, match="cannot sample from LlamaForCausalLM"):
         engine.generate([[1, 2]], sampling, num_generations=1, seed=0)
     attention.forward = forward
     assert engine.generate([[1, 2]], sampling, num_generations=1, seed=0)
@@ -260,15 +222,3 @@ def test_a_model_whose_decoding_differs_from_its_scoring_is_refused(make_model):
     calls = []
     engine.generate([[1, 2]], sampling, num_generations=1, seed=0)
     assert len(calls) == 4  # what has passed is not looked at again
-
-
-def test_models_that_cannot_be_padded_or_take_no_cache_are_refused():
-    import transformers as tf
-
-    small = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "intermediate_size": 16, "is_decoder": True}
-    roberta = tf.RobertaForCausalLM(tf.RobertaConfig(**small, **heads))
-    with pytest.raises(ValueError, match="needs to set their positions, but RobertaModel counts positions"):
-        HFRolloutEngine(roberta)
-    with pytest.raises(ValueError, match="a cache, but RwkvForCausalLM takes none"):
-        HFRolloutEngine(tf.RwkvForCausalLM(tf.RwkvConfig(**{**small, "num_hidden_layers": 2})))

@@ -35,8 +35,7 @@ def check(engine, prompts, sampling, *, atol=1e-5, **options):
     return [rollout for turn in turns for group in turn for rollout in group]
 
 
-@pytest.mark.parametrize("max_sequences", [None, 4])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize(("family", "max_sequences"), [("qwen3", None), ("gpt2", 4), ("qwen2_window", 4)])
 def test_continuing_equals_encoding_from_the_start(make_model, family, max_sequences):
     engine = HFRolloutEngine(make_model(family), max_sequences=max_sequences)
     sampling = SamplingConfig(max_new_tokens=6, stop_token_ids=(4, 9))
@@ -51,16 +50,14 @@ def test_every_way_to_sample(qwen3, letters, kind):
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_window"])
-def test_results_of_very_different_lengths(make_model, family):
-    engine = HFRolloutEngine(make_model(family, max_position_embeddings=1024), max_prefill_tokens=500)
+def test_results_of_very_different_lengths(make_model):
+    engine = HFRolloutEngine(make_model("qwen2_window", max_position_embeddings=1024), max_prefill_tokens=500)
     sampling = SamplingConfig(max_new_tokens=4)
     lengths = [1, 2, 5, 90, 100, 200]
     check(engine, [LONG, [3], LONG[:40]], sampling, new_tokens=lambda numbers: numbers.choice(lengths))
 
 
-@pytest.mark.parametrize("max_sequences", [None, 5])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize(("family", "max_sequences"), [("llama", None), ("gpt2", 5), ("qwen2_window", 5)])
 def test_continuing_shared_prompts(make_model, monkeypatch, family, max_sequences):
     shared, shares_prompts = [], hf_engine.shares_prompts
     monkeypatch.setattr(hf_engine, "shares_prompts", lambda *args: shared.append(shares_prompts(*args)) or shared[-1])
@@ -169,15 +166,6 @@ def test_the_longest_prefix_is_found():
     assert kept.claim([Prompt([1, 2, 3])]) == [None]  # all were handed out or forgotten
 
 
-def test_prompts_with_media_continue_nothing():
-    kept = KeptCaches()
-    kept.add([1, 2], sequence(2))
-    media = {"pixel_values": torch.zeros(1)}
-    with_media, text = kept.claim([Prompt([1, 2, 3], media=media), Prompt([1, 2, 3])])
-    assert with_media is None
-    assert text.num_tokens == 2
-
-
 def test_plan_groups_about_as_many_new_tokens():
     def plan(pairs, budget=1000, **options):
         lengths = [cached + new for cached, new in pairs]
@@ -223,6 +211,8 @@ def test_caches_are_freed(make_model):
 
 
 def fail_inside(engine):
+    with engine.keep_caches(), pytest.raises(RuntimeError, match="in use already"):
+        engine.keep_caches().__enter__()
     with suppress(ValueError), engine.keep_caches():
         engine.generate(PROMPTS, SamplingConfig(max_new_tokens=3), num_generations=1, seed=1)
         engine.generate([[]], SamplingConfig(), num_generations=1, seed=1)
@@ -246,12 +236,6 @@ def test_copies_of_the_engine_keep_their_own(make_model):
             engine.generate(continued, sampling, num_generations=1, seed=0)
         assert counts[0] == 3
     assert play(engine, PROMPTS, sampling, keep=True)[0] == ours
-
-
-def test_contexts_do_not_nest(qwen3):
-    engine = HFRolloutEngine(qwen3)
-    with engine.keep_caches(), pytest.raises(RuntimeError, match=r"keep_caches.* is in use already; leave"):
-        engine.keep_caches().__enter__()
 
 
 def test_a_model_that_continues_caches_inexactly_is_encoded_from_the_start(make_model, caplog):

@@ -7,26 +7,12 @@ import torch
 from helpers.continued import counted_tokens
 from helpers.rollouts import assert_same
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
-from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
+from helpers.tiny_vision import FAMILIES, prompts_and_media, tiny_vision_model
 from helpers.versions import needs
 
 from pl_grouprl.media.inputs import media_key, placeholder_ids
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.types import SamplingConfig
-
-
-def requests(family):
-    """Prompts and media: one image, the same tokens with another image, text, two images, the first again."""
-    processor = tiny_processor(family)
-    groups = [
-        vision_group(processor, "cat?", [tiny_image(0)], []),
-        vision_group(processor, "cat?", [tiny_image(1)], []),
-        vision_group(processor, "a long line of text", [], []),
-        vision_group(processor, "two", [tiny_image(2, width=16, height=24), tiny_image(3)], []),
-        vision_group(processor, "cat?", [tiny_image(0)], []),
-        vision_group(processor, "no", [], []),
-    ]
-    return [group.prompt_ids for group in groups], [group.media for group in groups]
 
 
 def count_calls(module, kind):
@@ -38,7 +24,7 @@ def count_calls(module, kind):
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampling_equals_a_full_forward(family, temperature):
-    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    model, (prompts, media) = tiny_vision_model(family), prompts_and_media(family)
     never = tuple(placeholder_ids(model).values())
     sampling = SamplingConfig(max_new_tokens=12, temperature=temperature, stop_token_ids=(1, 8, 16, 24, 32))
     engine = HFRolloutEngine(model, max_sequences=5)
@@ -57,7 +43,7 @@ def test_sampling_equals_a_full_forward(family, temperature):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_text_continues_its_cache_next_to_prompts_with_images(family):
-    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    model, (prompts, media) = tiny_vision_model(family), prompts_and_media(family)
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=6)
     first = engine.generate(prompts, sampling, num_generations=1, seed=3, media=media)
     text = [[*prompts[index], *first[index][0].token_ids, 5, 6, 7] for index in (2, 5)]
@@ -73,7 +59,7 @@ def test_text_continues_its_cache_next_to_prompts_with_images(family):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_stale_positions_in_the_model_are_not_read(family):
-    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    model, (prompts, media) = tiny_vision_model(family), prompts_and_media(family)
     engine, sampling = HFRolloutEngine(model), SamplingConfig(max_new_tokens=6)
     text = {"prompts": [prompts[2], prompts[5]], "sampling": sampling, "num_generations": 2, "seed": 3}
     first, second = engine.generate(prompts, sampling, num_generations=2, seed=3, media=media), engine.generate(**text)
@@ -107,7 +93,7 @@ def test_a_video_and_its_speed():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_placeholders_are_never_sampled(family):
-    model, (prompts, media) = tiny_vision_model(family), requests(family)
+    model, (prompts, media) = tiny_vision_model(family), prompts_and_media(family)
     tokens = placeholder_ids(model)
     assert tokens
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, wanted, 9.0))
@@ -137,23 +123,15 @@ def test_media_of_equal_content_are_the_same():
 
 
 def test_media_that_cannot_be_served_are_refused():
-    model, (prompts, media) = tiny_vision_model("qwen2_5_vl"), requests("qwen2_5_vl")
-
-    def generate(own, model=model):
-        return HFRolloutEngine(model).generate(
-            prompts[:1], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0, media=own
-        )
-
-    with pytest.raises(ValueError, match="longer"):
-        generate(media[:2])
-    with pytest.raises(ValueError, match=r"media\[0\]\['audio'\] is given, but Qwen2_5_VLModel takes no audio"):
-        generate([{"audio": torch.zeros(1)}])
-    with pytest.raises(
-        ValueError, match=r"media\[0\]\['mm_token_type_ids'\] has shape \[1\] for a prompt of \d+ tokens"
-    ):
-        generate([{**media[0], "mm_token_type_ids": torch.zeros(1)}])
+    model, (prompts, media) = tiny_vision_model("qwen2_5_vl"), prompts_and_media("qwen2_5_vl")
     text = tiny_decoder("mistral", vocab_size=64)
-    with pytest.raises(
-        ValueError, match=r"media\[0\]\['pixel_values'\] is given, but MistralModel takes no pixel_values"
+    for policy, own, named in (
+        (model, media[:2], "longer"),
+        (model, [{"audio": torch.zeros(1)}], r"\['audio'\]"),
+        (model, [{**media[0], "mm_token_type_ids": torch.zeros(1)}], r"\['mm_token_type_ids'\]"),
+        (text, [{"pixel_values": torch.zeros(1)}], r"\['pixel_values'\]"),
     ):
-        generate([{"pixel_values": torch.zeros(1)}], text)
+        with pytest.raises(ValueError, match=named):
+            HFRolloutEngine(policy).generate(
+                prompts[:1], SamplingConfig(max_new_tokens=2), num_generations=1, seed=0, media=own
+            )

@@ -165,11 +165,14 @@ SHARED = {
 """Which families share prompts."""
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", SHARED)
+EAGER = ("gpt_oss", "gemma2", "mistral", "lfm2")  # the first two run eager attention only
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [*((family, "sdpa") for family in SHARED if family not in EAGER[:2]), *((family, "eager") for family in EAGER)],
+)
 def test_sampling_after_shared_prompts_equals_a_full_forward(family, implementation, monkeypatch):
-    if family in ("gpt_oss", "gemma2") and implementation == "sdpa":
-        pytest.skip("runs eager attention only")
     model = tiny_decoder(family, attn_implementation=implementation)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, 24, (length,), generator=generator).tolist() for length in (41, 44, 41)]
@@ -232,8 +235,10 @@ def addresses(batch, model):
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3_text", "lfm2", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [("llama", 0.0), ("qwen3", 1.0), ("gpt2", 0.0), ("gemma3_text", 1.0), ("lfm2", 0.0), ("mistral", 1.0)],
+)
 def test_a_step_asks_nothing_and_moves_nothing(family, temperature, monkeypatch):
     monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", 8)
     model = tiny_decoder(family)

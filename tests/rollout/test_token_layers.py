@@ -8,11 +8,11 @@ import torch
 from helpers.continued import counted_tokens, play
 from helpers.rollouts import PROMPTS, assert_same, greedily
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.rollout.hf.kept import Axes, KeptSequence, gather_layer, keeps_more, take_row, token_axes
+from pl_grouprl.rollout.hf.kept import token_axes
 from pl_grouprl.rollout.hf.prefill import allows_padding
 from pl_grouprl.types import SamplingConfig
 
@@ -48,22 +48,6 @@ def filled(layer, rows, length, base=0.0):
     return layer
 
 
-def test_rows_are_gathered_taken_and_shortened():
-    short, long = filled(PlacedLayer(), 2, 2), filled(PlacedLayer(), 1, 3, base=100.0)
-    assert token_axes(short) == {"keys": Axes(0, 2), "values": Axes(0, 2), "places": Axes(1, 2)}
-    layer = gather_layer(0, [(short, torch.tensor([1, 0, 1])), (long, torch.tensor([0]))], width=3)
-    expected = [[0, 11, 12], [0, 1, 2], [0, 11, 12], [101, 102, 103]]
-    assert layer.keys[:, 0, :, 0].tolist() == expected
-    assert torch.equal(layer.values, -layer.keys)
-    assert [place.tolist() for place in layer.places] == [expected] * 3
-    taken = take_row(layer, 2, 2)
-    assert taken.places[0].tolist() == taken.keys[:, 0, :, 0].tolist() == [[11, 12]]
-    (shorter,) = KeptSequence(2, [taken]).cut(1).layers
-    assert shorter.places[0].tolist() == shorter.keys[:, 0, :, 0].tolist() == [[11]]
-    assert taken.get_seq_length() == 2
-    assert short.places.shape == (3, 2, 2)
-
-
 def test_layers_that_keep_anything_else_are_not_of_tokens():
     class Counting(PlacedLayer):
         counts = None
@@ -84,13 +68,6 @@ def test_layers_that_keep_anything_else_are_not_of_tokens():
     window = filled(DynamicSlidingWindowLayer(sliding_window=9), 2, 3)
     for layer in (counting, pooled, window, filled(Uncropped(), 2, 3), filled(Unordered(), 2, 3), DynamicLayer()):
         assert token_axes(layer) is None
-
-
-def test_empty_layers_that_will_keep_more_are_found():
-    assert keeps_more(DynamicIndexedLayer())
-    assert keeps_more(PlacedLayer())
-    assert not keeps_more(DynamicLayer())
-    assert not keeps_more(DynamicSlidingWindowLayer(sliding_window=9))
 
 
 @pytest.mark.parametrize(("family", "padding"), [("deepseek_v32", True), ("minimax_m3_vl_text", False)])

@@ -16,22 +16,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
+from cpu_strategies import make_strategy
 from tiny_models import VOCAB, tiny_model
 
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.distributed.strategies import support_of
 from pl_grouprl.models.policy import frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer
-
-
-def make_strategy(name: str) -> Any:
-    """`ddp`, or a stage of ZeRO and what is offloaded: `z1`, `z2`, `z3`, `z2_offload`, `z3_offload`."""
-    if name == "ddp":
-        return "ddp"
-    from cpu_strategies import CPUDeepSpeedStrategy
-
-    stage, offload = int(name[1]), name.endswith("offload")
-    return CPUDeepSpeedStrategy(stage=stage, offload_optimizer=offload, offload_parameters=offload and stage == 3)
 
 
 class TwoParts(LightningModule):

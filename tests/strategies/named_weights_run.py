@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
+from cpu_strategies import make_strategy
 from tiny_models import VOCAB, tiny_model
 
 from pl_grouprl.distributed.strategies import support_of
@@ -26,21 +27,6 @@ from pl_grouprl.models.adapters import LoRAAdapter
 
 STEPS = 4
 PREFIX = "_fsdp_wrapped_module."
-
-
-def make_strategy(name: str) -> Any:
-    """`ddp`, `fsdp1`, `fsdp2`, or a stage of ZeRO: `z1`, `z2`, `z3`, `z3_offload`."""
-    from cpu_strategies import CPUDeepSpeedStrategy, CPUFSDPStrategy
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    if name == "fsdp1":
-        return CPUFSDPStrategy(state_dict_type="sharded")
-    if name == "fsdp2":
-        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    if name.startswith("z"):
-        offload = name.endswith("offload")
-        return CPUDeepSpeedStrategy(stage=int(name[1]), offload_optimizer=offload, offload_parameters=offload)
-    return name
 
 
 def make_policy(case: dict[str, Any]) -> Any:

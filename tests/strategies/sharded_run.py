@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "algorithms"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from conftest import TinyPolicy, share_of_letters
-from cpu_strategies import CPUDeepSpeedStrategy, CPUFSDPStrategy
+from cpu_strategies import make_strategy
 
 import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig
@@ -26,17 +25,6 @@ from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
 ALGORITHMS = {name: getattr(pl_grouprl, name) for name in ("GRPO", "PPO", "GroupPPO", "Distillation")}
-
-
-def strategy(name: str) -> Any:
-    """A strategy with the sizes of two ranks."""
-    if name == "fsdp2":
-        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    if name == "fsdp1":
-        return CPUFSDPStrategy(state_dict_type="sharded")
-    if name in ("zero2", "zero3"):
-        return CPUDeepSpeedStrategy(stage=int(name[-1]))
-    return name
 
 
 class Policy:
@@ -121,7 +109,7 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=1 if name == "auto" else 2,
-        strategy=strategy(name),
+        strategy=make_strategy(name),
         max_steps=case["max_steps"],
         val_check_interval=1,
         logger=False,

@@ -41,14 +41,8 @@ def test_sharded_weights_train_like_whole_weights(tmp_path, sharded):
 def test_resume_is_exact(tmp_path, sharded):
     resumed = run(tmp_path / "resumed", "fsdp1", **CASE, checkpoint=str(sharded.folder / "step=2.ckpt"))
     assert largest_difference(resumed, sharded) == 0
-
-
-def test_a_module_runs_again(tmp_path, sharded):
-    later = run(tmp_path / "later", "fsdp1", **CASE, before=["validate", "test"])
+    later = run(tmp_path / "later", "fsdp1", **CASE, before=["validate", "test"])  # a module runs again
     assert largest_difference(later, sharded) == 0
-
-
-def test_the_export_holds_the_weights(sharded):
     assert exported_difference(sharded) == 0
 
 

@@ -78,7 +78,7 @@ def test_an_unknown_strategy_is_refused():
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     assert type(support_of(trainer)) is StrategySupport
     trainer._accelerator_connector.strategy = SimpleNamespace()
-    with pytest.raises(ValueError, match=r"trainer.strategy is SimpleNamespace, which is not supported here"):
+    with pytest.raises(ValueError, match="strategy is SimpleNamespace"):
         support_of(trainer)
 
 
@@ -91,14 +91,7 @@ def of_fsdp2(tensor_parallel=1):
     return FSDP2Support(SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh), world_size=2))
 
 
-def test_sizes_that_shard_nothing_are_refused():
-    with pytest.raises(ValueError, match="set data_parallel_size=2 and tensor_parallel_size=1"):
-        of_fsdp2(tensor_parallel=2).check(GRPO("gpt2", reward))
-
-
-def test_parameters_without_groups_are_refused():
-    with pytest.raises(ValueError, match="use_orig_params=False, which rules out parameter groups"):
-        of_fsdp1(use_orig_params=False).check(GRPO("gpt2", reward))
+SHARDED, COMPILED = (of_fsdp1, of_fsdp2), PretrainedPolicy("gpt2", compile_layers=True)
 
 
 def test_fsdp1_wraps_only_decoder_layers(tiny_llama):
@@ -110,24 +103,27 @@ def test_fsdp1_wraps_only_decoder_layers(tiny_llama):
         support.shard(module)
         wraps = support.trainer.strategy.kwargs["auto_wrap_policy"]
         assert {m for m in module.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)} == layers
-    with pytest.raises(ValueError, match=r"auto_wrap_policy wraps policy.model.layers.0.self_attn.q_proj \(Linear\)"):
+    with pytest.raises(ValueError, match="auto_wrap_policy"):
         of_fsdp1(auto_wrap_policy={nn.Linear}).shard(module)
 
 
-def test_fsdp1_refuses_micro_batches_warm_up_and_adapters():
-    with pytest.raises(ValueError, match="max_tokens_per_micro_batch is 64 under FSDPStrategy"):
-        of_fsdp1().check(GRPO("gpt2", reward, max_tokens_per_micro_batch=64))
-    with pytest.raises(ValueError, match="critic_warmup_steps is 3 under FSDPStrategy"):
-        of_fsdp1().check(PPO("gpt2", reward, critic_warmup_steps=3))
-    adapted = PretrainedPolicy("gpt2", adapter=LoRAAdapter(r=2))
-    with pytest.raises(ValueError, match=r"policy's adapter is LoRAAdapter.* cannot leave its frozen base out"):
-        of_fsdp1().check(GRPO(adapted, reward))
-
-
-@pytest.mark.parametrize("support", [of_fsdp1, of_fsdp2])
-def test_parts_that_need_whole_weights_are_refused(support):
-    with pytest.raises(ValueError, match="critic is a LoRACritic, which shares the storage of whole weights"):
-        support().check(PPO("gpt2", reward, critic=LoRACritic()))
-    with pytest.raises(ValueError, match="policy has compile_layers=True"):
-        support().check(GRPO(PretrainedPolicy("gpt2", compile_layers=True), reward))
-    support().check(PPO("gpt2", reward))
+@pytest.mark.parametrize(
+    ("support", "module", "message"),
+    [
+        (of_fsdp1, lambda: GRPO("gpt2", reward, max_tokens_per_micro_batch=64), "max_tokens_per_micro_batch is 64"),
+        (of_fsdp1, lambda: PPO("gpt2", reward, critic_warmup_steps=3), "critic_warmup_steps is 3"),
+        (of_fsdp1, lambda: GRPO(PretrainedPolicy("gpt2", adapter=LoRAAdapter(r=2)), reward), "adapter is LoRAAdapter"),
+        *((own, lambda: PPO("gpt2", reward, critic=LoRACritic()), "critic is a LoRACritic") for own in SHARDED),
+        *(
+            (own, lambda: GRPO(PretrainedPolicy("gpt2", compile_layers=True), reward), "compile_layers")
+            for own in SHARDED
+        ),
+        (lambda: of_fsdp2(tensor_parallel=2), lambda: GRPO("gpt2", reward), "tensor_parallel_size=1"),
+        (lambda: of_fsdp1(use_orig_params=False), lambda: GRPO("gpt2", reward), "use_orig_params=False"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(support, module, message):
+    with pytest.raises(ValueError, match=message):
+        support().check(module())
+    for own in SHARDED:
+        own().check(PPO("gpt2", reward))

@@ -61,9 +61,9 @@ def test_runs_that_agree_are_ok(tmp_path, made_up, capsys):
     [
         ({"loss": 2e-4}, "losses differ by 2.0e-04"),
         ({"loss": float("nan")}, "losses differ by nan"),
-        ({"weight": 1e-6}, "resumed weights differ by"),
-        ({"logit": 1e-4}, "logits of the export differ by 1.0e-04"),
-        ({"reward": 1e-2}, "later evaluations differ by 1.0e-02"),
+        ({"weight": 1e-6}, "resumed weights differ"),
+        ({"logit": 1e-4}, "logits of the export differ"),
+        ({"reward": 1e-2}, "later evaluations differ"),
     ],
 )
 def test_runs_that_differ_fail_the_command(off, told, tmp_path, made_up, capsys):

@@ -73,34 +73,13 @@ def assert_same(stream, expected):
 
 @DTYPES
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VISION_FAMILIES])
 def test_a_model_is_as_saved(family, tied, dtype, tmp_path):
-    model = tiny_model(family, dtype=dtype, tie_word_embeddings=tied)
-    assert_same(checkpoint_weights(model, raw(model)), saved(model, tmp_path))
-
-
-@DTYPES
-@pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_a_vision_model_is_as_saved(family, dtype, tmp_path):
-    model = tiny_vision_model(family, dtype=dtype)
-    assert_same(checkpoint_weights(model, raw(model)), saved(model, tmp_path))
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_5_vl", "gemma3"])
-def test_a_model_that_was_loaded_is_as_saved(family, tmp_path):
-    """It knows the form of the checkpoint that it was read from, which is then that of the next one."""
-    first = saved(build(family), tmp_path / "first")
-    model = type(build(family)).from_pretrained(tmp_path / "first")
-    assert_same(checkpoint_weights(model, raw(model)), first)
-    assert_same(checkpoint_weights(model, raw(model)), saved(model, tmp_path / "second"))
-
-
-def test_experts_come_one_by_one():
-    model = tiny_model("qwen3_moe")
-    stream = dict(checkpoint_weights(model, raw(model)))
-    inner = dict(model.named_parameters())["model.layers.1.mlp.experts.gate_up_proj"]  # [experts, gate and up, hidden]
-    assert torch.equal(stream["model.layers.1.mlp.experts.2.up_proj.weight"], inner[2, 16:])
-    assert "model.layers.1.mlp.experts.gate_up_proj" not in stream
+    model = build(family, dtype=dtype, **({} if family in VISION_FAMILIES else {"tie_word_embeddings": tied}))
+    assert_same(checkpoint_weights(model, raw(model)), saved(model, tmp_path / "first"))
+    if family in ("qwen3_moe", "qwen2_5_vl", "gemma3"):  # it knows the form of the checkpoint that it was read from
+        loaded = type(model).from_pretrained(tmp_path / "first")
+        assert_same(checkpoint_weights(loaded, raw(loaded)), saved(loaded, tmp_path / "second"))
 
 
 def test_weights_that_checkpoints_keep_fused(tmp_path):
@@ -271,10 +250,9 @@ def peak_bytes(stream_of, weights):
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_at_most_one_module_is_held(family, function):
+def test_at_most_one_module_is_held(function):
     model = LoRAAdapter(r=4).add_to(
-        tiny_model(family, num_hidden_layers=12, intermediate_size=256, hidden_size=64, moe_intermediate_size=64)
+        tiny_model("qwen3_moe", num_hidden_layers=12, intermediate_size=256, hidden_size=64, moe_intermediate_size=64)
     )
     weights = [(name, value.detach()) for name, value in raw(model)]
     modules = [sum(p.nbytes for p in module.parameters(recurse=False)) for module in model.modules()]
@@ -304,12 +282,13 @@ def test_missing_and_unexpected_weights_are_refused():
     weights = dict(raw(model))
     last = next(reversed(weights))
     missing = {name: value for name, value in weights.items() if name != "model.layers.1.mlp.up_proj.weight"}
-    with pytest.raises(ValueError, match=r"ended without 1 of LlamaForCausalLM, such as 'model.layers.1.mlp.up_proj"):
-        list(checkpoint_weights(model, missing.items()))
-    with pytest.raises(ValueError, match=r"has 'critic.weight' which LlamaForCausalLM does not have"):
-        list(checkpoint_weights(model, {**weights, "critic.weight": weights[last]}.items()))
-    with pytest.raises(ValueError, match=f"has '{last}' twice; LlamaForCausalLM has it once"):
-        list(checkpoint_weights(model, [*weights.items(), (last, weights[last])]))
+    for items, message in (
+        (missing.items(), "without 1 of LlamaForCausalLM, such as 'model.layers.1.mlp.up_proj"),
+        ({**weights, "critic.weight": weights[last]}.items(), "has 'critic.weight'"),
+        ([*weights.items(), (last, weights[last])], f"has '{last}' twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(checkpoint_weights(model, items))
 
 
 def test_refusals_come_before_anything_is_read():
@@ -317,19 +296,15 @@ def test_refusals_come_before_anything_is_read():
         raise AssertionError
         yield
 
-    with pytest.raises(ValueError, match="LlamaForCausalLM has 0 active adapters"):
-        adapter_weights(tiny_model(), never())
-    with pytest.raises(ValueError, match="LlamaForCausalLM has 0 active adapters"):
-        adapter_config(tiny_model())
+    for refused in (lambda: adapter_weights(tiny_model(), never()), lambda: adapter_config(tiny_model())):
+        with pytest.raises(ValueError, match="0 active adapters"):
+            refused()
     merged = wrapped()
     merged.merge_adapter()
-    with pytest.raises(ValueError, match=r"unmerge_adapter"):
+    with pytest.raises(ValueError, match="unmerge_adapter"):
         base_weights(merged, never())
-    tokens = wrapped(trainable_token_indices=[1, 2])
-    with pytest.raises(
-        TypeError, match=r"TrainableTokensWrapper of PEFT at 'model.embed_tokens' can neither be merged"
-    ):
-        checkpoint_weights(tokens, never())
+    with pytest.raises(TypeError, match="TrainableTokensWrapper"):
+        checkpoint_weights(wrapped(trainable_token_indices=[1, 2]), never())
 
 
 def test_a_form_that_cannot_be_reversed():
@@ -341,14 +316,11 @@ def test_a_form_that_cannot_be_reversed():
 
     model = tiny_model()
     model._weight_conversions = [WeightConverter("mlp.up_proj", "mlp.up_proj", operations=[OneWay()])]
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM stores weights differently from its checkpoints, .*Not"):
+    with pytest.raises(ValueError, match="stores weights differently"):
         checkpoint_weights(model, raw(model))
     checked = [Transpose(0, 1, check_dims=True)]  # looks at the shape that the model has
     model._weight_conversions = [WeightConverter("mlp.wi.weight", "mlp.up_proj.weight", operations=checked)]
-    reason = (
-        r"stores 'model.layers.0.mlp.up_proj.weight' differently .*reads 'model.layers.0.mlp.wi.weight' from the model"
-    )
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match="differently"):
         list(checkpoint_weights(model, raw(model)))
 
 

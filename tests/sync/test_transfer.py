@@ -20,10 +20,8 @@ def test_checksum_by_hand():
     weight = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 2.0]])
     one, two = 0x3F800000, 0x40000000
     assert checksum(weight) == signed(GOLDEN * (1 * one + 3 * (two + one) + 5 * two))
-
-
-def test_vectors_are_rows_of_one_column():
-    assert checksum(torch.tensor([1.0, 2.0])) == signed(GOLDEN * (0x3F800000 + 0x40000000))
+    assert checksum(torch.tensor([1.0, 2.0])) == signed(GOLDEN * (one + two))  # a vector has rows of one column
+    assert checksum(torch.tensor([-0.0, 1.0])) == checksum(torch.tensor([0.0, 1.0]))  # zeros have no sign
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
@@ -64,29 +62,14 @@ def test_columns_do_not_commute():
     assert checksum(weight.flip(0)) == checksum(weight)  # as the order of fused rows does not count
 
 
-def test_zeros_have_no_sign():
-    assert checksum(torch.tensor([[-0.0, 1.0]])) == checksum(torch.tensor([[0.0, 1.0]]))
-    assert checksum(torch.tensor([-0.0])) == 0
-
-
 def test_buckets():
     weights = [(name, torch.zeros(count)) for name, count in [("a", 2), ("b", 3), ("c", 9), ("d", 1), ("e", 1)]]
     cut = [[name for name, _ in bucket] for bucket in buckets(iter(weights), max_bytes=20)]
     assert cut == [["a", "b"], ["c"], ["d", "e"]]  # c has 36 bytes
     assert list(buckets([], 20)) == []
-
-
-def test_buckets_read_no_further_than_needed():
-    read = []
-
-    def stream():
-        for name in "abc":
-            read.append(name)
-            yield name, torch.zeros(4)
-
-    cut = buckets(stream(), max_bytes=16)
-    next(cut)
-    assert read == ["a", "b"]
+    read = iter(weights)
+    next(buckets(read, max_bytes=20))
+    assert next(read)[0] == "d"  # it has read one weight ahead
 
 
 SENT = {"q": 5, "k": 7, "norm": 11, "embed": 2**63 - 1}
@@ -109,11 +92,11 @@ def test_equal_weights_pass():
 @pytest.mark.parametrize(
     ("worker", "row", "value", "message"),
     [
-        (0, 0, ["qkv", ["q", "k"], 5, "sum"], r"1 differ: qkv differs from what was sent as q \+ k"),
-        (1, 1, ["norm", ["norm"], 12, "copy"], "norm differs from what was sent as norm"),
-        (1, 1, ["norm", ["norm"], 0, "sum"], r"norm is stored in different ways \(copy, sum\)"),
+        (0, 0, ["qkv", ["q", "k"], 5, "sum"], r"1 differ: qkv .* q \+ k"),
+        (1, 1, ["norm", ["norm"], 12, "copy"], "norm differs"),
+        (1, 1, ["norm", ["norm"], 0, "sum"], "norm is stored in different ways"),
         (0, 2, ["embed", [], 2**63 - 2, "sum"], "embed was not sent"),
-        (0, 0, ["qkv", ["q", "v"], 4, "sum"], "qkv contains v, which was not sent"),
+        (0, 0, ["qkv", ["q", "v"], 4, "sum"], "v, which was not sent"),
     ],
 )
 def test_a_difference_is_named(worker, row, value, message):
@@ -123,17 +106,13 @@ def test_a_difference_is_named(worker, row, value, message):
         check_weights(SENT, loaded)
 
 
-def test_an_unloaded_weight_is_named():
+def test_an_unloaded_weight_is_named_and_only_some_of_many():
     loaded = [[weight for weight in worker if weight[0] != "norm"] for worker in workers()]
-    with pytest.raises(WeightsMismatchError, match="norm was sent, but no parameter contains it"):
+    with pytest.raises(WeightsMismatchError, match="norm was sent"):
         check_weights(SENT, loaded)
     with pytest.raises(WeightsMismatchError, match="4 differ"):
         check_weights(SENT, [])
-
-
-def test_only_some_differences_are_named():
     sent = {f"w{index}": index for index in range(9)}
-    loaded = [[[name, [name], value + 1, "copy"] for name, value in sent.items()]]
     with pytest.raises(WeightsMismatchError, match=r"9 differ: w0 .*; w4 [^;]*; \.\.\.") as error:
-        check_weights(sent, loaded)
+        check_weights(sent, [[[name, [name], value + 1, "copy"] for name, value in sent.items()]])
     assert "w5" not in str(error.value)

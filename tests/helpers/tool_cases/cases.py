@@ -270,10 +270,7 @@ def environment_cases() -> dict[str, ToolCase]:
             environment_factory=Columns,
         ),
         "tools and an environment": ToolCase(
-            (
-                (call("increment", step=2) + GOOD, call("_count") + call("get_reward") + END, DONE),
-                (GOOD, DONE),
-            ),
+            ((call("increment", step=2) + GOOD, call("_count") + call("get_reward") + END, DONE), (GOOD, DONE)),
             tools=(multiply, multiply_later),
             environment_factory=RewardingCounter,
         ),

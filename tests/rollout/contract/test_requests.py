@@ -7,16 +7,11 @@ from typing import get_args
 import pytest
 import torch
 from helpers.engines import ENGINES, new_engine, on, surroundings
-from helpers.rollouts import PROMPTS
+from helpers.rollouts import PROMPTS, changed
 
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.engine import Capability, declares
 from pl_grouprl.types import SamplingConfig
-
-
-@on("qwen3")
-def test_no_prompts_give_no_groups(subject):
-    assert subject.sample([], 3) == []
 
 
 @on("qwen3")
@@ -37,49 +32,39 @@ def test_the_longest_request_is_served(subject):
 
 
 @on("qwen3")
-def test_prompts_may_be_any_sequence(subject):
+def test_prompts_may_be_any_sequence_and_binding_again_is_harmless(subject):
+    assert subject.sample([], 3) == []
     expected = subject.sample([[1, 2], [3]], max_new_tokens=4)
     assert subject.sample(((1, 2), (3,)), max_new_tokens=4) == expected
+    subject.engine.bind(subject.model, subject.tokenizer)
+    assert subject.sample([[1, 2], [3]], max_new_tokens=4) == expected
 
 
 @pytest.mark.parametrize(
     ("prompts", "num_generations", "options", "message"),
     [
-        ([[1], []], 1, {"max_new_tokens": 4}, r"prompts\[1\] is empty"),
-        ([[1]], 0, {}, "num_generations is 0; it must be at least 1"),
-        (
-            [[1], [1] * 250],
-            1,
-            {"max_new_tokens": 7},
-            r"prompts\[1\] has 250 tokens, which with max_new_tokens=7 exceeds the model's "
-            r"max_position_embeddings=256; shorten the prompt",
-        ),
-        ([[1, 24]], 1, {"max_new_tokens": 4}, "token ids from 1 to 24, but the model has vocab_size=24"),
-        ([[1, -1]], 1, {"max_new_tokens": 4}, "token ids from -1 to 1"),
-        ([[1]], 1, {"max_new_tokens": 4, "stop": ("x",)}, "has no tokenizer"),
+        ([[1], []], 1, {}, r"prompts\[1\] is empty"),
+        ([[1]], 0, {}, "num_generations is 0"),
+        ([[1], [1] * 250], 1, {"max_new_tokens": 7}, r"prompts\[1\].*max_new_tokens=7.*max_position_embeddings=256"),
+        ([[1, 24]], 1, {}, "24.*vocab_size=24"),
+        ([[1, -1]], 1, {}, "from -1"),
+        ([[1]], 1, {"stop": ("x",)}, "no tokenizer"),
     ],
 )
 @on("qwen3")
 def test_requests_that_cannot_be_served(subject, prompts, num_generations, options, message):
     with pytest.raises(ValueError, match=message):
-        subject.sample(prompts, num_generations, **options)
+        subject.sample(prompts, num_generations, **{"max_new_tokens": 4, **options})
     assert len(subject.sample([[1]], max_new_tokens=2)) == 1  # goes on serving
 
 
 @pytest.mark.parametrize("temperature", [0.005, 2.5])
 @on("qwen3", engines=("vllm",))
 def test_temperatures_that_vllm_does_not_support_are_refused(subject, temperature):
-    message = rf"SamplingConfig\.temperature is {temperature}, which vLLM does not support; set it to 0 \(greedy\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"SamplingConfig\.temperature is {temperature}"):
         subject.sample(PROMPTS, 2, max_new_tokens=2, temperature=temperature)
     for served in (0.01, 2.0):
         assert len(subject.sample([[1]], max_new_tokens=2, temperature=served)) == 1
-
-
-@on("letters")
-def test_an_empty_stop_string_is_refused(subject):
-    with pytest.raises(ValueError, match=r"SamplingConfig\.stop has an empty string"):
-        subject.sample([[1]], max_new_tokens=2, stop=("a", ""))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=tried.marks) for name, tried in ENGINES.items()])
@@ -94,28 +79,11 @@ def test_an_engine_without_a_policy_says_so(name):
 
 
 @on("qwen3")
-def test_binding_again_is_harmless(subject):
-    first = subject.sample(PROMPTS, 2, max_new_tokens=4)
-    subject.engine.bind(subject.model, subject.tokenizer)
-    assert subject.sample(PROMPTS, 2, max_new_tokens=4) == first
-
-
-@on("qwen3")
 def test_logits_that_are_not_finite_are_reported(subject):
-    weight = subject.model.model.norm.weight
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight.fill_(math.nan)
-    try:
-        subject.sync()
-        with pytest.raises(FloatingPointError, match="not finite"):
-            subject.sample([[1, 2]], max_new_tokens=2)
-        with pytest.raises(FloatingPointError, match="not finite"):
-            subject.sample([[1, 2]], max_new_tokens=2, temperature=0.0)
-    finally:
-        with torch.no_grad():
-            weight.copy_(kept)
-        subject.sync()
+    with changed(subject.model.model.norm.weight, lambda weight: weight.fill_(math.nan), subject.sync):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(FloatingPointError, match="not finite"):
+                subject.sample([[1, 2]], max_new_tokens=2, temperature=temperature)
     assert len(subject.sample([[1, 2]], max_new_tokens=2)) == 1
 
 

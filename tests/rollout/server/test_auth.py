@@ -41,16 +41,16 @@ def test_a_token_is_required(status_of):
     assert status_of("//health", token="t") == 401
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000", "127.3.2.1"])
-def test_without_a_token_loopback_hosts_are_accepted(status_of, host):
-    assert status_of(host=host) == 200
-
-
 @pytest.mark.parametrize(
-    "host", ["evil.example:8000", "localhost.evil.example", "10.0.0.1", "[::1", "", "a@127.0.0.1.b"]
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]:8000", "127.3.2.1")),
+        *((host, 403) for host in ("evil.example:8000", "localhost.evil.example", "10.0.0.1", "[::1", "")),
+        ("a@127.0.0.1.b", 403),
+    ],
 )
-def test_without_a_token_other_hosts_are_refused(status_of, host):
-    assert status_of(host=host) == 403
+def test_without_a_token_only_loopback_hosts_are_served(status_of, host, status):
+    assert status_of(host=host) == status
     assert status_of("/health", host=host) == 200
 
 

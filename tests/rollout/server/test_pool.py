@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.fake_sampler import FakeSampler
+from helpers.server_engines import GENERATE, at
+from helpers.watched_processes import until
 
 from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.rollout.engine import SamplerLostError, StopStrings
@@ -19,7 +21,6 @@ from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
 from pl_grouprl.rollout.vllm.scheduler import Scheduler
 
 LABELS = Labels("run")
-ROLLOUTS = "/inference/v1/generate"
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_calls_of_threads_share_the_limit(fakes):
 def test_calls_of_threads_are_split_evenly(fakes):
     held = threading.Barrier(8, timeout=30)  # all are being answered at the same time
     for fake in fakes:
-        fake.before = lambda path: held.wait() and None if path == ROLLOUTS else None
+        fake.before = at(GENERATE, lambda: held.wait() and None)
     in_threads(pool_of(fakes), 8)
     assert [len(fake.asked) for fake in fakes] == [4, 4]
 
@@ -107,29 +108,34 @@ def test_a_server_that_is_away_does_not_hold_up_the_others(fakes):
 def test_a_server_that_comes_back_takes_part_again(fakes):
     late, up = fakes
     late.before = lambda path: (503, {"error": "starting"})
-    pool = pool_of([late, up], max_concurrent=1)
 
-    def count(path):
-        if path == ROLLOUTS and len(up.asked) == 3:
+    def count():
+        if len(up.asked) == 3:
             late.before = lambda path: None
-            while not late.asked:
-                time.sleep(0.01)
+            until(lambda: late.asked)
 
-    up.before = count
-    pool.sample([request(token) for token in range(8)])
+    up.before = at(GENERATE, count)
+    pool_of([late, up], max_concurrent=1).sample([request(token) for token in range(8)])
     assert late.asked
     assert len(late.asked) + len(up.asked) == 8
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_that_has_too_much_to_do_is_asked_again(fakes, status):
-    fake = fakes[0]
-    refusals = iter(range(4))
-    fake.before = lambda path: (
-        (status, {"error": "later"}) if path == ROLLOUTS and next(refusals, None) is not None else None
-    )
+    fake, answer = fakes[0], fakes[0].generate
+    refusals = iter(4 * [(status, {"error": "later"})])
+    fake.before = at(GENERATE, lambda: next(refusals, None))
+    assert len(pool_of([fake]).sample([request(1)])) == len(fake.asked) == 1
+    refusals = iter([(status, {"error": "later"})])
+
+    def abort(body):
+        fake.before = at("/weight_info", lambda: next(refusals, None))
+        fake.generate = answer
+        return {"choices": [{"token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_versions": None}]}
+
+    fake.generate = abort
     assert len(pool_of([fake]).sample([request(1)])) == 1
-    assert len(fake.asked) == 1
+    assert next(refusals, None) is None
 
 
 def test_a_prompt_that_always_breaks_off_ends_its_call_alone(fakes):
@@ -142,41 +148,31 @@ def test_a_prompt_that_always_breaks_off_ends_its_call_alone(fakes):
     with ThreadPoolExecutor(2) as threads:
         bad = threads.submit(pool.sample, [request(3)])
         good = [pool.sample([request(token)]) for token in (4, 5, 6)]
-        with pytest.raises(RuntimeError, match=r"broke off a rollout 5 times, most recently: .* answers 500: this one"):
+        with pytest.raises(RuntimeError, match="500: this one"):
             bad.result()
     assert len(good) == 3
     assert not pool._calls
 
 
 def test_a_refused_request_ends_its_call_alone(fakes):
-    refused = threading.Event()
-
-    def answer(path):
-        if path != ROLLOUTS:
-            return None
-        if refused.is_set():
-            return None
-        refused.set()
-        return 400, {"error": {"message": "too long"}}
-
-    fakes[0].before = answer
+    refusals = iter([(400, {"error": {"message": "too long"}})])
+    fakes[0].before = at(GENERATE, lambda: next(refusals, None))
     pool = pool_of(fakes[:1])
-    with pytest.raises(ValueError, match="answers 400: too long"):
+    with pytest.raises(ValueError, match="400: too long"):
         pool.sample([request(1)])
     assert len(pool.sample([request(1)])) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "sampling-servers"]
 
 
 def test_a_lost_server_ends_all_calls(fakes):
     lost, other = fakes
     released = threading.Event()
 
-    def restart(path):
-        if path == ROLLOUTS:
-            lost.restart()
-            raise ConnectionAbortedError
+    def restart():
+        lost.restart()
+        raise ConnectionAbortedError
 
-    lost.before = restart
-    other.before = lambda path: released.wait(30) and None if path == ROLLOUTS else None
+    lost.before, other.before = at(GENERATE, restart), at(GENERATE, lambda: released.wait(30) and None)
     pool = pool_of(fakes)
     with ThreadPoolExecutor(6) as threads:
         calls = [threads.submit(pool.sample, [request(token), request(token + 10)]) for token in range(6)]
@@ -185,27 +181,15 @@ def test_a_lost_server_ends_all_calls(fakes):
     assert [type(error) for error in errors] == 6 * [SamplerLostError]
 
 
-def test_no_thread_stays(fakes):
-    before = threading.active_count()
-    pool_of(fakes).sample([request(1)])
-    assert not [thread for thread in threading.enumerate() if thread.name == "sampling-servers"]
-    assert threading.active_count() <= before + 2  # of the fakes' connections
-
-
 def test_what_ends_the_watch_ends_all_calls_and_the_next_begins_anew(fakes, monkeypatch):
     held, asked = threading.Event(), threading.Event()
-
-    def hold(path):
-        if path == ROLLOUTS:
-            asked.set()
-            held.wait(30)
 
     async def fail(*args):
         while not asked.is_set():
             await asyncio.sleep(0.01)
         raise KeyError("the watch")
 
-    fakes[0].before = hold
+    fakes[0].before = at(GENERATE, lambda: asked.set() or (held.wait(30) and None))
     pool = pool_of(fakes[:1])
     with monkeypatch.context() as patch:
         patch.setattr(scheduler_module._Dispatcher, "_ask", fail)
@@ -229,21 +213,6 @@ def test_after_an_interruption_the_next_call_begins_anew(fakes, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             pool.sample([request(1)])
     assert len(pool.sample([request(1)])) == 1
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_server_that_fails_after_an_abort_is_asked_again(fakes, status):
-    fake, answer = fakes[0], fakes[0].generate
-    refusals = iter([(status, {"error": "later"})])
-
-    def abort(body):
-        fake.before = lambda path: next(refusals, None) if path == "/weight_info" else None
-        fake.generate = answer
-        return {"choices": [{"token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_versions": None}]}
-
-    fake.generate = abort
-    assert len(pool_of([fake]).sample([request(1)])) == 1
-    assert next(refusals, None) is None
 
 
 def test_a_server_that_is_busy_goes_on_with_what_it_has(fakes, monkeypatch):
@@ -285,8 +254,8 @@ def test_a_server_may_be_overloaded_for_as_long_as_its_timeout(fakes):
     fake.generate = generate
     assert pool_of(fakes[:1]).sample([request(1)])[0][0].token_ids == [1, 1, 0]
     fake.generate = lambda body: (429, {"error": "later"})
-    with pytest.raises(RuntimeError, match=r"did not come back within 1 seconds \(BusyError: .*429: later\)"):
-        pool_of(fakes[:1], timeout=1.0).sample([request(1)])
+    with pytest.raises(RuntimeError, match="429: later"):
+        pool_of(fakes[:1], timeout=0.5).sample([request(1)])
 
 
 def test_sequences_leave_files_to_the_rest_of_the_process(fakes, monkeypatch):
@@ -336,7 +305,7 @@ def test_a_malformed_answer_is_asked_for_again_and_then_names_the_server(fakes, 
 
     fake.generate = generate
     assert pool_of(fakes[:1]).sample([asked])[0][0].token_ids == [1, 1, 0]
-    with pytest.raises(RuntimeError, match=rf"server at {fake.url} broke off a rollout 5 times, most recently"):
+    with pytest.raises(RuntimeError, match=rf"{fake.url} broke off a rollout 5 times"):
         pool_of(fakes[:1]).sample([asked])
 
 

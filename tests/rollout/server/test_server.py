@@ -79,10 +79,12 @@ def servers(tmp_path_factory):
     assert TOKEN not in "".join(server.log.read_text() for server in started)
 
 
-def make_engine(policy, *servers, **options):
+def make_engine(policy, *servers, version=None, **options):
     engine = VLLMServerRolloutEngine([server.url for server in servers], token=TOKEN, timeout=200, **options)
     engine.bind(policy)
     engine._bucket_bytes = 20_000  # several buckets
+    if version is not None:
+        engine.update_weights(weights(policy), version=version)
     return engine
 
 
@@ -97,15 +99,7 @@ def test_it_samples_from_the_latest_weights(servers, tied):
         outputs.append(ids(engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)))
         disturb(policy, seed=version)
     assert outputs[0] != outputs[1] != outputs[2]
-
-
-def test_weights_go_through_the_servers_folder(servers):
-    policy = make_policy(seed=4)
-    engine = make_engine(policy, servers[0])
-    engine.update_weights(weights(policy), version=1)
     (folder,) = engine._fleet._folders
-    assert folder.is_dir()
-    assert_samples_like(policy, engine)
     assert list(folder.iterdir()) == []
 
 
@@ -167,8 +161,7 @@ def update_during(engine, policy, version, **options):
 def test_an_update_in_flight(servers):
     """With the same weights, it changes no token, whether sequences go on or start again."""
     policy = make_policy()
-    engine = make_engine(policy, servers[0])
-    engine.update_weights(weights(policy), version=1)
+    engine = make_engine(policy, servers[0], version=1)
     expected = list(chain(*engine.generate(PROMPTS, LONG, num_generations=2, seed=3)))
     kept = update_during(engine, policy, 2, num_generations=2, seed=3)
     assert {version for rollout in kept for version in rollout.weight_versions} == {1, 2}
@@ -184,8 +177,7 @@ def test_an_update_in_flight(servers):
 def test_sequences_go_on_with_new_weights_and_nothing_of_the_old(servers):
     """Neither keys and values of the running sequences nor those in the prefix cache are from old weights."""
     policy = make_policy()
-    engine = make_engine(policy, servers[0])
-    engine.update_weights(weights(policy), version=1)
+    engine = make_engine(policy, servers[0], version=1)
     disturb(policy, seed=9)
     rollouts = update_during(engine, policy, 2, num_generations=1, seed=3)
     for prompt, rollout in zip(PROMPTS, rollouts, strict=True):
@@ -218,29 +210,27 @@ def test_a_single_bit_on_one_side_is_caught(servers, monkeypatch):
     policy = make_policy()
     engine = make_engine(policy, *servers[:2])
     flip(monkeypatch, "model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(WeightsMismatchError, match=r"1 differ: model\.layers\.1\.mlp\.gate_up_proj\.weight differs"):
+    with pytest.raises(WeightsMismatchError, match=r"1 differ: model\.layers\.1\.mlp\.gate_up_proj"):
         engine.update_weights(weights(policy), version=1)
-    with pytest.raises(SamplerLostError, match="the last update of the sampling servers has failed"):
+    with pytest.raises(SamplerLostError, match="failed"):
         engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)
     engine.update_weights(weights(policy), version=2)
     assert_samples_like(policy, engine)
 
 
-def test_a_weight_that_was_left_out_is_caught(servers):
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda own: [item for item in own if "layers.1.mlp.down_proj" not in item[0]], r"layers\.1\.mlp\.down_proj"),
+        (lambda own: [*own, ("model.nowhere.weight", torch.ones(3))], "nowhere"),
+    ],
+    ids=["left out", "unknown"],
+)
+def test_weights_that_are_not_the_model_s_are_caught(servers, change, named):
     policy = make_policy()
     engine = make_engine(policy, servers[0])
-    some = [(name, weight) for name, weight in weights(policy) if "layers.1.mlp.down_proj" not in name]
-    with pytest.raises((WeightsMismatchError, RuntimeError), match=r"layers\.1\.mlp\.down_proj"):
-        engine.update_weights(some, version=1)
-    engine.update_weights(weights(policy), version=2)
-    assert_samples_like(policy, engine)
-
-
-def test_a_weight_that_the_model_does_not_have_is_refused(servers):
-    policy = make_policy()
-    engine = make_engine(policy, servers[0])
-    with pytest.raises((WeightsMismatchError, RuntimeError), match="nowhere"):
-        engine.update_weights([*weights(policy), ("model.nowhere.weight", torch.ones(3))], version=1)
+    with pytest.raises((WeightsMismatchError, RuntimeError), match=named):
+        engine.update_weights(change(weights(policy)), version=1)
     engine.update_weights(weights(policy), version=2)
     assert_samples_like(policy, engine)
 
@@ -254,45 +244,15 @@ def test_an_update_begun_over_an_unfinished_one_starts_cleanly(servers):
     bucket = [("lm_head.weight", torch.zeros(61, 64))]
     fleet._deliver(other._servers[0], fleet._folders[0], bucket)  # a trainer that dies here
     engine.version = 1
-    with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
+    with pytest.raises(WeightsMismatchError, match="another trainer"):
         engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)
     engine.update_weights(weights(policy), version=2)
     assert_samples_like(policy, engine)
 
 
-def test_a_second_trainer_is_noticed_in_a_rollout(servers):
-    policy = make_policy()
-    engine, other = make_engine(policy, servers[0]), make_engine(policy, servers[0])
-    engine.update_weights(weights(policy), version=1)
-    timer = threading.Timer(0.3, lambda: other.update_weights(weights(policy), version=1))
-    timer.start()
-    with pytest.raises(WeightsMismatchError, match="Does another trainer use this server"):
-        engine.generate(PROMPTS, LONG, num_generations=8, seed=0)
-    timer.join()
-
-
-def test_weights_of_a_failed_update_are_lost(servers):
-    policy = make_policy()
-    engine = make_engine(policy, servers[0])
-    engine.update_weights(weights(policy), version=1)
-
-    def stream():
-        yield from list(weights(policy))[:6]
-        raise KeyError("the shard of another rank")
-
-    with pytest.raises(KeyError, match="the shard of another rank"):
-        engine.update_weights(stream(), version=2)
-    engine.version = 2  # as on another rank
-    with pytest.raises(SamplerLostError):
-        engine.generate(PROMPTS, GREEDY, num_generations=1, seed=0)
-    engine.update_weights(weights(policy), version=3)
-    assert_samples_like(policy, engine)
-
-
 def test_rollouts_of_a_client_that_fails_are_stopped(servers, monkeypatch):
     policy = make_policy()
-    engine = make_engine(policy, servers[0])
-    engine.update_weights(weights(policy), version=1)
+    engine = make_engine(policy, servers[0], version=1)
 
     async def fail(*args):
         await asyncio.sleep(1)
@@ -309,8 +269,7 @@ def test_rollouts_of_a_client_that_fails_are_stopped(servers, monkeypatch):
 
 def test_tokens_that_are_never_sampled(servers):
     policy = make_policy()
-    engine = make_engine(policy, servers[0])
-    engine.update_weights(weights(policy), version=1)
+    engine = make_engine(policy, servers[0], version=1)
     ((free, *_),) = engine.generate([[9]], GREEDY, num_generations=1, seed=0)
     engine.policy.never = sorted({*free.token_ids, 100})  # one that the model does not have
     ((bound, *_),) = engine.generate([[9]], GREEDY, num_generations=1, seed=0)
@@ -341,21 +300,8 @@ def ask(server, path, body=None, token=TOKEN, **headers):
 )
 @pytest.mark.parametrize("token", [None, "wrong", f"{TOKEN}x"])
 def test_every_route_needs_the_token(servers, path, token):
-    expected = {"error": "the token is missing or wrong; pass token=, or set PL_GROUPRL_TOKEN."}
-    assert ask(servers[0], path, {}, token=token) == (401, expected)
-
-
-def test_liveness_needs_no_token(servers):
     assert ask(servers[0], "/health", token=None) == (200, None)
-
-
-def test_the_engine_says_that_the_token_is_wrong(servers, monkeypatch):
-    monkeypatch.delenv("PL_GROUPRL_TOKEN", raising=False)
-    for token in (None, "wrong"):
-        engine = VLLMServerRolloutEngine(servers[0].url, token=token)
-        engine.bind(make_policy())
-        with pytest.raises(RuntimeError, match="answers 401: the token is missing or wrong; pass token="):
-            engine.update_weights(iter(()), version=1)
+    assert ask(servers[0], path, {}, token=token)[0] == 401
 
 
 def test_the_token_is_not_in_the_process_list(servers):
@@ -369,18 +315,10 @@ def test_the_token_is_not_in_the_process_list(servers):
 def test_other_clients_chat_with_the_policy(servers):
     """vLLM's own routes serve the trainer's weights."""
     policy = make_policy("llama", tied=True)
-    engine = make_engine(policy, servers[2])
-    engine.update_weights(weights(policy), version=1)
+    engine = make_engine(policy, servers[2], version=1)
     message = {"role": "user", "content": "abc"}
     body = {"messages": [message], "max_tokens": 4, "temperature": 0, "logprobs": True, "return_token_ids": True}
     status, answer = ask(servers[2], "/v1/chat/completions", {**body, "model": str(servers[2].model)})
     assert status == 200
     ((expected,),) = engine.generate([answer["prompt_token_ids"]], GREEDY, num_generations=1, seed=0)
     assert answer["choices"][0]["token_ids"] == expected.token_ids[: len(answer["choices"][0]["token_ids"])]
-
-
-def test_a_server_of_another_model_is_refused(servers):
-    with pytest.raises(ValueError, match="has model_type 'llama', not 'qwen3'; start it with --model of the policy"):
-        make_engine(make_policy(), servers[2]).update_weights(iter(()), version=1)
-    with pytest.raises(ValueError, match="has dtype 'float32', not 'bfloat16'; start it with --dtype bfloat16"):
-        make_engine(make_policy(), servers[0], dtype="bfloat16").update_weights(iter(()), version=1)

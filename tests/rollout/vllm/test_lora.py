@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.engines import new_engine, new_policy
-from helpers.rollouts import PROMPTS, assert_same, greedily, ids, reference_logprobs
+from helpers.rollouts import PROMPTS, assert_same, ids, reference_logprobs
 from helpers.tiny_vision import tiny_image, tiny_processor, vision_group
+from helpers.vllm_engines import LONG, assert_greedy, nudged, sample, started
 from lightning.pytorch import Callback, Trainer, seed_everything
 from safetensors.torch import load_file
 
@@ -32,9 +33,6 @@ peft = pytest.importorskip("peft")
 from helpers.vllm_vision import fresh_logprobs, import_vllm_models  # noqa: E402
 from helpers.vllm_vision import tiny_model as tiny_vision  # noqa: E402
 
-LONG = [(7 * place + 1) % 24 for place in range(200)]
-"""Beyond the 128 tokens of a block, so that it goes into the prefix cache."""
-
 POLICIES = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -46,17 +44,8 @@ POLICIES = {
 @pytest.fixture
 def start():
     """Engines with a policy's base and adapter."""
-    engines = []
-
-    def start(model, **options):
-        engines.append(new_engine("vllm", **{"adapter": "separate", "kv_cache_gib": 0.1, **options}))
-        engines[-1].bind(model)
-        sync(engines[-1], model, base=True)
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
+    with started(lambda engine, model: sync(engine, model, base=True), adapter="separate", kv_cache_gib=0.1) as start:
+        yield start
 
 
 def adapted(policy="qwen3", dtype=None, **options):
@@ -89,21 +78,11 @@ def sync(engine, model, base=False):
     return engine.update_weights(weights, version=(engine.version or 0) + 1, adapter=weights_of(model))
 
 
-def sample(engine, prompts=PROMPTS, **options):
-    return engine.generate(prompts, SamplingConfig(**{"max_new_tokens": 8, **options}), num_generations=1, seed=0)
-
-
-def assert_greedy(engine, model, prompts=PROMPTS, count=8):
-    groups = sample(engine, prompts, max_new_tokens=count, temperature=0.0)
-    assert ids(groups) == [[greedily(model, prompt, count)] for prompt in prompts]
-    return ids(groups)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_new_adapters_are_sampled_from(start, policy):
     model = adapted(policy)
     engine = start(model)
-    prompts = [*PROMPTS, LONG]
+    prompts = [*PROMPTS, LONG[0]]
     seen = [assert_greedy(engine, model, prompts)]
     for seed in (1, 2):
         renew(model, seed)
@@ -112,7 +91,16 @@ def test_new_adapters_are_sampled_from(start, policy):
         assert figures["bytes"] == sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
         seen.append(assert_greedy(engine, model, prompts))
         assert all(new != before for new, before in zip(seen[-1], seen[-2], strict=True))
-    assert engine.version == 3
+    with torch.no_grad():  # another base can follow
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name and parameter.ndim > 1:
+                parameter.copy_(parameter.flip(0))
+    sync(engine, model, base=True)
+    assert_greedy(engine, model)
+    renew(model, 3)
+    sync(engine, model)
+    assert_greedy(engine, model)
+    assert engine.version == 5
 
 
 @pytest.mark.parametrize(
@@ -132,21 +120,6 @@ def test_adapters_of_other_forms(start, options):
     renew(model, 1)
     sync(engine, model)
     assert assert_greedy(engine, model) != before
-
-
-def test_another_base_can_follow(start):
-    model = adapted()
-    engine = start(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" not in name and parameter.ndim > 1:
-                parameter.copy_(parameter.flip(0))
-    renew(model, 1)
-    sync(engine, model, base=True)
-    assert_greedy(engine, model)
-    renew(model, 2)
-    sync(engine, model)
-    assert_greedy(engine, model)
 
 
 def test_merged_and_separate_agree(start):
@@ -200,28 +173,22 @@ def never():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dora": True}, "has use_dora=True, which vLLM's LoRA does not have"),
-        ({"modules_to_save": ["lm_head"]}, r"has modules_to_save=\['lm_head'\], which"),
-        ({"lora_bias": True}, "has lora_bias=True, which"),
-        ({"bias": "lora_only"}, "has bias='lora_only', which"),
-        ({"trainable_token_indices": [1, 2]}, r"has trainable_token_indices=\[1, 2\], which"),
-        ({"r": 600}, "has rank 600, and vLLM serves at most 512"),
-        ({"rank_pattern": {"q_proj": 600}}, "has rank 600, and vLLM serves at most 512"),
-        (
-            {"target_modules": ["q_proj", "embed_tokens"]},
-            "on model.embed_tokens, a Embedding, and vLLM's are for linear",
-        ),
-        (
-            {"target_modules": ["q_proj", "lm_head"]},
-            "on lm_head, a Linear, and vLLM's are for linear layers of the dec",
-        ),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"r": 600}, "rank 600"),
+        ({"rank_pattern": {"q_proj": 600}}, "rank 600"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     ],
 )
 def test_adapters_that_vllm_would_apply_differently_are_refused(options, message):
     model = adapted(**options)
     engine = new_engine("vllm", adapter="separate")
     engine.bind(model)
-    with pytest.raises(ValueError, match=rf"{message}.*; pass adapter='merged' to the rollout engine"):
+    with pytest.raises(ValueError, match=rf"{message}.*; pass adapter='merged'"):
         engine.update_weights(never(), version=1, adapter=AdapterWeights(adapter_config(model), never()))
     assert engine._vllm._engine is None
 
@@ -231,24 +198,22 @@ def test_other_adapters_and_scales_are_refused():
     engine = new_engine("vllm", adapter="separate")
     engine.bind(model)
     config = adapter_config(model)
-    with pytest.raises(ValueError, match="has peft_type='LOHA', and vLLM serves LoRA; pass adapter='merged'"):
+    with pytest.raises(ValueError, match="peft_type"):
         engine.update_weights(never(), version=1, adapter=AdapterWeights({**config, "peft_type": "LOHA"}, never()))
     model.base_model.model.model.layers[0].mlp.up_proj.scale_layer(0.5)
-    with pytest.raises(ValueError, match=r"on model.layers.0.mlp.up_proj is scaled by 1.0, but its config says 2.0"):
+    with pytest.raises(ValueError, match="up_proj is scaled by"):
         engine.update_weights(never(), version=1, adapter=AdapterWeights(config, never()))
 
 
 def test_what_was_not_asked_for_is_refused(start):
     model = adapted()
-    with pytest.raises(
-        ValueError, match="sleep_level is 2, which releases the base weights that adapter='separate' sends"
-    ):
+    with pytest.raises(ValueError, match="sleep_level"):
         new_engine("vllm", adapter="separate", sleep_level=2)
-    with pytest.raises(ValueError, match="engine_kwargs has 'max_loras', which is decided by the engine's adapter"):
+    with pytest.raises(ValueError, match="max_loras"):
         new_engine("vllm", engine_kwargs={"max_loras": 2})
     engine = start(model)
     engine.close()
-    with pytest.raises(ValueError, match="weights are empty, but VLLMRolloutEngine has no base yet; send it first"):
+    with pytest.raises(ValueError, match="no base"):
         sync(engine, model)
 
 
@@ -349,7 +314,7 @@ def running():
 
 def assert_well_again(engine, model):
     assert engine.version is None
-    with pytest.raises(RuntimeError, match="has no weights; call update_weights before generate"):
+    with pytest.raises(RuntimeError, match="has no weights"):
         sample(engine)
     sync(engine, model)
     assert_greedy(engine, model, PROMPTS[:1], 4)
@@ -364,38 +329,32 @@ def test_a_flipped_bit_is_detected(running, monkeypatch, layer, part):
 
     def load_otherwise(config, weights):
         (name,) = (name for name in weights if changed in name)
-        other = weights[name].clone()
-        last = other.view(-1)[-1:]
-        last.copy_(torch.nextafter(last, torch.tensor([9.0])))
-        load(config, {**weights, name: other})
+        load(config, {**weights, name: nudged(weights[name])})
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._vllm, "load_adapter", load_otherwise)
-        with pytest.raises(WeightsMismatchError, match=rf"1 differ: \S*{changed} differs from what was sent as"):
+        with pytest.raises(WeightsMismatchError, match=rf"1 differ: \S*{changed}"):
             sync(engine, model)
     assert_well_again(engine, model)
 
 
-def test_a_missing_weight_is_detected(running, monkeypatch):
-    engine, model = running
-    load = engine._vllm.load_adapter
-
-    def load_less(config, weights):
-        load(config, {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj" not in name})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._vllm, "load_adapter", load_less)
-        with pytest.raises(WeightsMismatchError, match=r"2 differ: \S*layers.0.mlp.up_proj.lora_A differs"):
-            sync(engine, model)
-    assert_well_again(engine, model)
-
-
-def test_a_different_scale_is_detected(running, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda config, own: (config, {name: w for name, w in own.items() if "layers.0.mlp.up_proj" not in name}),
+            r"2 differ: \S*layers.0.mlp.up_proj.lora_A",
+        ),
+        (lambda config, own: ({**config, "lora_alpha": 17}, own), "14 differ: "),
+    ],
+    ids=["a missing weight", "another scale"],
+)
+def test_an_adapter_that_arrives_otherwise_is_detected(running, monkeypatch, change, message):
     engine, model = running
     load = engine._vllm.load_adapter
     with monkeypatch.context() as patch:
-        patch.setattr(engine._vllm, "load_adapter", lambda config, own: load({**config, "lora_alpha": 17}, own))
-        with pytest.raises(WeightsMismatchError, match="14 differ: "):
+        patch.setattr(engine._vllm, "load_adapter", lambda config, own: load(*change(config, own)))
+        with pytest.raises(WeightsMismatchError, match=message):
             sync(engine, model)
     assert_well_again(engine, model)
 

@@ -10,38 +10,25 @@ import torch
 from pl_grouprl.rollout.vllm import settings as ranks
 from pl_grouprl.rollout.vllm.settings import engine_arguments, engine_environment, engine_group, share_requests
 
-SCRIPT = Path(__file__).with_name("sharing_ranks.py")
-
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_sharing_of_engines_samples_the_same(tmp_path, count):
-    """Also where some ranks have no prompts."""
-    run = subprocess.run([sys.executable, SCRIPT, tmp_path, str(count)], capture_output=True, text=True, timeout=400)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-
-
-@pytest.mark.vllm
-def test_ranks_take_part_in_turns_without_episodes(tmp_path):
-    command = [sys.executable, Path(__file__).with_name("turns_ranks.py"), tmp_path]
+    """Also where some ranks have no episodes."""
+    command = [sys.executable, Path(__file__).with_name("turns_ranks.py"), tmp_path, str(count)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
 
 
-def test_a_rank_alone_shares_nothing():
+def test_rollouts_return_to_their_ranks(monkeypatch):
     assert engine_group(1) is None
     assert share_requests([[1, 2], [3]], None) == ([[1, 2], [3]], slice(0, 2))
-    assert share_requests([], None) == ([], slice(0, 0))
-
-
-def test_rollouts_return_to_their_ranks(monkeypatch):
     everyone = [[10, 11], [], [12]]
     monkeypatch.setattr(ranks, "gather_plain", lambda value, group: everyone)
     for rank, own in enumerate(everyone):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         requests, place = share_requests(own, "group")
-        assert requests == [10, 11, 12]
-        assert requests[place] == own
+        assert (requests, requests[place]) == ([10, 11, 12], own)
 
 
 def test_vllm_takes_the_trainers_gpu():
@@ -52,9 +39,9 @@ def test_vllm_takes_the_trainers_gpu():
 
 
 def test_ranks_that_an_engine_cannot_have_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2, but the trainer has 1 ranks"):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2"):
         engine_arguments(2)
     monkeypatch.setattr(ranks, "num_ranks", lambda: 6)
-    with pytest.raises(ValueError, match="tensor_parallel_size is 4, but the trainer has 6 ranks"):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 4"):
         engine_arguments(4)
     assert engine_arguments(3) == {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 3}

@@ -1,9 +1,38 @@
 import threading
+from types import SimpleNamespace
 
+import pytest
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.rollout import VLLMServerRolloutEngine
+from pl_grouprl.rollout.engine import StopStrings, end_token_ids
 from pl_grouprl.types import Rollout, SamplingConfig
+
+
+def test_end_tokens_come_from_model_tokenizer_and_request():
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[5, 3]), config=None)
+    tokenizer = SimpleNamespace(eos_token_id=9)
+    assert end_token_ids(model, tokenizer, SamplingConfig(stop_token_ids=(1, 3))) == [1, 3, 5, 9]
+    assert end_token_ids(model, None, SamplingConfig()) == [3, 5]
+    without = SimpleNamespace(config=SimpleNamespace(eos_token_id=4))
+    assert end_token_ids(without, SimpleNamespace(eos_token_id=None), SamplingConfig()) == [4]
+    assert end_token_ids(SimpleNamespace(config=SimpleNamespace()), None, SamplingConfig()) == []
+
+
+def test_stop_strings_are_found_in_the_tail(letters):
+    stop = StopStrings(letters(eos_token_id=25), ("abc", "<end>"))
+    assert stop
+    assert not StopStrings(None, ())
+    assert stop.window == len("<end>") + StopStrings.MARGIN
+    assert StopStrings(letters(), ("é",)).window == 2 + StopStrings.MARGIN  # in bytes
+    assert stop.found([[9, 0, 1, 2], [0, 1, 9, 2], [25], []]) == [True, False, True, False]
+
+
+def test_refusals(letters):
+    with pytest.raises(ValueError, match="no tokenizer"):
+        StopStrings(None, ("x",))
+    with pytest.raises(ValueError, match="empty string"):
+        StopStrings(letters(), ("a", ""))
 
 
 class OneAtATime:
