@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from pathlib import Path
 
@@ -13,7 +12,10 @@ from helpers.scripts import run_script
 from helpers.sweeps import sweep_pairs
 
 SCRIPT = Path(__file__).with_name("denominator_cases.py")
+
+
 sys.path.insert(0, str(SCRIPT.parent))
+
 
 from denominator_cases import CASES, NO_ACCUMULATION, RANK_CUTS, gradients_of_a_step  # noqa: E402
 
@@ -45,53 +47,6 @@ def compare(actual, expected, tolerance=1e-6):
 
 
 QUICK = ("grpo token-mean", "gspo", "ppo", "group_ppo")
-
-# Prompts have 20 tokens and groups up to 34 of rollouts: 70 takes a group or two at once, 24 splits the larger ones.
-BUDGETS = [(70, "shared"), (24, "shared"), (70, "repeated")]
-
-
-@pytest.mark.parametrize(
-    ("name", "budget", "sharing"),
-    sweep_pairs(
-        [(name, *budget) for name in [*CASES, NO_ACCUMULATION[0]] for budget in BUDGETS],
-        quick=[
-            *((name, 24, "shared") for name in (*QUICK, "dr_grpo", NO_ACCUMULATION[0])),
-            ("ppo", 70, "shared"),
-            ("group_ppo", 70, "repeated"),
-        ],
-    ),
-)
-def test_a_token_budget_does_not_change_the_gradient(whole, name, budget, sharing, tmp_path):
-    cls, options = CASES[name] if name in CASES else NO_ACCUMULATION[1:]
-    cut = options | {"max_tokens_per_micro_batch": budget}
-    found = gradients_of_a_step(cls, cut, sharing=sharing, folder=tmp_path)
-    compare(found, whole(name, cls, options), 1e-6 if sharing == "shared" else 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "budget"),
-    sweep_pairs(
-        itertools.product(["grpo token-mean", "ppo", "group_ppo"], [70, 24]),
-        quick=[("grpo token-mean", 24), ("ppo", 70), ("group_ppo", 24)],
-    ),
-)
-def test_a_token_budget_together_with_accumulation(whole, name, budget, tmp_path):
-    cls, options = CASES[name]
-    cut = options | {"max_tokens_per_micro_batch": budget}
-    compare(gradients_of_a_step(cls, cut, cut=2, folder=tmp_path), whole(name, cls, options))
-
-
-@pytest.mark.parametrize(
-    ("case", "cut", "sharing"),
-    sweep_pairs(
-        [(case, *cut) for case in CASES for cut in [(4, "shared"), (2, "repeated")]],
-        quick=[*((case, 4, "shared") for case in CASES), *((case, 2, "repeated") for case in QUICK)],
-    ),
-)
-def test_micro_batches_and_sharing(whole, tmp_path, case, cut, sharing):
-    cls, options = CASES[case]
-    actual = gradients_of_a_step(cls, options, cut=cut, sharing=sharing, folder=tmp_path)
-    compare(actual, whole(case, cls, options))
 
 
 RANKS_QUICK = (*QUICK, NO_ACCUMULATION[0])

@@ -33,11 +33,9 @@ ROWS: tuple[Row, ...] = (
         "resume at every step, between updates of one batch of rollouts, on other ranks",
         "bit-exact",
         (
-            "tests/algorithms/test_grpo_training.py::test_resume_at_every_step_is_exact",
-            "tests/algorithms/test_ppo_resume.py",
-            "tests/algorithms/test_saved_state.py",
+            "tests/training/test_checkpoint.py",
             "tests/algorithms/test_ranks.py",
-            "tests/algorithms/test_rollouts_ahead.py::test_resume_at_every_step_is_exact",
+            "tests/training/test_ahead.py::test_resume_at_every_step_is_exact",
             "tests/data/test_prompt_resume.py",
         ),
     ),
@@ -66,8 +64,7 @@ ROWS: tuple[Row, ...] = (
             "tests/rewards/test_reward_workers.py",
             "tests/rewards/test_async_rewards.py",
             "tests/rewards/test_hostile_graders.py",
-            "tests/algorithms/test_hostile_graders.py",
-            "tests/algorithms/test_unrewarded_batches.py",
+            "tests/training/test_rewarder.py",
         ),
     ),
     Row(
@@ -93,9 +90,9 @@ ROWS: tuple[Row, ...] = (
         "equal rewards, groups of one, groups of all sizes, a rank with nothing to train",
         "advantages zero or as the formula says, no NaN, all ranks step together, the gradient of one rank",
         (
-            "tests/algorithms/test_grpo_edges.py",
-            "tests/algorithms/test_dynamic_sampling.py",
-            "tests/algorithms/test_global_denominators.py",
+            "tests/algorithms/test_grpo.py",
+            "tests/training/test_collector.py",
+            "tests/training/test_micro_batches.py",
             "tests/functional/test_advantages.py",
         ),
     ),
@@ -122,9 +119,8 @@ ROWS: tuple[Row, ...] = (
         "NaN or infinity in a loss or gradient",
         "all ranks skip the step, nothing moves; the end after some in a row",
         (
-            "tests/algorithms/test_grpo_training.py::test_a_step_that_is_not_finite_is_skipped",
-            "tests/algorithms/test_grpo_training.py::test_too_many_steps_that_are_not_finite_end_the_run",
-            "tests/algorithms/test_ppo_parts.py::test_a_step_that_is_not_finite_moves_neither",
+            "tests/training/test_update.py::test_a_step_that_is_not_finite_is_skipped",
+            "tests/training/test_update.py::test_too_many_steps_that_are_not_finite_end_the_run",
         ),
     ),
     Row(
@@ -138,7 +134,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "a sampling server that is stopped, slow or lying; weights that did not arrive",
         "retried, then an error; checksums after each sync; nothing is trained on stale samples",
-        ("tests/rollout/server", "tests/algorithms/test_weight_sync.py", "tests/sync"),
+        ("tests/rollout/server", "tests/training/test_sampler.py", "tests/sync"),
     ),
     Row(
         "300 steps",
@@ -148,17 +144,14 @@ ROWS: tuple[Row, ...] = (
     Row(
         "out of memory in a pass, its backward, a rollout, a score",
         "an error that names the option to lower",
-        ("tests/algorithms/test_out_of_memory.py",),
+        ("tests/training/test_update.py",),
     ),
     Row(
         "an option that cannot be honoured: backend, model, strategy",
         "an error at setup that names argument, value and remedy",
         (
-            "tests/algorithms/test_grpo_options.py",
-            "tests/algorithms/test_ppo_options.py",
-            "tests/algorithms/test_group_ppo_options.py",
-            "tests/algorithms/test_option_names.py",
-            "tests/algorithms/test_override_results.py",
+            "tests/algorithms/test_options.py",
+            "tests/algorithms/test_module.py",
             "tests/attention/test_support.py",
             "tests/strategies/test_support.py",
         ),
@@ -177,7 +170,7 @@ ROWS: tuple[Row, ...] = (
         "a checkpoint with one flipped byte, cut short, or of another algorithm, by path",
         "refused with path and cause",
         (
-            "tests/algorithms/test_loading.py",
+            "tests/training/test_checkpoint.py",
             "tests/callbacks/test_damaged_folder.py",
             "tests/utilities/test_verified_loading.py",
             "tests/integration/test_cli.py::test_a_damaged_checkpoint_is_refused_by_every_command",
@@ -188,7 +181,7 @@ ROWS: tuple[Row, ...] = (
         "training sees the originals",
         (
             "tests/rewards/test_arguments_are_copies.py",
-            "tests/algorithms/test_handed_out_copies.py",
+            "tests/algorithms/test_module.py",
             "tests/utilities/test_copying.py",
         ),
     ),
@@ -196,7 +189,7 @@ ROWS: tuple[Row, ...] = (
         "resumed with other rewards, weights, data rows, clipping; a folder of another run",
         "named, and refused or allowed by an option",
         (
-            "tests/algorithms/test_changed_options.py",
+            "tests/training/test_checkpoint.py",
             "tests/data/test_resume_with_other_lengths.py",
             "tests/callbacks/test_safe_checkpoint.py::test_a_folder_of_another_configuration_is_refused",
         ),
@@ -205,8 +198,8 @@ ROWS: tuple[Row, ...] = (
         "an update leaves NaN in the weights, by options or arithmetic",
         "found in that step; never saved as complete; an older good checkpoint stays",
         (
-            "tests/algorithms/test_weights_stay_finite.py",
-            "tests/algorithms/test_finite_options.py",
+            "tests/training/test_update.py",
+            "tests/algorithms/test_options.py",
             "tests/utilities/test_finite.py",
             "tests/callbacks/test_end_of_run.py",
         ),
@@ -226,14 +219,14 @@ ROWS: tuple[Row, ...] = (
         "counted in one line at the start, found for all rows at setup",
         (
             "tests/data/test_counts_and_facts.py",
-            "tests/algorithms/test_prompt_limits.py",
+            "tests/training/test_checks.py",
             "tests/integration/test_cli_data.py",
         ),
     ),
     Row(
         "disk full under a logger, a table, a plot, an export",
         "what observes warns with the path and training continues; an export is an error with path and remedy",
-        ("tests/callbacks/test_full_disk.py", "tests/algorithms/test_loggers_of_a_run.py"),
+        ("tests/callbacks/test_full_disk.py", "tests/algorithms/test_module.py"),
     ),
     Row(
         "a rank frozen (SIGSTOP), hung or failed",

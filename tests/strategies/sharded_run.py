@@ -9,11 +9,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "algorithms"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
-from conftest import TinyPolicy, share_of_letters
 from cpu_strategies import CPUDeepSpeedStrategy, CPUFSDPStrategy
+from tiny_runs import TinyPolicy, share_of_letters
 
 import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig

@@ -1,3 +1,5 @@
+"""Metrics of rollouts and of an evaluation, worked out by hand."""
+
 from __future__ import annotations
 
 import math
@@ -93,30 +95,22 @@ def test_names_from_data_reach_the_terminal_as_text_and_stay_apart():
     assert {"val/\\x1b]0;owned\\x07/mean@1", "val/数学/mean@1", "val/C:\\data/mean@1"} <= names
 
 
-def test_an_evaluation_without_rewards_is_not_a_number():
-    assert math.isnan(evaluate([group([None])])["val/reward"])
-
-
 @pytest.mark.parametrize(("threshold", "expected"), [(1.2, 0.0), (1.1, 0.5), (0.7 + 0.3, 0.5), (0.05, 0.75), (-1, 1.0)])
 def test_the_pass_threshold(threshold, expected):
     metrics = evaluate([group([1.1 - 1e-9, 0.1 * 11, 0.1, 0.0])], pass_threshold=threshold)
     assert metrics["val/default/pass@1"] == expected
+    with pytest.raises(ValueError, match="pass_threshold"):
+        Evaluator(pass_threshold=math.nan)
 
 
 def test_pass_at_k_is_over_prompts_with_k_rewards():
     metrics = evaluate([group([0.0, 1.0, 0.0, 0.0]), group([None, 0.0, None, None]), group([1.0, None, None, 0.0])])
     assert [metrics[f"val/default/pass@{k}"] for k in (1, 2, 4)] == [(0.25 + 0.0 + 0.5) / 3, (0.5 + 1.0) / 2, 1.0]
-
-
-@pytest.mark.parametrize(("num", "ks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8])])
-def test_powers_of_two_up_to_the_number_of_rollouts(num, ks):
-    names = evaluate([group([1.0] * num)])
-    assert [name for name in names if "pass@" in name] == [f"val/default/pass@{k}" for k in ks]
-
-
-def test_the_threshold_is_a_number():
-    with pytest.raises(ValueError, match="pass_threshold is nan; it must be a finite number"):
-        Evaluator(pass_threshold=math.nan)
+    for num, ks in ((1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8])):
+        names = evaluate([group([1.0] * num)])
+        assert [name for name in names if "pass@" in name] == [f"val/default/pass@{k}" for k in ks]
+        assert not [name for name in names if "tools/" in name or "episode/" in name]
+    assert math.isnan(evaluate([group([None])])["val/reward"])
 
 
 def episode_groups():
@@ -166,12 +160,6 @@ def test_episodes_without_a_call_have_the_same_metrics():
     assert metrics.keys() == rollout_metrics(summarize(episode_groups())).keys()
 
 
-def test_plain_rollouts_have_no_metrics_of_episodes():
-    groups = [group([1.0, 3.0])]
-    names = rollout_metrics(summarize(groups)).keys() | evaluate(groups).keys()
-    assert not [name for name in names if "tools/" in name or "episode/" in name]
-
-
 def test_episodes_vote_by_their_last_message():
     texts = ["41 so 42", "42 so 42", "42"]  # of all messages; those with the same answer vote together
     answers = ["42", "42 ", "41"]
@@ -184,6 +172,8 @@ def test_episodes_vote_by_their_last_message():
 
 
 TEXTS = ["so #### 1,000", "#### 2 is it", "yes #### 1000.0", "no", "2"]
+
+
 SCORES = [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
@@ -206,16 +196,14 @@ class OfTheRow:
 def test_an_extractor_may_read_the_columns_of_the_row():
     own = group([1.0, 0.0, 0.0], ["a: 1", "1", "a: 2"])
     own.columns = {"opening": "a: "}
-    evaluator = Evaluator(prepare_rewards([ExactMatch(), OfTheRow()]))
-    evaluator.groups = [own]
-    assert evaluator.record() == [["a: 1", "1", "a: 2"]]  # ExactMatch is the first
-    evaluator = Evaluator(prepare_rewards([OfTheRow(), ExactMatch()]))
-    evaluator.groups = [own]
-    assert evaluator.record() == [["1", "1", "2"]]
-
-
-def test_an_extractor_that_raises_is_a_warning():
-    with pytest.warns(UserWarning, match="extract_answer of the reward function 'OfTheRow' raised KeyError: 'opening'"):
+    for rewards, answers in (
+        ([ExactMatch(), OfTheRow()], ["a: 1", "1", "a: 2"]),  # the first one extracts
+        ([OfTheRow(), ExactMatch()], ["1", "1", "2"]),
+    ):
+        evaluator = Evaluator(prepare_rewards(rewards))
+        evaluator.groups = [own]
+        assert evaluator.record() == [answers]
+    with pytest.warns(UserWarning, match="extract_answer of .*'OfTheRow' raised KeyError"):
         metrics = evaluate([group([1.0, 0.0, 0.0], ["a", "b", "c"])], OfTheRow())
     assert metrics["val/default/maj@3"] == pytest.approx(1 / 3)
 
