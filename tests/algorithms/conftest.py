@@ -1,4 +1,11 @@
+import sys
+from pathlib import Path
+
 import pytest
+
+if (tests := str(Path(__file__).resolve().parents[1])) not in sys.path:  # scripts of ranks import this file, too
+    sys.path.insert(0, tests)
+
 from helpers.run_fixtures import _seeded, fit, make_data, make_module, make_trainer  # noqa: F401
 from helpers.tiny_runs import History, RaggedEngine, ScriptedEngine, TinyPolicy, gradients_of, share_of_letters  # noqa: F401
 

@@ -26,9 +26,3 @@ def test_bf16(make_module, make_data, make_trainer, precision):
     assert module.last_rollouts.tokens["advantages"][0].dtype == torch.float32
     assert module.last_rollouts.tokens["old_logprobs"][0].dtype == torch.float32
     assert all(torch.isfinite(torch.tensor(step["loss"])) for step in history.steps)
-
-
-@pytest.mark.parametrize("sharing", ["shared", "repeated"])
-def test_an_unknown_backend_is_an_error_at_once(make_module, sharing):
-    with pytest.raises(ValueError, match="backend is 'magic'; choose one of auto, cascade"):
-        make_module(attention_backend="magic", sharing=sharing)

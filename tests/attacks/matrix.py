@@ -151,7 +151,7 @@ ROWS: tuple[Row, ...] = (
         "an error at setup that names argument, value and remedy",
         (
             "tests/algorithms/test_options.py",
-            "tests/algorithms/test_module.py",
+            "tests/algorithms/test_override_results.py",
             "tests/attention/test_support.py",
             "tests/strategies/test_support.py",
         ),
@@ -181,7 +181,7 @@ ROWS: tuple[Row, ...] = (
         "training sees the originals",
         (
             "tests/rewards/test_arguments_are_copies.py",
-            "tests/algorithms/test_module.py",
+            "tests/algorithms/test_handed_out_copies.py",
             "tests/utilities/test_copying.py",
         ),
     ),
@@ -226,7 +226,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "disk full under a logger, a table, a plot, an export",
         "what observes warns with the path and training continues; an export is an error with path and remedy",
-        ("tests/callbacks/test_full_disk.py", "tests/algorithms/test_module.py"),
+        ("tests/callbacks/test_full_disk.py", "tests/algorithms/test_loggers_of_a_run.py"),
     ),
     Row(
         "a rank frozen (SIGSTOP), hung or failed",
