@@ -131,5 +131,5 @@ def test_options_of_runs_are_recorded_for_the_report(make_module, make_data, scr
         trainer.fit(make_module(engine=scripted_engine, seed=seed, optimizer=optimizer), make_data())
     runs = read_runs([tmp_path / f"version_{seed}" for seed in range(3)])
     assert different_options(runs) == {"seed": [0, 1, 2], "optimizer.learning_rate": [1e-2, 1e-2, 1e-3]}
-    assert runs[0].options["engine"].endswith("conftest.ScriptedEngine")
+    assert runs[0].options["engine"].endswith("tiny_runs.ScriptedEngine")
     assert runs[0].options["trainer.max_steps"] == 1

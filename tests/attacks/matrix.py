@@ -35,9 +35,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "resume at every step, between updates of one batch of rollouts, on other ranks",
         "bit-exact",
-        "algorithms/test_grpo_training.py::test_resume_at_every_step_is_exact algorithms/test_ppo_resume.py "
-        "algorithms/test_saved_state.py algorithms/test_ranks.py "
-        "algorithms/test_rollouts_ahead.py::test_resume_at_every_step_is_exact data/test_prompt_resume.py",
+        "training/test_checkpoint.py algorithms/test_ranks.py "
+        "training/test_ahead.py::test_resume_at_every_step_is_exact data/test_prompt_resume.py",
     ),
     Row(
         "SIGTERM, SIGUSR1, Ctrl-C in a rollout, reward, update or save, to one rank",
@@ -56,8 +55,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "a reward raises, hangs, gives the wrong length, None, NaN or infinity, takes all memory, forks, floods, exits",
         "retried, its rollout masked and counted, aborted above a set share; the function is named; a hang is killed",
-        "rewards/test_apply_rewards.py rewards/test_reward_workers.py rewards/test_async_rewards.py "
-        "rewards/test_hostile_graders.py algorithms/test_hostile_graders.py algorithms/test_unrewarded_batches.py",
+        "training/test_rewarder.py rewards/test_apply_rewards.py rewards/test_reward_workers.py "
+        "rewards/test_async_rewards.py rewards/test_hostile_graders.py",
     ),
     Row(
         "control tokens in a prompt, a tool's result or a completion forge a turn",
@@ -78,8 +77,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "equal rewards, groups of one, groups of all sizes, a rank with nothing to train",
         "advantages zero or as the formula says, no NaN, all ranks step together, the gradient of one rank",
-        "algorithms/test_grpo_edges.py algorithms/test_dynamic_sampling.py algorithms/test_global_denominators.py "
-        "functional/test_outcomes.py",
+        "algorithms/test_grpo.py training/test_collector.py training/test_micro_batches.py functional/test_outcomes.py",
     ),
     Row(
         "empty completions, end tokens at once, padding on either side, prompts over the limit",
@@ -94,9 +92,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "NaN or infinity in a loss or gradient",
         "all ranks skip the step, nothing moves; the end after some in a row",
-        "algorithms/test_grpo_training.py::test_a_step_that_is_not_finite_is_skipped "
-        "algorithms/test_grpo_training.py::test_too_many_steps_that_are_not_finite_end_the_run "
-        "algorithms/test_ppo_parts.py::test_a_step_that_is_not_finite_moves_neither",
+        "training/test_update.py::test_a_step_that_is_not_finite_is_skipped "
+        "training/test_update.py::test_too_many_steps_that_are_not_finite_end_the_run",
     ),
     Row(
         "the tokens of one rollout change",
@@ -107,7 +104,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "a sampling server that is stopped, slow or lying; weights that did not arrive",
         "retried, then an error; checksums after each sync; nothing is trained on stale samples",
-        "rollout/server algorithms/test_weight_sync.py sync",
+        "training/test_sampler.py rollout/server sync",
     ),
     Row(
         "300 steps",
@@ -117,13 +114,12 @@ ROWS: tuple[Row, ...] = (
     Row(
         "out of memory in a pass, its backward, a rollout, a score",
         "an error that names the option to lower",
-        "algorithms/test_out_of_memory.py",
+        "training/test_update.py",
     ),
     Row(
         "an option that cannot be honoured: backend, model, strategy",
         "an error at setup that names argument, value and remedy",
-        "algorithms/test_grpo_options.py algorithms/test_ppo_options.py algorithms/test_group_ppo_options.py "
-        "algorithms/test_option_names.py algorithms/test_override_results.py attention/test_support.py "
+        "algorithms/test_options.py algorithms/test_override_results.py attention/test_support.py "
         "strategies/test_support.py",
     ),
     Row(
@@ -134,7 +130,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "a checkpoint with one flipped byte, cut short, or of another algorithm, by path",
         "refused with path and cause",
-        "algorithms/test_loading.py callbacks/test_end_of_run.py utilities/test_verified_loading.py "
+        "training/test_checkpoint.py callbacks/test_end_of_run.py utilities/test_verified_loading.py "
         "integration/test_cli.py::test_a_damaged_checkpoint_is_refused_by_every_command",
     ),
     Row(
@@ -145,14 +141,13 @@ ROWS: tuple[Row, ...] = (
     Row(
         "resumed with other rewards, weights, data rows, clipping; a folder of another run",
         "named, and refused or allowed by an option",
-        "algorithms/test_changed_options.py data/test_resume_with_other_lengths.py "
+        "training/test_checkpoint.py data/test_resume_with_other_lengths.py "
         "callbacks/test_safe_checkpoint.py::test_a_folder_of_another_configuration_is_refused",
     ),
     Row(
         "an update leaves NaN in the weights, by options or arithmetic",
         "found in that step; never saved as complete; an older good checkpoint stays",
-        "algorithms/test_weights_stay_finite.py algorithms/test_finite_options.py utilities/test_modes.py "
-        "callbacks/test_end_of_run.py",
+        "training/test_update.py algorithms/test_options.py utilities/test_modes.py callbacks/test_end_of_run.py",
     ),
     Row(
         "a policy folder lacks a weight, or has one of another shape",
@@ -167,7 +162,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "prompts dropped, truncated or too long for the model",
         "counted in one line at the start, found for all rows at setup",
-        "data/test_counts_and_facts.py algorithms/test_prompt_limits.py integration/test_cli_data.py",
+        "training/test_checks.py data/test_counts_and_facts.py integration/test_cli_data.py",
     ),
     Row(
         "disk full under a logger, a table, a plot, an export",

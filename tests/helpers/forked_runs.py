@@ -20,15 +20,14 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "algorithms"))
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-from conftest import TinyPolicy
 from helpers.chance_episodes import STOPS, ChancePolicy, Tally, add_or_double, double, register_chance_calls, tally_rows
 from helpers.quick_fits import quick_fits
+from helpers.tiny_runs import TinyPolicy
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig

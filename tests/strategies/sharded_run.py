@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "algorithms"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
-from conftest import TinyPolicy, share_of_letters
 from cpu_strategies import make_strategy
+from tiny_runs import TinyPolicy, share_of_letters
 
 import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig

@@ -18,9 +18,8 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "algorithms"), str(TESTS / "helpers"), str(TESTS)]
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS)]
 
-from conftest import TinyPolicy, share_of_letters  # noqa: E402
 from helpers.chance_episodes import (  # noqa: E402
     STOPS,
     ChancePolicy,
@@ -30,6 +29,7 @@ from helpers.chance_episodes import (  # noqa: E402
     register_chance_calls,
     tally_rows,
 )
+from helpers.tiny_runs import TinyPolicy, share_of_letters  # noqa: E402
 
 from pl_grouprl import GRPO, Distillation, GroupPPO, PromptDataModule, SamplingConfig  # noqa: E402
 from pl_grouprl.algorithms import OptimizerConfig  # noqa: E402
