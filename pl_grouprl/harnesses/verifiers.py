@@ -43,7 +43,7 @@ class ServedEngine(Protocol):
 
 
 class Verifiers:
-    """An environment of the library verifiers, for the `harness` of an algorithm and the prompts of a data module.
+    """An environment of the library verifiers, for the option `episodes.harness` and the prompts of a data module.
 
     The library's harness plays the episodes, and calls the policy on the engine's servers. A group is `num_generations`
     episodes of a task. Each branch of an episode's trace becomes a row of the episode (`Rollout.episode`), and the
@@ -154,15 +154,15 @@ class Verifiers:
         """
         if not isinstance(engine, ServedEngine):
             raise ValueError(
-                "harness is Verifiers, which calls the policy on a sampling server, but engine is "
+                "episodes.harness is Verifiers, which calls the policy on a sampling server, but engine is "
                 f"{type(engine).__name__}; pass VLLMServerRolloutEngine."
             )
         for sampling in samplings:
             check_sampling(sampling)
         if max_staleness:
             raise ValueError(
-                f"max_staleness is {max_staleness} together with harness, whose episodes need the same weights from "
-                "their first turn to their last; set it to 0."
+                f"max_staleness is {max_staleness} together with episodes.harness, whose episodes need the same "
+                "weights from their first turn to their last; set it to 0."
             )
 
     def play(
@@ -260,8 +260,8 @@ class _TaskReward(EnvironmentReward):
         found = info.get("taskset") if isinstance(info, Mapping) else None
         if found != self.name:
             raise ValueError(
-                f"harness is Verifiers({self.name!r}), but `extra_info` of the row names the taskset {found!r}; take "
-                "the prompts from Verifiers, too."
+                f"episodes.harness is Verifiers({self.name!r}), but `extra_info` of the row names the taskset "
+                f"{found!r}; take the prompts from Verifiers, too."
             )
 
 

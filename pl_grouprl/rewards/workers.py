@@ -74,15 +74,15 @@ class RewardWorkers:
         limit = memory_limit_mb
         check_options(
             {
-                "reward_workers": (count, count >= 1, "at least 1, or 0 for rewards in this process"),
-                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
-                "reward_memory_limit_mb": (limit, limit is None or limit >= 1, "at least 1, or None for no limit"),
+                "reward_calls.workers": (count, count >= 1, "at least 1, or 0 for rewards in this process"),
+                "reward_calls.timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None"),
+                "reward_calls.memory_limit_mb": (limit, limit is None or limit >= 1, "at least 1, or None"),
             }
         )
-        check_process_groups("reward_workers", count)
+        check_process_groups("reward_calls.workers", count)
         if limit is not None:  # macOS accepts a limit, and does not enforce it
             why = "only Linux limits the address space of a process"
-            require_system(sys.platform == "linux", f"reward_memory_limit_mb={limit}", why, "set it to None")
+            require_system(sys.platform == "linux", f"reward_calls.memory_limit_mb={limit}", why, "set it to None")
         self.timeout = timeout
         pickled: dict[str, bytes] = {}
         for reward in rewards:
@@ -92,12 +92,12 @@ class RewardWorkers:
                 except Exception as error:
                     raise ValueError(
                         f"Reward function {reward.name!r} cannot be sent to a worker ({error!r}); define it at the top "
-                        "level of a module or of a file (FunctionFromFile), or set reward_workers to 0."
+                        "level of a module or of a file (FunctionFromFile), or set reward_calls.workers to 0."
                     ) from error
         if not pickled and timeout is None:
             raise ValueError(
-                f"reward_workers is {count}, but each of {[reward.name for reward in rewards]} stays in this process: "
-                "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
+                f"reward_calls.workers is {count}, but each of {[reward.name for reward in rewards]} stays in this "
+                "process: they are async, or hold a model. Set workers to 0, or give async ones a timeout."
             )
         self._tasks: _Tasks = queue.SimpleQueue()
         reaper = Reaper()
@@ -123,7 +123,7 @@ class RewardWorkers:
             raise ValueError(
                 f"Reward function {name!r} cannot run in a worker, because its arguments cannot be pickled "
                 f"({type(error).__name__}: {error}); remove such columns, have it name only the columns that it "
-                "needs, or set reward_workers to 0."
+                "needs, or set reward_calls.workers to 0."
             ) from error
         future: Future[Outcome] = Future()
         self._tasks.put((future, message, retries))
@@ -187,7 +187,8 @@ class _Worker(threading.Thread):
             if not isinstance(outcome, Failure):
                 break
             if outcome.out_of_memory:
-                outcome = replace(outcome, what=f"{outcome.what} (reward_memory_limit_mb={self._memory_limit_mb})")
+                limit = f"reward_calls.memory_limit_mb={self._memory_limit_mb}"
+                outcome = replace(outcome, what=f"{outcome.what} ({limit})")
                 self.process.end()  # the function may still hold what it allocated
         return outcome
 
@@ -254,9 +255,9 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
             what = str(error)
             if not isinstance(error, RewardConfigurationError):
                 what = (
-                    f"Reward function {name!r} could not be loaded in a worker with reward_memory_limit_mb="
+                    f"Reward function {name!r} could not be loaded in a worker with reward_calls.memory_limit_mb="
                     f"{memory_limit_mb} ({type(error).__name__}: {error}); define it at the top level of a module that "
-                    "can be imported, or of a file (FunctionFromFile), or set reward_workers to 0."
+                    "can be imported, or of a file (FunctionFromFile), or set reward_calls.workers to 0."
                 )
             send({"configuration": what, "trace": traceback.format_exc()})
             return
@@ -301,8 +302,8 @@ def check_environments(rewards: Sequence[PreparedReward]) -> None:
     """
     if stranded := [reward.name for reward in rewards if reward.names_environments and not reward.in_process]:
         raise ValueError(
-            f"the reward functions {stranded} take `environments`, which live in this process, and reward_workers "
-            "would run them in another; set reward_workers to 0, or set `stays_in_process = True` on each."
+            f"the reward functions {stranded} take `environments`, which live in this process, and "
+            "reward_calls.workers would run them in another; set it to 0, or `stays_in_process = True` on each."
         )
 
 
@@ -315,8 +316,8 @@ def check_stoppable(prepared: Sequence[PreparedReward], timeout: float) -> None:
     plain = [reward.name for reward in prepared if not reward.is_async]
     if len(plain) == len(prepared) or not all(reward.in_process for reward in prepared):
         raise ValueError(
-            f"reward_timeout is {timeout} with reward_workers=0, and {plain} run in this process, where they cannot be "
-            "stopped; set reward_workers to 1 or more, or omit reward_timeout."
+            f"reward_calls.timeout is {timeout} with reward_calls.workers=0, and {plain} run in this process, where "
+            "they cannot be stopped; set workers to 1 or more, or omit the timeout."
         )
 
 
@@ -329,6 +330,6 @@ def check_time_limits(prepared: Sequence[PreparedReward], workers: int, timeout:
     endless = [reward.name for reward in prepared if reward.needs_time_limit]
     if endless and (workers == 0 or timeout is None):
         raise ValueError(
-            f"the reward functions {endless} may take forever on some completions, and reward_workers is {workers} "
-            f"with reward_timeout {timeout}; set reward_workers to 1 or more and reward_timeout to seconds per call."
+            f"the reward functions {endless} may take forever on some completions, and reward_calls.workers is "
+            f"{workers} with timeout {timeout}; set workers to 1 or more and timeout to seconds per call."
         )

@@ -148,9 +148,9 @@ def make_module():
             "num_generations": 4,
             "sampling": SamplingConfig(max_new_tokens=longest),
             "optimizer": OptimizerConfig(learning_rate=1e-2),
-            "verify": False,
         }
-        return cls(policy or TinyPolicy(), rewards, **{**defaults, **kwargs})
+        sharing = {"verify": False} | kwargs.pop("sharing", {})
+        return cls(policy or TinyPolicy(), rewards, **{**defaults, **kwargs, "sharing": sharing})
 
     return make
 

@@ -35,8 +35,8 @@ def main(devices: int, folder: Path, checkpoint: Path | None, options: dict) -> 
         engine=ScriptedEngine(),
         optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
         num_iterations=2,
-        verify=False,
-        val_num_generations=2,
+        sharing={"verify": False},
+        evaluation={"num_generations": 2},
         **teacher,
         **options,
     )

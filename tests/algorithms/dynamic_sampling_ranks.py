@@ -16,12 +16,12 @@ from pl_grouprl.types import Rollout
 
 CASES = {
     "refill": {},
-    "one_rank_keeps_none": {"max_generation_batches": 1},
-    "batch_scale": {"max_generation_batches": 1, "scale_rewards": "batch"},
-    "pooled_baseline": {"max_generation_batches": 1, "advantage_estimator": "remax"},
-    "mini_batches": {"max_generation_batches": 1, "num_mini_batches": 2, "accumulate_grad_batches": 2},
-    "nothing": {"max_generation_batches": 2},
-    "one_sampler_reports": {"max_generation_batches": 1},
+    "one_rank_keeps_none": {"guards": {"max_generation_batches": 1}},
+    "batch_scale": {"guards": {"max_generation_batches": 1}, "scale_rewards": "batch"},
+    "pooled_baseline": {"guards": {"max_generation_batches": 1}, "advantage_estimator": "remax"},
+    "mini_batches": {"guards": {"max_generation_batches": 1}, "num_mini_batches": 2, "accumulate_grad_batches": 2},
+    "nothing": {"guards": {"max_generation_batches": 2}},
+    "one_sampler_reports": {"guards": {"max_generation_batches": 1}},
 }
 
 
@@ -68,7 +68,7 @@ def run(case: str, devices: int, folder: Path) -> tuple[dict, int]:
     engine = Engine(silent_rank=1 if case == "one_sampler_reports" else None)
     module = GRPO(
         TinyPolicy(), lengths, num_generations=4, engine=engine, optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
-        verify=False, dynamic_sampling=True, **options,
+        sharing={"verify": False}, dynamic_sampling=True, **options,
     )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto", max_steps=1, logger=False,

@@ -69,7 +69,7 @@ def letters_where_few(completion_ids, completions, prompts):
     ]
 
 
-KL = {"beta": 0.5, "kl_in": "reward", "kl_type": "k1"}
+KL = {"beta": 0.5, "kl": {"place": "reward", "type": "k1"}}
 CASES = {
     "grpo": {},
     "rloo": {"advantage_estimator": "rloo"},
@@ -91,9 +91,9 @@ CASES = {
     "process_reinforce": {"rewards": [letters_where_few, some], "advantage_estimator": "reinforce_plus_plus"},
     "kl": KL,
     "token_kl": {**KL, "advantage_estimator": "reinforce_plus_plus"},
-    "token_truncate": {"importance_sampling": "token_truncate", "importance_sampling_high": 1.2},
-    "sequence_mask": {"importance_sampling": "sequence_mask", "importance_sampling_low": 0.5},
-    "adaptive": {"beta": 0.5, "kl_target": 1.0, "kl_horizon": 50},
+    "token_truncate": {"importance_sampling": {"mode": "token_truncate", "high": 1.2}},
+    "sequence_mask": {"importance_sampling": {"mode": "sequence_mask", "low": 0.5}},
+    "adaptive": {"beta": 0.5, "kl": {"target": 1.0, "horizon": 50}},
 }
 
 
@@ -108,7 +108,7 @@ def run(devices: int, folder: Path, options: dict) -> tuple[GRPO, Trainer]:
     """Train one step of five prompts: one of two ranks has three of them."""
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=5)
     defaults = {"rewards": some, "optimizer": OptimizerConfig(learning_rate=1e-3), "engine": PlainEngine()}
-    module = GRPO(TinyPolicy(), num_generations=4, verify=False, **{**defaults, **options})
+    module = GRPO(TinyPolicy(), num_generations=4, sharing={"verify": False}, **{**defaults, **options})
     module.configure_model()
     if module.reference is not None:
         generator = torch.Generator().manual_seed(3)

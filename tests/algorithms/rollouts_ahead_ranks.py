@@ -29,9 +29,9 @@ def main(devices: int, file: Path, strategy: str, checkpoint: str | None) -> Non
         num_generations=4,
         sampling=SamplingConfig(max_new_tokens=5),
         optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
-        verify=False,
+        sharing={"verify": False},
         max_staleness=1,
-        importance_sampling="token_truncate",
+        importance_sampling={"mode": "token_truncate"},
     )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(

@@ -66,8 +66,8 @@ def run(rank: int, strategy: str, folder: Path, fault: str, checkpoint: str | No
         optimizer=OptimizerConfig(learning_rate=1e-4),  # the made-up log-probabilities stay those of the policy
         engine=InFlightEngine(go_wrong),
         max_staleness=2,
-        importance_sampling="token_truncate",
-        verify=False,
+        importance_sampling={"mode": "token_truncate"},
+        sharing={"verify": False},
     )
     watch = Watch()
     saving = SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)

@@ -110,7 +110,7 @@ def test_a_resumed_run_is_exact(make_module, make_data, make_trainer, tiny_polic
 
 def test_the_bits_of_a_run_cannot_change(make_module, make_data, make_trainer, tmp_path):
     make_trainer(max_steps=1, callbacks=[saving(tmp_path)]).fit(make_module(), make_data())
-    module = make_module(optimizer=OptimizerConfig(1e-2, state_bits=8), allow_changed=["optimizer"])
+    module = make_module(optimizer=OptimizerConfig(1e-2, state_bits=8), guards={"allow_changed": ["optimizer"]})
     with pytest.raises(ValueError, match="state_bits"):
         make_trainer(max_steps=2).fit(module, make_data(), ckpt_path=tmp_path / "step=1.ckpt", weights_only=True)
 

@@ -25,11 +25,11 @@ from tiny_families import build
             r"is 30 .*, but a rollout may have \(sampling.max_new_tokens\) 31",
         ),
         (
-            {"max_tokens_per_micro_batch": 24, "sharing": "repeated"},
+            {"max_tokens_per_micro_batch": 24, "sharing": {"mode": "repeated"}},
             "is 24 .*, but a prompt with its rollout may have 25",
         ),
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; it must be at least 1"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size=2 does not divide the 1 ranks"),
+        ({"sharing": {"sequence_parallel_size": 2}}, "sequence_parallel_size=2 does not divide the 1 ranks"),
     ],
 )
 def test_a_budget_that_is_too_small_is_refused(make_module, make_data, make_trainer, options, message):

@@ -25,7 +25,7 @@ from pl_grouprl.rewards import FunctionFromFile, ModelReward, Weighted
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.describe import describe
 
-KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
+KL = {"beta": 0.1, "kl": {"target": 0.01, "horizon": 100}}
 
 
 def share_of_letters(completions, **columns):
@@ -102,15 +102,15 @@ CHANGES = {
     "argument under another name": ({"rewards": Near(3)}, {"rewards": Near(4)}, "rewards.Near.wanted", "4"),
     "argument": ({"rewards": Near(3)}, {"rewards": Near(3, 2.0)}, "rewards.Near.scale", "2.0"),
     "beta": ({"beta": 0.1}, {"beta": 0.2}, "beta", "0.2"),
-    "kl_target": (KL, KL | {"kl_target": 0.02}, "kl_target", "0.02"),
-    "kl_type": ({"beta": 0.1}, {"beta": 0.1, "kl_type": "k2"}, "kl_type", "'k2'"),
+    "kl.target": (KL, KL | {"kl": {"target": 0.02, "horizon": 100}}, "kl.target", "0.02"),
+    "kl.type": ({"beta": 0.1}, {"beta": 0.1, "kl": {"type": "k2"}}, "kl.type", "'k2'"),
     "loss_type": ({}, {"loss_type": "cispo"}, "loss_type", "'cispo'"),
     "epsilon_high": ({}, {"epsilon_high": 0.28}, "epsilon_high", "0.28"),
-    "policy_loss_options": (
+    "policy_loss": (
         {"policy_loss": "clip_cov"},
-        {"policy_loss": "clip_cov", "policy_loss_options": {"clip_cov_lb": 2.0}},
-        "policy_loss_options",
-        "['clip_cov_lb']",
+        {"policy_loss": {"name": "clip_cov", "clip_cov_lb": 2.0}},
+        "policy_loss",
+        "['clip_cov_lb', 'name']",
     ),
     "advantage_estimator": ({}, ADVANTAGE, "advantage_estimator", "'grpo_passk'"),
     "entropy_coef": ({}, {"entropy_coef": 0.1}, "entropy_coef", "0.1"),
@@ -147,7 +147,7 @@ CHANGES = {
 
 
 QUICK = [
-    *("another function", "weight", "argument under another name", "kl_target", "policy_loss_options", "top_p"),
+    *("another function", "weight", "argument under another name", "kl.target", "policy_loss", "top_p"),
     *("clipping", "clipping of a part", "critic", "target_compression", "algorithm", "option of a subclass"),
 ]
 
@@ -186,7 +186,7 @@ def test_other_rows_are_warned_of_unless_allowed(saved, fit):
         fit(checkpoint=checkpoint, data=rows(seed=1))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The run continues")
-        fit(checkpoint=checkpoint, data=rows(seed=1), allow_changed=["data"])
+        fit(checkpoint=checkpoint, data=rows(seed=1), guards={"allow_changed": ["data"]})
     fit(checkpoint=checkpoint, data=rows(max_prompt_length=500))
 
 
@@ -199,13 +199,11 @@ def test_a_checkpoint_without_training_data_can_be_saved(make_module, make_train
 
 
 FREE = {
-    "reward_workers": 1,
-    "max_failed_share": 0.9,
+    "reward_calls": {"workers": 1, "max_failed_share": 0.9},
     "max_tokens_per_micro_batch": 64,
-    "attention_backend": "reference",
-    "sharing": "repeated",
-    "val_num_generations": 2,
-    "max_nonfinite_steps": 3,
+    "sharing": {"backend": "reference", "mode": "repeated"},
+    "evaluation": {"num_generations": 2},
+    "guards": {"max_nonfinite_steps": 3},
 }
 
 
@@ -216,7 +214,9 @@ def test_options_that_decide_nothing_may_differ(saved, fit):
 
 def test_an_allowed_change_is_logged_once_with_both_values(saved, fit, caplog):
     checkpoint = saved(beta=0.1)
-    _, module = fit(checkpoint=checkpoint, beta=0.2, entropy_coef=0.1, allow_changed=["beta", "entropy_coef"])
+    _, module = fit(
+        checkpoint=checkpoint, beta=0.2, entropy_coef=0.1, guards={"allow_changed": ["beta", "entropy_coef"]}
+    )
     assert module.beta == 0.2
     (told,) = (record.message for record in caplog.records if "other options" in record.message)
     rows = [line.split() for line in told.splitlines()[1:]]
@@ -227,24 +227,27 @@ def test_a_prefix_allows_all_its_options(saved, fit):
     sampling = SamplingConfig(max_new_tokens=4, temperature=0.7)
     checkpoint = saved()
     with pytest.warns(UserWarning, match="sampling.max_new_tokens"):
-        fit(checkpoint=checkpoint, sampling=sampling, allow_changed=["sampling.temperature"])
+        fit(checkpoint=checkpoint, sampling=sampling, guards={"allow_changed": ["sampling.temperature"]})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The run continues")
-        fit(checkpoint=checkpoint, sampling=sampling, allow_changed=["sampling"])
+        fit(checkpoint=checkpoint, sampling=sampling, guards={"allow_changed": ["sampling"]})
 
 
 def test_an_allowed_start_of_what_adapts_takes_effect(saved, fit):
-    _, module = fit(checkpoint=saved(**KL), **{**KL, "beta": 10.0}, allow_changed=["beta"])
+    _, module = fit(checkpoint=saved(**KL), **{**KL, "beta": 10.0}, guards={"allow_changed": ["beta"]})
     assert module.beta == pytest.approx(10.0, rel=0.05)  # the coefficient of the checkpoint was near 0.1
     _, module = fit(
-        GroupPPO, saved(cls=GroupPPO), group_variance_threshold=9.0, allow_changed=["group_variance_threshold"]
+        GroupPPO,
+        saved(cls=GroupPPO),
+        group_variance_threshold=9.0,
+        guards={"allow_changed": ["group_variance_threshold"]},
     )
     assert module.threshold_controller.threshold == pytest.approx(9.0, rel=0.05)  # by default it begins at 4
 
 
 def test_the_learning_rate_stays_the_checkpoints(saved, fit):
     with pytest.raises(ValueError, match=r"optimizer.learning_rate is 0.001 \(was 0.01\)"):
-        fit(checkpoint=saved(), optimizer=OptimizerConfig(1e-3), allow_changed=["optimizer"])
+        fit(checkpoint=saved(), optimizer=OptimizerConfig(1e-3), guards={"allow_changed": ["optimizer"]})
 
 
 def test_a_checkpoint_holds_plain_values(saved):
@@ -302,7 +305,7 @@ def test_a_folder_with_checkpoints_of_another_objective_is_refused(fit, tmp_path
     message = r"other options than this one .*rewards.share_of_letters.weight is 2.0 \(was 1.0\)"
     with pytest.raises(ValueError, match=message):
         fit(rewards=changed, trainer=callbacks())
-    fit(rewards=changed, allow_changed=["rewards"], trainer=callbacks())
+    fit(rewards=changed, guards={"allow_changed": ["rewards"]}, trainer=callbacks())
 
 
 def test_a_validation_compares_nothing(saved, make_module, make_data, make_trainer):

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from pl_grouprl import PromptDataModule
 from pl_grouprl.callbacks import Curriculum
 
-AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}
 ROWS = [
     {"prompt": f"{number}{level}{number}", "answer": "two", "level": level}
     for number in range(6)

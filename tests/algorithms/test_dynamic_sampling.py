@@ -140,7 +140,7 @@ def test_what_a_reward_function_reports_is_averaged_over_all_rollouts(make_modul
 
     data = [{"prompt": f"{i:02d}", "ground_truth": "same" if i == 3 else "spread"} for i in range(8)]
     steps, engine = Steps(), Engine()
-    module = make_module(engine=engine, rewards=grade, dynamic_sampling=True, max_generation_batches=2)
+    module = make_module(engine=engine, rewards=grade, dynamic_sampling=True, guards={"max_generation_batches": 2})
     trainer = make_trainer(max_steps=1, callbacks=[steps], enable_checkpointing=False)
     trainer.fit(module, PromptDataModule(data, batch_size=4, shuffle=False))
     assert engine.calls == [4, 1]
@@ -163,7 +163,7 @@ def test_a_full_batch_costs_nothing_more(fit):
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_max_generation_batches(fit, limit):
-    engine, _, steps = fit([i == 2 for i in range(40)], max_generation_batches=limit)
+    engine, _, steps = fit([i == 2 for i in range(40)], guards={"max_generation_batches": limit})
     assert engine.calls == [4, 3, 3][:limit]
     assert steps.kept == [[2]]
     assert steps.metrics[0]["dynamic_sampling/kept_groups"] == 1
@@ -173,13 +173,13 @@ def test_max_generation_batches(fit, limit):
 
 def test_dropped_groups_leave_the_denominator(fit):
     # One group of four: the same step as a batch that holds this group alone.
-    _, _, dropped = fit([True, False, False, False], max_generation_batches=1)
+    _, _, dropped = fit([True, False, False, False], guards={"max_generation_batches": 1})
     _, _, alone = fit([True], batch_size=1)
     assert close(dropped.weights[0], alone.weights[0], 1e-6)
 
 
 def test_keeping_nothing_changes_nothing_and_the_run_continues(fit, tiny_policy):
-    _, module, steps = fit([False] * 8, max_steps=3, max_generation_batches=2, beta=0.1, entropy_coef=0.1)
+    _, module, steps = fit([False] * 8, max_steps=3, guards={"max_generation_batches": 2}, beta=0.1, entropy_coef=0.1)
     assert same(steps.weights[-1], list(tiny_policy().load().parameters()))
     assert [own["dynamic_sampling/kept_groups"] for own in steps.metrics] == [0, 0, 0]
     assert [own["grad_norm"] for own in steps.metrics] == [0, 0, 0]
@@ -190,7 +190,7 @@ def test_keeping_nothing_changes_nothing_and_the_run_continues(fit, tiny_policy)
 
 def test_nothing_kept_after_a_step_leaves_the_momentum(fit):
     # Prompts 0 to 3 of the first batch are useful, and none of those of the second.
-    _, _, steps = fit([True] * 4 + [False] * 4, max_steps=2, max_generation_batches=1)
+    _, _, steps = fit([True] * 4 + [False] * 4, max_steps=2, guards={"max_generation_batches": 1})
     assert steps.metrics[0]["grad_norm"] > 0
     assert same(steps.weights[0], steps.weights[1])
     assert same(steps.moments[0], steps.moments[1])
@@ -198,7 +198,7 @@ def test_nothing_kept_after_a_step_leaves_the_momentum(fit):
 
 def test_a_data_set_of_one_batch(fit):
     # Nothing else to draw: the batch's own prompts are sampled again, those that do not help too.
-    engine, _, steps = fit([True, False, True], batch_size=3, max_generation_batches=4)
+    engine, _, steps = fit([True, False, True], batch_size=3, guards={"max_generation_batches": 4})
     assert engine.calls[0] == 3
     assert set(steps.kept[0]) <= {0, 2}
     assert steps.kept[0][:2] == [0, 2]
@@ -206,7 +206,7 @@ def test_a_data_set_of_one_batch(fit):
 
 
 def test_more_mini_batches_than_groups_are_kept(fit):
-    options = {"num_mini_batches": 3, "max_generation_batches": 1}
+    options = {"num_mini_batches": 3, "guards": {"max_generation_batches": 1}}
     _, _, steps = fit([False, True, False, False, True, True, True, True], max_steps=6, **options)
     norms = [own["grad_norm"] for own in steps.metrics]
     assert norms[0] > 0
@@ -219,9 +219,13 @@ def test_more_mini_batches_than_groups_are_kept(fit):
 
 def test_accumulated_mini_batches_of_few_groups_are_one_batch(fit):
     useful = [True, False, True, False]
-    _, _, whole = fit(useful, max_generation_batches=1, beta=0.1)
+    _, _, whole = fit(useful, guards={"max_generation_batches": 1}, beta=0.1)
     _, _, cut = fit(
-        useful, max_generation_batches=1, beta=0.1, num_mini_batches=4, trainer={"accumulate_grad_batches": 4}
+        useful,
+        guards={"max_generation_batches": 1},
+        beta=0.1,
+        num_mini_batches=4,
+        trainer={"accumulate_grad_batches": 4},
     )
     assert not same(whole.weights[0], cut.weights[0])
     assert close(whole.weights[0], cut.weights[-1])
@@ -232,7 +236,7 @@ def test_resume_is_exact(fit, tmp_path):
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     useful = [i % 3 != 0 for i in range(9)]
     options = {
-        "engine": None, "max_steps": 5, "num_mini_batches": 2, "shuffle": True, "max_generation_batches": 3,
+        "engine": None, "max_steps": 5, "num_mini_batches": 2, "shuffle": True, "guards": {"max_generation_batches": 3},
         "optimizer": OptimizerConfig(learning_rate=1e-2), "mask_truncated_completions": True,
     }  # fmt: skip
 
@@ -293,7 +297,7 @@ def test_a_group_left_untrained_is_a_copy_without_rewards():
     ("options", "message"),
     [
         ({"dynamic_sampling": True, "num_generations": 1, "advantage_estimator": "remax"}, "would drop every prompt"),
-        ({"max_generation_batches": 0}, "max_generation_batches is 0; it must be at least 1"),
+        ({"guards": {"max_generation_batches": 0}}, "guards.max_generation_batches is 0; it must be at least 1"),
     ],
 )
 def test_refused(make_module, options, message):

@@ -124,7 +124,7 @@ def test_accumulating_several_passes_in_one_step_is_refused(make_module, make_da
 )
 def test_completions_end_with_the_turn_of_the_chat_template(make_module, make_trainer, option, template):
     """Its token is not the tokenizer's EOS token, as with a base model; every engine is told."""
-    seen, kwargs = [], {"chat_template": TURNS} if option == "chat_template_kwargs" else {}
+    seen, kwargs = [], {"episodes": {"chat_template": TURNS}} if option == "chat_template_kwargs" else {}
 
     class Policy(TinyPolicy):
         def load_tokenizer(self):
@@ -139,7 +139,7 @@ def test_completions_end_with_the_turn_of_the_chat_template(make_module, make_tr
 
     rows = [{"prompt": "12"}, {"prompt": "345"}]
     data = PromptDataModule(rows, rows, batch_size=2, chat_template_kwargs=kwargs)
-    own = {"chat_template": option} if option == TURNS else {}
+    own = {"episodes": {"chat_template": option}} if option == TURNS else {}
     module = make_module(policy=Policy(), engine=Engine(), sampling=SamplingConfig(5, stop_token_ids=(7,)), **own)
     make_trainer(max_steps=1).fit(module, data)
     assert set(seen) == {(7,) if template == "{{ messages[0].content }}" else (7, 0)}

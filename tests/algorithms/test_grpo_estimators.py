@@ -160,7 +160,7 @@ def test_reinforce_plus_plus_baseline(step):
 @pytest.mark.parametrize("kl_type", ["k1", "k3"])
 @pytest.mark.parametrize("name", ROLLOUT_LEVEL)
 def test_kl_in_the_reward_of_rollouts(step, name, kl_type):
-    module = step(advantage_estimator=name, beta=0.5, kl_in="reward", kl_type=kl_type)
+    module = step(advantage_estimator=name, beta=0.5, kl={"place": "reward", "type": kl_type})
     buffer = module.last_rollouts
     kl_N = kl_estimate(buffer.joined("old_logprobs"), buffer.joined("ref_logprobs"), kl_type)
     kl_N = kl_N.masked_fill(~buffer.joined("loss_mask"), 0)
@@ -175,7 +175,7 @@ def test_kl_in_the_reward_of_rollouts(step, name, kl_type):
 
 
 def test_kl_in_the_reward_of_tokens(step):
-    options = {"beta": 0.5, "kl_in": "reward", "kl_type": "k1", "advantage_options": {"gamma": 0.9}}
+    options = {"beta": 0.5, "kl": {"place": "reward", "type": "k1"}, "advantage_options": {"gamma": 0.9}}
     buffer = step(advantage_estimator="reinforce_plus_plus", **options).last_rollouts
     kl_N = kl_estimate(buffer.joined("old_logprobs"), buffer.joined("ref_logprobs"), "k1")
     returns, trained = [], []
@@ -192,7 +192,7 @@ def test_kl_in_the_reward_of_tokens(step):
 
 
 def test_kl_in_the_reward_of_the_baseline_estimator(step):
-    options = {"beta": 0.5, "kl_in": "reward", "kl_type": "k1"}
+    options = {"beta": 0.5, "kl": {"place": "reward", "type": "k1"}}
     buffer = step(advantage_estimator="reinforce_plus_plus_baseline", **options).last_rollouts
     lengths_B = buffer.rollout_lengths
     mask_N = buffer.joined("loss_mask")
@@ -267,8 +267,8 @@ def test_several_rewards_normalized_first_with_other_estimators(step, name):
             "advantage_estimator='reinforce_plus_plus' takes one reward",
         ),
         (
-            {"beta": 0.1, "kl_in": "reward", "multi_objective_aggregation": "normalize_then_sum"},
-            "kl_in='reward' takes one reward",
+            {"beta": 0.1, "kl": {"place": "reward"}, "multi_objective_aggregation": "normalize_then_sum"},
+            "kl.place='reward' takes one reward",
         ),
         ({"num_generations": 1, "advantage_estimator": "reinforce_plus_plus_baseline"}, "num_generations is 1; rei"),
         ({"num_generations": 1, "advantage_estimator": "opo"}, "num_generations is 1; opo compares"),

@@ -39,7 +39,8 @@ def test_sharing_on_and_off_give_the_same_trajectory(
     for sharing in ("shared", "repeated"):
         history = History()
         module = make_module(
-            policy=tiny_policy(gradient_checkpointing), sharing=sharing, num_mini_batches=2, beta=0.05, verify=True,
+            policy=tiny_policy(gradient_checkpointing), sharing={"mode": sharing, "verify": True},
+            num_mini_batches=2, beta=0.05,
             optimizer=OptimizerConfig(learning_rate=1e-3),
         )  # fmt: skip
         make_trainer(max_steps=steps, callbacks=[history]).fit(module, make_data())
@@ -175,7 +176,7 @@ def test_another_reference_on_resume_is_refused(make_module, make_data, make_tra
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16(make_module, make_data, make_trainer, precision):
     history = History()
-    module = make_module(num_mini_batches=2, beta=0.1, verify=True)
+    module = make_module(num_mini_batches=2, beta=0.1, sharing={"verify": True})
     make_trainer(max_steps=4, precision=precision, callbacks=[history]).fit(module, make_data())
     assert module.policy.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
     assert module.last_rollouts.tokens["advantages"][0].dtype == torch.float32
@@ -215,9 +216,9 @@ def test_a_step_that_is_not_finite_is_skipped(make_module, make_data, make_train
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(make_module, make_data, make_trainer):
-    module = make_module(BrokenLoss, max_nonfinite_steps=2)
+    module = make_module(BrokenLoss, guards={"max_nonfinite_steps": 2})
     module.broken_updates = (1, 2)
-    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(max_nonfinite_steps=2\)"):
+    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(guards.max_nonfinite_steps=2\)"):
         make_trainer(max_steps=5).fit(module, make_data())
 
 
@@ -238,7 +239,7 @@ def test_metrics_have_the_names_of_trl(make_module, make_data, make_trainer):
 
 
 def test_validate_and_test(make_module, make_data, make_trainer, scripted_engine):
-    module = make_module(engine=scripted_engine, val_num_generations=3)
+    module = make_module(engine=scripted_engine, evaluation={"num_generations": 3})
     data = make_data(val=True, val_batch_size=3)
     (metrics,) = make_trainer().validate(module, data, verbose=False)
     assert {f"val/most_frequent_digit/{name}@3" for name in ("mean", "best", "maj")} <= metrics.keys()
@@ -280,7 +281,7 @@ def test_models_are_restored_after_the_fit(make_module, make_data, make_trainer)
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
 def test_an_unknown_backend_is_an_error_at_once(make_module, sharing):
     with pytest.raises(ValueError, match="backend is 'magic'; choose one of auto, cascade"):
-        make_module(attention_backend="magic", sharing=sharing)
+        make_module(sharing={"backend": "magic", "mode": sharing})
 
 
 def test_more_mini_batches_than_prompts(make_module, make_data, make_trainer):

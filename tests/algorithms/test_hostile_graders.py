@@ -53,11 +53,7 @@ def test_the_run_continues(names, timeout, make_module, make_data, make_trainer,
     reward, failures = Hostile(tmp_path, sorted(names)), Failures()
     module = make_module(
         rewards=reward,
-        reward_workers=2,
-        reward_timeout=timeout,
-        reward_memory_limit_mb=1024,
-        reward_retries=0,
-        max_failed_share=1.0,
+        reward_calls={"workers": 2, "timeout": timeout, "memory_limit_mb": 1024, "retries": 0, "max_failed_share": 1.0},
     )
     before = parameters(module) if module.policy is not None else None
     process = os.getcwd(), dict(os.environ), signal.getsignal(signal.SIGALRM)

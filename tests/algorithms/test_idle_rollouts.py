@@ -10,10 +10,10 @@ from pl_grouprl.types import SamplingConfig
 
 VINE = {
     "advantage_estimator": "vine",
-    "branching": {"points": "every_n", "width": 3, "depth": 2, "every_n": 4},
+    "episodes": {"branching": {"points": "every_n", "width": 3, "depth": 2, "every_n": 4}},
     "num_generations": 2,
 }
-TRUNCATED = {"mask_truncated_completions": True, "beta": 0.1, "kl_type": "k3", "entropy_coef": 0.05}
+TRUNCATED = {"mask_truncated_completions": True, "beta": 0.1, "kl": {"type": "k3"}, "entropy_coef": 0.05}
 
 
 class Custom(GRPO):

@@ -26,7 +26,7 @@ def run(make_module, make_data, make_trainer, history, tmp_path, monkeypatch):
             judge = Judge(url, "m", rubric, api_key_env="JUDGE_KEY", cache_dir=str(folder / "cache"))
             callbacks = [steps, ModelCheckpoint(folder / "checkpoints"), CompletionsTable()]
             trainer = make_trainer(max_steps=2, callbacks=callbacks, logger=CSVLogger(folder), default_root_dir=folder)
-            trainer.fit(make_module(rewards=judge, max_failed_share=0.9), make_data())
+            trainer.fit(make_module(rewards=judge, reward_calls={"max_failed_share": 0.9}), make_data())
         return steps.steps, server, folder
 
     return run

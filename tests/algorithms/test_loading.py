@@ -289,7 +289,7 @@ def test_predictions_are_the_sampled_groups(make_module, make_trainer, split, sa
     path = saved()
     task = MostFrequentDigit(prompt_length=20, val_size=4, test_size=4)
     data = PromptDataModule(val=task, test=task if split == "test" else None)
-    module = make_module(val_num_generations=3, rewards=refuses, reward_workers=1)
+    module = make_module(evaluation={"num_generations": 3}, rewards=refuses, reward_calls={"workers": 1})
     (groups,) = make_trainer().predict(module, data, ckpt_path=path)
     assert len(groups) == 4
     assert all(isinstance(group, RolloutGroup) for group in groups)

@@ -7,7 +7,7 @@ import torch
 from helpers.episodes import make_episode, make_group, turns_of
 
 from pl_grouprl.rewards import ExactMatch, NumericAnswer, prepare_rewards
-from pl_grouprl.training.evaluation import Evaluator
+from pl_grouprl.training.evaluation import EvaluationOptions, Evaluator
 from pl_grouprl.training.metrics import FAILURES, count_tokens, rollout_metrics, summarize
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -22,7 +22,7 @@ def group(rewards, texts=None, source="default", prompt=(1, 2, 3)):
 
 
 def evaluate(groups, *rewards, **options):
-    evaluator = Evaluator(prepare_rewards(rewards) if rewards else (), **options)
+    evaluator = Evaluator(prepare_rewards(rewards) if rewards else (), EvaluationOptions(**options))
     for own in groups:  # a batch each
         evaluator.groups = [own]
         evaluator.record()
@@ -116,7 +116,7 @@ def test_powers_of_two_up_to_the_number_of_rollouts(num, ks):
 
 def test_the_threshold_is_a_number():
     with pytest.raises(ValueError, match="pass_threshold is nan; it must be a finite number"):
-        Evaluator(pass_threshold=math.nan)
+        EvaluationOptions(pass_threshold=math.nan)
 
 
 def episode_groups():

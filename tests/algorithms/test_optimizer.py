@@ -208,7 +208,9 @@ def test_a_resumed_run_is_exact(config, make_module, make_data, make_trainer, tm
         assert all(torch.equal(value, again[number][name]) for name, value in own.items())
     with pytest.raises(ValueError, match=r"optimizer\.optim is 'torch\.optim\.AdamW' \(was 'torch.optim"):
         make_trainer(max_steps=4).fit(
-            make_module(PPO, num_mini_batches=2, optimizer=OptimizerConfig(1e-2), allow_changed=["optimizer"]),
+            make_module(
+                PPO, num_mini_batches=2, optimizer=OptimizerConfig(1e-2), guards={"allow_changed": ["optimizer"]}
+            ),
             make_data(train_size=8),
             ckpt_path=tmp_path / "step=2.ckpt",
             weights_only=True,

@@ -105,7 +105,7 @@ def test_a_rollout_names_the_engines_limits(make_module, make_data, make_trainer
 def test_the_check_before_training_says_how_to_leave_it_out(make_module, make_data, make_trainer, monkeypatch):
     monkeypatch.setattr(GRPO, "parity_reports", out_of_memory)
     with pytest.raises(RuntimeError, match="check of shared prefixes before training; verify=False skips it"):
-        fit(make_module, make_data, make_trainer, verify=True)
+        fit(make_module, make_data, make_trainer, sharing={"verify": True})
 
 
 def test_a_reward_model_names_its_budget(monkeypatch):

@@ -132,9 +132,7 @@ def test_policy_losses(fit, name, mode):
             torch.testing.assert_close(self.updates[-1][2].losses["policy"][0], loss)
             torch.testing.assert_close(gradient, self.gradient(loss))
 
-    module, metrics = fit(
-        2, Checked, policy_loss=name, policy_loss_options=options, loss_agg_mode=mode, num_iterations=2
-    )
+    module, metrics = fit(2, Checked, policy_loss={"name": name, **options}, loss_agg_mode=mode, num_iterations=2)
     assert options.items() <= module.objective.policy_loss.options.items()
     first, second = module.updates
     assert (second[1] - second[0].tokens["old_logprobs"]).abs().max() > 0.01  # the second update is off-policy
@@ -157,7 +155,7 @@ def test_presets(fit, loss_type):
 
 
 def test_options_of_a_preset_can_be_set(make_module):
-    sapo = make_module(loss_type="sapo", policy_loss_options={"sapo_temperature_neg": 2.0}).objective.policy_loss
+    sapo = make_module(loss_type="sapo", policy_loss={"sapo_temperature_neg": 2.0}).objective.policy_loss
     assert sapo.options == {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
     gspo = make_module(loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4).objective.policy_loss
     assert gspo.options["epsilon_high"] == 4e-4
@@ -166,25 +164,25 @@ def test_options_of_a_preset_can_be_set(make_module):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy_loss_options": {"temperature": 1.0}}, "policy_loss='ppo' does not use temperature; it takes epsilon"),
+        ({"policy_loss": {"temperature": 1.0}}, "policy_loss='ppo' does not use temperature; it takes epsilon"),
         ({"policy_loss": "gpg", "epsilon": 0.2}, "policy_loss='gpg' does not use epsilon; it takes no options"),
-        ({"epsilon": 0.1, "policy_loss_options": {"epsilon": 0.2}}, "epsilon is set twice, as 0.1 and in policy_loss_"),
+        ({"epsilon": 0.1, "policy_loss": {"epsilon": 0.2}}, "epsilon is set twice, as 0.1 and in policy_loss as 0.2"),
         (
             {"scale_rewards": "batch", "advantage_options": {"scale": "none"}},
             "scale is set twice, as 'batch' and in advantage_options as 'none'",
         ),
-        ({"importance_sampling": "truncate"}, "importance_sampling is 'truncate'"),
-        ({"importance_sampling_low": 0.5}, "importance_sampling_low is 0.5 .* importance_sampling is 'none'"),
-        ({"importance_sampling_high": 2.0}, "importance_sampling_high is 2.0, but importance_sampling is 'none'"),
+        ({"importance_sampling": {"mode": "truncate"}}, "importance_sampling.mode is 'truncate'"),
+        ({"importance_sampling": {"low": 0.5}}, "importance_sampling.low is 0.5 .* importance_sampling.mode is 'none'"),
+        ({"importance_sampling": {"high": 2.0}}, "importance_sampling.high is 2.0, but"),
         (
-            {"importance_sampling": "token_mask", "importance_sampling_high": None},
-            "importance_sampling='token_mask' needs a bound",
+            {"importance_sampling": {"mode": "token_mask", "high": None}},
+            "importance_sampling.mode='token_mask' needs a bound",
         ),
-        ({"importance_sampling": "token_mask", "importance_sampling_low": 4.0}, "high is 3.0; it must be larger than"),
-        ({"kl_in": "advantage"}, "kl_in is 'advantage'; it must be 'loss' or 'reward'"),
-        ({"kl_target": 1.0}, "kl_target is 1.0 and beta is 0"),
-        ({"beta": 0.1, "kl_target": 0.0}, "target is 0.0; it must be larger than 0"),
-        ({"beta": 0.1, "kl_horizon": 100}, "kl_horizon is 100 and kl_target is None"),
+        ({"importance_sampling": {"mode": "token_mask", "low": 4.0}}, "high is 3.0; it must be larger than"),
+        ({"kl": {"place": "advantage"}}, "kl.place is 'advantage'; it must be 'loss' or 'reward'"),
+        ({"kl": {"target": 1.0}}, "kl.target is 1.0 and beta is 0"),
+        ({"beta": 0.1, "kl": {"target": 0.0}}, "target is 0.0; it must be larger than 0"),
+        ({"beta": 0.1, "kl": {"horizon": 100}}, "kl.horizon is 100 and kl.target is None"),
     ],
 )
 def test_refused(make_module, options, message):
@@ -196,10 +194,10 @@ def test_refused(make_module, options, message):
 
 KINDS = {
     "none": {},
-    "token_truncate": {"importance_sampling_low": 0.9, "importance_sampling_high": 1.1},
-    "token_mask": {"importance_sampling_low": 0.8, "importance_sampling_high": 1.3},
-    "sequence_truncate": {"importance_sampling_low": None, "importance_sampling_high": 1.5},
-    "sequence_mask": {"importance_sampling_low": 0.5, "importance_sampling_high": 2.0},
+    "token_truncate": {"low": 0.9, "high": 1.1},
+    "token_mask": {"low": 0.8, "high": 1.3},
+    "sequence_truncate": {"low": None, "high": 1.5},
+    "sequence_mask": {"low": 0.5, "high": 2.0},
 }
 
 
@@ -218,15 +216,14 @@ def weights_by_hand(kind, differences, low, high):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_importance_weights(fit, kind):
-    module, metrics = fit(1, Recording, importance_sampling=kind, beta=0.1, noise=0.1, **KINDS[kind])
+    module, metrics = fit(1, Recording, importance_sampling={"mode": kind, **KINDS[kind]}, beta=0.1, noise=0.1)
     ((batch, logprobs_N, _, _),) = module.updates
     old_N = logprobs_N.detach()
     differences_N = old_N - batch.tokens["rollout_logprobs"]
     weights, ratios = [], []
     for own in differences_N.split(batch.scoring.rollout_lengths):
-        own_weights, own_ratios = weights_by_hand(
-            kind, own.tolist(), KINDS[kind].get("importance_sampling_low"), KINDS[kind].get("importance_sampling_high")
-        )
+        bounds = KINDS[kind].get("low"), KINDS[kind].get("high")
+        own_weights, own_ratios = weights_by_hand(kind, own.tolist(), *bounds)
         weights += own_weights
         ratios += own_ratios
     # On-policy the loss of a token is -A, and its KL penalty is not weighted.
@@ -249,7 +246,7 @@ def test_the_gradient_is_weighted(fit):
             weights_N = (logprobs_N.detach() - batch.tokens["rollout_logprobs"]).exp().clamp(max=3.0)
             self.expected = [self.gradient((-weights_N * batch.tokens["advantages"] * logprobs_N).sum())]
 
-    module, _ = fit(1, Weighing, importance_sampling="token_truncate")
+    module, _ = fit(1, Weighing, importance_sampling={"mode": "token_truncate"})
     ((batch, logprobs_N, _, gradient),) = module.updates
     # On-policy the gradient of a token's loss is that of -w A log p.
     weights_N = (logprobs_N.detach() - batch.tokens["rollout_logprobs"]).exp().clamp(max=3.0)
@@ -258,7 +255,7 @@ def test_the_gradient_is_weighted(fit):
 
 
 def test_weights_stay_those_of_before_the_updates(fit):
-    module, metrics = fit(3, Recording, importance_sampling="sequence_truncate", num_iterations=3)
+    module, metrics = fit(3, Recording, importance_sampling={"mode": "sequence_truncate"}, num_iterations=3)
     names = [name for name in metrics.steps[0] if name.startswith("sampling/")]
     assert len(names) == 5
     for step in metrics.steps:
@@ -272,9 +269,9 @@ TRUNCATIONS = ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.5}, {"temperature": 0.7
 @pytest.mark.parametrize("filters", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("kind", ["token_mask", "sequence_mask"])
 def test_on_policy_ratios_are_one_when_sampling_is_truncated(fit, kind, filters):
-    bounds = {"importance_sampling_low": 0.99, "importance_sampling_high": 1.01}
+    correction = {"mode": kind, "low": 0.99, "high": 1.01}
     sampling = SamplingConfig(max_new_tokens=6, **filters)
-    _, metrics = fit(1, engine=HFRolloutEngine(), importance_sampling=kind, sampling=sampling, **bounds)
+    _, metrics = fit(1, engine=HFRolloutEngine(), importance_sampling=correction, sampling=sampling)
     for statistic in ("min", "mean", "max"):
         assert metrics.steps[0][f"sampling/importance_sampling_ratio/{statistic}"] == pytest.approx(1, abs=1e-4)
     assert metrics.steps[0]["grad_norm"] > 0
@@ -291,14 +288,14 @@ def test_an_engine_whose_logprobs_are_truncated_is_not_compared_nor_corrected_fo
         with pytest.raises(
             ValueError, match="with top_k, top_p or min_p Truncating reports log-probabilities of the tr"
         ):
-            fit(1, engine=Truncating(), sampling=sampling, importance_sampling="token_mask")
-    _, metrics = fit(1, engine=Truncating(), importance_sampling="token_truncate")
+            fit(1, engine=Truncating(), sampling=sampling, importance_sampling={"mode": "token_mask"})
+    _, metrics = fit(1, engine=Truncating(), importance_sampling={"mode": "token_truncate"})
     assert metrics.steps[0]["sampling/importance_sampling_ratio/max"] > 0
 
 
 def test_an_engine_without_logprobs(fit):
-    with pytest.raises(ValueError, match="importance_sampling is 'token_mask', but the engine"):
-        fit(importance_sampling="token_mask", engine=Engine(reports=False))
+    with pytest.raises(ValueError, match=r"importance_sampling.mode is 'token_mask', but the engine"):
+        fit(importance_sampling={"mode": "token_mask"}, engine=Engine(reports=False))
     _, metrics = fit(engine=Engine(reports=False))
     assert not any(name.startswith("sampling/") for name in metrics.steps[0])
 
@@ -306,12 +303,12 @@ def test_an_engine_without_logprobs(fit):
 @pytest.mark.parametrize(
     ("options", "forwards"),
     [
-        ({"importance_sampling": "token_truncate"}, 0),
-        ({"importance_sampling": "sequence_mask", "entropy_coef": 0.01}, 0),
-        ({"importance_sampling": "token_truncate", "beta": 0.1}, 1),  # the reference
-        ({"importance_sampling": "token_truncate", "num_iterations": 2}, 1),  # the policy before the updates
-        ({"beta": 0.1, "kl_in": "reward"}, 2),
-        ({"beta": 0.1, "kl_target": 1.0}, 2),
+        ({"importance_sampling": {"mode": "token_truncate"}}, 0),
+        ({"importance_sampling": {"mode": "sequence_mask"}, "entropy_coef": 0.01}, 0),
+        ({"importance_sampling": {"mode": "token_truncate"}, "beta": 0.1}, 1),  # the reference
+        ({"importance_sampling": {"mode": "token_truncate"}, "num_iterations": 2}, 1),  # the policy before the updates
+        ({"beta": 0.1, "kl": {"place": "reward"}}, 2),
+        ({"beta": 0.1, "kl": {"target": 1.0}}, 2),
     ],
 )
 def test_forwards_before_the_updates(fit, monkeypatch, options, forwards):
@@ -335,12 +332,12 @@ def test_a_fixed_coefficient(fit):
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 @pytest.mark.parametrize(("target", "error"), [(1e-6, 0.2), (1e6, -0.2), (None, None)])
 def test_an_adaptive_coefficient(fit, kl_in, target, error):
-    options = {"beta": 0.5, "kl_in": kl_in, "kl_type": "k3", "kl_horizon": 100, "noise": 0.1}
+    options, kl = {"beta": 0.5, "noise": 0.1}, {"place": kl_in, "type": "k3", "horizon": 100}
     if target is None:  # near what is measured: the error is inside its limits
-        probe, _ = fit(kl_target=1.0, **options)
+        probe, _ = fit(kl={"target": 1.0, **kl}, **options)
         target = 1.1 * kl_per_rollout(probe.last_rollouts)
         error = 1 / 1.1 - 1
-    module, metrics = fit(kl_target=target, **options)
+    module, metrics = fit(kl={"target": target, **kl}, **options)
     moved = 0.5 * (1 + error * 16 / 100)  # 4 prompts of 4 rollouts
     assert module.beta == pytest.approx(moved, rel=1e-5)
     # In the reward the coefficient is that of before the move, in the loss the one after it.
@@ -354,7 +351,12 @@ def kl_per_rollout(buffer):
 
 @pytest.mark.parametrize("kl_in", sweep(["loss", "reward"], quick=["reward"]))
 def test_the_coefficient_is_saved_and_resumed(fit, parameters, tmp_path, kl_in):
-    options = {"beta": 0.5, "kl_in": kl_in, "kl_target": 0.05, "kl_horizon": 40, "num_mini_batches": 2, "engine": None}
+    options = {
+        "beta": 0.5,
+        "kl": {"place": kl_in, "target": 0.05, "horizon": 40},
+        "num_mini_batches": 2,
+        "engine": None,
+    }
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     whole, metrics = fit(6, callbacks=[saving], **options)
     assert len(set(metrics.betas)) == 3  # it moves once per rollout
@@ -368,13 +370,13 @@ def test_the_coefficient_is_saved_and_resumed(fit, parameters, tmp_path, kl_in):
 def test_a_fixed_coefficient_is_that_of_the_configuration_on_resume(fit, tmp_path):
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(1, callbacks=[saving], beta=0.5)
-    module, _ = fit(2, checkpoint=tmp_path / "step=1.ckpt", beta=0.25, allow_changed=["beta"])
+    module, _ = fit(2, checkpoint=tmp_path / "step=1.ckpt", beta=0.25, guards={"allow_changed": ["beta"]})
     assert module.beta == 0.25
 
 
 def test_a_horizon_that_is_too_short_for_a_rollout_phase(fit):
-    with pytest.raises(ValueError, match="kl_horizon is 3 with 4 prompts of 4 rollouts"):
-        fit(beta=0.5, kl_target=1.0, kl_horizon=3)
+    with pytest.raises(ValueError, match=r"kl.horizon is 3 with 4 prompts of 4 rollouts"):
+        fit(beta=0.5, kl={"target": 1.0, "horizon": 3})
 
 
 def test_a_loss_that_compares_tokens_warns_of_a_budget(make_module, make_data, make_trainer):

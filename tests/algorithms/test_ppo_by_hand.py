@@ -19,8 +19,9 @@ from pl_grouprl.types import SamplingConfig
 
 TEMPERATURE = 0.8
 OPTIONS = {
-    "gamma": 0.97, "lam": 0.9, "critic_lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "delta": 1.035, "beta": 0.3,
-    "kl_type": "k1", "kl_in": "reward", "entropy_coef": 0.05, "cliprange_value": 0.02, "vf_coef": 0.7,
+    "gamma": 0.97, "lam": 0.9, "critic_lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "beta": 0.3,
+    "policy_loss": {"delta": 1.035}, "kl": {"type": "k1", "place": "reward"}, "entropy_coef": 0.05,
+    "cliprange_value": 0.02, "vf_coef": 0.7,
     "bootstrap_truncated": True, "num_iterations": 3,
 }  # fmt: skip
 
@@ -195,8 +196,9 @@ class Plain:
                 held = ratio.clamp(1 - OPTIONS["epsilon"], 1 + OPTIONS["epsilon_high"])
                 surrogate = torch.minimum(ratio * advantage, held * advantage)
                 clipped["policy"] += int(float(held * advantage) < float(ratio * advantage))
-                if advantage < 0 and float(ratio) > OPTIONS["delta"]:
-                    surrogate = torch.as_tensor(OPTIONS["delta"] * advantage)
+                delta = OPTIONS["policy_loss"]["delta"]
+                if advantage < 0 and float(ratio) > delta:
+                    surrogate = torch.as_tensor(delta * advantage)
                     clipped["delta"] += 1
                 row = distributions[position]
                 policy = policy - surrogate - OPTIONS["entropy_coef"] * -(row.exp() * row).sum()
@@ -239,7 +241,7 @@ def check_an_update(
     make_module, make_data, make_trainer, ragged_engine, history, cls, critic, sharing, rewards=rewards_with_a_gap
 ):
     module = make_module(
-        cls, rewards=rewards, critic=CRITICS[critic], engine=ragged_engine(), sharing=sharing,
+        cls, rewards=rewards, critic=CRITICS[critic], engine=ragged_engine(), sharing={"mode": sharing},
         sampling=SamplingConfig(max_new_tokens=12, temperature=TEMPERATURE),
         optimizer=OptimizerConfig(learning_rate=4e-3), critic_optimizer=OptimizerConfig(learning_rate=5e-3), **OPTIONS,
     )  # fmt: skip

@@ -150,8 +150,8 @@ def test_no_reference_without_a_penalty(fit):
 
 
 def test_penalty_in_the_reward(fit):
-    options = {"max_steps": 2, "optimizer": OptimizerConfig(1e-2), "kl_type": "k1"}
-    module, record = fit(beta=0.2, kl_in="reward", **options)
+    options = {"max_steps": 2, "optimizer": OptimizerConfig(1e-2)}
+    module, record = fit(beta=0.2, kl={"type": "k1", "place": "reward"}, **options)
     names = ("token_rewards", "old_logprobs", "ref_logprobs")
     outcomes = [r.reward for group in module.last_rollouts.groups for r in group.rollouts]
     total, tokens = 0.0, 0
@@ -169,7 +169,7 @@ def test_penalty_in_the_reward(fit):
 
 @pytest.mark.parametrize("kl_in", sweep(["reward", "loss"], quick=["reward"]))
 def test_adaptive_coefficient(fit, kl_in):
-    adaptive = {"beta": 0.1, "kl_target": 1e-3, "kl_horizon": 50, "kl_in": kl_in, "optimizer": OptimizerConfig(1e-2)}
+    adaptive = {"beta": 0.1, "kl": {"target": 1e-3, "horizon": 50, "place": kl_in}, "optimizer": OptimizerConfig(1e-2)}
     module, record = fit(max_steps=3, **adaptive)
     rollouts = int(module.last_rollouts.trained_episodes().sum())
     # Before any update the KL is 0, as far below its target as the controller counts; after it, above it.
@@ -182,7 +182,7 @@ def test_adaptive_coefficient(fit, kl_in):
     else:
         assert shown[0] == pytest.approx(first)
         assert shown[0] < shown[1] < shown[2] == module.beta
-    fixed, record = fit(max_steps=3, **{**adaptive, "kl_target": None, "kl_horizon": None})
+    fixed, record = fit(max_steps=3, **{**adaptive, "kl": {"place": kl_in}})
     assert fixed.beta == 0.1
     assert all(step["kl_coef"] == pytest.approx(0.1) for step in record.steps)
 
@@ -204,13 +204,13 @@ def test_the_penalty_acts(fit):
 
     free = distance()
     assert distance(beta=30.0) < free
-    assert distance(beta=30.0, kl_in="reward", kl_type="k1") != pytest.approx(free, rel=1e-3)
+    assert distance(beta=30.0, kl={"place": "reward", "type": "k1"}) != pytest.approx(free, rel=1e-3)
 
 
 def test_old_scores_only_where_they_are_needed(fit):
     assert "old_logprobs" not in fit()[0].last_rollouts.tokens
     assert "old_logprobs" in fit(num_iterations=2)[0].last_rollouts.tokens
-    assert "old_logprobs" in fit(beta=0.1, kl_in="reward")[0].last_rollouts.tokens
+    assert "old_logprobs" in fit(beta=0.1, kl={"place": "reward"})[0].last_rollouts.tokens
 
 
 REFUSED = [
@@ -223,14 +223,14 @@ REFUSED = [
     ({"critic_warmup_steps": -1}, "critic_warmup_steps is -1; it must be 0 or larger"),
     ({"beta": -1}, "beta is -1; it must be 0"),
     ({"beta": float("inf")}, "beta is inf; it must be 0"),
-    ({"beta": 0.1, "kl_horizon": 100}, "kl_horizon is 100 and kl_target is None"),
+    ({"beta": 0.1, "kl": {"horizon": 100}}, "kl.horizon is 100 and kl.target is None"),
     ({"bootstrap_truncated": True, "mask_truncated_completions": True}, "bootstrap_truncated=True applies to rollouts"),
-    ({"kl_in": "reward"}, "kl_in is 'reward' and beta is 0"),
-    ({"kl_in": "both"}, "kl_in is 'both'; it must be 'loss' or 'reward'"),
-    ({"kl_type": "k9"}, "k9"),
-    ({"kl_target": 0.1}, "kl_target is 0.1 and beta is 0"),
-    ({"beta": 0.1, "kl_horizon": 10}, "kl_horizon is 10 and kl_target is None"),
-    ({"beta": 0.1, "kl_target": -1}, "target is -1; it must be larger than 0"),
+    ({"kl": {"place": "reward"}}, "kl.place is 'reward' and beta is 0"),
+    ({"kl": {"place": "both"}}, "kl.place is 'both'; it must be 'loss' or 'reward'"),
+    ({"kl": {"type": "k9"}}, "k9"),
+    ({"kl": {"target": 0.1}}, "kl.target is 0.1 and beta is 0"),
+    ({"beta": 0.1, "kl": {"horizon": 10}}, "kl.horizon is 10 and kl.target is None"),
+    ({"beta": 0.1, "kl": {"target": -1}}, "target is -1; it must be larger than 0"),
     ({"num_generations": 0}, "num_generations is 0; it must be at least 1"),
 ]
 
@@ -250,8 +250,8 @@ def test_accumulation_with_a_trunk_that_both_losses_train(fit):
 
 
 def test_a_horizon_that_the_rollouts_exceed(fit):
-    with pytest.raises(ValueError, match="kl_horizon is 2 with 4 prompts of 4 rollouts"):
-        fit(beta=0.1, kl_target=0.1, kl_horizon=2)
+    with pytest.raises(ValueError, match=r"kl.horizon is 2 with 4 prompts of 4 rollouts"):
+        fit(beta=0.1, kl={"target": 0.1, "horizon": 2})
 
 
 def test_the_critics_schedule_needs_an_end(fit):
@@ -260,8 +260,8 @@ def test_the_critics_schedule_needs_an_end(fit):
 
 
 def test_importance_sampling_needs_log_probabilities(fit):
-    with pytest.raises(ValueError, match="importance_sampling is 'token_mask'"):
-        fit(importance_sampling="token_mask")
+    with pytest.raises(ValueError, match=r"importance_sampling.mode is 'token_mask'"):
+        fit(importance_sampling={"mode": "token_mask"})
 
 
 def test_a_compiled_critic_is_refused(make_module, make_data, make_trainer):

@@ -291,5 +291,5 @@ def test_broken_steps_in_a_row_end_the_run(make_module, make_data, make_trainer)
             terms.losses["critic"] = (terms.losses["critic"][0] * float("inf"), terms.losses["critic"][1])
             return terms
 
-    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(max_nonfinite_steps=2\)"):
-        make_trainer(max_steps=5).fit(make_module(AlwaysBroken, max_nonfinite_steps=2), make_data())
+    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(guards.max_nonfinite_steps=2\)"):
+        make_trainer(max_steps=5).fit(make_module(AlwaysBroken, guards={"max_nonfinite_steps": 2}), make_data())

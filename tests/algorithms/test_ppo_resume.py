@@ -13,11 +13,12 @@ from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.types import SamplingConfig
 
 STEPS = 9  # an epoch has 2 batches of rollouts; each serves 2 passes of 2 mini-batches
-KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
+KL = {"beta": 0.1, "kl": {"target": 0.01, "horizon": 100}}
+KL_IN_REWARD = {"beta": 0.1, "kl": {"place": "reward", **KL["kl"]}}
 RUNS = {
-    "ppo, copy, KL in the reward": (PPO, {"critic": PolicyCopyCritic(head_std=0.1), "kl_in": "reward", **KL}),
+    "ppo, copy, KL in the reward": (PPO, {"critic": PolicyCopyCritic(head_std=0.1), **KL_IN_REWARD}),
     "ppo, shared trunk, KL in the loss": (PPO, {"critic": SharedTrunkCritic(head_std=0.1), **KL}),
-    "group_ppo, lora": (GroupPPO, {"critic": LoRACritic(r=4, head_std=0.1), "kl_in": "reward", **KL}),
+    "group_ppo, lora": (GroupPPO, {"critic": LoRACritic(r=4, head_std=0.1), **KL_IN_REWARD}),
     "group_ppo, sketch, warm-up": (GroupPPO, {"score_norm": "sketch", "critic_warmup_steps": 3}),
 }
 
@@ -83,7 +84,7 @@ def test_a_fixed_coefficient_and_a_fixed_threshold_are_the_options(fit, tmp_path
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(GroupPPO, {"beta": 0.1}, callbacks=[saving], steps=4)
     options = {"beta": 0.3, "adaptive_threshold": False, "group_variance_threshold": 2.5}
-    options["allow_changed"] = list(options)
+    options["guards"] = {"allow_changed": list(options)}
     module, _ = fit(GroupPPO, options, tmp_path / "step=4.ckpt", steps=5)
     assert module.beta == 0.3
     assert module.token_group_threshold == 2.5

@@ -64,8 +64,9 @@ def test_every_critic_trains(make_module, make_data, make_trainer, history, save
     runs, records = {}, {}
     for sharing in ("shared", "repeated"):
         module = make_module(
-            PPO, critic=source, num_generations=num_generations, sharing=sharing, verify=sharing == "shared",
-            num_iterations=2, num_mini_batches=2, optimizer=OptimizerConfig(learning_rate=1e-3),
+            PPO, critic=source, num_generations=num_generations,
+            sharing={"mode": sharing, "verify": sharing == "shared"}, num_iterations=2, num_mini_batches=2,
+            optimizer=OptimizerConfig(learning_rate=1e-3),
         )  # fmt: skip
         module.configure_model()
         start = {part: flat(module, part) for part in ("policy", "critic")}
@@ -118,7 +119,13 @@ def test_a_copy_of_the_policy_is_the_default(make_module):
 def test_bf16(make_module, make_data, make_trainer, history, cls, critic, precision):
     record = history()
     module = make_module(
-        cls, critic=CRITICS[critic], num_iterations=2, num_mini_batches=2, beta=0.1, kl_in="reward", verify=True
+        cls,
+        critic=CRITICS[critic],
+        num_iterations=2,
+        num_mini_batches=2,
+        beta=0.1,
+        kl={"place": "reward"},
+        sharing={"verify": True},
     )
     make_trainer(max_steps=4, precision=precision, callbacks=[record]).fit(module, make_data())
     assert module.policy.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
@@ -136,7 +143,7 @@ def test_sharing_changes_nothing_over_many_updates(make_module, make_data, make_
     for sharing in ("shared", "repeated"):
         record = history()
         module = make_module(
-            cls, critic=PolicyCopyCritic(head_std=0.1), sharing=sharing, num_iterations=2, num_mini_batches=2,
+            cls, critic=PolicyCopyCritic(head_std=0.1), sharing={"mode": sharing}, num_iterations=2, num_mini_batches=2,
             optimizer=OptimizerConfig(learning_rate=1e-4), beta=0.05,
         )  # fmt: skip
         make_trainer(max_steps=12, callbacks=[record], precision="64-true").fit(module, make_data())

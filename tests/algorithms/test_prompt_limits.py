@@ -52,8 +52,10 @@ def test_validation_and_test_prompts_that_are_too_long_are_found_at_setup(
     make_module, make_trainer, file, method, split
 ):
     data = PromptDataModule(file("x.jsonl", 4, 4), batch_size=2, **{split: file("y.jsonl", 4, 50)})
-    module = make_module(engine=NothingSampled(), val_sampling=SamplingConfig(max_new_tokens=15))
-    message = rf"y\.jsonl, line 2: .* 50 tokens, which with 15 .* of `{split}` do.*lower val_sampling\.max_new_tokens"
+    module = make_module(engine=NothingSampled(), evaluation={"sampling": SamplingConfig(max_new_tokens=15)})
+    message = (
+        rf"y\.jsonl, line 2: .* 50 tokens, which with 15 .* of `{split}` do.*lower evaluation.sampling\.max_new_tokens"
+    )
     with pytest.raises(ValueError, match=message):
         getattr(make_trainer(max_steps=1), method)(module, datamodule=data)
 

@@ -65,7 +65,7 @@ def rewards_of(buffer):
 
 
 def test_a_loss_trains(fit):
-    options = {"policy_loss": "quadratic", "policy_loss_options": {"power": 4}}
+    options = {"policy_loss": {"name": "quadratic", "power": 4}}
     module, trainer = fit(**options, epsilon=0.1, num_iterations=2)
     assert repr(module.objective.policy_loss) == "quadratic(epsilon=0.1, power=4)"
     assert trainer.global_step == 2
@@ -97,7 +97,10 @@ def test_an_estimator_per_token_trains(fit):
     ("options", "message"),
     [
         ({"policy_loss": "quadratik"}, "policy_loss is 'quadratik'; it must be one of .*, ppo, quadratic, sapo"),
-        ({"policy_loss": "quadratic", "delta": 3.0}, "policy_loss='quadratic' does not use delta; it takes epsilon, p"),
+        (
+            {"policy_loss": {"name": "quadratic", "delta": 3.0}},
+            "policy_loss='quadratic' does not use delta; it takes epsilon, p",
+        ),
         ({"advantage_estimator": "median"}, "advantage_estimator is 'median'; it must be one of against_median, gpg"),
         ({"advantage_estimator": "against_median", "scale_rewards": "none"}, "does not use scale; it takes shift"),
         ({"advantage_estimator": "against_median", "num_generations": 1}, "against_median compares the rollouts"),
@@ -156,10 +159,9 @@ model:
         cache_dir: {folder}
     rewards: [{{function: own_functions.brevity}}]
     num_generations: 2
-    verify: false
+    sharing: {verify: false}
     sampling: {{max_new_tokens: 4}}
-    policy_loss: plain
-    policy_loss_options: {{weight: {weight}}}
+    policy_loss: {name: plain, weight: {weight}
     advantage_estimator: as_is
     advantage_options: {{shift: 2}}
 data:

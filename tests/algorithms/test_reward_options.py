@@ -25,7 +25,7 @@ def test_workers_change_nothing_and_end_with_the_run(
     new = workers_module._Worker.start
     monkeypatch.setattr(workers_module._Worker, "start", lambda self: (made.append(self), new(self)))
     trained = []
-    for options in ({}, {"reward_workers": 2, "reward_timeout": 60.0}):
+    for options in ({}, {"reward_calls": {"workers": 2, "timeout": 60.0}}):
         module = make_module(rewards=length, engine=scripted_engine, num_iterations=2, **options)
         make_trainer(max_steps=2, limit_val_batches=1).fit(module, make_data(val=True))
         trained.append(parameters(module))
@@ -36,12 +36,13 @@ def test_workers_change_nothing_and_end_with_the_run(
 
 
 def test_failures_are_judged_by_the_options(make_module, make_data, make_trainer, scripted_engine):
-    def fit(**options):
-        module = make_module(rewards=raises_always, engine=scripted_engine, reward_workers=1, **options)
+    def fit(**calls):
+        reward_calls = {"workers": 1, **calls}
+        module = make_module(rewards=raises_always, engine=scripted_engine, reward_calls=reward_calls)
         make_trainer(max_steps=1).fit(module, make_data())
         return module
 
-    module = fit(max_failed_share=1.0, reward_retries=0)
+    module = fit(max_failed_share=1.0, retries=0)
     assert module.last_rollouts.metrics["rewards/raises_always/invalid"] == 16.0
     with pytest.raises(RuntimeError, match=r"'raises_always' raised OSError.*failed for 16 of 16 .*=0.25"):
         fit(max_failed_share=0.25)
@@ -63,17 +64,23 @@ def test_weights_may_change_during_a_run(make_module, make_data, make_trainer, s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward_workers": -1}, r"reward_workers is -1; it must be 0 \(none\) or larger"),
+        ({"reward_calls": {"workers": -1}}, r"reward_calls.workers is -1; it must be 0 \(none\) or larger"),
         (
-            {"reward_timeout": 3.0, "rewards": [length, patient]},
-            r"reward_timeout is 3.0 with reward_workers=0, and \['length'\]",
+            {"reward_calls": {"timeout": 3.0}, "rewards": [length, patient]},
+            r"reward_calls.timeout is 3.0 with reward_calls.workers=0, and \['length'\]",
         ),
-        ({"reward_timeout": 3.0, "rewards": length}, r"with reward_workers=0, and \['length'\] run in this process"),
-        ({"reward_timeout": 3.0, "rewards": Stays()}, r"reward_timeout is 3.0 .*\['Stays'\]"),
-        ({"reward_workers": 1, "reward_timeout": 0.0}, "reward_timeout is 0.0; it must be larger than 0"),
-        ({"reward_workers": 1, "reward_timeout": math.nan}, "reward_timeout is nan; it must be larger than 0"),
-        ({"reward_retries": -1}, "reward_retries is -1; it must be 0 or larger"),
-        ({"max_failed_share": 1.5}, r"max_failed_share is 1.5; it must be in \[0, 1\]"),
+        (
+            {"reward_calls": {"timeout": 3.0}, "rewards": length},
+            r"with reward_calls.workers=0, and \['length'\] run in this process",
+        ),
+        ({"reward_calls": {"timeout": 3.0}, "rewards": Stays()}, r"reward_calls.timeout is 3.0 .*\['Stays'\]"),
+        ({"reward_calls": {"workers": 1, "timeout": 0.0}}, "reward_calls.timeout is 0.0; it must be larger than 0"),
+        (
+            {"reward_calls": {"workers": 1, "timeout": math.nan}},
+            "reward_calls.timeout is nan; it must be larger than 0",
+        ),
+        ({"reward_calls": {"retries": -1}}, "reward_calls.retries is -1; it must be 0 or larger"),
+        ({"reward_calls": {"max_failed_share": 1.5}}, r"max_failed_share is 1.5; it must be in \[0, 1\]"),
     ],
 )
 def test_options_out_of_range_are_refused(make_module, options, message):
@@ -83,20 +90,20 @@ def test_options_out_of_range_are_refused(make_module, options, message):
 
 def test_async_functions_have_a_time_limit_without_workers(make_module, make_data, make_trainer, scripted_engine):
     def fit(rewards):
-        module = make_module(rewards=rewards, engine=scripted_engine, reward_timeout=0.5)
+        module = make_module(rewards=rewards, engine=scripted_engine, reward_calls={"timeout": 0.5})
         make_trainer(max_steps=1).fit(module, make_data())
 
     fit(patient)
-    with pytest.raises(RuntimeError, match=r"'never' took longer than reward_timeout=0.5 seconds"):
+    with pytest.raises(RuntimeError, match=r"'never' took longer than reward_calls.timeout=0.5 seconds"):
         fit(never)
-    with pytest.raises(RuntimeError, match=r"'blocks' took longer than reward_timeout=0.5 seconds .*event loop"):
+    with pytest.raises(RuntimeError, match=r"'blocks' took longer than reward_calls.timeout=0.5 seconds .*event loop"):
         fit(blocks)
 
 
 def test_functions_that_workers_cannot_run_are_refused_at_setup(make_module, make_data, make_trainer):
     for rewards, message in (
         (lambda completions: [1.0 for _ in completions], "'reward_1' cannot be sent to a worker"),
-        (patient, r"reward_workers is 1, but each of \['patient'\] stays in this process"),
+        (patient, r"reward_calls.workers is 1, but each of \['patient'\] stays in this process"),
     ):
         with pytest.raises(ValueError, match=message):
-            make_trainer(max_steps=1).fit(make_module(rewards=rewards, reward_workers=1), make_data())
+            make_trainer(max_steps=1).fit(make_module(rewards=rewards, reward_calls={"workers": 1}), make_data())

@@ -13,7 +13,7 @@ from pl_grouprl.algorithms import PPO
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.utilities.distributed import derive_seed
 
-AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}
 
 
 class Rollouts(Callback):
@@ -151,7 +151,7 @@ def test_incompatible_options_are_refused(
 
 def test_a_negative_staleness_is_refused(make_module):
     with pytest.raises(ValueError, match="max_staleness is -1; it must be 0 or larger"):
-        make_module(max_staleness=-1, importance_sampling="token_truncate")
+        make_module(max_staleness=-1, importance_sampling={"mode": "token_truncate"})
 
 
 def run_ranks(devices, folder, checkpoint="", strategy="ddp"):

@@ -15,7 +15,7 @@ from pl_grouprl.distributed.checksum import SamplerLostError, WeightsMismatchErr
 from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.training.ahead import NAME
 
-AHEAD = {"importance_sampling": "token_truncate"}
+AHEAD = {"importance_sampling": {"mode": "token_truncate"}}
 
 
 class Trained(Callback):
@@ -179,7 +179,13 @@ def test_a_resumed_run_that_samples_nothing_ahead_says_so(fit, tmp_path, caplog)
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(InFlightEngine(), callbacks=[saving], max_steps=2)
     with caplog.at_level("INFO"):
-        fit(InFlightEngine(), k=0, ckpt_path=tmp_path / "step=1.ckpt", max_steps=2, allow_changed=["max_staleness"])
+        fit(
+            InFlightEngine(),
+            k=0,
+            ckpt_path=tmp_path / "step=1.ckpt",
+            max_steps=2,
+            guards={"allow_changed": ["max_staleness"]},
+        )
     assert "4 groups of rollouts that were sampled ahead. They are left out, because max_staleness is 0" in caplog.text
 
 
@@ -276,7 +282,9 @@ def test_they_are_compared_after_a_resume_from_groups_of_older_weights(fit, save
 
 def test_groups_of_other_options_are_sampled_again_after_a_resume(fit, saved, caplog):
     with caplog.at_level("INFO"):
-        trained, *_ = fit(InFlightEngine(), ckpt_path=saved, num_generations=2, allow_changed=["num_generations"])
+        trained, *_ = fit(
+            InFlightEngine(), ckpt_path=saved, num_generations=2, guards={"allow_changed": ["num_generations"]}
+        )
     assert "4 groups of rollouts sampled ahead are sampled again, because num_generations changed" in caplog.text
     assert {len(group.rollouts) for groups in trained.groups for group in groups} == {2}
     assert trained.steps[0]["rollout/staleness/max"] == 0

@@ -65,7 +65,7 @@ def fit(make_module, make_data, make_trainer, ragged_engine, history):
     def run(coef, sharing="shared", cls=GRPO, policy=None, num_mini_batches=1, max_steps=1, **kwargs):
         seen = history(keep_tensors=True)
         module = make_module(
-            cls=cls, policy=policy or MixturePolicy(), engine=ragged_engine(), sharing=sharing,
+            cls=cls, policy=policy or MixturePolicy(), engine=ragged_engine(), sharing={"mode": sharing},
             router_aux_loss_coef=coef, num_mini_batches=num_mini_batches,
             optimizer=OptimizerConfig(learning_rate=1e-3), **kwargs,
         )  # fmt: skip

@@ -22,7 +22,7 @@ def train(folder, devices, **options):
 def test_a_sequence_group_trains_like_one_process(tmp_path):
     # Three prompts on one rank, two on the other, in rows that are cut where segments are not.
     one, one_metrics = train(tmp_path / "one", 1)
-    two, two_metrics = train(tmp_path / "two", 2, sequence_parallel_size=2, max_tokens_per_micro_batch=40)
+    two, two_metrics = train(tmp_path / "two", 2, sharing={"sequence_parallel_size": 2}, max_tokens_per_micro_batch=40)
     assert max((a - b).abs().max().item() for a, b in zip(one, two, strict=True)) < 1e-6
     for name in ("loss", "kl", "entropy", "grad_norm", "num_tokens", "val/reward"):
         assert two_metrics[name] == pytest.approx(one_metrics[name], abs=1e-5), name

@@ -136,7 +136,7 @@ def test_truncated_rollouts_count_and_are_not_trained(step):
         ),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "'reinforce_plus_plus_baseline'"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
-        ({"beta": 0.1, "kl_in": "reward"}, "kl_in='reward'"),
+        ({"beta": 0.1, "kl": {"place": "reward"}}, "kl.place='reward'"),
     ],
 )
 def test_what_compares_whole_rollouts_refuses_rewards_of_tokens(step, options, message):

@@ -29,7 +29,7 @@ def broken(completions, **columns):
 
 
 def fit(make_module, make_data, make_trainer, rewards, steps=8, checkpoint=None, **options):
-    module = make_module(rewards=rewards, max_failed_share=1.0, **options)
+    module = make_module(rewards=rewards, reward_calls={"max_failed_share": 1.0}, **options)
     trainer = make_trainer(max_steps=steps)
     trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
     return trainer, module
@@ -38,23 +38,25 @@ def fit(make_module, make_data, make_trainer, rewards, steps=8, checkpoint=None,
 def test_batches_without_a_reward_end_the_run(make_module, make_data, make_trainer):
     rewards = [LateReward(), Weighted(broken, name="score")]
     message = (
-        r"no rollout had a reward in 3 batches in a row \(max_unrewarded_batches=3\), so nothing is learned\. Of "
-        r"the rollouts of the last one LateReward returned None for 16 and no finite number for 0; score returned "
+        r"no rollout had a reward in 3 batches in a row \(guards.max_unrewarded_batches=3\), so nothing is learned\. "
+        r"Of the rollouts of the last one LateReward returned None for 16 and no finite number for 0; score returned "
         r"None for 0 and no finite number for 16\. Fix the reward functions"
     )
     with pytest.raises(RuntimeError, match=message):
-        fit(make_module, make_data, make_trainer, rewards, max_unrewarded_batches=3)
+        fit(make_module, make_data, make_trainer, rewards, guards={"max_unrewarded_batches": 3})
     assert rewards[0].calls == 3
 
 
 def test_a_reward_in_between_starts_the_count_again(make_module, make_data, make_trainer):
-    trainer, module = fit(make_module, make_data, make_trainer, LateReward((3, 6)), max_unrewarded_batches=3)
+    trainer, module = fit(
+        make_module, make_data, make_trainer, LateReward((3, 6)), guards={"max_unrewarded_batches": 3}
+    )
     assert trainer.global_step == 8
     assert module.rewarder.unrewarded_batches == 2
 
 
 def test_the_count_continues_from_a_checkpoint(make_module, make_data, make_trainer, tmp_path):
-    options = {"max_unrewarded_batches": 4}
+    options = {"guards": {"max_unrewarded_batches": 4}}
     trainer, _ = fit(make_module, make_data, make_trainer, LateReward(), steps=3, **options)
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     assert torch.load(tmp_path / "state.ckpt", weights_only=True)["pl_grouprl"]["unrewarded"] == {
@@ -87,5 +89,5 @@ def test_a_function_that_applies_to_nobody_in_a_step_logs_no_mean(make_module, m
 
 
 def test_the_limit_is_at_least_one(make_module):
-    with pytest.raises(ValueError, match="max_unrewarded_batches is 0; it must be at least 1"):
-        make_module(max_unrewarded_batches=0)
+    with pytest.raises(ValueError, match=r"guards.max_unrewarded_batches is 0; it must be at least 1"):
+        make_module(guards={"max_unrewarded_batches": 0})

@@ -356,7 +356,7 @@ def test_rollouts_ahead_are_refused(fit):
     with pytest.raises(
         ValueError, match=r"engine is CopiedPolicyEngine, which cannot sample while the policy is updated"
     ):
-        fit(CopiedPolicyEngine(), max_staleness=1, importance_sampling="token_truncate")
+        fit(CopiedPolicyEngine(), max_staleness=1, importance_sampling={"mode": "token_truncate"})
 
 
 # Parts.

@@ -57,7 +57,7 @@ def test_the_critic_is_checked_and_named(make_module, make_data, make_trainer):
 
 
 def test_weights_that_were_broken_before_are_told_apart(make_module, make_data, make_trainer, scripted_engine):
-    module = make_module(engine=scripted_engine, sharing="repeated")
+    module = make_module(engine=scripted_engine, sharing={"mode": "repeated"})
     module.configure_model()
     module.policy.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
     message = "after optimizer step 1: policy.model.layers.0.mlp.up_proj.weight. The step was skipped"

@@ -32,8 +32,8 @@ def main(folder: Path, critics: list[str]) -> None:
         task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=3, val_size=1)
         module = PPO(
             TinyPolicy(), share_of_letters, critic=CRITICS[name], engine=RaggedEngine(), critic_warmup_steps=2,
-            num_generations=4, num_mini_batches=2, sampling=SamplingConfig(max_new_tokens=12), verify=False,
-            optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1),
+            num_generations=4, num_mini_batches=2, sampling=SamplingConfig(max_new_tokens=12),
+            sharing={"verify": False}, optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.1),
         )  # fmt: skip
         module.configure_model()
         before = {n: p.detach().clone() for n, p in module.named_parameters()}

@@ -80,7 +80,7 @@ def run(rank: int, strategy: str, folder: Path, case: dict[str, Any]) -> None:
         sampling=SamplingConfig(max_new_tokens=5),
         optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
         engine=engine,
-        verify=False,
+        sharing={"verify": False},
     )
     watch = Watch(case.get("writes"))
     saving = SafeCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)

@@ -209,13 +209,13 @@ def test_a_model_samples_rows_that_it_can_score(policy, tokenizer):
 
 
 def test_without_the_option_the_template_is_refused_with_it_as_a_remedy(policy, tokenizer):
-    with pytest.raises(ValueError, match=r"prefix-preserving.*or set rewritten_history='new_row'"):
+    with pytest.raises(ValueError, match=r"prefix-preserving.*or set episodes.rewritten_history='new_row'"):
         sample(policy, tokenizer, rewritten_history="refuse")
-    with pytest.raises(ValueError, match=r"rewritten_history is 'rows'; it must be 'refuse' or 'new_row'"):
+    with pytest.raises(ValueError, match=r"episodes.rewritten_history is 'rows'; it must be 'refuse' or 'new_row'"):
         sample(policy, tokenizer, rewritten_history="rows")
     with pytest.raises(ValueError, match="drops the result of a tool"):
         sample(policy, tokenizer, FORGETFUL.replace("+ message.content +", "+ '' +"))
-    with pytest.raises(ValueError, match="rewritten_history is 'new_row'"):
+    with pytest.raises(ValueError, match=r"episodes.rewritten_history is 'new_row'"):
         sample(policy, tokenizer, tools=[])
 
 

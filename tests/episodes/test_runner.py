@@ -28,6 +28,7 @@ from helpers.worker_tools import (
 from pl_grouprl.episodes import runner as runner_module
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall
+from pl_grouprl.training.sampler import EpisodeOptions
 
 NEVER = 1000.0
 SOON = 0.3
@@ -469,11 +470,11 @@ def test_a_fork_starts_its_own_threads(make):
 
 def test_options_out_of_range_are_refused():
     for timeout in (0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=f"tool_timeout is {timeout}; it must be larger than 0"):
-            ToolRunner([multiply], timeout=timeout)
-    with pytest.raises(ValueError, match="tool_workers is -1; it must be at least 1, or 0"):
-        ToolRunner([multiply], workers=-1)
-    with pytest.raises(ValueError, match="tool_workers is 2"):
+        with pytest.raises(ValueError, match=rf"episodes.tool_timeout is {timeout}; it must be larger than 0"):
+            EpisodeOptions(tool_timeout=timeout)
+    with pytest.raises(ValueError, match=r"episodes.tool_workers is -1; it must be at least 1, or 0"):
+        EpisodeOptions(tool_workers=-1)
+    with pytest.raises(ValueError, match=r"episodes.tool_workers is 2"):
         ToolRunner([async_multiply], workers=2)
     before = set(threading.enumerate())
     for arguments in (([Counter().add], Counter), ([], {})):

@@ -33,7 +33,7 @@ model:
         cache_dir: {cache}
         progress_bar: false
     num_generations: 4
-    val_num_generations: 2
+    evaluation: {num_generations: 2}
     sampling: {{max_new_tokens: 4}}
 data:
   init_args:
@@ -257,7 +257,7 @@ def test_a_file_is_tested_with_the_last_checkpoint_and_more_rollouts(run, small,
     rows = [{"prompt": "1223", "answer": "two"}, {"prompt": "4445", "answer": "four", "data_source": "fours"}]
     (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--ckpt_path", "last", "--data.init_args.test", str(tmp_path / "file.jsonl")]
-    main(["test", *small, *options, "--model.init_args.val_num_generations", "8"])
+    main(["test", *small, *options, "--model.init_args.evaluation.num_generations", "8"])
     shown = capsys.readouterr().out
     for source in ("default", "fours"):
         for metric in ("mean@8", "maj@8", *(f"pass@{k}" for k in (1, 2, 4, 8))):
@@ -333,7 +333,7 @@ def test_parity_of_a_run_and_of_a_folder(run, small, capsys):
 
 
 def test_parity_runs_the_backend_of_the_module(small, capsys):
-    main(["parity", *small, "--model.init_args.attention_backend", "reference"])
+    main(["parity", *small, "--model.init_args.sharing.backend", "reference"])
     assert re.search(r"whole model +\d+ +reference", capsys.readouterr().out)
 
 

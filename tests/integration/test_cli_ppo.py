@@ -33,12 +33,10 @@ model:
     num_generations: 4
     num_mini_batches: 2
     sampling: {{max_new_tokens: 6}}
-    verify: true
-    policy_loss: ppo
-    policy_loss_options: {{epsilon: 0.1, epsilon_high: 0.3}}
-    kl_in: reward
+    sharing: {{verify: true}}
+    policy_loss: {{name: ppo, epsilon: 0.1, epsilon_high: 0.3}}
+    kl: {{place: reward, target: 1.0}}
     beta: 0.01
-    kl_target: 1.0
     critic:
       class_path: pl_grouprl.models.PolicyCopyCritic
       init_args: {{head_std: 0.05, seed: 3}}
@@ -47,7 +45,7 @@ model:
     lam: 0.9
     cliprange_value: 0.3
     dynamic_sampling: true
-    max_generation_batches: 2
+    guards: {{max_generation_batches: 2}}
 data:
   class_path: pl_grouprl.PromptDataModule
   init_args: {{train: {TASK}, val: {TASK}, test: {TASK}, batch_size: 4, val_batch_size: 4}}
@@ -162,7 +160,7 @@ def test_a_critic_by_path_and_by_default(configurations, capsys):
         (["--model.init_args.group_max_size", "4"], "group_max_size"),  # GROUP PPO's, not PPO's
         (["--model.init_args.advantage_estimator", "rloo"], "advantage_estimator"),
         (["--model.init_args.critic_optimizer.momentum", "0.5"], "momentum"),
-        (["--model.init_args.kl_in", "advantage"], "kl_in"),
+        (["--model.init_args.kl.place", "advantage"], "kl_in"),
     ],
 )
 def test_unknown_options_are_usage_errors(configurations, capsys, options, message):

@@ -89,7 +89,7 @@ def write_gsm8k(folder):
 def test_the_qwen3_run_on_a_tiny_model(tmp_path):
     save_tiny_qwen(tmp_path / "tiny")
     write_gsm8k(tmp_path)
-    shorter = ["--model.init_args.max_turn_tokens", "6", "--model.init_args.max_episode_tokens", "40"]
+    shorter = ["--model.init_args.episodes.max_turn_tokens", "6", "--model.init_args.episodes.max_tokens", "40"]
     metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN, *shorter)
     assert len(metrics["rewards/correct/mean"]) == 2
     assert metrics["val/rewards/correct/mean"].keys() == {1, 2}

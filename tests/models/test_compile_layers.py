@@ -113,7 +113,7 @@ def test_grpo_with_shared_prefixes(folder, graphs, tmp_path):
 
 @pytest.mark.slow
 def test_grpo_with_repeated_prefixes(folder, graphs, tmp_path):
-    options = {"num_iterations": 2, "sharing": "repeated"}
+    options = {"num_iterations": 2, "sharing": {"mode": "repeated"}}
     expected = fit(PretrainedPolicy(folder), tmp_path, **options)
     found = fit(PretrainedPolicy(folder, compile_layers=True), tmp_path, **options)
     assert_same_run(found, expected)
@@ -124,8 +124,8 @@ def test_grpo_with_repeated_prefixes(folder, graphs, tmp_path):
 def test_grpo_with_an_adapter(folder, graphs, tmp_path):
     """With the adapter on and off."""
     options = {"adapter": LoRAAdapter(r=4), "gradient_checkpointing": True}
-    expected = fit(PretrainedPolicy(folder, **options), tmp_path, verify=False)
-    found = fit(PretrainedPolicy(folder, compile_layers=True, **options), tmp_path, verify=False)
+    expected = fit(PretrainedPolicy(folder, **options), tmp_path, sharing={"verify": False})
+    found = fit(PretrainedPolicy(folder, compile_layers=True, **options), tmp_path, sharing={"verify": False})
     assert_same_run(found, expected)
     assert 1 <= len(graphs) <= 3
     assert (tmp_path / "exported" / "model.safetensors").is_file()

@@ -82,7 +82,7 @@ def test_one_that_blocks_is_named_and_the_others_go_on(gate, caplog):
     assert group.rollouts[1].rewards["blocks"] is None
     assert "Reward function 'blocks' blocks its event loop; its thread is abandoned." in caplog.text
     assert (
-        "'blocks' took longer than reward_timeout=0.3 seconds and blocked its event loop; await whatever takes "
+        "'blocks' took longer than reward_calls.timeout=0.3 seconds and blocked its event loop; await whatever takes "
         "time" in caplog.text
     )
     group = make_group("fine")  # on a fresh loop
@@ -92,8 +92,9 @@ def test_one_that_blocks_is_named_and_the_others_go_on(gate, caplog):
 def test_it_ends_the_run_where_too_much_failed(gate):
     error = in_thread(lambda: apply_rewards([make_group("block")], blocks_on(gate), timeout=0.2))
     assert isinstance(error, RuntimeError)
-    assert "Reward function 'blocks' took longer than reward_timeout=0.2 seconds and blocked its event loop" in str(
-        error
+    assert (
+        "Reward function 'blocks' took longer than reward_calls.timeout=0.2 seconds and blocked its event loop"
+        in str(error)
     )
 
 
@@ -104,7 +105,7 @@ def test_workers_hand_their_time_limit_on(gate):
         error = in_thread(lambda: apply_rewards([make_group("block")], function, workers=workers))
     finally:
         workers.close()
-    assert "'blocks' took longer than reward_timeout=0.2 seconds" in str(error)
+    assert "'blocks' took longer than reward_calls.timeout=0.2 seconds" in str(error)
 
 
 def test_a_task_of_the_function_that_blocks_is_named_too(gate):

@@ -24,7 +24,7 @@ from pl_grouprl.rewards import (
     prepare_rewards,
 )
 from pl_grouprl.rewards.base import completion_text, written_text
-from pl_grouprl.training.rewarder import Rewarder
+from pl_grouprl.training.rewarder import RewardCallOptions, Rewarder
 from pl_grouprl.training.run import PlainRun
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
@@ -242,7 +242,7 @@ def test_the_reward_of_an_environment():
 
 
 def test_functions_that_take_environments_are_refused_in_workers_at_construction():
-    options = {"workers": 1, "environments": True}
+    options = {"calls": RewardCallOptions(workers=1), "environments": True}
     with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`"):
         Rewarder(worker_rewards.score_of_environment, run=None, **options)
     Rewarder(worker_rewards.knows_environments, run=None, **options)

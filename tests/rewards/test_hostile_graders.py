@@ -62,7 +62,7 @@ def test_memory_beyond_the_limit_is_named_and_given_back(tmp_path, caplog):
     workers = RewardWorkers(prepare_rewards(reward), 1, memory_limit_mb=MEMORY)
     try:
         assert grade(reward, ["aa", "b"], workers) == ([None, 1.0], 1.0)
-        assert f"'Hostile' raised MemoryError:  (reward_memory_limit_mb={MEMORY})" in caplog.text
+        assert f"'Hostile' raised MemoryError:  (reward_calls.memory_limit_mb={MEMORY})" in caplog.text
         (worker,) = workers.process_ids
         assert worker != int((tmp_path / "keep_all_memory").read_text())
     finally:
@@ -70,14 +70,14 @@ def test_memory_beyond_the_limit_is_named_and_given_back(tmp_path, caplog):
 
 
 def test_memory_that_a_start_needs_beyond_the_limit_is_named():
-    message = rf"could not be loaded in a worker with reward_memory_limit_mb={MEMORY} \(MemoryError"
+    message = rf"could not be loaded in a worker with reward_calls.memory_limit_mb={MEMORY} \(MemoryError"
     with pytest.raises(RewardConfigurationError, match=message):
         RewardWorkers(prepare_rewards(Heavy()), 1, memory_limit_mb=MEMORY)
 
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_out_of_range_is_refused(limit):
-    with pytest.raises(ValueError, match=rf"reward_memory_limit_mb is {limit}; it must be at least 1"):
+    with pytest.raises(ValueError, match=rf"reward_calls.memory_limit_mb is {limit}; it must be at least 1"):
         RewardWorkers(prepare_rewards(Hostile("", [])), 1, memory_limit_mb=limit)
 
 

@@ -91,7 +91,7 @@ def test_a_hang_is_killed_with_its_children_and_its_rollout_masked(make_workers,
     metrics = apply_rewards([group], functions.hangs_with_a_child, workers=workers)
     assert [rollout.reward for rollout in group.rollouts] == [1.0, None, 1.0]
     assert metrics["rewards/hangs_with_a_child/invalid"] == 1.0
-    assert "'hangs_with_a_child' took longer than reward_timeout=1.0 seconds. 1 of 3 rollouts" in caplog.text
+    assert "'hangs_with_a_child' took longer than reward_calls.timeout=1.0 seconds. 1 of 3 rollouts" in caplog.text
     worker, child = map(int, (tmp_path / "ids").read_text().split())
     assert worker == before
     assert workers.process_ids != [before]
@@ -168,15 +168,15 @@ def test_what_cannot_run_in_workers_is_refused_when_they_are_made(make_workers):
 
     for function, message in (
         (local, "'local' cannot be sent to a worker"),
-        (functions.patient, r"reward_workers is 1, but each of \['patient'\]"),
+        (functions.patient, r"reward_calls.workers is 1, but each of \['patient'\]"),
         (functions.OnlyHere(), r"'OnlyHere' could not be loaded in a worker .*ValueError"),
         (functions.NeedsAKey(), "NeedsAKey needs a key"),
     ):
         with pytest.raises(ValueError, match=message):
             make_workers(function)
-    with pytest.raises(ValueError, match="reward_timeout is 0; it must be larger than 0"):
+    with pytest.raises(ValueError, match=r"reward_calls.timeout is 0; it must be larger than 0"):
         make_workers(functions.length, timeout=0)
-    with pytest.raises(ValueError, match=r"reward_workers is 0; .*at least 1"):
+    with pytest.raises(ValueError, match=r"reward_calls.workers is 0; .*at least 1"):
         make_workers(functions.length, 0)
 
 
@@ -241,7 +241,7 @@ def test_a_program_ends_without_closing_them(tmp_path):
 
 
 def test_a_timeout_of_nan_is_refused():
-    with pytest.raises(ValueError, match="reward_timeout is nan"):
+    with pytest.raises(ValueError, match=r"reward_calls.timeout is nan"):
         RewardWorkers(prepare_rewards(functions.length), 1, math.nan)
 
 
@@ -255,7 +255,7 @@ def test_async_functions_alone_may_have_a_time_limit():
     workers = RewardWorkers(prepared, 1, timeout=0.05)
     try:
         groups = [RolloutGroup([1], [Rollout([2], text="a")])]
-        with pytest.raises(RuntimeError, match=r"reward_timeout=0\.05"):
+        with pytest.raises(RuntimeError, match=r"reward_calls.timeout=0\.05"):
             start_rewards(groups, slow, workers=workers).wait()
     finally:
         workers.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.episode_rows import cut_into_rows, random_groups
 
-from pl_grouprl.functional.importance import IMPORTANCE_KINDS
+from pl_grouprl.functional.importance import IMPORTANCE_KINDS, ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
@@ -113,7 +113,7 @@ CASES += [(mode, "ppo", kind) for mode in LOSS_AGG_MODES for kind in KINDS[1:]]
 def test_losses_are_those_of_one_sequence(mode, name, importance):
     objective = PolicyObjective(
         name, {}, loss_agg_mode=mode, kl=KLPenalty(0.1), max_new_tokens=9, entropy_coef=0.05,
-        importance_sampling=dict(zip(("kind", "low", "high"), importance, strict=True)),
+        importance_sampling=ImportanceSampling(*importance),
     )  # fmt: skip
     seed = CASES.index((mode, name, importance))
     groups, rows = pair(seed)
@@ -250,9 +250,8 @@ def test_an_episode_larger_than_the_budget_is_refused_where_the_loss_needs_it_wh
     ],
 )
 def test_which_losses_need_whole_episodes(mode, name, kind, whole):
-    importance = {"kind": kind, "low": None, "high": 3.0}
     objective = PolicyObjective(
-        name, {}, loss_agg_mode=mode, kl=KLPenalty(), max_new_tokens=9, importance_sampling=importance
+        name, {}, loss_agg_mode=mode, kl=KLPenalty(), max_new_tokens=9, importance_sampling=ImportanceSampling(kind)
     )
     assert objective.compares_tokens_of_rollouts is whole
 

@@ -8,6 +8,7 @@ from helpers.branched import branched_groups
 from helpers.tiny_models import gradients, tiny_model, worst_gradient_error
 
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
 from pl_grouprl.models.critic import Critic, ValueHead
@@ -73,10 +74,10 @@ def assert_same(models, seed, name, mode):
         name,
         {},
         loss_agg_mode=mode,
-        kl=KLPenalty(0.1, "k3", "loss", None, None),
+        kl=KLPenalty(0.1),
         max_new_tokens=16,
         entropy_coef=0.05,
-        importance_sampling={"kind": "token_truncate", "low": None, "high": 1.2},
+        importance_sampling=ImportanceSampling("token_truncate", high=1.2),
     )
     loss, expected = step(policy, critic, buffer, objective, RowOptions("repeated", None, CPU))
     cuts = [None] if POLICY_LOSSES[name].compares_tokens else [None, rng.choice([13, 16, 25])]

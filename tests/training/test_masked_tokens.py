@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.episodes import make_episode, make_group
 
-from pl_grouprl.functional.importance import IMPORTANCE_KINDS
+from pl_grouprl.functional.importance import IMPORTANCE_KINDS, ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.packing import pack
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.micro_batches import MicroBatch
-from pl_grouprl.training.objective import KLPenalty, PolicyObjective
+from pl_grouprl.training.objective import KLOptions, KLPenalty, PolicyObjective
 from pl_grouprl.training.rewarder import rewards_per_token
 from pl_grouprl.types import Rollout
 
@@ -50,7 +50,7 @@ def loss_of(buffer, **options):
     tokens = {name: buffer.joined(name) for name in buffer.tokens}
     policy_N = tokens.pop("policy").requires_grad_()
     batch = MicroBatch(pack(buffer.groups, "shared"), tokens, buffer.groups)
-    kl = KLPenalty(0.1, "k3")
+    kl = KLPenalty(0.1)
     objective = PolicyObjective("ppo", {}, kl=kl, max_new_tokens=5, entropy_coef=0.01, **options)
     sums = objective.loss(batch, TokenScores(policy_N, entropy_N=tokens["entropy"]))
     (gradient_N,) = torch.autograd.grad(sums.losses["policy"][0], policy_N)
@@ -60,7 +60,7 @@ def loss_of(buffer, **options):
 @pytest.mark.parametrize(("mode", "kind"), itertools.product(LOSS_AGG_MODES, IMPORTANCE_KINDS))
 @pytest.mark.parametrize("in_gaps", [0.0, -80.0])
 def test_the_loss(mode, kind, in_gaps):
-    importance = {"kind": kind} | ({"low": None, "high": 3.0} if kind == "none" else {"low": 0.5, "high": 1.5})
+    importance = ImportanceSampling(kind, *((None, 3.0) if kind == "none" else (0.5, 1.5)))
     options = {"loss_agg_mode": mode, "importance_sampling": importance}
     with_gaps, without = fill(make_buffer(with_gaps=True), in_gaps), fill(make_buffer(with_gaps=False), in_gaps)
     (actual, gradient_N), (expected, expected_gradient_N) = (loss_of(own, **options) for own in (with_gaps, without))
@@ -90,7 +90,9 @@ def test_sampler_and_policy_are_compared_at_sampled_tokens():
 
 def test_the_penalty_in_the_rewards():
     buffers = [fill(make_buffer(with_gaps=gaps), -80.0) for gaps in (True, False)]
-    penalties = [KLPenalty(0.1, "k1", "reward").of_rewards(buffer, torch.device("cpu")) for buffer in buffers]
+    penalties = [
+        KLPenalty(0.1, KLOptions("k1", "reward")).of_rewards(buffer, torch.device("cpu")) for buffer in buffers
+    ]
     mask_N = buffers[0].joined("loss_mask")
     torch.testing.assert_close(penalties[0][mask_N], penalties[1])
     assert not penalties[0][~mask_N].any()

@@ -18,8 +18,8 @@ from pl_grouprl.training.checks import PrefixSharing, refuse_dropout
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.metrics import StepTimer
-from pl_grouprl.training.micro_batches import MicroBatcher
-from pl_grouprl.training.objective import KLPenalty, PolicyObjective
+from pl_grouprl.training.micro_batches import MicroBatcher, SharingOptions
+from pl_grouprl.training.objective import KLOptions, KLPenalty, PolicyObjective
 from pl_grouprl.training.rewarder import Rewarder, rewards_per_token
 from pl_grouprl.training.run import Accumulation, PlainRun
 from pl_grouprl.training.sampler import Sampler
@@ -90,7 +90,10 @@ def test_rewarder(run):
     rewarder.count_unrewarded({"reward": 0.0})
     assert rewarder.unrewarded_batches == 0
     rewarder.unrewarded_batches = 1
-    with pytest.warns(UserWarning, match="no rollout"), pytest.raises(RuntimeError, match="max_unrewarded_batches=2"):
+    with (
+        pytest.warns(UserWarning, match="no rollout"),
+        pytest.raises(RuntimeError, match=r"guards.max_unrewarded_batches=2"),
+    ):
         rewarder.count_unrewarded({"reward": math.nan})
 
 
@@ -200,7 +203,7 @@ def test_kl_penalty_and_rewards_per_token(buffer):
     logprobs_N = torch.zeros(8)
     buffer.put("old_logprobs", logprobs_N)
     buffer.put("ref_logprobs", logprobs_N - 0.5)
-    penalty_N = KLPenalty(0.1, "k1", "reward").of_rewards(buffer, CPU)
+    penalty_N = KLPenalty(0.1, KLOptions("k1", "reward")).of_rewards(buffer, CPU)
     mask_N = buffer.joined("loss_mask")
     assert torch.allclose(penalty_N, 0.05 * mask_N)  # the last rollout has no reward and is not trained
     assert buffer.metrics["kl"] == pytest.approx(0.5)
@@ -221,13 +224,13 @@ def test_objective_adds_its_terms(run, buffer):
 
 
 def test_prefix_sharing_patches_until_closed(run):
-    sharing = PrefixSharing(run, verify=False)
+    sharing = PrefixSharing(run, SharingOptions(verify=False))
     sharing.open({"policy": run.policy}, list)
     hooked = len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
     sharing.close()
     assert hooked > len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
-    with pytest.raises(ValueError, match="sharing is 'twice'"):
-        PrefixSharing(run, "twice")
+    with pytest.raises(ValueError, match=r"sharing.mode is 'twice'"):
+        SharingOptions("twice")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +325,7 @@ def test_a_runs_checkpoint_holds_every_part_and_knows_its_algorithm(run):
     assert "It was written by GRPO" in loaded.run_checkpoint.describe_misfit("size mismatch")
 
 
-@pytest.mark.parametrize("options", [{"sharing": "repeated"}, {"min_saved_tokens": None}])
-def test_prompts_cannot_share_where_rollouts_cannot(run, options):
-    with pytest.raises(ValueError, match="share_across_groups=True needs sharing='shared' and an attention backend"):
-        MicroBatcher(run, share_across_groups=True, **options)
+@pytest.mark.parametrize("options", [{"mode": "repeated"}, {"backend": "prefix_grouper"}])
+def test_prompts_cannot_share_where_rollouts_cannot(options):
+    with pytest.raises(ValueError, match=r"sharing.across_groups=True needs mode 'shared' and an attention backend"):
+        SharingOptions(across_groups=True, **options)
