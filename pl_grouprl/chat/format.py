@@ -238,7 +238,7 @@ class ChatFormat:
             for marker, what in markers.items():
                 if marker not in text:
                     raise ValueError(f"the chat template drops {what}")
-            alternative = ", or set rewritten_history='new_row'"
+            alternative = ", or set episodes.rewritten_history='new_row'"
             if not may_rewrite:
                 thought = {**turn, "reasoning_content": "check"}
                 turns = [user, turn, results[0], thought, results[0], turn, results[0]]
@@ -489,8 +489,8 @@ class RendererFormat(ChatFormat):
         """
         if may_rewrite:
             raise ValueError(
-                f"rewritten_history is 'new_row', but renderers of the library {LIBRARY} never rewrite the history; "
-                "leave it 'refuse', or pass a chat template."
+                f"episodes.rewritten_history is 'new_row', but renderers of the library {LIBRARY} never rewrite the "
+                "history; leave it 'refuse', or pass a chat template."
             )
         self.encode_results([{"role": "tool", "name": "check", "content": "check"}])
 

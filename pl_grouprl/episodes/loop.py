@@ -356,7 +356,7 @@ class EpisodeLoop:
                 what = "has images or videos" if prompt.media else "ends in a message that the model continues"
                 raise ValueError(
                     f"episodes.rewritten_history is 'new_row', but {prompt.where or 'a prompt'} {what}, so the "
-                    "conversation cannot be re-rendered; use a template that does not rewrite the history, and 'refuse'."
+                    "conversation cannot be re-rendered; use a template that keeps the history, and 'refuse'."
                 )
             episode.opening = messages
 
