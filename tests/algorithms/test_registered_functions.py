@@ -159,9 +159,9 @@ model:
         cache_dir: {folder}
     rewards: [{{function: own_functions.brevity}}]
     num_generations: 2
-    sharing: {verify: false}
+    sharing: {{verify: false}}
     sampling: {{max_new_tokens: 4}}
-    policy_loss: {name: plain, weight: {weight}
+    policy_loss: {{name: plain, weight: {weight}}}
     advantage_estimator: as_is
     advantage_options: {{shift: 2}}
 data:

@@ -33,7 +33,7 @@ model:
         cache_dir: {cache}
         progress_bar: false
     num_generations: 4
-    evaluation: {num_generations: 2}
+    evaluation: {{num_generations: 2}}
     sampling: {{max_new_tokens: 4}}
 data:
   init_args:

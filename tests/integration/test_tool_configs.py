@@ -126,7 +126,8 @@ def test_the_configurations_of_both_runs_agree_with_their_relatives():
 def test_the_branching_run_differs_from_the_lookup_run_only_where_it_says_so():
     configs = Path(__file__).resolve().parents[2] / "configs"
     tree, tools = (yaml.safe_load((configs / f"grpo_{name}.yaml").read_text()) for name in ("tree", "tools"))
-    for name in ("branching", "advantage_estimator", "advantage_options", "loss_agg_mode", "num_generations", "tools"):
+    del tree["model"]["init_args"]["episodes"]["branching"]
+    for name in ("advantage_estimator", "advantage_options", "loss_agg_mode", "num_generations", "tools"):
         del tree["model"]["init_args"][name]
     for name in ("environment_factory", "num_generations"):
         del tools["model"]["init_args"][name]
