@@ -119,9 +119,9 @@ def test_weights_have_no_gradient_and_stay_finite():
 @pytest.mark.parametrize(
     ("kind", "bounds", "message"),
     [
-        ("tis", {}, "importance_sampling is 'tis'"),
-        ("none", {"low": 0.5}, "low is 0.5 .* importance_sampling is 'none'"),
-        ("token_mask", {"high": None}, "low and high are None"),
+        ("tis", {}, r"importance_sampling.mode is 'tis'"),
+        ("none", {"low": 0.5}, r"low is 0.5 .* importance_sampling.mode is 'none'"),
+        ("token_mask", {"high": None}, r"low and importance_sampling.high are None"),
         ("token_mask", {"low": -1}, "low is -1"),
         ("token_truncate", {"low": 2.0, "high": 1.0}, "high is 1.0; it must be larger than 2.0"),
     ],
