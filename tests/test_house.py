@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 31_770,
-    "files": 185,
+    "lines of code": 31_766,
+    "files": 183,
     "files under 40 lines": 28,
-    "private helpers used once": 235,
-    "parameters of the largest constructor": 60,
-    "lines of raise statements": 1_745,
+    "private helpers used once": 233,
+    "parameters of the largest constructor": 30,
+    "lines of raise statements": 1_741,
 }
 
 

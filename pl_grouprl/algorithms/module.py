@@ -87,23 +87,12 @@ from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, para
 from pl_grouprl.training.rewarder import RewardCallOptions, Rewarder, rewards_per_token
 from pl_grouprl.training.run import Accumulation
 from pl_grouprl.training.sampler import EpisodeOptions, Sampler, Tooling
-from pl_grouprl.training.update import (
-    Optimization,
-    Scorer,
-    Updater,
-    check_weights,
-    clip_gradients,
-)
+from pl_grouprl.training.update import Optimization, Scorer, Updater, check_weights, clip_gradients
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import find_last, verify_loads
 from pl_grouprl.utilities.describe import lineage, private_copy
 from pl_grouprl.utilities.distributed import derive_seed
-from pl_grouprl.utilities.loggers import (
-    forget_numbers,
-    log_every_step,
-    place_default_logger,
-    prepare_loggers,
-)
+from pl_grouprl.utilities.loggers import forget_numbers, log_every_step, place_default_logger, prepare_loggers
 from pl_grouprl.utilities.modes import naming_memory, seed_torch
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.progress import PROGRESS

@@ -105,12 +105,8 @@ class Collector:
         max_staleness: int = 0,
         load_policy: Callable[[], Any] = lambda: None,
     ) -> None:
-        check_options(
-            {
-                "num_generations": (num_generations, num_generations >= 1, "at least 1"),
-                "max_staleness": (max_staleness, max_staleness >= 0, "0 or larger"),
-            }
-        )
+        check_options({"num_generations": (num_generations, num_generations >= 1, "at least 1")})
+        check_options({"max_staleness": (max_staleness, max_staleness >= 0, "0 or larger")})
         if dynamic_sampling and num_generations < 2 and branching is None:
             raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
         self.sampler = sampler

@@ -41,13 +41,8 @@ class EvaluationOptions:
     pass_threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        count, threshold = self.num_generations, self.pass_threshold
-        check_options(
-            {
-                "evaluation.num_generations": (count, count >= 1, "at least 1"),
-                "evaluation.pass_threshold": (threshold, True, "a finite number"),
-            }
-        )
+        check_options({"evaluation.num_generations": (self.num_generations, self.num_generations >= 1, "at least 1")})
+        check_options({"evaluation.pass_threshold": (self.pass_threshold, True, "a finite number")})
         if self.sampling is not None:
             object.__setattr__(self, "sampling", as_options(SamplingConfig, self.sampling, "evaluation.sampling"))
 

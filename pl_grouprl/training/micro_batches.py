@@ -214,9 +214,8 @@ class MicroBatcher:
         *,
         choose_max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
-        check_options(
-            {"max_tokens_per_micro_batch": (max_tokens, max_tokens is None or max_tokens >= 1, "at least 1, or None")}
-        )
+        fits = max_tokens is None or max_tokens >= 1
+        check_options({"max_tokens_per_micro_batch": (max_tokens, fits, "at least 1, or None")})
         self.sharing, self.max_tokens = sharing, max_tokens
         self.cache = PackedRowCache()
         self._run = run

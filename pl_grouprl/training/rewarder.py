@@ -64,15 +64,12 @@ class RewardCallOptions:
 
     def __post_init__(self) -> None:
         timeout, limit, share = self.timeout, self.memory_limit_mb, self.max_failed_share
+        fits = limit is None or (limit >= 1 and self.workers > 0)
         check_options(
             {
                 "reward_calls.workers": (self.workers, self.workers >= 0, "0 (none) or larger"),
                 "reward_calls.timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None"),
-                "reward_calls.memory_limit_mb": (
-                    limit,
-                    limit is None or (limit >= 1 and self.workers > 0),
-                    "at least 1, with reward_calls.workers of 1 or more, or None for no limit",
-                ),
+                "reward_calls.memory_limit_mb": (limit, fits, "at least 1, with workers of 1 or more, or None"),
                 "reward_calls.retries": (self.retries, self.retries >= 0, "0 or larger"),
                 "reward_calls.max_failed_share": (share, 0 <= share <= 1, "in [0, 1]"),
             }
