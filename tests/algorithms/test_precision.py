@@ -41,12 +41,13 @@ class Policy:
 
 @pytest.fixture
 def fit(make_module, make_data, make_trainer, history, ragged_engine):
-    def run(family, precision, sharing, steps=1, **options):
+    def run(family, precision, mode, steps=1, verify=False, **options):
         """Rollouts do not depend on the policy, so that runs differ by their arithmetic alone."""
         steps_seen = history(keep_tensors=True)
         optimizer = OptimizerConfig(learning_rate=1e-3)
+        sharing = {"mode": mode, "verify": verify}
         module = make_module(
-            policy=Policy(family), engine=ragged_engine(), sharing={"mode": sharing}, optimizer=optimizer, **options
+            policy=Policy(family), engine=ragged_engine(), sharing=sharing, optimizer=optimizer, **options
         )
         trainer = make_trainer(max_steps=steps, precision=precision, callbacks=[steps_seen])
         trainer.fit(module, make_data(shuffle=False))
@@ -80,7 +81,7 @@ def test_sharing_rounds_no_more_than_repeating(family, fit):
 def test_what_is_kept_in_which_dtype(family, precision, dtype, fit):
     """Checked at the start, scored without gradient, a reference beside it, several steps."""
     module, steps, state = fit(
-        family, precision, "shared", steps=4, sharing={"verify": True}, beta=0.1, num_iterations=2, num_mini_batches=2
+        family, precision, "shared", steps=4, verify=True, beta=0.1, num_iterations=2, num_mini_batches=2
     )
     assert {parameter.dtype for parameter in module.policy.parameters()} == {dtype}
     assert {parameter.dtype for parameter in module.reference.parameters()} == {dtype}
