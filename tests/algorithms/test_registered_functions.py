@@ -120,7 +120,7 @@ def test_a_checkpoint_knows_them(fit, tmp_path):
     _, trainer = fit(**options, max_steps=1)
     trainer.save_checkpoint(tmp_path / "state.ckpt")
     recorded = torch.load(tmp_path / "state.ckpt", weights_only=True)["pl_grouprl"]["run_options"]
-    assert recorded["policy_loss"] == "quadratic"
+    assert recorded["policy_loss.name"] == "quadratic"
     assert recorded["advantage_estimator"] == "against_median"
     fit(**options, checkpoint=tmp_path / "state.ckpt")
     with pytest.warns(UserWarning, match=r"advantage_estimator +'against_median"):

@@ -250,7 +250,7 @@ def test_async_functions_alone_may_have_a_time_limit():
         await asyncio.sleep(60)
 
     prepared = prepare_rewards(slow)
-    with pytest.raises(ValueError, match="give async ones a reward_timeout"):
+    with pytest.raises(ValueError, match="give async ones a timeout"):
         RewardWorkers(prepared, 1)
     workers = RewardWorkers(prepared, 1, timeout=0.05)
     try:

@@ -19,7 +19,7 @@ from pl_grouprl.utilities.checkpoint_files import commit, corruption_reason, lin
 def test_workers_where_there_are_no_process_groups(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delattr(os, "killpg")
-    with pytest.raises(ValueError, match=r"episodes.tool_workers=2 does not work on win32: without.*; set it to 0"):
+    with pytest.raises(ValueError, match=r"tool_workers=2 does not work on win32: without.*; set it to 0"):
         worker_process.check_process_groups("tool_workers", 2)
     with pytest.raises(ValueError, match=r"reward_calls.workers=1 does not work on win32"):
         RewardWorkers([], 1, timeout=1.0)
