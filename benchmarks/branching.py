@@ -34,7 +34,12 @@ from pl_grouprl.training.metrics import count_sampled
 
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {},
-    "grpo": {"branching": None, "advantage_estimator": "grpo", "advantage_options": None, "num_generations": 14},
+    "grpo": {
+        "episodes": {"branching": None},
+        "advantage_estimator": "grpo",
+        "advantage_options": None,
+        "num_generations": 14,
+    },
 }
 """Options over those of `configs/grpo_tree.yaml`."""
 

@@ -1,30 +1,21 @@
 """Builds the objects of a run from a file in configs/ without the command line's packages.
 
-`jsonargparse` reads types from signatures; here, the few options that are dataclasses are listed by name.
+Options that are dataclasses stay mappings, which constructors convert.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch import Trainer, seed_everything
 
-from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.rewards import Weighted
-from pl_grouprl.types import SamplingConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-
-DATACLASSES: dict[str, Callable[..., Any]] = {
-    "sampling": SamplingConfig,
-    "val_sampling": SamplingConfig,
-    "optimizer": OptimizerConfig,
-    "critic_optimizer": OptimizerConfig,
-}
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -61,4 +52,4 @@ def build(value: Any, option: str = "") -> Any:
     if "class_path" in value:
         module, name = value["class_path"].rsplit(".", 1)
         return getattr(importlib.import_module(module), name)(**options)
-    return DATACLASSES[option](**options) if option in DATACLASSES else options
+    return options

@@ -21,6 +21,7 @@ from benchmarks.measure import Timing, cuda_peak_mib, time_in_turns
 from benchmarks.options import add_shape, begin, change, make_parser, positive, write_json
 from benchmarks.rollout_data import compression_of, draw_rollouts
 from benchmarks.training_steps import CriticUpdate, MeasuredGroupPPO, MeasuredPPO, Models, WholeStep
+from pl_grouprl.training import SharingOptions
 
 PARTS = (
     "old scores", "reference scores", "values", "groups, advantages", "policy update", "critic update", "other",
@@ -114,7 +115,8 @@ def measure_critic(
     """Time the critic's update on one mini-batch: PPO and GROUP PPO at each threshold, prompts repeated and shared."""
     updates: dict[tuple[str, str], CriticUpdate] = {}
     for sharing in ("repeated", "shared"):
-        common = {"sharing": sharing, "attention_backend": options.backend, "num_mini_batches": options.mini_batches}
+        own = SharingOptions(sharing, backend=options.backend, verify=False)
+        common = {"sharing": own, "num_mini_batches": options.mini_batches}
         updates[sharing, "PPO"] = CriticUpdate(models, models.module(MeasuredPPO, **common))
         for target, threshold in thresholds.items():
             module = models.module(MeasuredGroupPPO, **common, **_fixed(threshold, options))
@@ -147,11 +149,13 @@ def measure_steps(
     models: Models, threshold: float, num_mini_batches: int, options: argparse.Namespace, deadline: float
 ) -> list[dict[str, Any]]:
     """Time whole steps with this many updates per rollout."""
-    common = {"num_mini_batches": num_mini_batches, "beta": options.beta, "attention_backend": options.backend}
+    common = {"num_mini_batches": num_mini_batches, "beta": options.beta}
+    shared, repeated = (SharingOptions(mode, backend=options.backend, verify=False) for mode in ("shared", "repeated"))
+    group_ppo = {"sharing": shared, **common, **_fixed(threshold, options)}
     steps = {
-        "PPO, prompt repeated": WholeStep(models, models.module(MeasuredPPO, sharing="repeated", **common)),
-        "PPO": WholeStep(models, models.module(MeasuredPPO, **common)),
-        "GROUP PPO": WholeStep(models, models.module(MeasuredGroupPPO, **common, **_fixed(threshold, options))),
+        "PPO, prompt repeated": WholeStep(models, models.module(MeasuredPPO, sharing=repeated, **common)),
+        "PPO": WholeStep(models, models.module(MeasuredPPO, sharing=shared, **common)),
+        "GROUP PPO": WholeStep(models, models.module(MeasuredGroupPPO, **group_ppo)),
     }
     peaks: dict[str, float] = {}
     for name, step in steps.items():  # also warms up

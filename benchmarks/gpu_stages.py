@@ -484,7 +484,7 @@ def our_steps(stage: Stage, label: str, planned: Run) -> float | None:
     case = planned.case
     module = GRPO(
         planned, reward, num_generations=case.group_size, sampling=SamplingConfig(max_new_tokens=case.rollout),
-        optimizer=OptimizerConfig(learning_rate=1e-9), verify=False,
+        optimizer=OptimizerConfig(learning_rate=1e-9), sharing={"verify": False},
         engine=Replay(planned) if planned.recorded else None,
     )  # fmt: skip
     parts = StepParts("wall")

@@ -22,7 +22,7 @@ from pl_grouprl.attention import shared_prefix
 from pl_grouprl.models.policy import policy_of_path
 
 ROWS = ("shared", "repeated", "TRL", "TRL, shared_prefix")
-"""Rows of the table: the option `sharing` of GRPO, or TRL's trainer without and with shared prefixes."""
+"""Rows of the table: the option `sharing.mode` of GRPO, or TRL's trainer without and with shared prefixes."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,7 @@ def _grpo_steps(task: Task, name: str, options: argparse.Namespace) -> dict[str,
         num_generations=task.group_size,
         sampling=SamplingConfig(max_new_tokens=task.rollout),
         optimizer=OptimizerConfig(learning_rate=0.0),
-        sharing=name,
-        verify=False,
+        sharing={"mode": name, "verify": False},
     )
     parts = StepParts(options.clock)
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@
     python -m benchmarks staleness --output runs/server --engine rollout/vllm_server.yaml --max-staleness 0 1 2
 
 Each run is `python cli.py fit --config grpo_pg.yaml` with the loss corrected by the sampler's log-probabilities
-(`importance_sampling: token_truncate`), also for 0. Seconds are those of a clock on the wall, since sampling and
+(`importance_sampling.mode: token_truncate`), also for 0. Seconds are those of a clock on the wall, since sampling and
 updates run at the same time: nothing else should use the machine. Its result is a file in the folder OUTPUT, and is
 read if it exists; OUTPUT.json has all of them.
 """
@@ -86,7 +86,7 @@ def fit(seed: int, max_staleness: int, options: argparse.Namespace) -> dict[str,
         "enable_progress_bar": False,
         "callbacks": [{"class_path": "pl_grouprl.callbacks.ValidateAtStart"}],
     }
-    ahead = {"max_staleness": max_staleness, "importance_sampling": "token_truncate", "seed": seed}
+    ahead = {"max_staleness": max_staleness, "importance_sampling": {"mode": "token_truncate"}, "seed": seed}
     parts = {
         "seed_everything": seed,
         "model": {"init_args": ahead},

@@ -109,7 +109,7 @@ class Models:
 
     def module(self, cls: type[Measured], **options: Any) -> Measured:
         """Create a module that trains these models on these rollouts."""
-        module = cls(_Source(self.policy), _no_reward, critic=_Source(self.critic), verify=False, **options)
+        module = cls(_Source(self.policy), _no_reward, critic=_Source(self.critic), **options)
         module.data = self.data
         module.trainer = self.trainer
         module.configure_model()
@@ -229,8 +229,8 @@ class WholeStep:
 def sharing(module: Measured) -> Iterator[None]:
     """Share prefixes in all models of a module, if it does so."""
     with contextlib.ExitStack() as stack:
-        for model in module.scored_models().values() if module.sharing == "shared" else ():
-            stack.enter_context(shared_prefix(model, module.attention_backend))
+        for model in module.scored_models().values() if module.sharing.mode == "shared" else ():
+            stack.enter_context(shared_prefix(model, module.sharing.backend))
         yield
 
 

@@ -135,10 +135,9 @@ def train(model: str | Path, engine: Any, steps: int = 20) -> list[float]:
     environment = Verifiers("verifiers_environment", {"agent": {"runtime": {"type": "subprocess"}}})
     module = GRPO(
         str(model),
-        harness=environment,
+        episodes={"harness": environment, "max_turn_tokens": 12},
         engine=engine,
         sampling=SamplingConfig(max_new_tokens=24),
-        max_turn_tokens=12,
         num_generations=8,
         optimizer={"learning_rate": 1e-2},
     )

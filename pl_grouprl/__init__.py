@@ -10,8 +10,15 @@ if TYPE_CHECKING:
     from pl_grouprl.attention import shared_prefix
     from pl_grouprl.callbacks import SharedPrefixCallback, TokenGroupMonitor, default_callbacks
     from pl_grouprl.data import PromptDataModule
+    from pl_grouprl.functional.importance import ImportanceSampling
     from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
     from pl_grouprl.rewards import Weighted
+    from pl_grouprl.training.checks import GuardOptions
+    from pl_grouprl.training.evaluation import EvaluationOptions
+    from pl_grouprl.training.micro_batches import SharingOptions
+    from pl_grouprl.training.objective import KLOptions
+    from pl_grouprl.training.rewarder import RewardCallOptions
+    from pl_grouprl.training.sampler import EpisodeOptions
     from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 
 __version__ = "0.1.0"
@@ -23,6 +30,15 @@ _HOMES = {
     "data": ("PromptDataModule",),
     "models": ("LoRAAdapter", "PretrainedPolicy"),
     "rewards": ("Weighted",),
+    "training": (
+        "EpisodeOptions",
+        "EvaluationOptions",
+        "GuardOptions",
+        "ImportanceSampling",
+        "KLOptions",
+        "RewardCallOptions",
+        "SharingOptions",
+    ),
     "types": ("Prompt", "Rollout", "RolloutGroup", "SamplingConfig"),
 }
 
@@ -30,16 +46,23 @@ __all__ = [
     "GRPO",
     "PPO",
     "Distillation",
+    "EpisodeOptions",
+    "EvaluationOptions",
     "GroupPPO",
+    "GuardOptions",
+    "ImportanceSampling",
+    "KLOptions",
     "LoRAAdapter",
     "OptimizerConfig",
     "PretrainedPolicy",
     "Prompt",
     "PromptDataModule",
+    "RewardCallOptions",
     "Rollout",
     "RolloutGroup",
     "SamplingConfig",
     "SharedPrefixCallback",
+    "SharingOptions",
     "TokenGroupMonitor",
     "Weighted",
     "default_callbacks",

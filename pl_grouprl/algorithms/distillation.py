@@ -121,7 +121,7 @@ class Distillation(GRPO):
         """Add the teacher."""
         reports = super().parity_reports()
         with self.support.whole_weights(self.teacher), unfrozen(self.teacher):
-            return [*reports, check_parity(self.teacher, backend=self.attention_backend, padded_rows=False)]
+            return [*reports, check_parity(self.teacher, backend=self.sharing.backend, padded_rows=False)]
 
     # After a rollout.
 

@@ -133,7 +133,7 @@ class GroupPPO(PPO):
         self.boundary_signal = boundary_signal
         self.advantage_mode = advantage_mode
         self.critic_positions = critic_positions
-        self.boundary_at_turn_ends = self.has_tools if boundary_at_turn_ends is None else boundary_at_turn_ends
+        self.boundary_at_turn_ends = self.tooling.is_used if boundary_at_turn_ends is None else boundary_at_turn_ends
         note_options(self, {"boundary_at_turn_ends": self.boundary_at_turn_ends})  # a checkpoint holds True or False
         self._token_groups: tuple[RolloutBuffer, TokenGroups] | None = None
 

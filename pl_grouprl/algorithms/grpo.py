@@ -42,8 +42,8 @@ class GRPO(RLModule):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`.
         loss_type: TRL's name for a combination of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each can be
             overridden separately.
-        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`; defaults to that
-            of `loss_type`.
+        policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`, or a mapping with
+            options of the loss, and its `name`; the name defaults to that of `loss_type`.
         loss_agg_mode: How token losses are aggregated, such as `token-mean`; defaults to that of `loss_type`.
         scale_rewards: What centered rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
@@ -68,7 +68,7 @@ class GRPO(RLModule):
         rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
         *,
         loss_type: LossType = "dapo",
-        policy_loss: str | None = None,
+        policy_loss: str | dict[str, Any] | None = None,
         loss_agg_mode: str | None = None,
         scale_rewards: Literal["group", "batch", "none"] | None = None,
         advantage_estimator: str = "grpo",
@@ -82,7 +82,8 @@ class GRPO(RLModule):
         super().__init__(
             policy,
             rewards,
-            policy_loss=policy_loss or preset.loss,
+            policy_loss={"name": preset.loss}
+            | (policy_loss if isinstance(policy_loss, dict) else drop_none(name=policy_loss)),
             loss_agg_mode=loss_agg_mode or preset.aggregation,
             **kwargs,
         )
@@ -109,7 +110,7 @@ class GRPO(RLModule):
                 f"{', '.join(REWARD_AGGREGATIONS)}."
             )
         if multi_objective_aggregation == "normalize_then_sum" and (estimator.per_token or self.kl_penalty.in_reward):
-            cause = f"advantage_estimator={name!r}" if estimator.per_token else "kl_in='reward'"
+            cause = f"advantage_estimator={name!r}" if estimator.per_token else "kl.place='reward'"
             raise ValueError(f"{cause} takes one reward; use multi_objective_aggregation='sum_then_normalize'.")
 
     def setup(self, stage: str) -> None:
@@ -189,7 +190,7 @@ class GRPO(RLModule):
         elif by_function:
             cause = "multi_objective_aggregation='normalize_then_sum'; use 'sum_then_normalize'"
         elif self.kl_penalty.in_reward:
-            cause = "kl_in='reward'; use kl_in='loss'"
+            cause = "kl.place='reward'; use 'loss'"
         if rewards.step_rewards_N is not None and cause is not None:
             raise ValueError(f"a reward function returned a reward per token, which does not work with {cause}.")
         extras: dict[str, Any] = {"lengths": rewards.sampled_E, "greedy_rewards": rewards.greedy}

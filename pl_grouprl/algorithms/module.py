@@ -24,22 +24,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.callbacks.checkpoints import stop_together
 from pl_grouprl.callbacks.defaults import LoadModels, callbacks_of_module, replace_earlier
 from pl_grouprl.checks import ParityReport, check_parity
 from pl_grouprl.data.loaders import PromptBatch
-from pl_grouprl.distributed.lost_ranks import RankWatchdog, check_rank_timeout
+from pl_grouprl.distributed.lost_ranks import RankWatchdog
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
-from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.episodes.tools import EnvironmentFactory
+from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
-from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.models.adapters import (
     adapters_off,
     check_adapters,
@@ -48,7 +46,7 @@ from pl_grouprl.models.adapters import (
 )
 from pl_grouprl.models.policy import PolicySource, as_policy_source, fingerprint, frozen_copy, leave_out_of_checkpoints
 from pl_grouprl.models.score import check_balanced, score
-from pl_grouprl.packing import ScoringBatch, Sharing
+from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.calls import decode_completions
 from pl_grouprl.rollout import RolloutEngine
@@ -68,6 +66,7 @@ from pl_grouprl.training.checkpoint import (
     recorded_options,
 )
 from pl_grouprl.training.checks import (
+    GuardOptions,
     PrefixSharing,
     check_batch,
     check_before_loading,
@@ -80,31 +79,20 @@ from pl_grouprl.training.checks import (
 )
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.device_choices import DeviceChoices
-from pl_grouprl.training.evaluation import Evaluator
+from pl_grouprl.training.evaluation import EvaluationOptions, Evaluator
 from pl_grouprl.training.metrics import StepTimer, Throughput
-from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher
-from pl_grouprl.training.objective import KLPenalty, LossSums, PolicyObjective
+from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher, SharingOptions
+from pl_grouprl.training.objective import KLOptions, KLPenalty, LossSums, PolicyObjective
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
-from pl_grouprl.training.rewarder import Rewarder, rewards_per_token
+from pl_grouprl.training.rewarder import RewardCallOptions, Rewarder, rewards_per_token
 from pl_grouprl.training.run import Accumulation
-from pl_grouprl.training.sampler import Episodes, RewrittenHistory, Sampler
-from pl_grouprl.training.update import (
-    Optimization,
-    Scorer,
-    Updater,
-    check_weights,
-    clip_gradients,
-)
+from pl_grouprl.training.sampler import EpisodeOptions, Sampler, Tooling
+from pl_grouprl.training.update import Optimization, Scorer, Updater, check_weights, clip_gradients
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import find_last, verify_loads
 from pl_grouprl.utilities.describe import lineage, private_copy
 from pl_grouprl.utilities.distributed import derive_seed
-from pl_grouprl.utilities.loggers import (
-    forget_numbers,
-    log_every_step,
-    place_default_logger,
-    prepare_loggers,
-)
+from pl_grouprl.utilities.loggers import forget_numbers, log_every_step, place_default_logger, prepare_loggers
 from pl_grouprl.utilities.modes import naming_memory, seed_torch
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
 from pl_grouprl.utilities.progress import PROGRESS
@@ -118,7 +106,9 @@ T = TypeVar("T")
 
 DEFAULT_OPTIMIZER = OptimizerConfig()
 DEFAULT_SAMPLING = SamplingConfig()
-ImportanceSampling = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+_SHARING, _EPISODES, _EVALUATION = SharingOptions(), EpisodeOptions(), EvaluationOptions()
+_REWARD_CALLS, _KL, _GUARDS = RewardCallOptions(), KLOptions(), GuardOptions()
+_IMPORTANCE_SAMPLING = ImportanceSampling()
 
 
 class RLModule(pl.LightningModule, ABC):
@@ -137,19 +127,7 @@ class RLModule(pl.LightningModule, ABC):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. Optional
             if the environment computes the reward (`get_reward`).
         optimizer: AdamW or another optimizer, and its schedule.
-        sharing: `shared` encodes once what the rollouts of a group have in common: the prompt, and common beginnings of
-            rollouts where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per
-            rollout.
-        share_across_groups: Also encode once what the prompts of a row have in common at their beginning, such as a
-            system prompt. Only for text.
-        attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
-        verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
-        max_nonfinite_steps: Abort after this many steps in a row whose loss or gradient is NaN or infinite. A single
-            one is skipped on all ranks: weights and optimizer state stay as they are.
-        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; no limit if None.
-        allow_changed: Options that are meant to differ from the checkpoint's when a run is resumed, by name or dotted
-            prefix: `beta`, `rewards`, `sampling.temperature`, `trainer`, `data`. Others that decide what is optimized
-            are warned of, and with `ckpt_path="last"` must be the same.
+        sharing: How what rollouts have in common is encoded once.
         sampling: How training rollouts are sampled. Log-probabilities are trained at its temperature.
         engine: Samples the rollouts; defaults to `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
             weights (`SyncedRolloutEngine`) receives them when they have changed, and is closed at the end of each run
@@ -158,81 +136,41 @@ class RLModule(pl.LightningModule, ABC):
             contract). They run with your rights; see `pl_grouprl.episodes.tools`.
         environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories,
             of which the row's column `environment` chooses one. See `pl_grouprl.episodes.tools`.
-        harness: Plays the episodes with an external library, on the servers of `engine`; see
-            `pl_grouprl.harnesses.Verifiers`. Its reward is added to `rewards`.
-        max_tool_calling_iterations: How often a rollout may call tools before its last answer; no limit if
-            None.
-        max_turn_tokens: Maximum tokens that the model writes in one turn; no limit if None. `sampling.max_new_tokens`
-            limits the whole episode.
-        max_episode_tokens: Maximum tokens after the prompt, results of tools included; defaults to the model's limit.
-        tool_timeout: Seconds that a call of a tool may take; no limit if None.
-        tool_workers: Processes per rank that run tools and environments, killed if a call takes too long; 0 runs them
-            in threads, which cannot be stopped.
-        chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
-        rewritten_history: What to do with a chat template that changes earlier turns once others follow, such as by
-            dropping their thinking: `refuse` it, or re-render the conversation before each turn and begin a `new_row`
-            of the episode where the history has changed (`Rollout.episode`).
-        val_num_generations: Rollouts per prompt in validation, test and predict: the k of mean@k, and the largest of
-            pass@k.
-        val_sampling: How those are sampled; defaults to `sampling`.
-        pass_threshold: A rollout of validation or test passes, for pass@k, if its reward is at least this.
-        reward_workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn.
-            Async functions and reward models stay in this one; see `RewardWorkers`.
-        reward_timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or
-            for one rollout with verl's signature. A longer call is killed with what it started, and fails. No limit
-            if None.
-        reward_memory_limit_mb: MiB of address space of each reward worker, its imports included; a call that needs
-            more fails. No limit if None.
-        reward_retries: How often a call that raised is repeated.
-        max_failed_share: Share of a rank's rollouts on which a reward function may fail; a larger share ends the run.
+        episodes: Limits of tool use and conversations, how they are played, and how rollouts branch.
+        evaluation: How validation, test and predict sample, and what passes.
+        reward_calls: How reward functions are called: workers, limits, failures.
         seed: Decides rollouts, the order of mini-batches and random draws of a loss, together with the position in the
             run, so that a resumed run continues exactly.
-        num_generations: Rollouts per prompt.
-        branching: Continue training rollouts several times at branch points; `num_generations` then counts the roots
-            of a group's tree, and its rollouts are the leaves. See `pl_grouprl.rollout.Branching`.
+        num_generations: Rollouts per prompt. Of branching rollouts (`episodes.branching`), the roots of a group's tree.
         num_iterations: Passes over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
         mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards still count
             in the statistics of their group.
         dynamic_sampling: Train only groups whose rewards, or rewards of steps, differ (DAPO, arXiv:2503.14476, section
             3.2): prompts that give nothing to learn are replaced by others of the training data.
-        max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`,
-            including the first time. If groups are still missing then, the batch is smaller.
         max_staleness: Rollouts are sampled up to this many batches of prompts ahead, while earlier ones are trained. It
             bounds the staleness of each token: the version of the weights that is trained minus the version that
             sampled the token, counted in batches. 0 samples each batch when it is trained, from the current weights.
-        max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
-            has a reward. Each of them logs a warning and trains nothing.
         max_tokens_per_micro_batch: Maximum tokens that go through the model at once on a rank. The groups of an update
             are packed into as many rows as that takes; a larger group is split: its prompt is encoded once, and its
             rollouts follow in slices of this many tokens. The result is the same, unless a loss compares the tokens
             of one micro-batch (`clip_cov`, `kl_cov`, the routers' loss). Defaults to all at once; on a GPU, to as many
             as its free memory allows.
-        sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
-            that a row may be that many times as long. It must divide the number of ranks.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
-            `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`.
-        policy_loss_options: Further options of that loss, by the names of its arguments.
+            `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`. Or a mapping with its `name` and further
+            options of that loss, by the names of its arguments: `{name: ppo, delta: 3}`.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
         epsilon: How far the ratio may fall below 1 before it is clipped; defaults to the loss's own (`ppo`: 0.2).
         epsilon_high: How far it may rise above 1; defaults to `epsilon`.
-        epsilon_max: Upper bound of the ratio itself, instead of both (what TRL's `epsilon_high` means for `cispo`);
-            no bound if None. Only for `cispo`.
-        delta: Upper bound of the ratio where the advantage is negative (dual clip); no bound if None. Only for `ppo`.
         beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
-        kl_type: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
-        kl_in: Where the penalty goes: into the `loss`, or into the `reward` of each token.
-        kl_target: KL per rollout, in nats, that an adaptive coefficient aims at; fixed if None.
-        kl_horizon: Rollouts over which the adaptive coefficient moves; defaults to 10,000.
+        kl: The penalty's estimator and place, and how its coefficient adapts.
         entropy_coef: Weight of the entropy bonus.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a
             micro-batch (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per
             rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
-        importance_sampling: Correction where sampler and trainer disagree about log-probabilities; see
-            `pl_grouprl.functional.importance`.
-        importance_sampling_low: Lower bound of the ratio of trainer to sampler; no bound if None.
-        importance_sampling_high: Its upper bound.
+        importance_sampling: Correction where sampler and trainer disagree about log-probabilities.
+        guards: When a run that learns nothing or hangs ends, and what may differ from the checkpoint of a resumed run.
 
     Attributes:
         policy: The model, once `configure_model` has run.
@@ -264,81 +202,43 @@ class RLModule(pl.LightningModule, ABC):
         rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
         *,
         optimizer: OptimizerConfig = DEFAULT_OPTIMIZER,
-        sharing: Sharing = "shared",
-        share_across_groups: bool = False,
-        attention_backend: str = "auto",
-        verify: bool = True,
-        max_nonfinite_steps: int = 10,
-        rank_timeout: float | None = 1500.0,
-        allow_changed: Sequence[str] = (),
+        sharing: SharingOptions = _SHARING,
         sampling: SamplingConfig = DEFAULT_SAMPLING,
         engine: RolloutEngine | None = None,
         tools: list[Callable[..., Any]] | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
-        harness: Verifiers | None = None,
-        max_tool_calling_iterations: int | None = None,
-        max_turn_tokens: int | None = None,
-        max_episode_tokens: int | None = None,
-        tool_timeout: float | None = None,
-        tool_workers: int = 0,
-        chat_template: str | None = None,
-        rewritten_history: RewrittenHistory = "refuse",
-        val_num_generations: int = 1,
-        val_sampling: SamplingConfig | None = None,
-        pass_threshold: float = 1.0,
-        reward_workers: int = 0,
-        reward_timeout: float | None = None,
-        reward_memory_limit_mb: int | None = None,
-        reward_retries: int = 1,
-        max_failed_share: float = 0.5,
+        episodes: EpisodeOptions = _EPISODES,
+        evaluation: EvaluationOptions = _EVALUATION,
+        reward_calls: RewardCallOptions = _REWARD_CALLS,
         seed: int = 0,
         num_generations: int = 8,
-        branching: Branching | None = None,
         num_iterations: int = 1,
         num_mini_batches: int = 1,
         mask_truncated_completions: bool = False,
         dynamic_sampling: bool = False,
-        max_generation_batches: int = 5,
         max_staleness: int = 0,
-        max_unrewarded_batches: int = 10,
         max_tokens_per_micro_batch: int | None = None,
-        sequence_parallel_size: int = 1,
-        policy_loss: str = "ppo",
-        policy_loss_options: dict[str, Any] | None = None,
+        policy_loss: str | dict[str, Any] = "ppo",
         loss_agg_mode: str = "token-mean",
         epsilon: float | None = None,
         epsilon_high: float | None = None,
-        epsilon_max: float | None = None,
-        delta: float | None = None,
         beta: float = 0.0,
-        kl_type: str = "k3",
-        kl_in: Literal["loss", "reward"] = "loss",
-        kl_target: float | None = None,
-        kl_horizon: int | None = None,
+        kl: KLOptions = _KL,
         entropy_coef: float = 0.0,
         router_aux_loss_coef: float = 0.0,
-        importance_sampling: ImportanceSampling = "none",
-        importance_sampling_low: float | None = None,
-        importance_sampling_high: float | None = 3.0,
+        importance_sampling: ImportanceSampling = _IMPORTANCE_SAMPLING,
+        guards: GuardOptions = _GUARDS,
     ) -> None:
         super().__init__()
-        counts = {
-            "val_num_generations": val_num_generations,
-            "num_iterations": num_iterations,
-            "num_mini_batches": num_mini_batches,
-        }
+        counts = {"num_iterations": num_iterations, "num_mini_batches": num_mini_batches}
         check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
-        check_rank_timeout(rank_timeout)
-        self.allow_changed, self.rank_timeout = tuple(allow_changed), rank_timeout
         self.policy_source: PolicySource = as_policy_source(policy)
         self.rewards, self.optimizer_config, self.seed = rewards, optimizer, seed
-        self.sampling, self.val_sampling = sampling, sampling if val_sampling is None else val_sampling
-        self.num_generations, self.val_num_generations = num_generations, val_num_generations
+        self.sampling, self.num_generations = sampling, num_generations
         self.num_iterations, self.num_mini_batches = num_iterations, num_mini_batches
-        self.sharing, self.attention_backend, self.verify = sharing, attention_backend, verify
-        self.share_across_groups = share_across_groups
+        self.sharing, self.episodes, self.evaluation, self.reward_calls = sharing, episodes, evaluation, reward_calls
+        self.kl, self.importance_sampling, self.guards = kl, importance_sampling, guards
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
-        self.sequence_parallel_size = sequence_parallel_size
         self.mask_truncated_completions, self.dynamic_sampling = mask_truncated_completions, dynamic_sampling
         self.max_staleness = max_staleness
         self.policy: Any = None
@@ -351,88 +251,60 @@ class RLModule(pl.LightningModule, ABC):
         self.timer, self.throughput = StepTimer(), Throughput()
         self.random_numbers = RandomNumbers(self)
         self.device_choices = DeviceChoices(self)
-        self.prefix_sharing = PrefixSharing(self, sharing, attention_backend, verify)
-        limits = EpisodeLimits(max_tool_calling_iterations, max_turn_tokens, max_episode_tokens)
-        self.episodes = Episodes(
-            self,
-            tools,
-            environment_factory,
-            limits,
-            harness=harness,
-            chat_template=chat_template,
-            tool_timeout=tool_timeout,
-            tool_workers=tool_workers,
-            rewritten_history=rewritten_history,
-        )
-        self.has_tools = self.episodes.runner is not None or harness is not None
-        self.branching = branching
-        if branching is not None:
-            branching.check(num_generations, sampling)
-            self.episodes.check_branching(branching)
+        self.prefix_sharing = PrefixSharing(self, sharing)
+        self.tooling = Tooling(self, tools, environment_factory, episodes)
+        if episodes.branching is not None:
+            episodes.branching.check(num_generations, sampling)
+            self.tooling.check_branching(episodes.branching)
         self.rewarder = Rewarder(
-            self.episodes.with_rewards(rewards),
+            self.tooling.with_rewards(rewards),
             self,
-            workers=reward_workers,
-            timeout=reward_timeout,
-            memory_limit_mb=reward_memory_limit_mb,
-            retries=reward_retries,
-            max_failed_share=max_failed_share,
-            max_unrewarded_batches=max_unrewarded_batches,
-            environments=self.episodes.exposes_environments and not max_staleness,  # ahead resets them too early
+            reward_calls,
+            max_unrewarded_batches=guards.max_unrewarded_batches,
+            environments=self.tooling.exposes_environments and not max_staleness,  # ahead resets them too early
         )
-        self.evaluator = Evaluator(self.rewarder.functions, pass_threshold)
+        self.evaluator = Evaluator(self.rewarder.functions, evaluation)
         self.collector = Collector(
             self,
-            Sampler(self, engine, seed, self.timer.part, self.episodes.loop, harness=harness, limits=limits),
+            Sampler(self, engine, seed, self.timer.part, self.tooling),
             self.rewarder,
             self.timer,
             sampling=sampling,
             num_generations=num_generations,
-            branching=branching,
+            branching=episodes.branching,
             num_mini_batches=num_mini_batches,
-            sharing=sharing,
+            sharing=sharing.mode,
             seed=seed,
             mask_truncated_completions=mask_truncated_completions,
             dynamic_sampling=dynamic_sampling,
-            max_generation_batches=max_generation_batches,
+            max_generation_batches=guards.max_generation_batches,
             max_staleness=max_staleness,
-            episodes=self.episodes,
             load_policy=self.policy_source.load,
         )
-        self.engine, self.harness = self.sampler.engine, harness
-        if harness is not None:
-            harness.check(self.engine, [self.sampling, self.val_sampling], max_staleness)
+        self.engine = self.sampler.engine
+        if episodes.harness is not None:
+            episodes.harness.check(self.engine, [sampling, self.evaluation_sampling], max_staleness)
         self.micro_batcher = MicroBatcher(
-            self,
-            sharing,
-            max_tokens_per_micro_batch,
-            sequence_parallel_size,
-            share_across_groups=share_across_groups,
-            min_saved_tokens=get_backend(attention_backend, "attention_backend").min_saved_tokens,
-            choose_max_tokens=self.device_choices.micro_batch_tokens,
+            self, sharing, max_tokens_per_micro_batch, choose_max_tokens=self.device_choices.micro_batch_tokens
         )
         self.scorer = Scorer(self, self.micro_batcher)
         if sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
             )
-        self.kl_penalty = KLPenalty(beta, kl_type, kl_in, kl_target, kl_horizon)
-        clipping = drop_none(epsilon=epsilon, epsilon_high=epsilon_high, epsilon_max=epsilon_max, delta=delta)
+        self.kl_penalty = KLPenalty(beta, kl)
+        loss = {"name": policy_loss} if isinstance(policy_loss, str) else {"name": "ppo"} | policy_loss
         self.objective = PolicyObjective(
-            policy_loss,
-            join_options(clipping, policy_loss_options, "policy_loss_options"),
+            loss.pop("name"),
+            join_options(drop_none(epsilon=epsilon, epsilon_high=epsilon_high), loss, "policy_loss"),
             loss_agg_mode=loss_agg_mode,
             kl=self.kl_penalty,
             max_new_tokens=sampling.max_new_tokens,
             entropy_coef=entropy_coef,
             router_aux_loss_coef=router_aux_loss_coef,
-            importance_sampling={
-                "kind": importance_sampling,
-                "low": importance_sampling_low,
-                "high": importance_sampling_high,
-            },
+            importance_sampling=importance_sampling,
         )
-        self.optimization = Optimization(max_nonfinite_steps)
+        self.optimization = Optimization(guards.max_nonfinite_steps)
         self.updater = Updater(self, self.micro_batcher, self.optimization)
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._logged_names: set[str] = set()  # by the last `training_step`
@@ -527,8 +399,8 @@ class RLModule(pl.LightningModule, ABC):
         self.rewarder.close()  # may still be open after an exception
         encoding = getattr(getattr(self.trainer, "datamodule", None), "encoding", None)
         splits = getattr(encoding, "split_special_tokens", True)
-        self.episodes.set_up(getattr(encoding, "chat_template_kwargs", {}), splits)
-        self.sampler.turn_end_ids = self.episodes.turn_end_ids
+        self.tooling.set_up(getattr(encoding, "chat_template_kwargs", {}), splits)
+        self.sampler.turn_end_ids = self.tooling.turn_end_ids
         if stage != "predict":
             self.rewarder.open()
 
@@ -538,7 +410,8 @@ class RLModule(pl.LightningModule, ABC):
         """Prepare the loggers; summarize the run, watch the ranks, and close the engine after an exception."""
         prepare_loggers(self.trainer.loggers)
         log_every_step(self.trainer)
-        watchdogs = [] if self.rank_timeout is None else [RankWatchdog(self.rank_timeout)]
+        timeout = self.guards.rank_timeout
+        watchdogs = [] if timeout is None else [RankWatchdog(timeout)]
         closers: list[pl.Callback] = [CloseEngine()] if isinstance(self.engine, SyncedRolloutEngine) else []
         closers += [CloseRolloutsAhead()] if self.max_staleness else []
         first, *required = replace_earlier(self.trainer, [LoadModels(), *watchdogs, *closers])
@@ -591,7 +464,7 @@ class RLModule(pl.LightningModule, ABC):
     def parity_reports(self) -> list[ParityReport]:
         """Compare the shared with the repeated prefix on each model that is trained."""
         with self.support.whole_weights(self.policy):
-            return [check_parity(self.policy, backend=self.attention_backend, padded_rows=False)]
+            return [check_parity(self.policy, backend=self.sharing.backend, padded_rows=False)]
 
     def configure_optimizers(self) -> Any:
         """Build one optimizer over all parts."""
@@ -802,10 +675,12 @@ class RLModule(pl.LightningModule, ABC):
         """Sample rollouts, without rewards."""
         check_batch(batch)
         seed = ("evaluation", dataloader_idx, batch_idx)
-        self.evaluator.groups = self.generate(batch.prompts, self.val_sampling, self.val_num_generations, seed=seed)
+        self.evaluator.groups = self.generate(
+            batch.prompts, self.evaluation_sampling, self.evaluation.num_generations, seed=seed
+        )
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> list[RolloutGroup]:
-        """Return this rank's rollouts of the batch, `val_num_generations` of each prompt, with their texts."""
+        """Return this rank's rollouts of the batch, `evaluation.num_generations` of each prompt, with their texts."""
         decode_completions(self.evaluator.groups, self.tokenizer)
         return self.evaluator.groups
 
@@ -841,7 +716,7 @@ class RLModule(pl.LightningModule, ABC):
         self.collector.close()
         self.prefix_sharing.close()
         self.rewarder.close()
-        self.episodes.close()
+        self.tooling.close()
         self.sampler.close()
 
     # Sampling and scoring, for subclasses and for use outside of a fit.
@@ -871,9 +746,14 @@ class RLModule(pl.LightningModule, ABC):
         return self.kl_penalty.coef
 
     @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """How rollouts of validation, test and predict are sampled."""
+        return self.evaluation.sampling or self.sampling
+
+    @property
     def max_rollouts(self) -> int:
         """Most training rollouts of a prompt: `num_generations`, or the leaves of the largest tree."""
-        count, branching = self.num_generations, self.branching
+        count, branching = self.num_generations, self.episodes.branching
         return count if branching is None else branching.max_rollouts(count)
 
     def generate(

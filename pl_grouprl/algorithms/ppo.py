@@ -184,7 +184,7 @@ class PPO(RLModule):
 
     def parity_reports(self) -> list[ParityReport]:
         """Add the critic, where its trunk is not the policy's."""
-        reports, critic, backend = super().parity_reports(), self._critic, self.attention_backend
+        reports, critic, backend = super().parity_reports(), self._critic, self.sharing.backend
         if critic.shares_trunk:
             return reports
         with self.support.whole_weights(critic):

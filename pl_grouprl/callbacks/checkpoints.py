@@ -43,7 +43,7 @@ from pl_grouprl.utilities.checkpoint_files import (
     unfinished_path,
     verify_loads,
 )
-from pl_grouprl.utilities.describe import changes_since, lineage, options_of, refused_changes
+from pl_grouprl.utilities.describe import allowed_changes, changes_since, lineage, options_of, refused_changes
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.modes import nonfinite_parameters
 from pl_grouprl.utilities.progress import PROGRESS
@@ -364,7 +364,7 @@ class SafeCheckpoint(ModelCheckpoint):
         def refuse_others() -> None:
             for checkpoint in sorted(folder.glob("*.ckpt")):
                 changes = changes_since(read_manifest(checkpoint), pl_module)
-                if refused := refused_changes(changes, getattr(pl_module, "allow_changed", ())):
+                if refused := refused_changes(changes, allowed_changes(pl_module)):
                     raise ValueError(
                         f"dirpath {folder} has checkpoints of a run with other options than this one "
                         f"({checkpoint.name}: {'; '.join(refused)}); choose another folder, or remove them."

@@ -238,7 +238,7 @@ class ChatFormat:
             for marker, what in markers.items():
                 if marker not in text:
                     raise ValueError(f"the chat template drops {what}")
-            alternative = ", or set rewritten_history='new_row'"
+            alternative = ", or set episodes.rewritten_history='new_row'"
             if not may_rewrite:
                 thought = {**turn, "reasoning_content": "check"}
                 turns = [user, turn, results[0], thought, results[0], turn, results[0]]

@@ -285,7 +285,7 @@ class PromptDataModule(LightningDataModule):
 
     def _chat(self) -> ChatOptions:
         """The LightningModule's requirements on conversations."""
-        options: ChatOptions = getattr(getattr(self._module(), "episodes", None), "chat_options", ChatOptions())
+        options: ChatOptions = getattr(getattr(self._module(), "tooling", None), "chat_options", ChatOptions())
         return options
 
     def _source(self, split: str) -> Any:

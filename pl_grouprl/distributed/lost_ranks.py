@@ -46,14 +46,14 @@ _watches = count()
 """Numbers the watches; all ranks start theirs in the same order."""
 
 
-def check_rank_timeout(rank_timeout: float | None) -> None:
-    """Check that a timeout is positive, or None.
+def check_rank_timeout(rank_timeout: float | None, argument: str = "rank_timeout") -> None:
+    """Check that a timeout is positive, or None; the error names the caller's argument.
 
     Raises:
         ValueError: If it is not larger than 0.
     """
     valid = rank_timeout is None or rank_timeout > 0
-    check_options({"rank_timeout": (rank_timeout, valid, "larger than 0, or None to wait without limit")})
+    check_options({argument: (rank_timeout, valid, "larger than 0, or None to wait without limit")})
 
 
 class RankWatchdog(Callback):
@@ -71,7 +71,7 @@ class RankWatchdog(Callback):
     thread waits; a lost rank on the same machine is killed. One whose threads still run prints where it hangs. Ranks
     that are slow, or all in the same long phase, are not lost; if the whole machine pauses, counting starts over.
 
-    Does nothing on a single rank. Modules of this package add it themselves; see their option `rank_timeout`.
+    Does nothing on a single rank. Modules of this package add it themselves; see their option `guards.rank_timeout`.
 
     Args:
         rank_timeout: Seconds. It must exceed the time that other ranks ever wait for one that loads a model, saves a

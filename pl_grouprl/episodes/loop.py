@@ -41,7 +41,7 @@ class EpisodeLimits:
         max_tool_calling_iterations: How many times the model may call tools and read their results; it then answers
             once more, and calls in that answer are not executed. No limit if None.
         max_turn_tokens: Maximum number of tokens that the model writes in one turn; no limit if None.
-        max_episode_tokens: Maximum number of tokens after the prompt, tool results included; if None, only the model's
+        max_tokens: Maximum number of tokens after the prompt, tool results included; if None, only the model's
             context limits them.
 
     Raises:
@@ -50,13 +50,13 @@ class EpisodeLimits:
 
     max_tool_calling_iterations: int | None = None
     max_turn_tokens: int | None = None
-    max_episode_tokens: int | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name, lowest in (("max_tool_calling_iterations", 0), ("max_turn_tokens", 1), ("max_episode_tokens", 1)):
+        for name, lowest in (("max_tool_calling_iterations", 0), ("max_turn_tokens", 1), ("max_tokens", 1)):
             value = getattr(self, name)
             valid = value is None or value >= lowest
-            check_options({name: (value, valid, f"at least {lowest}, or None for no limit")})
+            check_options({f"episodes.{name}": (value, valid, f"at least {lowest}, or None for no limit")})
 
 
 def smallest(*limits: int | None) -> int | None:
@@ -186,7 +186,7 @@ class Episode:
         room = smallest(
             limits.max_turn_tokens,
             max_new_tokens - sum(sum(row.loss_mask) for row in self.rows),
-            None if limits.max_episode_tokens is None else limits.max_episode_tokens - len(self.row.token_ids),
+            None if limits.max_tokens is None else limits.max_tokens - len(self.row.token_ids),
             None if max_length is None else max_length - len(self.row.prompt_ids) - len(self.row.token_ids),
         )
         assert room is not None
@@ -355,8 +355,8 @@ class EpisodeLoop:
             if prompt.media or messages[-1]["role"] == "assistant":
                 what = "has images or videos" if prompt.media else "ends in a message that the model continues"
                 raise ValueError(
-                    f"rewritten_history is 'new_row', but {prompt.where or 'a prompt'} {what}, so the conversation "
-                    "cannot be re-rendered; use a chat template that does not rewrite the history, and 'refuse'."
+                    f"episodes.rewritten_history is 'new_row', but {prompt.where or 'a prompt'} {what}, so the "
+                    "conversation cannot be re-rendered; use a template that keeps the history, and 'refuse'."
                 )
             episode.opening = messages
 
@@ -423,9 +423,7 @@ class EpisodeLoop:
             episode.seconds += sum(result.seconds for result in results)
             most = smallest(
                 None if max_length is None else max_length - 1,
-                None
-                if self._limits.max_episode_tokens is None
-                else self._limits.max_episode_tokens + len(episode.row.prompt_ids),
+                None if self._limits.max_tokens is None else self._limits.max_tokens + len(episode.row.prompt_ids),
             )
             with self._lock:
                 next_ids = self._read_results(episode, results, most)

@@ -117,12 +117,8 @@ class ToolRunner:
         timeout: float | None = None,
         workers: int = 0,
     ) -> None:
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"tool_timeout is {timeout}; it must be larger than 0, or None for no limit.")
-        if workers < 0:
-            raise ValueError(f"tool_workers is {workers}; it must be at least 1, or 0 to run tools in threads.")
         if workers:
-            check_process_groups("tool_workers", workers)
+            check_process_groups("episodes.tool_workers", workers)
         if isinstance(environment_factory, Mapping) and not environment_factory:
             raise ValueError("environment_factory is an empty dictionary; pass factories by name, or None.")
         factories: dict[str | None, Callable[[], Any]] = {}
@@ -135,7 +131,9 @@ class ToolRunner:
         self._timeout = timeout
         self._tools = prepare_tools(tools)
         if workers and not factories and all(tool.is_async for tool in self._tools.values()):
-            raise ValueError(f"tool_workers is {workers}, but all of {list(self._tools)} are async; set it to 0.")
+            raise ValueError(
+                f"episodes.tool_workers is {workers}, but all of {list(self._tools)} are async; set it to 0."
+            )
         self._kinds: dict[str | None, EnvironmentKind] = {}
         # An episode gets the lowest free environment of its kind, so that as few as possible are made.
         self._free: defaultdict[str | None, list[int]] = defaultdict(list)
@@ -613,7 +611,7 @@ class _Threads:
                 return
             before(operation)
             self._start(self._threads.pop(thread))
-        log.warning("%s hangs; its thread cannot be stopped. tool_workers would kill it.", operation.name)
+        log.warning("%s hangs; its thread cannot be stopped. episodes.tool_workers would kill it.", operation.name)
         message = f"took longer than {operation.limit} seconds"
         operation.future.set_exception(OperationError(message, "timeout", is_stuck=True))
 
@@ -637,7 +635,7 @@ class _Threads:
 
 _MAX_TRACE = 20_000
 
-_REMEDY = "define it at the top level of a module that can be imported, or set tool_workers to 0."
+_REMEDY = "define it at the top level of a module that can be imported, or set episodes.tool_workers to 0."
 
 
 class RemoteError(RuntimeError):
@@ -682,7 +680,7 @@ def run_worker(pipe: Connection, data: bytes) -> None:
 def _ask(worker: WorkerProcess, operation: Operation) -> Any:
     """Run an operation in a worker, which is killed with its environments if that takes too long."""
     request = (operation.name, operation.method, operation.arguments, operation.is_async)
-    remedy = "omit such columns, or set tool_workers to 0."
+    remedy = "omit such columns, or set episodes.tool_workers to 0."
     try:
         answer = worker.ask(_pickle(f"What {operation.name} is called with", request, remedy), operation.limit)
     except WorkerTimeoutError as error:

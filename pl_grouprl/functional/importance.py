@@ -23,7 +23,8 @@ Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no pa
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -31,13 +32,47 @@ from torch import Tensor
 from pl_grouprl.functional.masked import check_flat, masked_sum, sum_per_rollout
 from pl_grouprl.utilities.options import check_options
 
-IMPORTANCE_KINDS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+ImportanceKind = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+IMPORTANCE_KINDS: tuple[str, ...] = get_args(ImportanceKind)
 
 DEFAULT_HIGH = 3.0
 """Upper bound of the ratio, as in TRL."""
 
 MAX_LOG_RATIO = 20.0
 """Limit of a log-ratio before `exp`, in nats, for tokens and sequences (as in verl; TRL has none)."""
+
+
+@dataclass(frozen=True)
+class ImportanceSampling:
+    """Which weights correct for differences between sampler and trainer; the table above gives the formulas.
+
+    Attributes:
+        mode: A kind of the table.
+        low: Lower bound of the ratio of trainer to sampler; no bound if None.
+        high: Its upper bound; no bound if None. `none` ignores it.
+
+    Raises:
+        ValueError: If the mode is unknown, `none` has a lower bound or an upper bound other than the default, another
+            mode has no bound at all, or the bounds are negative or in the wrong order.
+    """
+
+    mode: ImportanceKind = "none"
+    low: float | None = None
+    high: float | None = DEFAULT_HIGH
+
+    def __post_init__(self) -> None:
+        mode, low, high, name = self.mode, self.low, self.high, "importance_sampling"
+        check_options(
+            {
+                f"{name}.mode": (mode, mode in IMPORTANCE_KINDS, f"one of {', '.join(IMPORTANCE_KINDS)}"),
+                f"{name}.low": (low, low is None or low >= 0, "0 or larger, or None for no bound"),
+                f"{name}.high": (high, high is None or high > (low or 0), f"larger than {low or 0}, or None"),
+            }
+        )
+        if mode == "none" and (low is not None or high not in (None, DEFAULT_HIGH)):
+            raise ValueError(f"{name}.low is {low} and {name}.high is {high}, but {name}.mode is 'none'.")
+        if mode != "none" and low is None and high is None:
+            raise ValueError(f"{name}.low and {name}.high are None, but {name}.mode={mode!r} needs a bound.")
 
 
 class ImportanceWeights(NamedTuple):
@@ -67,7 +102,7 @@ def importance_weights(
     old_logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
     *,
-    kind: str,
+    kind: ImportanceKind,
     mask_N: Tensor,
     rollout_index_N: Tensor,
     num_rollouts: int,
@@ -93,7 +128,7 @@ def importance_weights(
     Raises:
         ValueError: If shapes differ, the kind is unknown, or the bounds do not fit.
     """
-    check_importance_options(kind, low, high)
+    ImportanceSampling(kind, low, high)  # checks them
     check_flat(
         old_logprobs_N=old_logprobs_N,
         rollout_logprobs_N=rollout_logprobs_N,
@@ -123,27 +158,6 @@ def importance_weights(
         "sampling/importance_sampling_ratio/min": -_maximum(-ratios.masked_fill(~is_counted, math.inf), -math.inf),
     }
     return ImportanceWeights(weights_N.masked_fill(~mask_N, 0), mask_N & keep_N, metrics, extremes)
-
-
-def check_importance_options(kind: str, low: float | None, high: float | None, prefix: str = "") -> None:
-    """Check that the bounds match the kind; `prefix` is that of the caller's names of the bounds.
-
-    Raises:
-        ValueError: If the kind is unknown, `none` has a lower bound or an upper bound other than the default, another
-            kind has no bound at all, or the bounds are negative or in the wrong order.
-    """
-    check_options(
-        {
-            "importance_sampling": (kind, kind in IMPORTANCE_KINDS, f"one of {', '.join(IMPORTANCE_KINDS)}"),
-            f"{prefix}low": (low, low is None or low >= 0, "0 or larger, or None for no bound"),
-            f"{prefix}high": (high, high is None or high > (low or 0), f"larger than {low or 0}, or None for no bound"),
-        }
-    )
-    if kind == "none":
-        if low is not None or high not in (None, DEFAULT_HIGH):
-            raise ValueError(f"{prefix}low is {low} and {prefix}high is {high}, but importance_sampling is 'none'.")
-    elif low is None and high is None:
-        raise ValueError(f"{prefix}low and {prefix}high are None, but importance_sampling={kind!r} needs a bound.")
 
 
 def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:

@@ -312,7 +312,7 @@ class RoundRequests:
                 f"the harness sent {length} token ids, the largest {max(token_ids, default=None)}, but the model has "
                 f"vocab_size={self.vocab_size}; use the tokenizer that belongs to the model"
             )
-        usage, max_episode = self._usage.setdefault(episode, _Usage(length)), self.limits.max_episode_tokens
+        usage, max_episode = self._usage.setdefault(episode, _Usage(length)), self.limits.max_tokens
         room = smallest(
             self.sampling.max_new_tokens - usage.written,
             self.limits.max_turn_tokens,

@@ -28,7 +28,7 @@ _SPLITS = ("val", "test", "train")
 
 
 class Verifiers:
-    """An environment of the library verifiers, for the `harness` of an algorithm and the prompts of a data module.
+    """An environment of the library verifiers, for the option `episodes.harness` and the prompts of a data module.
 
     The library's harness plays the episodes, and calls the policy on the engine's servers. A group is `num_generations`
     episodes of a task. Each branch of an episode's trace becomes a row of the episode (`Rollout.episode`), and the
@@ -138,12 +138,12 @@ class Verifiers:
         """
         if not hasattr(engine, "urls"):
             raise ValueError(
-                f"harness needs servers, but engine is {type(engine).__name__}; pass VLLMServerRolloutEngine."
+                f"episodes.harness needs servers, but engine is {type(engine).__name__}; pass VLLMServerRolloutEngine."
             )
         for sampling in samplings:
             check_sampling(sampling)
         if max_staleness:
-            raise ValueError(f"max_staleness is {max_staleness} together with harness; set it to 0.")
+            raise ValueError(f"max_staleness is {max_staleness} together with episodes.harness; set it to 0.")
 
     def play(
         self,
@@ -240,7 +240,7 @@ class _TaskReward(EnvironmentReward):
         info = columns.get("extra_info")
         found = info.get("taskset") if isinstance(info, Mapping) else None
         if found != self.name:
-            raise ValueError(f"harness is Verifiers({self.name!r}), but `extra_info` names {found!r}.")
+            raise ValueError(f"episodes.harness is Verifiers({self.name!r}), but `extra_info` names {found!r}.")
 
 
 def _messages(task: Any) -> Messages:

@@ -73,7 +73,7 @@ class Workload:
             num_iterations=module.num_iterations,
             max_tokens=module.max_tokens_per_micro_batch,
             max_sequences=getattr(module.engine, "max_sequences", None),
-            shares=module.sharing == "shared",
+            shares=module.sharing.mode == "shared",
             caches=isinstance(module.engine, HFRolloutEngine),
         )
 

@@ -275,8 +275,9 @@ class MathVerify(ReferenceGrader):
     the result is None: the reward does not apply.
 
     Comparing `9^{9^{9}}` with anything takes forever. The library's own time limit is switched off: it uses a signal,
-    which works only on the main thread, and it counts the answer as wrong. Instead, a run must set `reward_workers` and
-    `reward_timeout`: a worker that takes too long is killed, and the rollout has no reward rather than 0.
+    which works only on the main thread, and it counts the answer as wrong. Instead, a run must set
+    `reward_calls.workers` and `reward_calls.timeout`: a worker that takes too long is killed, and the rollout has no
+    reward rather than 0.
 
     Attributes:
         reference: `answer`: the reference is the bare answer, such as `x^2+1`. `solution`: it is text that contains
@@ -291,7 +292,7 @@ class MathVerify(ReferenceGrader):
     """
 
     needs_time_limit = True
-    """A run needs `reward_workers` and `reward_timeout`."""
+    """A run needs `reward_calls.workers` and `reward_calls.timeout`."""
 
     reference: Literal["answer", "solution"] = "answer"
     column: str | None = None

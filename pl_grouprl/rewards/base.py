@@ -54,7 +54,7 @@ An object may also have these attributes:
 - `extract_answer(text)`, or `extract_answer(text, columns)`, returns the answer in a completion as a string, or None,
   for majority votes. It runs in the training process, without a time limit.
 - `stays_in_process = True`: never sent to worker processes, as `async` functions are not.
-- `needs_time_limit = True`: must run in workers with a `reward_timeout`.
+- `needs_time_limit = True`: must run in workers with a `reward_calls.timeout`.
 - `reads_final_answer = True` (verl's signature): `solution_str` is the content of the last assistant message.
 - `ground_truth_column` (verl's signature): the column with its reference.
 

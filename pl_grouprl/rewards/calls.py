@@ -381,7 +381,7 @@ class Failure:
     @classmethod
     def too_slow(cls, timeout: float | None) -> Failure:
         """The failure of a call that was stopped; not retried, since it would usually take too long again."""
-        return cls(f"took longer than reward_timeout={timeout} seconds")
+        return cls(f"took longer than reward_calls.timeout={timeout} seconds")
 
     def release(self) -> None:
         """Drop the tracebacks: their frames and those of the callers hold the whole batch, in a reference cycle."""
@@ -486,7 +486,7 @@ class AsyncCalls:
                     log.warning("Reward function %r blocks its event loop; its thread is abandoned.", name)
             if name in ("", self._reward.name):
                 failure = Failure(
-                    f"took longer than reward_timeout={self._timeout} seconds and blocked its event loop; await "
+                    f"took longer than reward_calls.timeout={self._timeout} seconds and blocked its event loop; await "
                     "whatever takes time (asyncio.sleep, an asynchronous client), or make it a plain function"
                 )
                 for number in pending:

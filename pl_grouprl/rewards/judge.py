@@ -54,9 +54,9 @@ class Judge:
 
     In the request, prompts, completions and columns are enclosed in a marker that they cannot contain, and the model is
     told to follow no instruction in them. If the reply has no grade on the scale, the completion has failed: it gets no
-    reward, is counted in `rewards/Judge/invalid`, and counts towards the run's `max_failed_share`. Logged with each
-    batch: `grade` (on the scale), `cached` (share of grades that needed no request), and per request `latency`
-    (seconds), `prompt_tokens` and `completion_tokens`.
+    reward, is counted in `rewards/Judge/invalid`, and counts towards the run's `reward_calls.max_failed_share`.
+    Logged with each batch: `grade` (on the scale), `cached` (share of grades that needed no request), and per request
+    `latency` (seconds), `prompt_tokens` and `completion_tokens`.
 
     A trial request at setup reveals a wrong address, model, key or format.
 

@@ -95,12 +95,12 @@ class RewardWorkers:
                 except Exception as error:
                     raise ValueError(
                         f"Reward function {reward.name!r} cannot be sent to a worker ({error!r}); define it at the top "
-                        "level of a module or of a file (FunctionFromFile), or set reward_workers to 0."
+                        "level of a module or of a file (FunctionFromFile), or set reward_calls.workers to 0."
                     ) from error
         if not pickled and timeout is None:
             raise ValueError(
-                f"reward_workers is {count}, but each of {[reward.name for reward in rewards]} stays in this process: "
-                "they are async, or hold a model. Set reward_workers to 0, or give async ones a reward_timeout."
+                f"reward_calls.workers is {count}, but each of {[reward.name for reward in rewards]} stays in this "
+                "process: they are async, or hold a model. Set workers to 0, or give async ones a timeout."
             )
         self._tasks: _Tasks = queue.SimpleQueue()
         reaper = Reaper()
@@ -127,7 +127,7 @@ class RewardWorkers:
             raise ValueError(
                 f"Reward function {name!r} cannot run in a worker, because its arguments cannot be pickled "
                 f"({type(error).__name__}: {error}); remove such columns, have it name only the columns that it "
-                "needs, or set reward_workers to 0."
+                "needs, or set reward_calls.workers to 0."
             ) from error
         future: Future[Outcome] = Future()
         self._tasks.put((future, message, retries))
@@ -191,7 +191,8 @@ class _Worker(threading.Thread):
             if not isinstance(outcome, Failure):
                 break
             if outcome.out_of_memory:
-                outcome = replace(outcome, what=f"{outcome.what} (reward_memory_limit_mb={self._memory_limit_mb})")
+                limit = f"reward_calls.memory_limit_mb={self._memory_limit_mb}"
+                outcome = replace(outcome, what=f"{outcome.what} ({limit})")
                 self.process.end()  # the function may still hold what it allocated
         return outcome
 
@@ -255,9 +256,9 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
             what = str(error)
             if not isinstance(error, RewardConfigurationError):
                 what = (
-                    f"Reward function {name!r} could not be loaded in a worker with reward_memory_limit_mb="
+                    f"Reward function {name!r} could not be loaded in a worker with reward_calls.memory_limit_mb="
                     f"{memory_limit_mb} ({type(error).__name__}: {error}); define it at the top level of a module that "
-                    "can be imported, or of a file (FunctionFromFile), or set reward_workers to 0."
+                    "can be imported, or of a file (FunctionFromFile), or set reward_calls.workers to 0."
                 )
             pipe.send_bytes(json.dumps({"configuration": what, "trace": traceback.format_exc()}).encode())
             return
@@ -308,18 +309,18 @@ def check_calls(
     unstoppable = len(plain) == len(rewards) or not all(reward.in_process for reward in rewards)
     if timeout is not None and not workers and unstoppable:
         raise ValueError(
-            f"reward_timeout is {timeout} with reward_workers=0, and {plain} run in this process, where they cannot be "
-            "stopped; set reward_workers to 1 or more, or omit reward_timeout."
+            f"reward_calls.timeout is {timeout} with reward_calls.workers=0, and {plain} run in this process, where "
+            "they cannot be stopped; set workers to 1 or more, or omit the timeout."
         )
     endless = [reward.name for reward in rewards if reward.needs_time_limit]
     if endless and (not workers or timeout is None):
         raise ValueError(
-            f"the reward functions {endless} may take forever on some completions, and reward_workers is {workers} "
-            f"with reward_timeout {timeout}; set reward_workers to 1 or more and reward_timeout to seconds per call."
+            f"the reward functions {endless} may take forever on some completions, and reward_calls.workers is "
+            f"{workers} with timeout {timeout}; set workers to 1 or more and timeout to seconds per call."
         )
     stranded = [reward.name for reward in rewards if reward.names_environments and not reward.in_process]
     if environments and workers and stranded:
         raise ValueError(
-            f"the reward functions {stranded} take `environments`, which live in this process, and reward_workers "
-            "would run them in another; set reward_workers to 0, or set `stays_in_process = True` on each."
+            f"the reward functions {stranded} take `environments`, which live in this process, and "
+            "reward_calls.workers would run them in another; set it to 0, or set `stays_in_process = True` on each."
         )

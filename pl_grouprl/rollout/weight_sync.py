@@ -201,7 +201,8 @@ class CloseEngine(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Close both; if that fails too, the original exception is still raised."""
         engine = getattr(pl_module, "engine", None)
-        for part in (getattr(pl_module, "harness", None), engine if isinstance(engine, SyncedRolloutEngine) else None):
+        harness = getattr(getattr(pl_module, "episodes", None), "harness", None)
+        for part in (harness, engine if isinstance(engine, SyncedRolloutEngine) else None):
             try:
                 if part is not None:
                     part.close()

@@ -34,18 +34,12 @@ from pl_grouprl.rollout.engine import RolloutEngine, SamplerLostError, SyncedRol
 from pl_grouprl.training.buffer import rollout_state
 from pl_grouprl.training.metrics import StepTimer
 from pl_grouprl.training.run import Run
-from pl_grouprl.training.sampler import Episodes, Sampler
+from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.types import NOT_SAMPLED, Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.describe import is_allowed
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.options import drop_none
 from pl_grouprl.utilities.progress import tick
-
-_OF_EPISODES = (
-    *("tools", "environment_factory", "harness", "max_tool_calling_iterations", "max_turn_tokens"),
-    *("max_episode_tokens", "chat_template", "rewritten_history", "seed"),
-)
-"""Options of episodes that rollouts are sampled with."""
 
 NAME = "rollouts-ahead"
 """Name of the threads."""
@@ -76,7 +70,6 @@ class RolloutsAhead:
         sampling: How rollouts are sampled.
         num_generations: Rollouts per prompt.
         branching: How rollouts branch; not at all if None.
-        episodes: The tools of the run; plain completions if None.
         load_policy: Loads the initial policy; used to build a full copy when the policy's weights are shards.
 
     Attributes:
@@ -93,12 +86,11 @@ class RolloutsAhead:
         sampling: SamplingConfig,
         num_generations: int,
         branching: Branching | None,
-        episodes: Episodes | None,
         load_policy: Callable[[], Any],
     ) -> None:
         self._run, self._sampler, self._timer, self._max_staleness = run, sampler, timer, max_staleness
         self._sampling, self._num_generations, self._branching = sampling, num_generations, branching
-        self._episodes, self._load_policy = episodes, load_policy
+        self._load_policy = load_policy
         self.data: Any = None
         self._state: dict[str, Any] | None = None
         self._next_version = 0
@@ -116,7 +108,7 @@ class RolloutsAhead:
         if not declares(engine, "updates_in_flight"):
             self._copy = PolicyCopy(self._run, engine, self._load_policy)
         self._options = drop_none(
-            episodes=None if self._episodes is None else self._episodes.loop_for_threads(),
+            episodes=None if sampler.tooling is None else sampler.tooling.loop_for_threads(),
             branching=self._branching,
             stop=sampler.stop_strings(self._sampling),
         )
@@ -245,8 +237,12 @@ class RolloutsAhead:
     def _sampling_options(self) -> dict[str, Any]:
         """What rollouts are sampled with, as plain values."""
         branching = None if self._branching is None else asdict(self._branching)
-        noted = vars(self._run).get("_noted_options", {})
-        options = {name: value for name, value in noted.items() if is_allowed(name, _OF_EPISODES)}
+        options = {
+            name: value
+            for name, value in vars(self._run).get("_noted_options", {}).items()
+            if is_allowed(name, ("tools", "environment_factory", "episodes", "seed"))
+            and name not in ("episodes.tool_timeout", "episodes.tool_workers")
+        }
         options |= {**asdict(self._sampling), "num_generations": self._num_generations, "branching": branching}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
@@ -305,7 +301,7 @@ def check_max_staleness(module: pl.LightningModule, engine: Any, corrected: bool
     takes_threads = isinstance(engine, SyncedRolloutEngine) and declares(engine, "takes_prompt_indices")
     reason = None
     if not corrected:
-        reason = "nothing corrects for rollouts of older weights; set importance_sampling, such as to 'token_truncate'"
+        reason = "nothing corrects for older weights; set importance_sampling.mode, such as to 'token_truncate'"
     elif in_flight and not takes_threads:
         reason = f"engine is {name}, which lacks update_weights or takes_prompt_indices, to seed each prompt separately"
     elif not in_flight and not declares(engine, "samples_from_copies"):

@@ -18,13 +18,18 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.models.adapters import adapter_options
 from pl_grouprl.rewards.base import as_weighted
-from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training.buffer import RolloutBuffer
-from pl_grouprl.training.checks import accumulation_schedule
+from pl_grouprl.training.checks import GuardOptions, accumulation_schedule
+from pl_grouprl.training.evaluation import EvaluationOptions
+from pl_grouprl.training.micro_batches import SharingOptions
+from pl_grouprl.training.objective import KLOptions
 from pl_grouprl.training.optimizer import OptimizerConfig
+from pl_grouprl.training.rewarder import RewardCallOptions
 from pl_grouprl.training.run import Run
+from pl_grouprl.training.sampler import EpisodeOptions
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import load_verified
 from pl_grouprl.utilities.describe import (
@@ -123,7 +128,7 @@ class RunCheckpoint:
             changes = {name: change for of_rank in per_rank for name, change in of_rank.items()}
         parts = module.saved_state()
         load_parts(parts, state, {name for name in parts if module.starts_over.get(name) in changes})
-        compare_options(changes, module.allow_changed, has_rollouts=self._unfinished.restored)
+        compare_options(changes, module.guards.allow_changed, has_rollouts=self._unfinished.restored)
 
     def continue_training(self) -> None:
         """Continue a resumed run at its position in the data, with its random numbers."""
@@ -386,11 +391,9 @@ def redistribute(per_rank: Sequence[dict[str, Any]], rank: int, num_ranks: int) 
 FREE_OPTIONS = frozenset(
     {
         "policy",  # its base model, adapter and weights are compared elsewhere
-        *("engine", "sharing", "share_across_groups", "attention_backend", "verify", "allow_changed"),
-        *("max_nonfinite_steps", "max_unrewarded_batches"),
-        *("val_num_generations", "val_sampling", "pass_threshold"),
-        *("reward_workers", "reward_timeout", "reward_memory_limit_mb", "reward_retries", "max_failed_share"),
-        *("tool_timeout", "tool_workers", "max_tokens_per_micro_batch", "sequence_parallel_size"),
+        *("engine", "sharing", "evaluation", "reward_calls", "max_tokens_per_micro_batch"),
+        *("episodes.tool_timeout", "episodes.tool_workers"),
+        *("guards.max_nonfinite_steps", "guards.max_unrewarded_batches", "guards.allow_changed"),
         # How a critic was initialized and how it runs: its weights come from the checkpoint.
         *("critic.path", "critic.gguf_file", "critic.revision", "critic.trust_remote_code", "critic.dtype"),
         *("critic.attn_implementation", "critic.head_std", "critic.seed", "critic.gradient_checkpointing"),
@@ -402,9 +405,9 @@ FREE_OPTIONS = frozenset(
 
 PASSED_ON = frozenset(
     {
-        *("rewards", "sampling", "engine", "harness", "seed", "num_generations", "branching", "num_mini_batches"),
-        *("sharing", "share_across_groups", "attention_backend", "verify", "max_tokens_per_micro_batch"),
-        *("sequence_parallel_size", "mask_truncated_completions", "dynamic_sampling", "max_staleness"),
+        *("rewards", "sampling", "engine", "seed", "num_generations", "num_mini_batches", "max_tokens_per_micro_batch"),
+        *("mask_truncated_completions", "dynamic_sampling", "max_staleness"),
+        *("sharing", "episodes", "evaluation", "reward_calls", "kl", "importance_sampling", "guards"),
     }
 )
 """Constructor options that were passed on to parts of the run, so setting the attribute later would have no effect."""
@@ -413,8 +416,13 @@ CONFIGS = {
     "optimizer": OptimizerConfig,
     "critic_optimizer": OptimizerConfig,
     "sampling": SamplingConfig,
-    "val_sampling": SamplingConfig,
-    "branching": Branching,
+    "sharing": SharingOptions,
+    "episodes": EpisodeOptions,
+    "evaluation": EvaluationOptions,
+    "reward_calls": RewardCallOptions,
+    "kl": KLOptions,
+    "importance_sampling": ImportanceSampling,
+    "guards": GuardOptions,
 }
 """Classes of the options that may be passed as mappings."""
 
@@ -424,7 +432,7 @@ _OF_OPTIMIZER_STATE = re.compile(
 """Options that the optimizer's state in a checkpoint would silently override."""
 
 _OF_ROLLOUTS = (
-    *("sampling", "num_generations", "branching", "seed", "kl_in"),
+    *("sampling", "num_generations", "episodes.branching", "seed", "kl.place"),
     "trainer.accumulate_grad_batches",  # decides whether their old log-probabilities were computed
 )
 """Options that unfinished rollouts were made with."""

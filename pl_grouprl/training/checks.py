@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from torch import Tensor
 from torch._dynamo import OptimizedModule
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.checks import ParityReport
 from pl_grouprl.data.loaders import PromptBatch, TrainPromptLoader
+from pl_grouprl.distributed.lost_ranks import check_rank_timeout
 from pl_grouprl.models.policy import PolicySource
-from pl_grouprl.packing import Sharing
 from pl_grouprl.rollout.engine import declares, length_limits, vocabulary
 from pl_grouprl.training.ahead import check_max_staleness
+from pl_grouprl.training.micro_batches import SharingOptions
 from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import Prompt, SamplingConfig
@@ -39,6 +40,39 @@ _REWARD = re.compile(r"((val|test)/)?(reward|rewards/.+/mean|.+/(mean|best|maj|p
 """Names of metrics of which more is better."""
 
 _SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """When a run that learns nothing or hangs ends, and what may differ from the checkpoint when it is resumed.
+
+    Attributes:
+        max_nonfinite_steps: Abort after this many steps in a row whose loss or gradient is NaN or infinite. A single
+            one is skipped on all ranks: weights and optimizer state stay as they are.
+        rank_timeout: Seconds after which a frozen or hung rank ends the run, see `RankWatchdog`; no limit if None.
+        max_generation_batches: How often prompts are sampled for one batch of rollouts under `dynamic_sampling`,
+            including the first time. If groups are still missing then, the batch is smaller.
+        max_unrewarded_batches: Abort after this many consecutive batches of rollouts in which no rollout on any rank
+            has a reward. Each of them logs a warning and trains nothing.
+        allow_changed: Options that are meant to differ from the checkpoint's when a run is resumed, by name or dotted
+            prefix: `beta`, `rewards`, `sampling.temperature`, `kl.type`, `trainer`, `data`. Others that decide what is
+            optimized are warned of, and with `ckpt_path="last"` must be the same.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    max_nonfinite_steps: int = 10
+    rank_timeout: float | None = 1500.0
+    max_generation_batches: int = 5
+    max_unrewarded_batches: int = 10
+    allow_changed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_nonfinite_steps", "max_generation_batches", "max_unrewarded_batches"):
+            count = getattr(self, name)
+            check_options({f"guards.{name}": (count, count >= 1, "at least 1")})
+        check_rank_timeout(self.rank_timeout, "guards.rank_timeout")
 
 
 # Before models are loaded.
@@ -66,7 +100,7 @@ def check_before_loading(module: Any, stage: str) -> None:
     if stage == "fit":
         _check_fit(module)
     train_prompts = prompts.get("train", ()) if stage == "fit" else None
-    longest = module.episodes.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
+    longest = module.tooling.longest_completion(module.sampling.max_new_tokens, module.max_tokens_per_micro_batch)
     module.micro_batcher.check(trainer.world_size, train_prompts, longest)
 
 
@@ -98,7 +132,7 @@ def _check_fit(module: Any) -> None:
         )
     if objective.corrects_sampling and module.sampling.is_truncated and declares(module.engine, "truncates_logprobs"):
         raise ValueError(
-            f"importance_sampling is {objective.importance_sampling['kind']!r}, but with top_k, top_p or min_p "
+            f"importance_sampling.mode is {objective.importance_sampling.mode!r}, but with top_k, top_p or min_p "
             f"{engine} reports log-probabilities of the truncated distribution, not of the policy's; use 'none', drop "
             "these filters from sampling, or sample with HFRolloutEngine."
         )
@@ -106,11 +140,11 @@ def _check_fit(module: Any) -> None:
         check_max_staleness(module, module.engine, objective.corrects_sampling)
     _check_updates(trainer, module.num_iterations, module.num_mini_batches)
     module.kl_penalty.check_horizon(getattr(data, "batch_size", None), module.max_rollouts)
-    budget, ranks = module.micro_batcher.max_tokens, module.micro_batcher.sequence_parallel_size
+    budget, ranks = module.max_tokens_per_micro_batch, module.sharing.sequence_parallel_size
     if (budget is not None or ranks > 1) and objective.policy_loss.compares_tokens:
         rank_zero_warn(
             f"policy_loss {objective.policy_loss.name!r} selects tokens by comparing those of one micro-batch, so "
-            f"max_tokens_per_micro_batch={budget} and sequence_parallel_size={ranks} change its selection."
+            f"max_tokens_per_micro_batch={budget} and sharing.sequence_parallel_size={ranks} change its selection."
         )
 
 
@@ -207,8 +241,8 @@ def check_prompts_of_model(module: Any) -> None:
 
 def _check_prompts(module: Any, stage: str, limits: Mapping[str, int], vocab_size: int | None = None) -> None:
     for split, prompts in prompts_of_stage(module.trainer, stage).items():
-        sampling = module.sampling if split == "train" else module.val_sampling
-        option = "sampling" if sampling is module.sampling else "val_sampling"
+        sampling = module.sampling if split == "train" else module.evaluation_sampling
+        option = "sampling" if sampling is module.sampling else "evaluation.sampling"
         check_prompts(prompts, split, sampling, option, module.engine, dict(limits), vocab_size)
 
 
@@ -282,7 +316,7 @@ def check_groups_fit(module: Any) -> None:
             f"max_tokens_per_micro_batch is {budget}, but a group may have {largest} tokens (a prompt of {prompt} and "
             f"{module.max_rollouts} rollouts of {completion}), and {' and '.join(names)} cannot be run on a part of a "
             "group: the layers compute with the attention mask themselves. Raise it, lower num_generations or "
-            "sampling.max_new_tokens, or pass sharing='repeated'."
+            "sampling.max_new_tokens, or set sharing.mode to 'repeated'."
         )
 
 
@@ -314,7 +348,7 @@ def _longest_lengths(module: Any) -> tuple[int, int] | None:
     if not prompts:
         return None
     budget = module.max_tokens_per_micro_batch
-    longest = module.episodes.longest_completion(module.sampling.max_new_tokens, budget)
+    longest = module.tooling.longest_completion(module.sampling.max_new_tokens, budget)
     return max(prompt.num_tokens for prompt in prompts), longest
 
 
@@ -359,25 +393,14 @@ class PrefixSharing:
 
     Args:
         run: The run.
-        sharing: `shared` or `repeated`, which patches nothing.
-        backend: Attention backend for shared prefixes; see `pl_grouprl.attention.shared_prefix`.
-        verify: Compare shared with repeated prefixes before the first step.
+        options: How prefixes are shared; `repeated` patches nothing.
 
     Attributes:
         dense: Names of the open models that get dense masks, so that their groups cannot be split.
-
-    Raises:
-        ValueError: If an option is unknown.
     """
 
-    def __init__(self, run: Run, sharing: Sharing = "shared", backend: str = "auto", verify: bool = True) -> None:
-        if sharing not in ("shared", "repeated"):
-            raise ValueError(f"sharing is {sharing!r}; pass 'shared' (each prompt encoded once) or 'repeated'.")
-        get_backend(backend, "attention_backend")  # fail early if unknown
-        self._run = run
-        self.sharing: Sharing = sharing
-        self.backend = backend
-        self.verify = verify
+    def __init__(self, run: Run, options: SharingOptions) -> None:
+        self._run, self._options = run, options
         self.dense: list[str] = []
         self._contexts = contextlib.ExitStack()
 
@@ -388,11 +411,11 @@ class PrefixSharing:
             models: The transformers models to patch, by name.
             reports: Compares shared with repeated prefixes.
         """
-        if self.sharing == "repeated":
-            rank_zero_info("sharing='repeated': every rollout is encoded with its own copy of the prompt.")
+        if self._options.mode == "repeated":
+            rank_zero_info("sharing.mode is 'repeated': every rollout is encoded with its own copy of the prompt.")
             return
-        if self.verify:
-            memory = naming_memory("the check of shared prefixes before training", "verify=False skips it")
+        if self._options.verify:
+            memory = naming_memory("the check of shared prefixes before training", "sharing.verify=False skips it")
             with memory, self._run.support.forward_context():
                 found = reports()
             for report in found:
@@ -402,13 +425,13 @@ class PrefixSharing:
         for name, model in models.items():
             # Patched for the whole fit, because activation checkpointing repeats the forward during the backward.
             with self._run.support.whole_weights(model):  # entering runs a short forward
-                patch = self._contexts.enter_context(shared_prefix(model, self.backend))
+                patch = self._contexts.enter_context(shared_prefix(model, self._options.backend))
             if patch.dense:
                 self.dense.append(name)
-            how = f"{type(model).__name__}, attention backend {self.backend!r}: {patch.describe()}"
+            how = f"{type(model).__name__}, attention backend {self._options.backend!r}: {patch.describe()}"
             named.setdefault(how, []).append(name)
         for how, names in named.items():
-            rank_zero_info(f"sharing='shared': each prompt is encoded once by {' and '.join(names)} ({how}).")
+            rank_zero_info(f"sharing.mode is 'shared': each prompt is encoded once by {' and '.join(names)} ({how}).")
 
     def close(self) -> None:
         """Restore the models."""

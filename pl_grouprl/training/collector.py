@@ -28,7 +28,7 @@ from pl_grouprl.training.checkpoint import PerRankState
 from pl_grouprl.training.metrics import StepTimer, count_tokens, rollout_metrics, summarize
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.run import Run
-from pl_grouprl.training.sampler import Episodes, Sampler
+from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, sum_over_ranks
 from pl_grouprl.utilities.options import check_options, drop_none
@@ -74,7 +74,6 @@ class Collector:
         dynamic_sampling: Replace groups whose rewards are all equal.
         max_generation_batches: Maximum number of rounds of sampling per batch under `dynamic_sampling`.
         max_staleness: How many batches ahead rollouts are sampled during the updates; 0 samples none ahead.
-        episodes: The tools of the run, for the threads that sample ahead; plain completions if None.
         load_policy: Loads the initial policy; needed to sample ahead from a policy whose weights are sharded.
 
     Attributes:
@@ -104,11 +103,9 @@ class Collector:
         dynamic_sampling: bool = False,
         max_generation_batches: int = 5,
         max_staleness: int = 0,
-        episodes: Episodes | None = None,
         load_policy: Callable[[], Any] = lambda: None,
     ) -> None:
-        counts = {"num_generations": num_generations, "max_generation_batches": max_generation_batches}
-        check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
+        check_options({"num_generations": (num_generations, num_generations >= 1, "at least 1")})
         check_options({"max_staleness": (max_staleness, max_staleness >= 0, "0 or larger")})
         if dynamic_sampling and num_generations < 2 and branching is None:
             raise ValueError("dynamic_sampling=True with num_generations=1 would drop every prompt; pass at least 2.")
@@ -132,7 +129,6 @@ class Collector:
                 sampling=sampling,
                 num_generations=num_generations,
                 branching=branching,
-                episodes=episodes,
                 load_policy=load_policy,
             )
 

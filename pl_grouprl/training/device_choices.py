@@ -105,7 +105,7 @@ class DeviceChoices:
         module = self._module
         device, objective = module.device, module.objective
         compares = objective.policy_loss.compares_tokens or objective.router_aux_loss_coef > 0
-        may_split = module.support.bounds_micro_batches and module.sequence_parallel_size == 1
+        may_split = module.support.bounds_micro_batches and module.sharing.sequence_parallel_size == 1
         if device.type != "cuda" or compares or module.prefix_sharing.dense or not may_split:
             return None
         width = 4 if self._dtype == torch.float32 else 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,40 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from pl_grouprl.functional.validation import best_at_k, majority_at_k, mean_at_k, pass_at_k
 from pl_grouprl.rewards.base import PreparedReward, completion_text, hook_of, reward_metrics
 from pl_grouprl.training.metrics import Record, episode_metrics, summarize
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.distributed import gather_plain
-from pl_grouprl.utilities.options import check_finite
+from pl_grouprl.utilities.options import as_options, check_options
 from pl_grouprl.utilities.text import metric_name
 
 Answers = list[str | None]
 """The answer of each episode of a group; None for no answer, which is a vote like any other."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How validation, test and predict sample, and what passes.
+
+    Attributes:
+        num_generations: Rollouts per prompt: the k of mean@k, and the largest of pass@k.
+        sampling: How they are sampled; defaults to that of training.
+        pass_threshold: A rollout passes, for pass@k, if its reward is at least this, up to rounding.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    num_generations: int = 1
+    sampling: SamplingConfig | None = None
+    pass_threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_options({"evaluation.num_generations": (self.num_generations, self.num_generations >= 1, "at least 1")})
+        check_options({"evaluation.pass_threshold": (self.pass_threshold, True, "a finite number")})
+        if self.sampling is not None:
+            object.__setattr__(self, "sampling", as_options(SamplingConfig, self.sampling, "evaluation.sampling"))
+
+
+_EVALUATION = EvaluationOptions()
 
 
 class AnswerExtractor:
@@ -113,18 +141,16 @@ class Evaluator:
 
     Args:
         rewards: The reward functions; one of them may extract answers, see `AnswerExtractor`.
-        pass_threshold: A rollout passes if its reward is at least this, up to rounding.
+        options: Its `pass_threshold` decides which rollouts pass.
 
     Attributes:
         groups: Rollouts of the current batch.
-        pass_threshold: The argument.
     """
 
-    def __init__(self, rewards: Sequence[PreparedReward] = (), pass_threshold: float = 1.0) -> None:
-        check_finite(pass_threshold=pass_threshold)
+    def __init__(self, rewards: Sequence[PreparedReward] = (), options: EvaluationOptions = _EVALUATION) -> None:
         self.groups: list[RolloutGroup] = []
         self._extractor = AnswerExtractor(rewards)
-        self.pass_threshold = pass_threshold
+        self._options = options
         self._records: list[Record] = []
 
     def record(self) -> list[Answers]:
@@ -142,4 +168,4 @@ class Evaluator:
         """Compute `evaluation_metrics` of all ranks, and start over. Collective."""
         records = [record for of_rank in gather_plain(self._records, device) for record in of_rank]
         self._records = []
-        return evaluation_metrics(records, prefix, self.pass_threshold)
+        return evaluation_metrics(records, prefix, self._options.pass_threshold)

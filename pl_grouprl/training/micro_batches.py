@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from pl_grouprl.attention.backends.choice import get_backend
 from pl_grouprl.attention.sequence_parallel import check_sequence_parallel, check_sequence_parallel_size, sequence_mesh
 from pl_grouprl.media.rows import MediaPrompt
 from pl_grouprl.models.score import PrefixPass
@@ -48,6 +49,54 @@ from pl_grouprl.utilities.progress import tick
 
 Selection = tuple[list[RolloutGroup], dict[str, Tensor], Sequence[int]]
 """What `RolloutBuffer.select` returns: groups, per-token quantities, and the rollouts' indices in the buffer."""
+
+
+@dataclass(frozen=True)
+class SharingOptions:
+    """How what rollouts have in common is encoded once, in training and scoring.
+
+    Attributes:
+        mode: `shared` encodes once what the rollouts of a group have in common: the prompt, and common beginnings of
+            rollouts where that saves enough (see `pl_grouprl.packing.build_trie`). `repeated` encodes it once per
+            rollout.
+        across_groups: Also encode once what the prompts of a row have in common at their beginning, such as a system
+            prompt. Only for text.
+        backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
+        verify: Compare the shared with the repeated prefix once before the first step; a mismatch is an error.
+        sequence_parallel_size: Ranks that share the tokens of each row in the updates (Ulysses, arXiv:2309.14509), so
+            that a row may be that many times as long. It must divide the number of ranks.
+
+    Raises:
+        ValueError: If an option is out of range or unknown, or the others rule out `across_groups`.
+    """
+
+    mode: Sharing = "shared"
+    across_groups: bool = False
+    backend: str = "auto"
+    verify: bool = True
+    sequence_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode, ranks = self.mode, self.sequence_parallel_size
+        check_options(
+            {
+                "sharing.mode": (mode, mode in ("shared", "repeated"), "'shared' (prompts encoded once) or 'repeated'"),
+                "sharing.sequence_parallel_size": (ranks, ranks >= 1, "at least 1"),
+            }
+        )
+        if self.across_groups and (mode == "repeated" or self.min_saved_tokens is None):
+            raise ValueError(
+                "sharing.across_groups=True needs mode 'shared' and an attention backend that runs forests of any "
+                "depth; set sharing.backend to 'auto', 'cascade' or 'flex'."
+            )
+
+    @property
+    def min_saved_tokens(self) -> int | None:
+        """What rollouts must save to share a segment; None if the backend runs prompts with rollouts alone."""
+        return get_backend(self.backend, "sharing.backend").min_saved_tokens
+
+
+_SHARING = SharingOptions()
 
 
 @dataclass(frozen=True)
@@ -146,46 +195,30 @@ class MicroBatcher:
 
     Args:
         run: The run.
-        sharing: `shared` encodes the prompt of a group once, `repeated` once per rollout.
+        sharing: What is encoded once, and by how many ranks together.
         max_tokens: Maximum tokens of a micro-batch on one rank; no limit if None.
-        sequence_parallel_size: Ranks that share the tokens of each row in updates.
-        share_across_groups: Encode the common beginning of prompts once.
-        min_saved_tokens: As in `packing.pack`; None if the attention backend runs prompts with rollouts alone.
         choose_max_tokens: Returns the limit where `max_tokens` sets none; called at the first pass of a run.
 
     Attributes:
         cache: The last packed row.
 
     Raises:
-        ValueError: If a number is less than 1, options exclude each other, or padded rows would have to be divided.
+        ValueError: If `max_tokens` is less than 1.
     """
 
     def __init__(
         self,
         run: Run,
-        sharing: Sharing = "shared",
+        sharing: SharingOptions = _SHARING,
         max_tokens: int | None = None,
-        sequence_parallel_size: int = 1,
         *,
-        share_across_groups: bool = False,
-        min_saved_tokens: int | None = MIN_SAVED_TOKENS,
         choose_max_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
-        counts = {
-            "sequence_parallel_size": sequence_parallel_size,
-            "max_tokens_per_micro_batch": 1 if max_tokens is None else max_tokens,
-        }
-        check_options({name: (count, count >= 1, "at least 1") for name, count in counts.items()})
-        if share_across_groups and (sharing == "repeated" or min_saved_tokens is None):
-            raise ValueError(
-                "share_across_groups=True needs sharing='shared' and an attention backend that runs forests of any "
-                "depth; use attention_backend='auto', 'cascade' or 'flex'."
-            )
-        self.sharing: Sharing = sharing
-        self.max_tokens, self.sequence_parallel_size = max_tokens, sequence_parallel_size
-        self.share_across_groups = share_across_groups
+        fits = max_tokens is None or max_tokens >= 1
+        check_options({"max_tokens_per_micro_batch": (max_tokens, fits, "at least 1, or None")})
+        self.sharing, self.max_tokens = sharing, max_tokens
         self.cache = PackedRowCache()
-        self._run, self._min_saved_tokens = run, min_saved_tokens
+        self._run = run
         self._choose_max_tokens = choose_max_tokens
         self._chosen: list[int | None] = []  # one entry once it was chosen
         self._sequence_group: Any = None
@@ -201,34 +234,35 @@ class MicroBatcher:
         Raises:
             ValueError: Names the options.
         """
-        check_sequence_parallel_size(self.sequence_parallel_size, world_size)
-        if self.sequence_parallel_size > 1 and self.sharing != "shared":
+        sharing, ranks = self.sharing, self.sharing.sequence_parallel_size
+        check_sequence_parallel_size(ranks, world_size)
+        if ranks > 1 and sharing.mode != "shared":
             raise ValueError(
-                f"sequence_parallel_size is {self.sequence_parallel_size} with sharing={self.sharing!r}; padded rows "
-                "are not divided among ranks. Use sharing='shared'."
+                f"sharing.sequence_parallel_size is {ranks} with sharing.mode={sharing.mode!r}; padded rows are not "
+                "divided among ranks. Use 'shared'."
             )
         if prompts is None:
             return
-        if self.share_across_groups and any(isinstance(prompt, MediaPrompt) or prompt.media for prompt in prompts):
+        if sharing.across_groups and any(isinstance(prompt, MediaPrompt) or prompt.media for prompt in prompts):
             raise ValueError(
-                "share_across_groups is True, but prompts of the training data have images or videos, whose tokens do "
-                "not tell them apart; set it to False."
+                "sharing.across_groups is True, but prompts of the training data have images or videos, whose tokens "
+                "do not tell them apart; set it to False."
             )
         if self.max_tokens is None:
             return
-        limit = self.max_tokens * self.sequence_parallel_size
+        limit = self.max_tokens * ranks
         longest = {
             "a prompt of the training data has": max((len(prompt.token_ids) for prompt in prompts), default=0),
             "a rollout may have (sampling.max_new_tokens)": max_new_tokens,
         }
         together = sum(longest.values())
-        if self.sharing == "repeated":
+        if sharing.mode == "repeated":
             longest = {"a prompt with its rollout may have": together}
         for what, tokens in longest.items():
             if tokens > limit:
                 raise ValueError(
-                    f"max_tokens_per_micro_batch is {self.max_tokens} with sequence_parallel_size="
-                    f"{self.sequence_parallel_size}, {limit} tokens together, but {what} {tokens}; raise one of them, "
+                    f"max_tokens_per_micro_batch is {self.max_tokens} with sharing.sequence_parallel_size="
+                    f"{ranks}, {limit} tokens together, but {what} {tokens}; raise one of them, "
                     "or lower sampling.max_new_tokens or max_prompt_length of PromptDataModule."
                 )
         if together > limit:
@@ -241,10 +275,10 @@ class MicroBatcher:
     def form_sequence_groups(self, models: Iterable[Any]) -> None:
         """Form the groups of ranks that split rows; raises for models whose attention cannot be divided."""
         self._chosen.clear()
-        if self.sequence_parallel_size > 1:
+        if (ranks := self.sharing.sequence_parallel_size) > 1:
             for model in models:
-                check_sequence_parallel(model, self.sequence_parallel_size)
-            mesh = sequence_mesh(self.sequence_parallel_size, self._run.device.type)
+                check_sequence_parallel(model, ranks)
+            mesh = sequence_mesh(ranks, self._run.device.type)
             self._sequence_group = mesh.get_group("sequence")
 
     def for_update(
@@ -257,14 +291,15 @@ class MicroBatcher:
             members: Indices of the groups.
             whole_episodes: Whether the loss needs all rows of an episode in one micro-batch.
         """
+        sharing = self.sharing
         options = RowOptions(
-            self.sharing,
+            sharing.mode,
             self._budget(buffer),
             self._run.device,
             self._sequence_group,
-            self.sequence_parallel_size,
-            self.share_across_groups,
-            self._min_saved_tokens,
+            sharing.sequence_parallel_size,
+            sharing.across_groups,
+            sharing.min_saved_tokens,
             whole_episodes,
         )
         return MicroBatchSchedule(buffer, members, options, self.cache)
@@ -274,13 +309,13 @@ class MicroBatcher:
 
         Scoring keeps no activations, so each rank scores alone, with the token budget of its whole sequence group.
         """
-        budget = self._budget(buffer)
+        budget, sharing = self._budget(buffer), self.sharing
         options = RowOptions(
-            self.sharing,
-            None if budget is None else budget * self.sequence_parallel_size,
+            sharing.mode,
+            None if budget is None else budget * sharing.sequence_parallel_size,
             self._run.device,
-            share_across_groups=self.share_across_groups,
-            min_saved_tokens=self._min_saved_tokens,
+            share_across_groups=sharing.across_groups,
+            min_saved_tokens=sharing.min_saved_tokens,
         )
         return MicroBatchSchedule(buffer, range(len(buffer.groups)), options, self.cache)
 
@@ -307,7 +342,7 @@ class MicroBatcher:
         return naming_memory(
             f"{what}a pass of max_tokens_per_micro_batch={self.max_tokens} tokens (None: "
             f"{self._chosen[0] if any(self._chosen) else 'all groups of a mini-batch at once'})",
-            "lower it, which changes no result, or raise sequence_parallel_size",
+            "lower it, which changes no result, or raise sharing.sequence_parallel_size",
         )
 
 
@@ -575,7 +610,7 @@ def _check_episodes(group: RolloutGroup, sizes: Sequence[int], max_tokens: int) 
                 f"max_tokens_per_micro_batch allows {max_tokens} tokens, but the {len(episode.rows)} rows of episode "
                 f"{episode.last.episode!r} of group {group.group_id} have {size}, and the loss needs them in one "
                 "micro-batch; raise it, or use loss_agg_mode='token-mean' with a per-token policy_loss and "
-                "importance_sampling."
+                "importance_sampling.mode."
             )
 
 

@@ -13,16 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.importance import (
-    DEFAULT_HIGH,
-    check_importance_options,
-    importance_weights,
-)
+from pl_grouprl.functional.importance import ImportanceSampling, importance_weights
 from pl_grouprl.functional.kl import MAX_ERROR, KLController, check_kl_kind, kl_estimate
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES, aggregate, loss_denominator
@@ -107,51 +104,69 @@ class LossAccumulator:
         return metrics
 
 
+@dataclass(frozen=True)
+class KLOptions:
+    """How the KL penalty, whose coefficient is `beta`, is estimated, where it goes, and how the coefficient adapts.
+
+    Attributes:
+        type: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
+        place: Where the penalty goes: into the `loss`, or into the `reward` of each token.
+        target: KL per rollout, in nats, that an adaptive coefficient aims at; fixed if None.
+        horizon: Rollouts over which the adaptive coefficient moves; defaults to 10,000.
+
+    Raises:
+        ValueError: If an option is out of range, or there is a horizon without a target.
+    """
+
+    type: str = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    target: float | None = None
+    horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        check_kl_kind(self.type, "kl.type")
+        place, target, horizon = self.place, self.target, self.horizon
+        check_options(
+            {
+                "kl.place": (place, place in ("loss", "reward"), "'loss' or 'reward'"),
+                "kl.target": (target, target is None or target > 0, "larger than 0, or None"),
+                "kl.horizon": (horizon, horizon is None or horizon > 0, "larger than 0, or None"),
+            }
+        )
+        if horizon is not None and target is None:
+            raise ValueError(f"kl.horizon is {horizon} and kl.target is None; a fixed beta ignores it. Set kl.target.")
+
+
+_KL = KLOptions()
+_NO_CORRECTION = ImportanceSampling()
+
+
 class KLPenalty:
     """Penalizes the KL divergence from the reference policy.
 
     Args:
         beta: Coefficient; the initial one if it adapts. 0 is no penalty.
-        kind: `k1`, `abs`, `k2` or `k3`, with or without `+`; see `pl_grouprl.functional.kl`.
-        place: `loss` or `reward`.
-        target: Target KL per rollout, in nats, for an adaptive coefficient; None keeps it fixed.
-        horizon: Time scale of the adaptive coefficient, in rollouts; defaults to 10,000.
+        options: The penalty's other options.
 
     Attributes:
+        options: As passed.
         controller: Provides the current coefficient, `coef`.
 
     Raises:
         ValueError: If an option is out of range, or another option disables it.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.0,
-        kind: str = "k3",
-        place: Literal["loss", "reward"] = "loss",
-        target: float | None = None,
-        horizon: int | None = None,
-    ) -> None:
-        check_options(
-            {
-                "beta": (beta, 0 <= beta < math.inf, "0 (off) or a larger finite number"),
-                "kl_in": (place, place in ("loss", "reward"), "'loss' or 'reward'"),
-                "kl_target": (target, target is None or target > 0, "larger than 0, or None"),
-                "kl_horizon": (horizon, horizon is None or horizon > 0, "larger than 0, or None"),
-            }
-        )
-        if place == "reward" and beta == 0:
-            raise ValueError("kl_in is 'reward' and beta is 0, so there is no penalty; set beta, or omit kl_in.")
-        if target is not None and beta == 0:
+    def __init__(self, beta: float = 0.0, options: KLOptions = _KL) -> None:
+        check_options({"beta": (beta, 0 <= beta < math.inf, "0 (off) or a larger finite number")})
+        if options.place == "reward" and beta == 0:
+            raise ValueError("kl.place is 'reward' and beta is 0, so there is no penalty; set beta, or omit kl.place.")
+        if options.target is not None and beta == 0:
             raise ValueError(
-                f"kl_target is {target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an initial beta."
+                f"kl.target is {options.target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an "
+                "initial beta."
             )
-        if horizon is not None and target is None:
-            raise ValueError(f"kl_horizon is {horizon} and kl_target is None; a fixed beta ignores it. Set kl_target.")
-        check_kl_kind(kind, "kl_type")
-        self.controller = KLController(beta, target=target, horizon=horizon)
-        self.kind = kind
-        self.place = place
+        self.options = options
+        self.controller = KLController(beta, target=options.target, horizon=options.horizon)
         self.is_used = beta > 0
 
     @property
@@ -162,17 +177,17 @@ class KLPenalty:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether the penalty is computed before the updates, from old log-probabilities."""
-        return self.is_used and (self.place == "reward" or self.controller.target is not None)
+        return self.is_used and (self.options.place == "reward" or self.controller.target is not None)
 
     @property
     def in_loss(self) -> bool:
         """Whether the penalty is in the loss."""
-        return self.is_used and self.place == "loss"
+        return self.is_used and self.options.place == "loss"
 
     @property
     def in_reward(self) -> bool:
         """Whether the penalty is in the rewards."""
-        return self.is_used and self.place == "reward"
+        return self.is_used and self.options.place == "reward"
 
     def check_horizon(self, batch_size: int | None, num_generations: int) -> None:
         """Raise if one batch of rollouts could make the coefficient negative, because the horizon is too short."""
@@ -180,7 +195,7 @@ class KLPenalty:
             least = MAX_ERROR * batch_size * num_generations
             if self.controller.horizon <= least:
                 raise ValueError(
-                    f"kl_horizon is {self.controller.horizon} with {batch_size} prompts of {num_generations} rollouts "
+                    f"kl.horizon is {self.controller.horizon} with {batch_size} prompts of {num_generations} rollouts "
                     f"in a batch; beta could turn negative, so pass one above {least:g}."
                 )
 
@@ -202,10 +217,10 @@ class KLPenalty:
             return penalty_N
         if self.needs_old_logprobs:
             logprobs = buffer.joined("old_logprobs"), buffer.joined("ref_logprobs")
-            kl_N = kl_estimate(*logprobs, self.kind).masked_fill(~mask_N, 0)
+            kl_N = kl_estimate(*logprobs, self.options.type).masked_fill(~mask_N, 0)
             counts = [mask_N.sum(), buffer.trained_episodes().sum()]
             total, tokens, episodes = sum_over_ranks([kl_N.sum(), *counts], device)
-            if self.place == "reward":
+            if self.options.place == "reward":
                 penalty_N = self.coef * kl_N
                 buffer.metrics |= {"kl": total / max(tokens, 1.0), "kl_coef": self.coef}
             if episodes:
@@ -225,8 +240,7 @@ class PolicyObjective:
         max_new_tokens: Divisor of `seq-mean-token-sum-norm`.
         entropy_coef: Weight of the entropy bonus.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts.
-        importance_sampling: `kind`, `low` and `high` of the correction for the sampler's log-probabilities; see
-            `pl_grouprl.functional.importance`.
+        importance_sampling: The correction for the sampler's log-probabilities.
 
     Raises:
         ValueError: If an option is out of range or unknown.
@@ -242,7 +256,7 @@ class PolicyObjective:
         max_new_tokens: int,
         entropy_coef: float = 0.0,
         router_aux_loss_coef: float = 0.0,
-        importance_sampling: dict[str, Any] | None = None,
+        importance_sampling: ImportanceSampling = _NO_CORRECTION,
     ) -> None:
         coefficients = {"entropy_coef": entropy_coef, "router_aux_loss_coef": router_aux_loss_coef}
         non_negative = "0 (off) or a larger finite number"
@@ -254,15 +268,13 @@ class PolicyObjective:
         self.kl = kl
         self.entropy_coef = entropy_coef
         self.router_aux_loss_coef = router_aux_loss_coef
-        self.importance_sampling = importance_sampling or {"kind": "none", "low": None, "high": DEFAULT_HIGH}
-        kind, low, high = (self.importance_sampling[name] for name in ("kind", "low", "high"))
-        check_importance_options(kind, low, high, prefix="importance_sampling_")
+        self.importance_sampling = importance_sampling
         self._norm = float(max_new_tokens) if loss_agg_mode == "seq-mean-token-sum-norm" else None
 
     @property
     def compares_tokens_of_rollouts(self) -> bool:
         """Whether the loss of a token depends on the other tokens of its rollout."""
-        sequence_ratios = self.importance_sampling["kind"].startswith("sequence")
+        sequence_ratios = self.importance_sampling.mode.startswith("sequence")
         return self.loss_agg_mode != "token-mean" or self.policy_loss.uses_rollouts or sequence_ratios
 
     @property
@@ -274,7 +286,7 @@ class PolicyObjective:
     @property
     def corrects_sampling(self) -> bool:
         """Whether importance sampling is on."""
-        return bool(self.importance_sampling["kind"] != "none")
+        return self.importance_sampling.mode != "none"
 
     @property
     def score_options(self) -> dict[str, Any]:
@@ -314,21 +326,22 @@ class PolicyObjective:
         metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
         extremes: Mapping[str, Tensor] = {}
         if "rollout_logprobs" in batch.tokens:
-            weights = importance_weights(
-                old_logprobs_N, batch.tokens["rollout_logprobs"], mask_N=mask_N, **self.importance_sampling, **rollouts
-            )
+            correction = self.importance_sampling
+            bounds = {"kind": correction.mode, "low": correction.low, "high": correction.high}
+            sampled_N = batch.tokens["rollout_logprobs"]
+            weights = importance_weights(old_logprobs_N, sampled_N, mask_N=mask_N, **(bounds | rollouts))
             loss_N = loss_N * weights.weights_N  # 1 unless importance_sampling is set; the ratios are logged anyway
             metrics |= weights.metrics
             extremes = weights.extremes
         elif self.corrects_sampling:
             raise ValueError(
-                f"importance_sampling is {self.importance_sampling['kind']!r}, but the engine reports no "
+                f"importance_sampling.mode is {self.importance_sampling.mode!r}, but the engine reports no "
                 "log-probabilities; use another engine, or 'none'."
             )
         assert scores.entropy_N is not None
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
         if self.kl.in_loss:
-            kl_N = kl_estimate(logprobs_N, batch.tokens["ref_logprobs"], self.kl.kind)
+            kl_N = kl_estimate(logprobs_N, batch.tokens["ref_logprobs"], self.kl.options.type)
             loss_N = loss_N + self.kl.coef * kl_N
             metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
         if self.entropy_coef > 0:

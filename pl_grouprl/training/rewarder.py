@@ -36,17 +36,54 @@ from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks, r
 from pl_grouprl.utilities.options import check_options
 
 
+@dataclass(frozen=True)
+class RewardCallOptions:
+    """How reward functions are called.
+
+    Attributes:
+        workers: Processes per rank that run reward functions in parallel; 0 runs them in this one, in turn. Async
+            functions and reward models stay in this one; see `RewardWorkers`.
+        timeout: Seconds that a call of a function in a worker, or of an async one, may take: for one group, or for one
+            rollout with verl's signature. A longer call is killed with what it started, and fails. No limit if None.
+        memory_limit_mb: MiB of address space of each worker, its imports included; a call that needs more fails. No
+            limit if None.
+        retries: How often a call that raised is repeated.
+        max_failed_share: Share of a rank's rollouts on which a reward function may fail; a larger share ends the run.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    workers: int = 0
+    timeout: float | None = None
+    memory_limit_mb: int | None = None
+    retries: int = 1
+    max_failed_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        timeout, limit, share = self.timeout, self.memory_limit_mb, self.max_failed_share
+        fits = limit is None or (limit >= 1 and self.workers > 0)
+        check_options(
+            {
+                "reward_calls.workers": (self.workers, self.workers >= 0, "0 (none) or larger"),
+                "reward_calls.timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None"),
+                "reward_calls.memory_limit_mb": (limit, fits, "at least 1, with workers of 1 or more, or None"),
+                "reward_calls.retries": (self.retries, self.retries >= 0, "0 or larger"),
+                "reward_calls.max_failed_share": (share, 0 <= share <= 1, "in [0, 1]"),
+            }
+        )
+
+
+_CALLS = RewardCallOptions()
+
+
 class Rewarder:
     """Calls the reward functions, and ends a run that gets no rewards.
 
     Args:
         rewards: One reward function or several; see `pl_grouprl.rewards`.
         run: Provides the tokenizer.
-        workers: Processes per rank that run reward functions in parallel; 0 runs them in this one.
-        timeout: Seconds that a call may take; no limit if None.
-        memory_limit_mb: MiB of address space of each worker; no limit if None.
-        retries: How often a call that raised is repeated.
-        max_failed_share: Share of a rank's rollouts on which a function may fail before that is an error.
+        calls: How reward functions are called.
         max_unrewarded_batches: Abort after this many consecutive batches without any reward.
         environments: Whether reward functions may take the environments of rollouts; otherwise they never see them.
 
@@ -54,43 +91,23 @@ class Rewarder:
         unrewarded_batches: Consecutive batches without any reward so far.
 
     Raises:
-        ValueError: If an option is out of range, a function that takes environments would run in a worker, or one
-            that needs a time limit would run outside a worker or without a limit.
+        ValueError: If a function that takes environments would run in a worker, or one that needs a time limit would
+            run outside a worker or without a limit.
     """
 
     def __init__(
         self,
         rewards: list[Weighted | RewardFunction] | RewardFunction,
         run: Run,
+        calls: RewardCallOptions = _CALLS,
         *,
-        workers: int = 0,
-        timeout: float | None = None,
-        memory_limit_mb: int | None = None,
-        retries: int = 1,
-        max_failed_share: float = 0.5,
         max_unrewarded_batches: int = 10,
         environments: bool = False,
     ) -> None:
-        check_options(
-            {
-                "reward_workers": (workers, workers >= 0, "0 (none) or larger"),
-                "reward_retries": (retries, retries >= 0, "0 or larger"),
-                "max_failed_share": (max_failed_share, 0 <= max_failed_share <= 1, "in [0, 1]"),
-                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
-                "reward_memory_limit_mb": (
-                    memory_limit_mb,
-                    memory_limit_mb is None or (memory_limit_mb >= 1 and workers > 0),
-                    "at least 1, with reward_workers of 1 or more, or None for no limit",
-                ),
-                "max_unrewarded_batches": (max_unrewarded_batches, max_unrewarded_batches >= 1, "at least 1"),
-            }
-        )
         self.functions = prepare_rewards(rewards)
         self._given = list(rewards) if isinstance(rewards, Sequence) else [rewards]
-        check_calls(self.functions, workers, timeout, environments=environments)
-        self._run = run
-        self._num_workers, self._timeout, self._memory_limit_mb = workers, timeout, memory_limit_mb
-        self._retries, self._max_failed_share = retries, max_failed_share
+        check_calls(self.functions, calls.workers, calls.timeout, environments=environments)
+        self._run, self._calls = run, calls
         self._max_unrewarded_batches = max_unrewarded_batches
         self._environments = environments
         self.unrewarded_batches = 0
@@ -98,8 +115,9 @@ class Rewarder:
 
     def open(self) -> None:
         """Start the workers."""
-        if self._num_workers:
-            self._workers = RewardWorkers(self.functions, self._num_workers, self._timeout, self._memory_limit_mb)
+        calls = self._calls
+        if calls.workers:
+            self._workers = RewardWorkers(self.functions, calls.workers, calls.timeout, calls.memory_limit_mb)
 
     def close(self) -> None:
         """Stop the workers."""
@@ -126,10 +144,10 @@ class Rewarder:
             groups,
             self.functions,
             tokenizer=self._run.tokenizer,
-            retries=self._retries,
-            max_failed_share=self._max_failed_share,
+            retries=self._calls.retries,
+            max_failed_share=self._calls.max_failed_share,
             workers=self._workers,
-            timeout=self._timeout,
+            timeout=self._calls.timeout,
         )
 
     def count_unrewarded(self, metrics: Mapping[str, float]) -> None:
@@ -156,7 +174,7 @@ class Rewarder:
                 for name in (reward.name for reward in self.functions)
             ]
             raise RuntimeError(
-                f"no rollout had a reward in {self.unrewarded_batches} batches in a row (max_unrewarded_batches="
+                f"no rollout had a reward in {self.unrewarded_batches} batches in a row (guards.max_unrewarded_batches="
                 f"{self._max_unrewarded_batches}), so nothing is learned. Of the rollouts of the last one "
                 f"{'; '.join(counts)}. Fix the reward functions, or check the columns that they read."
             )

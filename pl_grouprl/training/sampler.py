@@ -1,7 +1,7 @@
 """Samples rollouts of prompts with an engine that has the policy's current weights.
 
 `Sampler` makes one engine call per batch of plain completions. For episodes and branching rollouts it runs a loop of
-rounds, each of which `EngineRounds` turns into an engine call. `Episodes` holds the tools, environments and chat
+rounds, each of which `EngineRounds` turns into an engine call. `Tooling` holds the tools, environments and chat
 template of a run.
 """
 
@@ -12,7 +12,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -50,7 +50,7 @@ from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig, is_p
 from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.modes import evaluating
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import as_options, check_options, drop_none
 from pl_grouprl.utilities.tolerances import tolerance_of
 
 T = TypeVar("T")
@@ -58,7 +58,50 @@ T = TypeVar("T")
 RewrittenHistory = Literal["refuse", "new_row"]
 Rewards = list[Weighted | RewardFunction] | RewardFunction
 
-NO_LIMITS = EpisodeLimits()
+
+@dataclass(frozen=True)
+class EpisodeOptions(EpisodeLimits):
+    """The limits of an episode, how episodes are played, and how rollouts branch.
+
+    Attributes:
+        tool_timeout: Seconds that a call of a tool may take; no limit if None.
+        tool_workers: Processes per rank that run tools and environments, killed if a call takes too long; 0 runs them
+            in threads, which cannot be stopped.
+        chat_template: Used in place of the tokenizer's: `qwen3`, `llama3`, a path, or the template itself.
+        rewritten_history: What to do with a chat template that changes earlier turns once others follow, such as by
+            dropping their thinking: `refuse` it, or re-render the conversation before each turn and begin a `new_row`
+            of the episode where the history has changed (`Rollout.episode`).
+        harness: Plays the episodes with an external library, on the servers of `engine`; see
+            `pl_grouprl.harnesses.Verifiers`. Its reward is added to `rewards`.
+        branching: Continue training rollouts several times at branch points; `num_generations` then counts the roots
+            of a group's tree, and its rollouts are the leaves. See `pl_grouprl.rollout.Branching`.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    tool_timeout: float | None = None
+    tool_workers: int = 0
+    chat_template: str | None = None
+    rewritten_history: RewrittenHistory = "refuse"
+    harness: Verifiers | None = None
+    branching: Branching | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        history, timeout, workers = self.rewritten_history, self.tool_timeout, self.tool_workers
+        check_options(
+            {
+                "episodes.tool_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None"),
+                "episodes.tool_workers": (workers, workers >= 0, "at least 1, or 0 to run tools in threads"),
+                "episodes.rewritten_history": (history, history in get_args(RewrittenHistory), "'refuse' or 'new_row'"),
+            }
+        )
+        if self.branching is not None:
+            object.__setattr__(self, "branching", as_options(Branching, self.branching, "episodes.branching"))
+
+
+NO_OPTIONS = EpisodeOptions()
 
 
 def _untimed(name: str) -> AbstractContextManager[None]:
@@ -73,11 +116,10 @@ class Sampler:
         engine: The rollout engine; defaults to `HFRolloutEngine()`.
         seed: The run's seed, combined with the seed of each call.
         timed: Makes a context that times its body under a name.
-        episodes: Returns the episode loop, or None for plain completions.
-        harness: Plays the episodes in place of that loop.
-        limits: Limits on an episode of the harness.
+        tooling: The tools of the run; plain completions if None.
 
     Attributes:
+        tooling: As passed.
         turn_end_ids: Tokens that end completions besides those of the engine and of `sampling`.
 
     Raises:
@@ -90,9 +132,7 @@ class Sampler:
         engine: RolloutEngine | None = None,
         seed: int = 0,
         timed: Callable[[str], AbstractContextManager[None]] = _untimed,
-        episodes: Callable[[], EpisodeLoop | None] = lambda: None,
-        harness: Verifiers | None = None,
-        limits: EpisodeLimits = NO_LIMITS,
+        tooling: Tooling | None = None,
     ) -> None:
         kind = SyncedRolloutEngine if hasattr(engine, "update_weights") else RolloutEngine
         if engine is not None and not isinstance(engine, kind):
@@ -102,8 +142,8 @@ class Sampler:
             )
         self.engine: RolloutEngine = HFRolloutEngine() if engine is None else engine
         self.turn_end_ids: Sequence[int] = ()
-        self._run, self._harness, self._limits, self._episodes = run, harness, limits, episodes
-        self._seed = seed
+        self.tooling = tooling
+        self._run, self._seed = run, seed
         self._weight_sync = WeightSync(timed)
         self._is_compared = False
         self._stop: StopStrings | None = None
@@ -141,7 +181,8 @@ class Sampler:
 
         def sample() -> list[RolloutGroup]:
             engine.bind(policy, self._run.tokenizer)
-            how: dict[str, Any] = {"seed": seed, "episodes": self._episodes(), "branching": branching}
+            episodes = None if self.tooling is None else self.tooling.loop()
+            how: dict[str, Any] = {"seed": seed, "episodes": episodes, "branching": branching}
             with evaluating(policy):
                 return self.sample_with(engine, prompts, sampling, num_generations, **how)
 
@@ -188,8 +229,9 @@ class Sampler:
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.turn_end_ids))
         if indices is None:
             indices = range(rank, rank + num_ranks() * len(prompts), num_ranks())
-        if self._harness is not None:  # may shorten what the prompts share
-            prompts, rollouts = self._harness.play(
+        options = NO_OPTIONS if self.tooling is None else self.tooling.options
+        if options.harness is not None:  # may shorten what the prompts share
+            prompts, rollouts = options.harness.play(
                 engine,
                 run.policy,
                 run.tokenizer,
@@ -198,7 +240,7 @@ class Sampler:
                 num_generations,
                 seed=derive_seed(*seed, self._seed),
                 prompt_indices=list(indices),
-                limits=self._limits,
+                limits=options,
             )
         elif episodes is not None or branching is not None:
             one_prompt = episodes is None or not episodes.runner.has_environments
@@ -425,28 +467,22 @@ class EngineRounds:
         return any(gather_plain(is_open, self._run.device)) if self._is_collective else is_open
 
 
-class Episodes:
-    """Multi-turn episodes of a run; without tools, it only renders conversations.
+class Tooling:
+    """Tools, environments and chat template of a run; without tools, it only renders conversations.
 
     Args:
         run: Provides the tokenizer.
         tools: Functions that the model may call.
         environment_factory: Makes environments; one, or several by name.
-        limits: Limits on an episode's length.
-        harness: Plays the episodes in place of this package's loop, without tools and environments.
-        chat_template: Used in place of the tokenizer's; see `ChatFormat`.
-        tool_timeout: Time limit of a call in seconds; no limit if None.
-        tool_workers: Processes per rank that run tools; 0 runs them in threads.
-        rewritten_history: What to do with a chat template that changes earlier messages once others follow: `refuse`
-            it, or begin a `new_row` of the episode.
+        options: How episodes are played.
 
     Attributes:
+        options: As passed.
         runner: Runs tools and environments; None if there are none.
-        harness: As passed.
         turn_end_ids: Tokens besides EOS with which the chat template ends the model's turns; empty before `set_up`.
 
     Raises:
-        ValueError: If an option is out of range, or has no effect without tools.
+        ValueError: If an option has no effect without tools, or with a harness.
     """
 
     def __init__(
@@ -454,42 +490,32 @@ class Episodes:
         run: Run,
         tools: Sequence[Callable[..., Any]] | None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
-        limits: EpisodeLimits,
-        *,
-        harness: Verifiers | None = None,
-        chat_template: str | None = None,
-        tool_timeout: float | None = None,
-        tool_workers: int = 0,
-        rewritten_history: RewrittenHistory = "refuse",
+        options: EpisodeOptions = NO_OPTIONS,
     ) -> None:
-        known = "'refuse' or 'new_row'"
-        check_options(
-            {"rewritten_history": (rewritten_history, rewritten_history in get_args(RewrittenHistory), known)}
-        )
-        self._run, self._limits, self._chat_template = run, limits, chat_template
-        self._may_rewrite = rewritten_history == "new_row"
-        self.harness = harness
+        self.options = options
+        self._run, self._may_rewrite = run, options.rewritten_history == "new_row"
         self.runner: ToolRunner | None = None
-        if harness is None and (tools or environment_factory is not None):
-            self.runner = ToolRunner(tools or (), environment_factory, timeout=tool_timeout, workers=tool_workers)
+        if options.harness is None and (tools or environment_factory is not None):
+            timeout, workers = options.tool_timeout, options.tool_workers
+            self.runner = ToolRunner(tools or (), environment_factory, timeout=timeout, workers=workers)
         else:
-            for_tools: dict[str, Any] = {
-                "tool_timeout": tool_timeout,
-                "tool_workers": tool_workers or None,
-                "rewritten_history": rewritten_history if self._may_rewrite else None,
-                "max_tool_calling_iterations": limits.max_tool_calling_iterations,
-            }
-            if harness is not None:
+            ignored = ["tool_timeout", "tool_workers", "rewritten_history", "max_tool_calling_iterations"]
+            given = {}
+            if options.harness is not None:
                 reason = "harness, whose library has options of its own for it (Verifiers.config, Verifiers.renderer)"
-                for_tools |= {"tools": tools or None, "environment_factory": environment_factory}
-                for_tools["chat_template"] = chat_template
+                given = drop_none(tools=tools or None, environment_factory=environment_factory)
+                ignored += ["chat_template"]
             else:
                 reason = "neither tools nor environment_factory, without which it has no effect"
-                for_tools |= vars(limits)
-                for_tools["chat_template"] = chat_template if uses_renderers(chat_template) else None
-            for name, value in for_tools.items():
-                if value is not None:
-                    raise ValueError(f"{name} is {value!r} with {reason}; omit it.")
+                ignored += ["max_turn_tokens", "max_tokens"]
+                ignored += ["chat_template"] if uses_renderers(options.chat_template) else []
+            given |= {
+                f"episodes.{name}": getattr(options, name)
+                for name in ignored
+                if getattr(options, name) != getattr(NO_OPTIONS, name)
+            }
+            for name, value in given.items():
+                raise ValueError(f"{name} is {value!r} with {reason}; omit it.")
         self._template_kwargs: Mapping[str, Any] = {}
         self._split_special_tokens = True
         self.turn_end_ids: list[int] = []
@@ -504,8 +530,8 @@ class Episodes:
             ValueError: If there is no reward at all.
         """
         own: list[Any] = []
-        if self.harness is not None:
-            own = [self.harness.reward()]
+        if self.options.harness is not None:
+            own = [self.options.harness.reward()]
         elif self.runner is not None:
             own = [*map(EnvironmentReward, self.runner.reward_names)]
         if own:
@@ -513,6 +539,11 @@ class Episodes:
         if rewards is None:
             raise ValueError("rewards is None; pass a reward function, or an environment that has get_reward.")
         return rewards
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rollouts are episodes: with tools, environments or a harness."""
+        return self.runner is not None or self.options.harness is not None
 
     @property
     def exposes_environments(self) -> bool:
@@ -527,7 +558,7 @@ class Episodes:
         """
         runner, points = self.runner, branching.points
         reason = None
-        if self.harness is not None:
+        if self.options.harness is not None:
             reason = "with harness, whose episodes cannot be copied at a branch point; omit branching"
         elif points == "turn" and runner is None:
             reason = "without tools, where a rollout has one turn; use 'every_n' or 'entropy'"
@@ -536,9 +567,9 @@ class Episodes:
         elif runner is not None and runner.has_environments:
             reason = "with environment_factory, but an environment cannot be copied at a branch point; use tools"
         elif self._may_rewrite:
-            reason = "with rewritten_history='new_row', but branch points are indices into a single row; omit one"
+            reason = "with episodes.rewritten_history='new_row', but branch points are indices into one row; omit one"
         if reason is not None:
-            raise ValueError(f"branching is set, with points={points!r}, {reason}.")
+            raise ValueError(f"episodes.branching is set, with points={points!r}, {reason}.")
 
     @property
     def chat_options(self) -> ChatOptions:
@@ -564,14 +595,14 @@ class Episodes:
         Raises:
             ValueError: If there is a budget, but no limit on tool results.
         """
-        if self.runner is None and self.harness is None:
+        if not self.is_used:
             return max_new_tokens
-        if self._limits.max_episode_tokens is None and budget is not None:
+        if self.options.max_tokens is None and budget is not None:
             raise ValueError(
                 f"max_tokens_per_micro_batch is {budget}, but tool results may have any number of tokens; set "
-                "max_episode_tokens."
+                "episodes.max_tokens."
             )
-        return self._limits.max_episode_tokens or max_new_tokens
+        return self.options.max_tokens or max_new_tokens
 
     def set_up(self, template_kwargs: Mapping[str, Any], split_special_tokens: bool = True) -> None:
         """Check the chat template, find the end of its turns, and start the workers.
@@ -608,14 +639,14 @@ class Episodes:
         """Stop the workers and the harness, and drop the environments."""
         while self._formats:
             self._formats.pop().close()
-        for part in (self.runner, self.harness):
+        for part in (self.runner, self.options.harness):
             if part is not None:
                 part.close()
 
     def loop(self) -> EpisodeLoop | None:
         """The loop that samples episodes; None without tools."""
         if self._loop is None and self.runner is not None:
-            self._loop = EpisodeLoop(self._chat_format(), self.runner, self._limits, may_rewrite=self._may_rewrite)
+            self._loop = EpisodeLoop(self._chat_format(), self.runner, self.options, may_rewrite=self._may_rewrite)
         return self._loop
 
     def loop_for_threads(self) -> EpisodeLoop | None:
@@ -623,12 +654,12 @@ class Episodes:
         if self.runner is None:
             return None
         chat = self._make_format(copy.deepcopy(self._run.tokenizer))
-        return EpisodeLoop(chat, self.runner, self._limits, may_rewrite=self._may_rewrite, lock=threading.Lock())
+        return EpisodeLoop(chat, self.runner, self.options, may_rewrite=self._may_rewrite, lock=threading.Lock())
 
     def _template_options(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the chat template for a row, besides the messages."""
         options: dict[str, Any] = {}
-        if self._chat_template is not None:
+        if self.options.chat_template is not None:
             options["chat_template"] = self._chat_format().chat_template
         if self.runner is not None:
             options["tools"] = self.runner.schemas(self.runner.kind_of(columns)) or None  # Llama's template renders []
@@ -640,6 +671,7 @@ class Episodes:
         return self._format
 
     def _make_format(self, tokenizer: Any) -> ChatFormat:
-        chat = make_chat_format(tokenizer, self._chat_template, self._template_kwargs, self._split_special_tokens)
+        template, kwargs = self.options.chat_template, self._template_kwargs
+        chat = make_chat_format(tokenizer, template, kwargs, self._split_special_tokens)
         self._formats.append(chat)
         return chat

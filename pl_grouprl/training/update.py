@@ -25,7 +25,6 @@ from pl_grouprl.training.objective import LossAccumulator, LossSums
 from pl_grouprl.training.run import Accumulation, Run
 from pl_grouprl.utilities.distributed import num_ranks, reduce_over_ranks, sum_over_ranks
 from pl_grouprl.utilities.modes import evaluating, nonfinite_parameters
-from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.text import first_names
 
 ScoringFunction = Callable[[ScoringBatch], Sequence[Tensor | None]]
@@ -165,7 +164,7 @@ class Updater:
         if idle is not None:
             sums.add_denominators(denominators(idle))
         # With sequence parallelism, the sums include rows of peers.
-        if expected is not None and self._micro_batcher.sequence_parallel_size == 1:
+        if expected is not None and self._micro_batcher.sharing.sequence_parallel_size == 1:
             for name, count in sums.denominators().items():
                 wanted = float(expected.get(name, math.nan))
                 if not math.isclose(count, wanted, rel_tol=1e-4, abs_tol=1e-6):
@@ -210,12 +209,9 @@ class Optimization:
     Attributes:
         nonfinite_steps: Consecutive steps skipped so far.
 
-    Raises:
-        ValueError: If `max_nonfinite_steps` is less than 1.
     """
 
     def __init__(self, max_nonfinite_steps: int = 10) -> None:
-        check_options({"max_nonfinite_steps": (max_nonfinite_steps, max_nonfinite_steps >= 1, "at least 1")})
         self.max_nonfinite_steps = max_nonfinite_steps
         self.nonfinite_steps = 0
         self._denominators: dict[str, list[float]] = {}
@@ -300,8 +296,8 @@ class Optimization:
         if self.nonfinite_steps >= self.max_nonfinite_steps:
             raise RuntimeError(
                 f"{self.nonfinite_steps} steps in a row had a loss or gradient that is not finite "
-                f"(max_nonfinite_steps={self.max_nonfinite_steps}); lower the learning rate or clip the gradient "
-                "(trainer.gradient_clip_val), and look at the rewards."
+                f"(guards.max_nonfinite_steps={self.max_nonfinite_steps}); lower the learning rate or clip the "
+                "gradient (trainer.gradient_clip_val), and look at the rewards."
             )
         return {"grad_norm": norm} | ({f"grad_norm/{name}": n for name, n in norms.items()} if len(norms) > 1 else {})
 

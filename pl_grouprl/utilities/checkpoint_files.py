@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils._pytree import tree_map_only
 
-from pl_grouprl.utilities.describe import changes_since, refused_changes, remedy
+from pl_grouprl.utilities.describe import allowed_changes, changes_since, refused_changes, remedy
 from pl_grouprl.utilities.distributed import gather_plain, own_rank
 
 if TYPE_CHECKING:
@@ -574,7 +574,7 @@ def last_checkpoint(trainer: Trainer, module: LightningModule | None = None) -> 
             "start a new run, or pass the path of a checkpoint."
         )
     changes = {} if module is None else changes_since(read_manifest(newest), module)
-    allowed = getattr(module, "allow_changed", ())
+    allowed = allowed_changes(module)
     if refused := refused_changes(changes, allowed):
         raise ValueError(
             f"ckpt_path is 'last', and {newest} is from a run with other options: {'; '.join(refused)}. Restore them; "

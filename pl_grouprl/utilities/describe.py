@@ -251,6 +251,11 @@ def changes_since(saved: Mapping[str, Any], module: Any) -> Changes:
     return {name: pair for name, pair in both.items() if pair[0] != pair[1] and repr(pair[0]) != repr(pair[1])}  # NaN
 
 
+def allowed_changes(module: Any) -> Sequence[str]:
+    """The options of a module that are meant to differ from a checkpoint's (`guards.allow_changed`)."""
+    return getattr(getattr(module, "guards", None), "allow_changed", ())
+
+
 def is_allowed(name: str, allowed: Iterable[str]) -> bool:
     """Whether an option or a prefix of its name is listed: `sampling` allows every option of `sampling` to change."""
     return any(re.match(rf"{re.escape(prefix)}(?![\w])", name) for prefix in allowed)
@@ -266,7 +271,7 @@ def refused_changes(changes: Changes, allowed: Sequence[str]) -> list[str]:
 def remedy(changes: Changes, allowed: Sequence[str]) -> str:
     """Describe how to allow the refused changes."""
     names = [name for name in changes if not is_allowed(name, allowed)]
-    return f"to change them on purpose, pass allow_changed={[*allowed, *names]}"
+    return f"to change them on purpose, set guards.allow_changed to {[*allowed, *names]}"
 
 
 def lineage(module: Any) -> list[str]:

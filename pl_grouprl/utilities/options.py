@@ -75,10 +75,21 @@ def as_options(cls: type[T], value: T | Mapping[str, Any], name: str) -> T:
 
 
 def nearest_option(cls: type, name: str) -> str | None:
-    """The parameter of a class's constructors with the nearest name; None if none is near."""
+    """The parameter of a class's constructors, or the field of an option dataclass among them, with the nearest name.
+
+    A field is named with its parameter, `reward_calls.workers`. None if no name is near.
+    """
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
-    known = [parameter for constructor in constructors for parameter in inspect.signature(constructor).parameters]
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    known = {name: p.default for one in constructors for name, p in inspect.signature(one).parameters.items()}
+    fields = {
+        f"{parameter}.{field.name}": field.name
+        for parameter, default in known.items()
+        if dataclasses.is_dataclass(default)
+        for field in dataclasses.fields(default)
+    }
+    same_end = [dotted for dotted, field in fields.items() if name == field or name.endswith(f"_{field}")]
+    nearest = difflib.get_close_matches(name, same_end, n=1, cutoff=0.3)
+    return next(iter(nearest or difflib.get_close_matches(name, [*known, *fields], n=1)), None)
 
 
 def drop_none(**options: Any) -> dict[str, Any]:

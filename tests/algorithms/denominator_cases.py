@@ -20,8 +20,9 @@ from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.types import SamplingConfig
 
-COMMON: dict[str, Any] = {"beta": 0.1, "kl_type": "k1", "entropy_coef": 0.05}
+COMMON: dict[str, Any] = {"beta": 0.1, "kl": {"type": "k1"}, "entropy_coef": 0.05}
 PPO_OPTIONS: dict[str, Any] = COMMON | {"critic": PolicyCopyCritic(head_std=0.3), "gamma": 0.98, "critic_lam": 0.7}
+K1_IN_REWARD = {"kl": {"type": "k1", "place": "reward"}}
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo token-mean": (GRPO, COMMON | {"loss_agg_mode": "token-mean"}),
@@ -29,10 +30,13 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo seq-mean-token-mean": (GRPO, COMMON | {"loss_agg_mode": "seq-mean-token-mean", "scale_rewards": "batch"}),
     "dr_grpo": (GRPO, COMMON | {"loss_type": "dr_grpo"}),
     "gspo": (GRPO, COMMON | {"loss_type": "gspo"}),
-    "grpo truncated importance": (GRPO, COMMON | {"importance_sampling": "token_truncate", "kl_type": "k3"}),
-    "reinforce_plus_plus": (GRPO, COMMON | {"advantage_estimator": "reinforce_plus_plus", "kl_in": "reward"}),
+    "grpo truncated importance": (
+        GRPO,
+        COMMON | {"importance_sampling": {"mode": "token_truncate"}, "kl": {"type": "k3"}},
+    ),
+    "reinforce_plus_plus": (GRPO, COMMON | K1_IN_REWARD | {"advantage_estimator": "reinforce_plus_plus"}),
     "ppo": (PPO, PPO_OPTIONS),
-    "ppo seq-mean-token-mean": (PPO, PPO_OPTIONS | {"loss_agg_mode": "seq-mean-token-mean", "kl_in": "reward"}),
+    "ppo seq-mean-token-mean": (PPO, PPO_OPTIONS | K1_IN_REWARD | {"loss_agg_mode": "seq-mean-token-mean"}),
     "ppo lora": (PPO, PPO_OPTIONS | {"critic": LoRACritic(r=4, head_std=0.3), "whiten_advantages": False}),
     "ppo shared, detached": (PPO, PPO_OPTIONS | {"critic": SharedTrunkCritic(detach=True, head_std=0.3)}),
     "group_ppo": (GroupPPO, PPO_OPTIONS | {"bootstrap_truncated": True}),
@@ -60,8 +64,8 @@ def gradients_of_a_step(
     data = PromptDataModule(task, batch_size=5, shuffle=False)
     module = cls(
         TinyPolicy(), rewards, engine=RaggedEngine(logprobs="importance_sampling" in options), num_generations=4,
-        sampling=SamplingConfig(max_new_tokens=12), optimizer=OptimizerConfig(learning_rate=1e-3), verify=False,
-        sharing=sharing, num_mini_batches=cut, **options,
+        sampling=SamplingConfig(max_new_tokens=12), optimizer=OptimizerConfig(learning_rate=1e-3),
+        sharing={"verify": False, "mode": sharing}, num_mini_batches=cut, **options,
     )  # fmt: skip
     record = History(keep_tensors=True)
     trainer = Trainer(

@@ -31,7 +31,9 @@ def letter_rewards(completion_ids: list[list[int]], completions: list[str], **co
 ALL_CASES = {
     **CASES,
     "grpo process supervision": (GRPO, PROCESS | {"rewards": [letter_rewards, rewards]}),
-    "grpo masked sequences": (GRPO, COMMON | {"loss_agg_mode": "token-mean", "importance_sampling": "sequence_mask"}),
+    "grpo masked sequences": (
+        GRPO, COMMON | {"loss_agg_mode": "token-mean", "importance_sampling": {"mode": "sequence_mask"}},
+    ),
     "reinforce_plus_plus discounted": (
         GRPO, COMMON | {"advantage_estimator": "reinforce_plus_plus", "advantage_options": {"gamma": 0.9}},
     ),
@@ -73,7 +75,12 @@ def step(case: str, *, rows: bool, folder: Any, devices: int = 1, **options: Any
     seed_everything(1, verbose=False)
     turns = {"boundary_at_turn_ends": True} if cls is GroupPPO else {}
     engine = RowsEngine(rows, cls is GroupPPO, "importance_sampling" in of_case)
-    defaults = {"rewards": rewards, "sampling": SamplingConfig(max_new_tokens=12), "verify": False, "engine": engine}
+    defaults = {
+        "rewards": rewards,
+        "sampling": SamplingConfig(max_new_tokens=12),
+        "sharing": {"verify": False},
+        "engine": engine,
+    }
     module = cls(
         TinyPolicy(), num_generations=4, optimizer=OptimizerConfig(learning_rate=1e-3),
         **{**defaults, **turns, **of_case, **options},

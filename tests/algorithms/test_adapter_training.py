@@ -70,7 +70,9 @@ def test_the_base_never_moves_and_is_the_reference(
     make_module, make_data, make_trainer, adapted, tiny_policy, history, options
 ):
     metrics, scores = history(), ReferenceScores()
-    module = make_module(policy=adapted(**options), beta=0.05, num_mini_batches=2, num_iterations=2, verify=True)
+    module = make_module(
+        policy=adapted(**options), beta=0.05, num_mini_batches=2, num_iterations=2, sharing={"verify": True}
+    )
     trainer = make_trainer(max_steps=8, callbacks=[metrics, scores])
     trainer.fit(module, make_data())
     base = tiny_policy().load()
@@ -90,7 +92,7 @@ def test_the_base_never_moves_and_is_the_reference(
     assert optimized == {id(p) for name, p in module.policy.named_parameters() if "lora_" in name}
 
 
-@pytest.mark.parametrize("kl", [{"kl_in": "reward"}, {"kl_target": 0.01, "kl_horizon": 100}], ids=str)
+@pytest.mark.parametrize("kl", [{"kl": {"place": "reward"}}, {"kl": {"target": 0.01, "horizon": 100}}], ids=str)
 def test_other_ways_of_the_penalty(make_module, make_data, make_trainer, adapted, history, kl):
     metrics = history()
     module = make_module(policy=adapted(), beta=0.05, **kl)
@@ -119,8 +121,8 @@ def test_sharing_on_and_off_give_the_same_trajectory(
     for sharing in ("shared", "repeated"):
         metrics = history()
         module = make_module(
-            policy=adapted(adapter, gradient_checkpointing), sharing=sharing, num_mini_batches=2, beta=0.05,
-            verify=True, optimizer=OptimizerConfig(learning_rate=1e-3),
+            policy=adapted(adapter, gradient_checkpointing), sharing={"mode": sharing, "verify": True},
+            num_mini_batches=2, beta=0.05, optimizer=OptimizerConfig(learning_rate=1e-3),
         )  # fmt: skip
         make_trainer(max_steps=6, callbacks=[metrics]).fit(module, make_data())
         losses[sharing] = [step["loss"] for step in metrics.steps]
@@ -169,7 +171,7 @@ def test_checkpoints_hold_what_is_trained_and_resume_is_exact(
 
     def fit(checkpoint=None, callbacks=()):
         module = make_module(
-            cls, policy=adapted(DORA), num_iterations=2, num_mini_batches=2, beta=0.1, verify=True,
+            cls, policy=adapted(DORA), num_iterations=2, num_mini_batches=2, beta=0.1, sharing={"verify": True},
             optimizer=OptimizerConfig(1e-2, weight_decay=0.1), **options,
         )  # fmt: skip
         make_trainer(max_steps=6, callbacks=list(callbacks)).fit(
@@ -254,7 +256,12 @@ def test_ppo_with_a_critic_and_an_adapted_policy(make_module, make_data, make_tr
     """One base, two adapters: the critic's values move, its base does not, and the policy's adapter is not in it."""
     metrics = history()
     module = make_module(
-        PPO, policy=adapted(), critic=LoRACritic(r=4, head_std=0.1), beta=0.05, verify=True, num_mini_batches=2
+        PPO,
+        policy=adapted(),
+        critic=LoRACritic(r=4, head_std=0.1),
+        beta=0.05,
+        sharing={"verify": True},
+        num_mini_batches=2,
     )
     make_trainer(max_steps=6, callbacks=[metrics]).fit(module, make_data())
     own = {p.data_ptr() for p in module.critic.parameters() if not p.requires_grad}

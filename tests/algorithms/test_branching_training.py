@@ -12,7 +12,7 @@ from pl_grouprl.data import PromptDataModule
 from pl_grouprl.types import SamplingConfig
 
 EVERY_2 = {"points": "every_n", "width": 2, "depth": 2, "every_n": 2}
-AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}
 
 
 class Record(Callback):
@@ -33,7 +33,8 @@ class Record(Callback):
 def make(make_module):
     def make(cls=GRPO, branching=EVERY_2, **options):
         defaults = {"num_generations": 2, "sampling": SamplingConfig(max_new_tokens=6), "num_mini_batches": 2}
-        return make_module(cls, branching=branching, **(defaults | options))
+        episodes = {"branching": branching} | options.pop("episodes", {})
+        return make_module(cls, episodes=episodes, **(defaults | options))
 
     return make
 
@@ -75,7 +76,9 @@ def test_two_steps(make, fit, parameters, tiny_policy, cls):
 def test_options_that_change_the_number_of_rollouts(make, fit, make_data):
     """One root, prompts replaced, sampling ahead, a token budget; and validation, which does not branch."""
     one_root = {"num_generations": 1, "dynamic_sampling": True, "max_tokens_per_micro_batch": 60, "num_mini_batches": 1}
-    module = make(branching={"points": "entropy", "width": 3, "depth": 2}, val_num_generations=2, **one_root, **AHEAD)
+    module = make(
+        branching={"points": "entropy", "width": 3, "depth": 2}, evaluation={"num_generations": 2}, **one_root, **AHEAD
+    )
     assert module.max_rollouts == 5
     record = fit(module, data=make_data(val=True), max_steps=3)
     assert all(len(rollouts) > 1 for rollouts in record.groups[0])  # the others have nothing to compare
@@ -92,7 +95,7 @@ def test_a_resumed_run_continues_to_the_bit(make, fit, parameters, tmp_path, opt
     assert all(torch.equal(a, b) for a, b in zip(parameters(module), parameters(resumed), strict=True))
     assert more == groups[1:]
     assert any(rollout.branch_points for rollouts in more[0] for rollout in rollouts)
-    with pytest.warns(UserWarning, match="branching.width"):
+    with pytest.warns(UserWarning, match="episodes.branching.width"):
         fit(make(branching=EVERY_2 | {"width": 3}, **options), ckpt_path=tmp_path / "step=2.ckpt")
 
 
@@ -107,8 +110,7 @@ def test_episodes(make, fit, monkeypatch):
         sampling=SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS),
         num_generations=4,
         num_mini_batches=1,
-        max_turn_tokens=20,
-        max_episode_tokens=100,
+        episodes={"max_turn_tokens": 20, "max_tokens": 100},
     )
     record = fit(module, data=PromptDataModule(chance_rows(4), batch_size=4), max_steps=1)
     assert {len(rollout.branch_points) for rollouts in record.groups[0] for rollout in rollouts} == {0, 1}

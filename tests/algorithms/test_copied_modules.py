@@ -23,7 +23,7 @@ def test_the_parts_of_a_copy_belong_to_the_copy(make_module, make_data, make_tra
     module = make_module(cls)
     copied = copy.deepcopy(module)
     assert copied.rewarder._run is copied.sampler._run is copied.scorer._run is copied.collector._run is copied
-    assert copied.sampler._episodes.__self__ is copied.episodes
+    assert copied.sampler.tooling is copied.tooling
     assert copied.micro_batcher._choose_max_tokens.__self__ is copied.device_choices
     assert copied.device_choices._module is copied
     make_trainer(max_steps=1).fit(copied, make_data())
@@ -33,9 +33,12 @@ def test_the_parts_of_a_copy_belong_to_the_copy(make_module, make_data, make_tra
 
 OPTIONS = [
     {},
-    {"beta": 0.1, "reward_workers": 1, "rewards": length},
-    {"max_staleness": 1, "importance_sampling": "token_truncate"},
-    {"sampling": SamplingConfig(max_new_tokens=5, stop=("a",)), "branching": Branching("every_n", every_n=2)},
+    {"beta": 0.1, "reward_calls": {"workers": 1}, "rewards": length},
+    {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}},
+    {
+        "sampling": SamplingConfig(max_new_tokens=5, stop=("a",)),
+        "episodes": {"branching": Branching("every_n", every_n=2)},
+    },
 ]
 
 

@@ -27,7 +27,7 @@ def folder(tmp_path):
     return str(tmp_path / "policy")
 
 
-@pytest.mark.parametrize("options", [{}, {"max_staleness": 1, "importance_sampling": "token_truncate"}])
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}])
 def test_rollouts_in_bfloat16_are_of_copies_of_the_current_weights(
     options, make_module, make_data, make_trainer, monkeypatch
 ):
@@ -114,7 +114,7 @@ def test_micro_batches_are_bounded_by_free_memory(pretend):
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy_loss": "clip_cov"}, {"policy_loss": "kl_cov"}, {"sequence_parallel_size": 2}],
+    [{"policy_loss": "clip_cov"}, {"policy_loss": "kl_cov"}, {"sharing": {"sequence_parallel_size": 2}}],
 )
 def test_micro_batches_are_not_bounded_where_that_would_change_the_result(options, pretend):
     assert pretend(GIB, **options).device_choices.micro_batch_tokens() is None

@@ -75,8 +75,8 @@ def test_shared_repeated_and_sliced_prefixes_train_the_same(
 ):
     losses, kls, ends = {}, {}, {}
     cases = {
-        "repeated": {"sharing": "repeated"},
-        "shared": {"verify": True},
+        "repeated": {"sharing": {"mode": "repeated"}},
+        "shared": {"sharing": {"verify": True}},
         "sliced": {"max_tokens_per_micro_batch": 32},
     }
     for name, options in cases.items():
@@ -125,7 +125,7 @@ def test_without_a_task_reward_every_rollout_is_trained(make_student, make_data,
 
 
 def test_resume_is_exact_and_holds_no_teacher(make_student, make_data, make_trainer, tiny_policy, tmp_path):
-    options = {"num_iterations": 2, "max_staleness": 1, "importance_sampling": "token_truncate", "gamma": 0.5}
+    options = {"num_iterations": 2, "max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}, "gamma": 0.5}
 
     def fit(checkpoint=None, callbacks=(), **more):
         module = make_student(**options, **more)
@@ -158,7 +158,7 @@ def test_adapters(make_student, make_data, make_trainer, tiny_policy, history):
 
     for teacher in (tiny_policy(seed=7, initializer_range=0.2), Adapted(seed=7, initializer_range=0.2)):
         record = history()
-        module = make_student(policy=Adapted(), teacher=teacher, verify=True)
+        module = make_student(policy=Adapted(), teacher=teacher, sharing={"verify": True})
         make_trainer(max_steps=2, callbacks=[record]).fit(module, make_data())
         assert record.steps[0]["distillation/reverse_kl"] > 0.01
         assert not any(parameter.requires_grad for parameter in module.teacher.parameters())

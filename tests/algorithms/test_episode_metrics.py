@@ -36,10 +36,9 @@ def run(tmp_path_factory):
             tools=[double],
             sampling=SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS),
             num_generations=4,
-            max_tool_calling_iterations=3,
-            max_episode_tokens=120,
+            episodes={"max_tool_calling_iterations": 3, "max_tokens": 120},
             mask_truncated_completions=True,
-            verify=False,
+            sharing={"verify": False},
         )
         trainer = Trainer(
             max_steps=1,

@@ -69,14 +69,14 @@ BUDGETS = [
 
 @pytest.mark.parametrize(("case", "budget", "sharing"), BUDGETS)
 def test_a_token_budget_keeps_episodes_whole(whole, case, budget, sharing, tmp_path):
-    cut = {"max_tokens_per_micro_batch": budget, "sharing": sharing}
+    cut = {"max_tokens_per_micro_batch": budget, "sharing": {"mode": sharing}}
     found, _ = step(case, rows=True, folder=tmp_path, **cut)
     compare(found, whole(case), 1e-6 if sharing == "shared" else 1e-5)
 
 
 @pytest.mark.slow
 def test_only_token_losses_train_episodes_larger_than_the_budget(whole, tmp_path):
-    case, cut = "grpo token-mean", {"max_tokens_per_micro_batch": 40, "sharing": "repeated"}
+    case, cut = "grpo token-mean", {"max_tokens_per_micro_batch": 40, "sharing": {"mode": "repeated"}}
     found, _ = step(case, rows=True, folder=tmp_path, **cut)
     compare(found, whole(case), 1e-5)
     with pytest.raises(ValueError, match=r"allows 40 tokens, but the 2 rows of episode .* use loss_agg_mode='token-me"):
@@ -110,7 +110,7 @@ def test_two_ranks(whole, two_ranks, case):
 def test_a_run_with_an_engine_that_returns_rows(make_module, make_data, make_trainer, tmp_path):
     """Losses, validation and the file of completions; rows of an episode name it."""
     module = make_module(
-        GRPO, engine=RowsEngine(rows=True), loss_type="grpo", num_mini_batches=2, val_num_generations=4,
+        GRPO, engine=RowsEngine(rows=True), loss_type="grpo", num_mini_batches=2, evaluation={"num_generations": 4},
         dynamic_sampling=True,
     )  # fmt: skip
     trainer = make_trainer(max_steps=4, callbacks=[CompletionsTable(every_n_steps=1, console=False, num_groups=99)])

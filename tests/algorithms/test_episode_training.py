@@ -16,16 +16,18 @@ from pl_grouprl.training.ahead import sampled_versions
 from pl_grouprl.types import NOT_SAMPLED, SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
-LIMITS = {"max_tool_calling_iterations": 3, "max_turn_tokens": 20, "max_episode_tokens": 120}
+LIMITS = {"max_tool_calling_iterations": 3, "max_turn_tokens": 20, "max_tokens": 120}
 
 
 REWRITING = {
-    "rewritten_history": "new_row",
-    "chat_template": TEMPLATE.replace(
-        "{{ message.content }}", "{{ message.content[: 3 if message.role == 'assistant' else 99] }}"
-    ),
+    "episodes": {
+        "rewritten_history": "new_row",
+        "chat_template": TEMPLATE.replace(
+            "{{ message.content }}", "{{ message.content[: 3 if message.role == 'assistant' else 99] }}"
+        ),
+        "max_tokens": 600,
+    },
     "loss_agg_mode": "seq-mean-token-mean",
-    "max_episode_tokens": 600,
 }
 """Earlier turns of the model are cut, so a further row begins after every result."""
 
@@ -72,10 +74,11 @@ def make(cls=GRPO, rewards=share_of_letters, **options):
         "num_generations": 4,
         "sampling": SAMPLING,
         "optimizer": OptimizerConfig(learning_rate=1e-2),
-        "verify": False,
+        "sharing": {"verify": False},
         "tools": None if "environment_factory" in options else [double],
     }
-    return cls(ChancePolicy(), rewards, **{**defaults, **LIMITS, **options})
+    episodes = LIMITS | options.pop("episodes", {})
+    return cls(ChancePolicy(), rewards, **{**defaults, **options}, episodes=episodes)
 
 
 class Recorder(Callback):
@@ -211,7 +214,7 @@ def test_rewritten_histories_are_trained_as_they_were_sampled(tmp_path):
     assert len(last) == 8  # two prompts, four generations
 
 
-AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+AHEAD = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}
 
 
 @pytest.mark.parametrize("steps", [(2,), pytest.param((1, 4), marks=pytest.mark.slow)])
@@ -238,7 +241,7 @@ def test_resume_is_exact(options, steps, tmp_path):
     [
         {"environment_factory": Counter, "rewards": None},
         {**REWRITING, "environment_factory": Counter},
-        {"branching": {"points": "turn", "width": 2, "depth": 1}},
+        {"episodes": {"branching": {"points": "turn", "width": 2, "depth": 1}}},
     ],
     ids=["environment", "rows", "branching"],
 )
@@ -262,14 +265,14 @@ def test_prompts_without_an_equal_reward_are_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"tools": None, "episodes": {**dict.fromkeys(LIMITS), "tool_timeout": 3.0}}, "episodes.tool_timeout is 3.0"),
+        ({"tools": None, "episodes": {**dict.fromkeys(LIMITS), "max_turn_tokens": 3}}, "max_turn_tokens is 3"),
+        ({"episodes": {"max_turn_tokens": 0}}, r"episodes.max_turn_tokens is 0; it must be at least 1"),
         (
-            {"tools": None, **dict.fromkeys(LIMITS), "tool_timeout": 3.0},
-            "tool_timeout is 3.0",
+            {"episodes": {"max_tool_calling_iterations": -1}},
+            r"episodes.max_tool_calling_iterations is -1; it must be at least 0",
         ),
-        ({"tools": None, **dict.fromkeys(LIMITS), "max_turn_tokens": 3}, "max_turn_tokens is 3"),
-        ({"max_turn_tokens": 0}, r"max_turn_tokens is 0; it must be at least 1"),
-        ({"max_tool_calling_iterations": -1}, r"max_tool_calling_iterations is -1; it must be at least 0"),
-        ({"tool_workers": -1}, r"tool_workers is -1; it must be at least 1, or 0"),
+        ({"episodes": {"tool_workers": -1}}, r"episodes.tool_workers is -1; it must be at least 1, or 0"),
         ({"rewards": None}, "rewards is None; pass a reward function"),
     ],
 )
@@ -298,14 +301,14 @@ def test_a_prompt_of_an_environment_must_leave_room(tmp_path):
 
 
 def test_a_budget_needs_to_know_the_longest_episode(tmp_path):
-    with pytest.raises(ValueError, match="tool results may have any number of tokens; set max_episode_tokens"):
-        fit(make(max_tokens_per_micro_batch=300, max_episode_tokens=None), tmp_path)
+    with pytest.raises(ValueError, match=r"tool results may have any number of tokens; set episodes.max_tokens"):
+        fit(make(max_tokens_per_micro_batch=300, episodes={"max_tokens": None}), tmp_path)
 
 
 def test_functions_cannot_read_environments_sampled_ahead(tmp_path):
     def total(completions, environments, **columns):
         return [float(environment.total) for environment in environments]
 
-    ahead = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+    ahead = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}
     with pytest.raises(ValueError, match=r"'total' requires \['environments'\]"):
         fit(make(rewards=[total], environment_factory=Counter, **ahead), tmp_path)

@@ -122,7 +122,7 @@ def test_boundaries_do_not_see_the_whitening(fit):
 
 def test_scaling_all_rewards_changes_no_boundary(fit):
     # With values of exactly 0 delta is the reward.
-    zero = {"critic": PolicyCopyCritic(head_std=0.0), "beta": 0.5, "kl_in": "reward", "kl_type": "k1"}
+    zero = {"critic": PolicyCopyCritic(head_std=0.0), "beta": 0.5, "kl": {"place": "reward", "type": "k1"}}
 
     def scaled(completions, **columns):
         return [64 * reward for reward in rewards(completions)]
@@ -310,7 +310,7 @@ def test_edges_are_finite(make_module, make_data, make_trainer, ragged_engine, h
         options["target_compression"] = 0.0
     record = history(keep_tensors=True)
     module = make_module(
-        cls, num_iterations=2, num_mini_batches=2, beta=0.1, kl_in="reward", kl_target=0.1,
+        cls, num_iterations=2, num_mini_batches=2, beta=0.1, kl={"place": "reward", "target": 0.1},
         optimizer=OptimizerConfig(1e-3, weight_decay=0.1), **options,
     )  # fmt: skip
     module.configure_model()

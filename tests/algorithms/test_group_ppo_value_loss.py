@@ -93,14 +93,14 @@ def test_the_trunk_stops_at_the_last_start(fit, critic):
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
 @pytest.mark.parametrize("critic", CRITICS)
 def test_the_gradient_is_that_of_whole_rollouts(fit, monkeypatch, gradients, critic, sharing):
-    truncated, counts = fit(critic=CRITICS[critic], sharing=sharing, **CUT)
+    truncated, counts = fit(critic=CRITICS[critic], sharing={"mode": sharing}, **CUT)
     with monkeypatch.context() as patch:
 
         def keep_all(groups, ends):
             return truncate_rollouts(groups, [len(rollout.token_ids) for group in groups for rollout in group.rollouts])
 
         patch.setattr(ppo_module, "truncate_rollouts", keep_all)
-        whole, whole_counts = fit(critic=CRITICS[critic], sharing=sharing, **CUT)
+        whole, whole_counts = fit(critic=CRITICS[critic], sharing={"mode": sharing}, **CUT)
     assert whole_counts.rows == counts.rows
     assert sum(whole_counts.tokens) > sum(counts.tokens) or sharing == "repeated"  # the longest row may stay
     left, right = gradients(truncated), gradients(whole)

@@ -42,9 +42,11 @@ def initial():
     ("gradient_checkpointing", "steps"), [(False, 6), (True, 4), pytest.param(False, 50, marks=pytest.mark.slow)]
 )
 def test_sharing_on_and_off_give_the_same_trajectory(fit, gradient_checkpointing, steps):
-    options = {"num_mini_batches": 2, "beta": 0.05, "verify": True, "optimizer": OptimizerConfig(1e-3)}
+    options = {"num_mini_batches": 2, "beta": 0.05, "optimizer": OptimizerConfig(1e-3)}
     options["policy"] = TinyPolicy(gradient_checkpointing)
-    shared, repeated = (fit(steps=steps, sharing=sharing, **options) for sharing in ("shared", "repeated"))
+    shared, repeated = (
+        fit(steps=steps, sharing={"mode": sharing, "verify": True}, **options) for sharing in ("shared", "repeated")
+    )
     assert shared.steps[-1]["prefix/token_ratio"] > 2
     assert repeated.steps[-1]["prefix/token_ratio"] <= 1
     losses = [[step["loss"] for step in run.steps] for run in (shared, repeated)]
@@ -73,12 +75,12 @@ def scored(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "forwards"),
     [
-        ({"importance_sampling": "token_truncate"}, 0),
-        ({"importance_sampling": "sequence_mask", "entropy_coef": 0.01}, 0),
-        ({"importance_sampling": "token_truncate", "beta": 0.1}, 1),  # the reference
-        ({"importance_sampling": "token_truncate", "num_iterations": 2}, 1),  # the policy before the updates
-        ({"beta": 0.1, "kl_in": "reward"}, 2),
-        ({"beta": 0.1, "kl_target": 1.0}, 2),
+        ({"importance_sampling": {"mode": "token_truncate"}}, 0),
+        ({"importance_sampling": {"mode": "sequence_mask"}, "entropy_coef": 0.01}, 0),
+        ({"importance_sampling": {"mode": "token_truncate"}, "beta": 0.1}, 1),  # the reference
+        ({"importance_sampling": {"mode": "token_truncate"}, "num_iterations": 2}, 1),  # the policy before the updates
+        ({"beta": 0.1, "kl": {"place": "reward"}}, 2),
+        ({"beta": 0.1, "kl": {"target": 1.0}}, 2),
     ],
 )
 def test_forwards_before_the_updates(fit, scored, options, forwards):
@@ -143,7 +145,7 @@ def test_metrics_and_a_reference_that_stays_the_initial_policy(fit):
 
 
 def test_validation(make_module, make_data, make_trainer):
-    module = make_module(engine=ScriptedEngine(), val_num_generations=3)
+    module = make_module(engine=ScriptedEngine(), evaluation={"num_generations": 3})
     (metrics,) = make_trainer().validate(module, make_data(val=True, val_batch_size=3), verbose=False)
     assert {f"val/most_frequent_digit/{name}@3" for name in ("mean", "best", "maj")} <= metrics.keys()
     assert metrics["val/reward"] == pytest.approx(metrics["val/most_frequent_digit/mean@3"])
@@ -273,7 +275,7 @@ def test_remax_needs_one_rollout(step):
 
 @pytest.mark.parametrize(
     ("gamma", "kl"),
-    [(1.0, {}), (0.5, {}), (0.9, {"beta": 0.5, "kl_in": "reward", "kl_type": "k1"})],
+    [(1.0, {}), (0.5, {}), (0.9, {"beta": 0.5, "kl": {"place": "reward", "type": "k1"}})],
     ids=["", "discounted", "kl"],
 )
 def test_reinforce_plus_plus(step, gamma, kl):
@@ -302,7 +304,7 @@ def kl_per_rollout(buffer, kl_type="k3"):
     return torch.stack([part.sum() for part in kl_N.split(buffer.rollout_lengths.tolist())]), mean.item()
 
 
-@pytest.mark.parametrize("kl", [{}, {"beta": 0.5, "kl_in": "reward", "kl_type": "k1"}], ids=["", "kl"])
+@pytest.mark.parametrize("kl", [{}, {"beta": 0.5, "kl": {"place": "reward", "type": "k1"}}], ids=["", "kl"])
 def test_reinforce_plus_plus_baseline(step, kl):
     """The group's mean is that of all rollouts with a reward: those without one, and those without a token, are known
     from the rewards of the rollouts alone."""
@@ -317,7 +319,7 @@ def test_reinforce_plus_plus_baseline(step, kl):
 
 @pytest.mark.parametrize(("name", "kl_type"), [*((name, "k3") for name in ROLLOUT_LEVEL), ("grpo", "k1")])
 def test_kl_in_the_reward_of_rollouts(step, name, kl_type):
-    buffer = step(advantage_estimator=name, beta=0.5, kl_in="reward", kl_type=kl_type).last_rollouts
+    buffer = step(advantage_estimator=name, beta=0.5, kl={"place": "reward", "type": kl_type}).last_rollouts
     penalty_B, mean = kl_per_rollout(buffer, kl_type)
     assert_advantages(buffer, pure_rollout_advantages(name, rewards_of(buffer) - 0.5 * penalty_B, buffer))
     assert buffer.metrics["kl"] == pytest.approx(mean, rel=1e-5)
@@ -467,11 +469,11 @@ def fit_late(fit, make_module):
 
 
 LOSSES = {
-    "ppo": ("clipped_policy_loss", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.2}),
+    "ppo": ("clipped_policy_loss", {"epsilon": 0.05, "epsilon_high": 0.1, "policy_loss": {"delta": 1.2}}),
     "gspo": ("gspo_policy_loss", {"epsilon": 0.3, "epsilon_high": 0.4}),
     "gspo_token": ("gspo_token_policy_loss", {"epsilon": 0.4}),
     "gmpo": ("gmpo_policy_loss", {"epsilon": 0.02}),
-    "cispo": ("cispo_policy_loss", {"epsilon_max": 1.01}),
+    "cispo": ("cispo_policy_loss", {"policy_loss": {"epsilon_max": 1.01}}),
     "gpg": ("gpg_policy_loss", {}),
     "dro": ("dro_policy_loss", {"dro_beta": 0.5}),
     "sapo": ("sapo_policy_loss", {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}),
@@ -502,7 +504,7 @@ def test_policy_losses(fit_late, name, mode):
             torch.testing.assert_close(self.updates[-1][2].losses["policy"][0], loss)
             torch.testing.assert_close(gradient, self.gradient(loss))
 
-    run = fit_late(2, Checked, policy_loss=name, policy_loss_options=options, loss_agg_mode=mode, num_iterations=2)
+    run = fit_late(2, Checked, policy_loss={"name": name, **options}, loss_agg_mode=mode, num_iterations=2)
     assert options.items() <= run.module.objective.policy_loss.options.items()
     first, second = run.module.updates
     assert (second[1] - second[0].tokens["old_logprobs"]).abs().max() > 0.01  # the second update is off-policy
@@ -523,7 +525,7 @@ def test_presets_and_single_options(make_module):
     module = make_module(loss_type="dr_grpo", loss_agg_mode="token-mean", scale_rewards="batch", policy_loss="cispo")
     assert module.advantage_estimator.options["scale"] == "batch"
     assert (module.objective.loss_agg_mode, module.objective.policy_loss.name) == ("token-mean", "cispo")
-    sapo = make_module(loss_type="sapo", policy_loss_options={"sapo_temperature_neg": 2.0}).objective.policy_loss
+    sapo = make_module(loss_type="sapo", policy_loss={"sapo_temperature_neg": 2.0}).objective.policy_loss
     assert sapo.options == {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
     gspo = make_module(loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4).objective.policy_loss
     assert gspo.options["epsilon_high"] == 4e-4
@@ -532,10 +534,10 @@ def test_presets_and_single_options(make_module):
 
 KINDS = {
     "none": {},
-    "token_truncate": {"importance_sampling_low": 0.9, "importance_sampling_high": 1.1},
-    "token_mask": {"importance_sampling_low": 0.8, "importance_sampling_high": 1.3},
-    "sequence_truncate": {"importance_sampling_low": None, "importance_sampling_high": 1.5},
-    "sequence_mask": {"importance_sampling_low": 0.5, "importance_sampling_high": 2.0},
+    "token_truncate": {"low": 0.9, "high": 1.1},
+    "token_mask": {"low": 0.8, "high": 1.3},
+    "sequence_truncate": {"low": None, "high": 1.5},
+    "sequence_mask": {"low": 0.5, "high": 2.0},
 }
 
 
@@ -554,7 +556,7 @@ def weights_by_hand(kind, differences, low, high):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_importance_weights(fit_late, kind):
-    run = fit_late(1, Recording, importance_sampling=kind, beta=0.1, noise=0.1, **KINDS[kind])
+    run = fit_late(1, Recording, beta=0.1, noise=0.1, importance_sampling={"mode": kind, **KINDS[kind]})
     ((batch, logprobs_N, _, _),) = run.module.updates
     old_N = logprobs_N.detach()
     differences_N = old_N - batch.tokens["rollout_logprobs"]
@@ -591,11 +593,11 @@ def test_the_gradient_is_weighted(fit_late):
             expected = self.gradient((-weights_N * batch.tokens["advantages"] * logprobs_N).sum())
             torch.testing.assert_close(gradient, expected)
 
-    assert len(fit_late(1, Weighing, importance_sampling="token_truncate").module.updates) == 1
+    assert len(fit_late(1, Weighing, importance_sampling={"mode": "token_truncate"}).module.updates) == 1
 
 
 def test_weights_stay_those_of_before_the_updates(fit_late):
-    run = fit_late(3, Recording, importance_sampling="sequence_truncate", num_iterations=3)
+    run = fit_late(3, Recording, importance_sampling={"mode": "sequence_truncate"}, num_iterations=3)
     names = [name for name in run.steps[0] if name.startswith("sampling/")]
     assert len(names) == 5
     for step in run.steps:
@@ -613,9 +615,10 @@ class Truncating(LateEngine):
 @pytest.mark.parametrize("filters", TRUNCATIONS, ids=str)
 def test_on_policy_ratios_are_one_when_sampling_is_truncated(fit_late, filters):
     options = {"sampling": SamplingConfig(max_new_tokens=6, **filters)}
-    bounds = {"importance_sampling_low": 0.99, "importance_sampling_high": 1.01}
     kind = "sequence_mask" if "top_p" in filters else "token_mask"
-    run = fit_late(1, engine=HFRolloutEngine(), importance_sampling=kind, **options, **bounds)
+    run = fit_late(
+        1, engine=HFRolloutEngine(), importance_sampling={"mode": kind, "low": 0.99, "high": 1.01}, **options
+    )
     for statistic in ("min", "mean", "max"):
         assert run.steps[0][f"sampling/importance_sampling_ratio/{statistic}"] == pytest.approx(1, abs=1e-4)
     assert run.steps[0]["grad_norm"] > 0
@@ -623,14 +626,14 @@ def test_on_policy_ratios_are_one_when_sampling_is_truncated(fit_late, filters):
     run = fit_late(1, engine=Truncating(), **options)
     assert not any(name.startswith("sampling/") for name in run.steps[0])
     with pytest.raises(ValueError, match="with top_k, top_p or min_p Truncating reports"):
-        fit_late(1, engine=Truncating(), importance_sampling="token_mask", **options)
+        fit_late(1, engine=Truncating(), importance_sampling={"mode": "token_mask"}, **options)
 
 
 def test_engines_without_logprobs_or_without_truncation(fit_late):
-    run = fit_late(1, engine=Truncating(), importance_sampling="token_truncate")
+    run = fit_late(1, engine=Truncating(), importance_sampling={"mode": "token_truncate"})
     assert run.steps[0]["sampling/importance_sampling_ratio/max"] > 0
     with pytest.raises(ValueError, match="importance_sampling is 'token_mask', but the engine"):
-        fit_late(importance_sampling="token_mask", engine=LateEngine(reports=False))
+        fit_late(importance_sampling={"mode": "token_mask"}, engine=LateEngine(reports=False))
     run = fit_late(engine=LateEngine(reports=False))
     assert not any(name.startswith("sampling/") for name in run.steps[0])
 
@@ -640,17 +643,19 @@ def test_a_fixed_coefficient(fit_late):
     assert run.module.beta == 0.25
     assert [step["kl_coef"] for step in run.steps] == [0.25, 0.25]
     assert "kl_coef" not in fit_late().steps[0]
-    assert fit_late(3, resume=2, beta=0.5, allow_changed=["beta"]).module.beta == 0.5  # that of the configuration
+    assert (
+        fit_late(3, resume=2, beta=0.5, guards={"allow_changed": ["beta"]}).module.beta == 0.5
+    )  # that of the configuration
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 @pytest.mark.parametrize(("target", "error"), [(1e-6, 0.2), (1e6, -0.2), (None, None)])
 def test_an_adaptive_coefficient(fit_late, kl_in, target, error):
-    options = {"beta": 0.5, "kl_in": kl_in, "kl_type": "k3", "kl_horizon": 100, "noise": 0.1}
+    options, kl = {"beta": 0.5, "noise": 0.1}, {"place": kl_in, "type": "k3", "horizon": 100}
     if target is None:  # near what is measured: the error is inside its limits
-        penalty_B, _ = kl_per_rollout(fit_late(kl_target=1.0, **options).buffer)
+        penalty_B, _ = kl_per_rollout(fit_late(kl={**kl, "target": 1.0}, **options).buffer)
         target, error = 1.1 * penalty_B.mean().item(), 1 / 1.1 - 1
-    run = fit_late(kl_target=target, **options)
+    run = fit_late(kl={**kl, "target": target}, **options)
     moved = 0.5 * (1 + error * 16 / 100)  # 4 prompts of 4 rollouts
     assert run.module.beta == pytest.approx(moved, rel=1e-5)
     # In the reward the coefficient is that of before the move, in the loss the one after it.
@@ -764,7 +769,7 @@ def test_equal_steps_and_equal_outcomes_give_exactly_zero(step_scripted):
             for name in ("rloo", "opo", "remax", "grpo_passk", "reinforce_plus_plus_baseline", "tree")
         ),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
-        ({"beta": 0.1, "kl_in": "reward"}, "kl_in='reward'"),
+        ({"beta": 0.1, "kl": {"place": "reward"}}, "kl.place='reward'"),
     ],
 )
 def test_what_compares_whole_rollouts_refuses_rewards_of_tokens(step_scripted, options, message):
@@ -887,7 +892,7 @@ def registries(monkeypatch):
 
 @pytest.mark.usefixtures("registries")
 def test_registered_functions_train(fit, tmp_path):
-    options = {"policy_loss": "quadratic", "policy_loss_options": {"power": 4}}
+    options = {"policy_loss": {"name": "quadratic", "power": 4}}
     of_median = {"advantage_estimator": "against_median", "advantage_options": {"shift": 0.5}}
     run = fit(steps=2, epsilon=0.1, num_iterations=2, save=True, **options, **of_median)
     assert repr(run.module.objective.policy_loss) == "quadratic(epsilon=0.1, power=4)"
@@ -907,7 +912,7 @@ def test_registered_functions_train(fit, tmp_path):
     ("options", "message"),
     [
         ({"policy_loss": "quadratik"}, "policy_loss is 'quadratik'; it must be one of .*, ppo, quadratic, sapo"),
-        ({"policy_loss": "quadratic", "delta": 3.0}, "does not use delta; it takes epsilon, p"),
+        ({"policy_loss": {"name": "quadratic", "delta": 3.0}}, "does not use delta; it takes epsilon, p"),
         ({"advantage_estimator": "median"}, "advantage_estimator is 'median'; it must be one of against_median, gpg"),
         ({"advantage_estimator": "against_median", "scale_rewards": "none"}, "does not use scale; it takes shift"),
         ({"advantage_estimator": "against_median", "num_generations": 1}, "against_median compares the rollouts"),
@@ -956,10 +961,9 @@ model:
         cache_dir: {folder}
     rewards: [{{function: own_functions.brevity}}]
     num_generations: 2
-    verify: false
+    sharing: {{verify: false}}
     sampling: {{max_new_tokens: 4}}
-    policy_loss: plain
-    policy_loss_options: {{weight: {weight}}}
+    policy_loss: {{name: plain, weight: {weight}}}
     advantage_estimator: as_is
     advantage_options: {{shift: 2}}
 data:

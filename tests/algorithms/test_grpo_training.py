@@ -20,7 +20,7 @@ class History(Callback):
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16(make_module, make_data, make_trainer, precision):
     history = History()
-    module = make_module(num_mini_batches=2, beta=0.1, verify=True)
+    module = make_module(num_mini_batches=2, beta=0.1, sharing={"verify": True})
     make_trainer(max_steps=4, precision=precision, callbacks=[history]).fit(module, make_data())
     assert module.policy.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
     assert module.last_rollouts.tokens["advantages"][0].dtype == torch.float32

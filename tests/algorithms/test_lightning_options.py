@@ -196,7 +196,7 @@ def test_a_checkpoint_written_within_a_batch_resumes_exactly(fit_broken, tmp_pat
     assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
 
 
-AHEAD = {"max_staleness": 1, "importance_sampling": "token_truncate", "num_generations": 2}
+AHEAD = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}, "num_generations": 2}
 
 
 @pytest.mark.parametrize(

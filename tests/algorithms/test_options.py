@@ -28,6 +28,15 @@ from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.rewards import CosineLengthReward, ExactMatch, OverlongPenalty, RepetitionPenalty, Weighted
 from pl_grouprl.rewards.base import as_weighted
 from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.training import (
+    EpisodeOptions,
+    EvaluationOptions,
+    GuardOptions,
+    ImportanceSampling,
+    KLOptions,
+    RewardCallOptions,
+    SharingOptions,
+)
 from pl_grouprl.training.checkpoint import PASSED_ON
 from pl_grouprl.types import SamplingConfig
 from pl_grouprl.utilities.options import check_options, is_finite
@@ -89,22 +98,22 @@ GRPO_OPTIONS = [
     ({"num_mini_batches": 0}, "num_mini_batches"),
     ({"beta": -0.1}, "beta"),
     ({"beta": math.inf}, "beta"),
-    ({"beta": 0.1, "kl_type": "k9"}, "kl_type"),
-    ({"kl_in": "advantage"}, "kl_in"),
-    ({"kl_in": "reward"}, "kl_in is 'reward' and beta is 0"),
-    ({"kl_target": 1.0}, "kl_target is 1.0 and beta is 0"),
-    ({"beta": 0.1, "kl_target": 0.0}, "target"),
-    ({"beta": 0.1, "kl_horizon": 100}, "kl_horizon is 100 and kl_target is None"),
+    ({"beta": 0.1, "kl": {"type": "k9"}}, "kl.type"),
+    ({"kl": {"place": "advantage"}}, "kl.place"),
+    ({"kl": {"place": "reward"}}, "kl.place is 'reward' and beta is 0"),
+    ({"kl": {"target": 1.0}}, "kl.target is 1.0 and beta is 0"),
+    ({"beta": 0.1, "kl": {"target": 0.0}}, "target"),
+    ({"beta": 0.1, "kl": {"horizon": 100}}, "kl.horizon is 100 and kl.target is None"),
     ({"entropy_coef": -1.0}, "entropy_coef"),
     ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef"),
     ({"loss_type": "dpo"}, "loss_type"),
     ({"policy_loss": "dpo"}, "policy_loss"),
     ({"loss_agg_mode": "mean"}, "loss_agg_mode"),
-    ({"loss_type": "gspo", "delta": 3.0}, "policy_loss='gspo' does not use delta"),
-    ({"epsilon_max": 5.0}, "policy_loss='ppo' does not use epsilon_max"),
-    ({"policy_loss_options": {"temperature": 1.0}}, "policy_loss='ppo' does not use temperature"),
+    ({"loss_type": "gspo", "policy_loss": {"delta": 3.0}}, "policy_loss='gspo' does not use delta"),
+    ({"policy_loss": {"epsilon_max": 5.0}}, "policy_loss='ppo' does not use epsilon_max"),
+    ({"policy_loss": {"temperature": 1.0}}, "policy_loss='ppo' does not use temperature"),
     ({"policy_loss": "gpg", "epsilon": 0.2}, "policy_loss='gpg' does not use epsilon"),
-    ({"epsilon": 0.1, "policy_loss_options": {"epsilon": 0.2}}, "epsilon is set twice"),
+    ({"epsilon": 0.1, "policy_loss": {"epsilon": 0.2}}, "epsilon is set twice"),
     ({"scale_rewards": "batch", "advantage_options": {"scale": "none"}}, "scale is set twice"),
     ({"scale_rewards": "group", "advantage_estimator": "rloo"}, "does not use scale"),
     ({"advantage_options": {"gamma": 0.5}}, "advantage_estimator='grpo' does not use gamma"),
@@ -114,27 +123,30 @@ GRPO_OPTIONS = [
         ({"advantage_estimator": name, "multi_objective_aggregation": "normalize_then_sum"}, "takes one reward")
         for name in ("reinforce_plus_plus", "vine")
     ),
-    ({"beta": 0.1, "kl_in": "reward", "multi_objective_aggregation": "normalize_then_sum"}, "takes one reward"),
-    ({"importance_sampling": "truncate"}, "importance_sampling"),
-    ({"importance_sampling_low": 0.5}, "importance_sampling_low is 0.5 .* importance_sampling is 'none'"),
-    ({"importance_sampling_high": 2.0}, "importance_sampling_high is 2.0, but importance_sampling is 'none'"),
-    ({"importance_sampling": "token_mask", "importance_sampling_high": None}, "needs a bound"),
-    ({"importance_sampling": "token_mask", "importance_sampling_low": 4.0}, "high is 3.0"),
-    ({"sharing": "both"}, "sharing"),
-    ({"attention_backend": "magic"}, "backend"),
-    ({"attention_backend": "magic", "sharing": "repeated"}, "backend"),
-    ({"max_nonfinite_steps": 0}, "max_nonfinite_steps"),
-    ({"max_staleness": -1, "importance_sampling": "token_truncate"}, "max_staleness"),
+    ({"beta": 0.1, "kl": {"place": "reward"}, "multi_objective_aggregation": "normalize_then_sum"}, "takes one reward"),
+    ({"importance_sampling": {"mode": "truncate"}}, "importance_sampling"),
+    ({"importance_sampling": {"low": 0.5}}, "importance_sampling.low is 0.5 .* importance_sampling is 'none'"),
+    ({"importance_sampling": {"high": 2.0}}, "importance_sampling.high is 2.0, but importance_sampling is 'none'"),
+    ({"importance_sampling": {"mode": "token_mask", "high": None}}, "needs a bound"),
+    ({"importance_sampling": {"mode": "token_mask", "low": 4.0}}, "high is 3.0"),
+    ({"sharing": {"mode": "both"}}, "sharing"),
+    ({"sharing": {"backend": "magic"}}, "backend"),
+    ({"sharing": {"backend": "magic", "mode": "repeated"}}, "backend"),
+    ({"guards": {"max_nonfinite_steps": 0}}, "max_nonfinite_steps"),
+    ({"max_staleness": -1, "importance_sampling": {"mode": "token_truncate"}}, "max_staleness"),
     ({"sampling": SamplingConfig(temperature=0)}, "sampling.temperature"),
     ({"rewards": []}, "rewards"),
     ({"rewards": None, "tools": [look_up]}, "rewards"),
-    ({"tool_timeout": 3.0}, "tool_timeout"),
-    ({"max_turn_tokens": 3}, "max_turn_tokens"),
-    ({"tools": [look_up], "max_turn_tokens": 0}, "max_turn_tokens"),
-    ({"tools": [look_up], "max_tool_calling_iterations": -1}, "max_tool_calling_iterations"),
-    ({"tools": [look_up], "tool_workers": -1}, "tool_workers"),
-    ({"branching": {"points": "every_n", "every_n": 2, "width": 2, "depth": 2, "budget": 3}}, "Branching.budget"),
-    ({"branching": {"points": "every_n"}}, "every_n is None"),
+    ({"episodes": {"tool_timeout": 3.0}}, "tool_timeout"),
+    ({"episodes": {"max_turn_tokens": 3}}, "max_turn_tokens"),
+    ({"tools": [look_up], "episodes": {"max_turn_tokens": 0}}, "max_turn_tokens"),
+    ({"tools": [look_up], "episodes": {"max_tool_calling_iterations": -1}}, "max_tool_calling_iterations"),
+    ({"tools": [look_up], "episodes": {"tool_workers": -1}}, "tool_workers"),
+    (
+        {"episodes": {"branching": {"points": "every_n", "every_n": 2, "width": 2, "depth": 2, "budget": 3}}},
+        "Branching.budget",
+    ),
+    ({"episodes": {"branching": {"points": "every_n"}}}, "every_n is None"),
 ]
 
 
@@ -145,7 +157,6 @@ GRPO_OPTIONS = [
         *((PPO, *row) for row in PPO_OPTIONS),
         *((GroupPPO, *row) for row in GROUP_PPO),
     ],
-    ids=str,
 )
 def test_options_that_cannot_work_are_refused_by_name(make_module, cls, options, name):
     with pytest.raises(ValueError, match=name):
@@ -163,7 +174,7 @@ class NoEngine:
 def test_types_that_are_refused(make_module):
     for options, message in (
         ({"policy": TinyPolicy().load()}, "policy is a Qwen3ForCausalLM"),
-        ({"branching": "turn"}, "branching is 'turn'"),
+        ({"episodes": {"branching": "turn"}}, "branching is 'turn'"),
         ({"engine": type("Half", (NoEngine,), {"update_weights": None})()}, "engine is a Half"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -186,8 +197,8 @@ ARCHITECTURE = {"model_type": "qwen3"}
 
 MAKERS = {
     **{cls: {"policy": NoPolicy(), "rewards": reward} for cls in (GRPO, PPO, GroupPPO)},
-    SamplingConfig: {},
-    OptimizerConfig: {},
+    **{cls: {} for cls in (SamplingConfig, OptimizerConfig, EpisodeOptions, EvaluationOptions, GuardOptions)},
+    **{cls: {} for cls in (ImportanceSampling, KLOptions, RewardCallOptions, SharingOptions)},
     Weighted: {"function": reward},
     KLController: {"coef": 0.1, "target": 0.1},
     ThresholdController: {},
@@ -205,10 +216,6 @@ MAKERS = {
     CompletionsTable: {},
     RunSummary: {},
 }
-
-
-NEEDED = {"importance_sampling_low": {"importance_sampling": "token_mask"}, "epsilon_max": {"policy_loss": "cispo"}}
-"""Options without which another one has no meaning; NaN there must be named all the same."""
 
 
 def numeric_options(cls):
@@ -247,9 +254,8 @@ CASES = [
 def test_a_number_that_is_not_finite_is_refused_by_name(cls, name):
     for value in (math.nan, math.inf, -math.inf):
         given = (value, 0.9) if name == "betas" else value
-        options = MAKERS[cls] | (NEEDED.get(name, {}) if issubclass(cls, (GRPO, PPO)) else {})
         with pytest.raises(ValueError, match=rf"{name}\b.* is \(?-?(nan|inf)"):
-            cls(**{**options, name: given})
+            cls(**{**MAKERS[cls], name: given})
 
 
 @pytest.mark.parametrize(("function", "name"), OPTIONS, ids=lambda value: getattr(value, "name", value))
@@ -285,11 +291,11 @@ def test_mappings_from_python(make_module):
     module = make_module(
         optimizer={"learning_rate": 1e-5, "betas": [0.9, 0.95]},
         sampling={"max_new_tokens": 4, "stop": ["x"]},
-        val_sampling={"temperature": 0.0},
+        evaluation={"sampling": {"temperature": 0.0}},
     )
     assert module.optimizer_config == OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.95))
     assert module.sampling == SamplingConfig(max_new_tokens=4, stop=("x",))
-    assert module.val_sampling == SamplingConfig(temperature=0.0)
+    assert module.evaluation_sampling == SamplingConfig(temperature=0.0)
     assert make_module(PPO, critic_optimizer={"weight_decay": 0.1}).critic_optimizer == OptimizerConfig(
         weight_decay=0.1
     )
@@ -375,5 +381,5 @@ class WithLevel(PPO):
 
 def test_what_is_read_when_it_is_needed_can_be_set():
     module = WithLevel(TinyPolicy(), reward, level=3)
-    module.gamma, module.val_sampling = 0.5, SamplingConfig(max_new_tokens=3)
-    assert (module.level, module.gamma, module.val_sampling.max_new_tokens) == (3, 0.5, 3)
+    module.gamma = 0.5
+    assert (module.level, module.gamma) == (3, 0.5)

@@ -27,8 +27,9 @@ TEMPERATURE = 0.8
 
 
 OPTIONS = {
-    "gamma": 0.97, "lam": 0.9, "critic_lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "delta": 1.035, "beta": 0.3,
-    "kl_type": "k1", "kl_in": "reward", "entropy_coef": 0.05, "cliprange_value": 0.02, "vf_coef": 0.7,
+    "gamma": 0.97, "lam": 0.9, "critic_lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "beta": 0.3,
+    "policy_loss": {"delta": 1.035},
+    "kl": {"type": "k1", "place": "reward"}, "entropy_coef": 0.05, "cliprange_value": 0.02, "vf_coef": 0.7,
     "bootstrap_truncated": True, "num_iterations": 3,
 }  # fmt: skip
 
@@ -241,7 +242,7 @@ QUICK = [
 def test_an_update_by_hand(fit, cls, critic, sharing, rewards):
     # The second batch of rollouts is off the reference, and its last update off its own old log-probabilities.
     run = fit(
-        cls, steps=6, rewards=rewards, critic=HAND_CRITICS[critic], engine=RaggedEngine(), sharing=sharing,
+        cls, steps=6, rewards=rewards, critic=HAND_CRITICS[critic], engine=RaggedEngine(), sharing={"mode": sharing},
         sampling=SamplingConfig(max_new_tokens=12, temperature=TEMPERATURE), trainer={"precision": "64-true"},
         optimizer=OptimizerConfig(learning_rate=4e-3), critic_optimizer=OptimizerConfig(learning_rate=5e-3), **OPTIONS,
     )  # fmt: skip
@@ -386,7 +387,7 @@ def test_old_scores_and_a_reference_only_where_they_are_needed(fit_ragged):
         ({}, False, False),
         ({"num_iterations": 2}, True, False),
         ({"beta": 0.1}, False, True),
-        ({"beta": 0.1, "kl_in": "reward"}, True, True),
+        ({"beta": 0.1, "kl": {"place": "reward"}}, True, True),
     ):
         run = fit_ragged(**options)
         assert ("old_logprobs" in run.buffer.tokens) == old
@@ -395,8 +396,8 @@ def test_old_scores_and_a_reference_only_where_they_are_needed(fit_ragged):
 
 
 def test_penalty_in_the_reward(fit_ragged):
-    options = {"steps": 2, "optimizer": OptimizerConfig(1e-2), "kl_type": "k1"}
-    run = fit_ragged(beta=0.2, kl_in="reward", **options)
+    options = {"steps": 2, "optimizer": OptimizerConfig(1e-2)}
+    run = fit_ragged(beta=0.2, kl={"type": "k1", "place": "reward"}, **options)
     total, tokens = 0.0, 0
     names = ("token_rewards", "old_logprobs", "ref_logprobs")
     for own, rollout in zip(rows(run.buffer, *names), run.rollouts, strict=True):
@@ -413,7 +414,7 @@ def test_penalty_in_the_reward(fit_ragged):
 
 @pytest.mark.parametrize("kl_in", sweep(["reward", "loss"], quick=["reward"]))
 def test_adaptive_coefficient(fit_ragged, kl_in):
-    adaptive = {"beta": 0.1, "kl_target": 1e-3, "kl_horizon": 50, "kl_in": kl_in, "optimizer": OptimizerConfig(1e-2)}
+    adaptive = {"beta": 0.1, "kl": {"target": 1e-3, "horizon": 50, "place": kl_in}, "optimizer": OptimizerConfig(1e-2)}
     run = fit_ragged(steps=3, **adaptive)
     first_count, *_, last_count = (
         sum(any(r.loss_mask or r.token_ids) for group in groups for r in group.rollouts) for groups in run.groups
@@ -441,16 +442,16 @@ def test_the_penalty_acts(fit_ragged):
 
     free = distance()
     assert distance(beta=30.0) < free
-    assert distance(beta=30.0, kl_in="reward", kl_type="k1") != pytest.approx(free, rel=1e-3)
+    assert distance(beta=30.0, kl={"place": "reward", "type": "k1"}) != pytest.approx(free, rel=1e-3)
 
 
 def test_what_is_refused_at_the_start(fit_ragged):
     accumulating = {"num_mini_batches": 2, "trainer": {"accumulate_grad_batches": 2}}
     for options, message in (
         ({"critic": SharedTrunkCritic(), **accumulating}, "accumulate_grad_batches is 2 with a critic"),
-        ({"beta": 0.1, "kl_target": 0.1, "kl_horizon": 2}, "kl_horizon is 2 with 4 prompts of 4 rollouts"),
+        ({"beta": 0.1, "kl": {"target": 0.1, "horizon": 2}}, "kl.horizon is 2 with 4 prompts of 4 rollouts"),
         ({"critic_optimizer": OptimizerConfig(schedule="linear"), "steps": -1}, "the run has no end"),
-        ({"importance_sampling": "token_mask"}, "importance_sampling is 'token_mask'"),
+        ({"importance_sampling": {"mode": "token_mask"}}, "importance_sampling is 'token_mask'"),
         # The critic has the policy's limit, too, so nothing is left to clip.
         ({"optimizer": OptimizerConfig(max_grad_norm=1.0), "trainer": {"gradient_clip_val": 0.5}}, "gradient_clip_val"),
     ):
@@ -510,7 +511,8 @@ def test_every_critic_trains(fit, make_module, saved, critic, num_generations):
     runs = {}
     for sharing in ("shared", "repeated"):
         module = make_module(
-            PPO, critic=source, num_generations=num_generations, sharing=sharing, verify=sharing == "shared",
+            PPO, critic=source, num_generations=num_generations,
+            sharing={"mode": sharing, "verify": sharing == "shared"},
             num_iterations=2, num_mini_batches=2, optimizer=OptimizerConfig(learning_rate=1e-3),
         )  # fmt: skip
         module.configure_model()
@@ -555,7 +557,13 @@ def test_a_copy_of_the_policy_is_the_default(make_module):
     ),
 )
 def test_bf16(fit, cls, critic, precision):
-    options = {"num_iterations": 2, "num_mini_batches": 2, "beta": 0.1, "kl_in": "reward", "verify": True}
+    options = {
+        "num_iterations": 2,
+        "num_mini_batches": 2,
+        "beta": 0.1,
+        "kl": {"place": "reward"},
+        "sharing": {"verify": True},
+    }
     run = fit(cls, steps=4, critic=CRITICS[critic], trainer={"precision": precision}, **options)
     assert run.module.policy.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
     for name in ("advantages", "values", "returns", "old_logprobs"):
@@ -570,7 +578,7 @@ def test_bf16(fit, cls, critic, precision):
 def test_sharing_changes_nothing_over_many_updates(fit, cls):
     options = {"critic": CRITICS["copy"], "num_iterations": 2, "num_mini_batches": 2, "beta": 0.05}
     options |= {"optimizer": OptimizerConfig(1e-4), "trainer": {"precision": "64-true"}}
-    shared, repeated = (fit(cls, steps=12, sharing=sharing, **options) for sharing in ("shared", "repeated"))
+    shared, repeated = (fit(cls, steps=12, sharing={"mode": sharing}, **options) for sharing in ("shared", "repeated"))
     assert shared.steps[-1]["prefix/token_ratio"] > 2
     assert repeated.steps[-1]["prefix/token_ratio"] <= 1
     for left, right in zip(shared.steps, repeated.steps, strict=True):

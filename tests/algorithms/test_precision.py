@@ -41,10 +41,11 @@ class Policy:
 
 @pytest.fixture
 def fit(make_module, make_data, make_trainer, history, ragged_engine):
-    def run(family, precision, sharing, steps=1, **options):
+    def run(family, precision, mode, steps=1, verify=False, **options):
         """Rollouts do not depend on the policy, so that runs differ by their arithmetic alone."""
         steps_seen = history(keep_tensors=True)
         optimizer = OptimizerConfig(learning_rate=1e-3)
+        sharing = {"mode": mode, "verify": verify}
         module = make_module(
             policy=Policy(family), engine=ragged_engine(), sharing=sharing, optimizer=optimizer, **options
         )

@@ -34,7 +34,7 @@ def codes(model):
 
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(GRPO, {"beta": 0.05, "verify": True}), (PPO, {"critic": LoRACritic(r=4, head_std=0.1)})],
+    [(GRPO, {"beta": 0.05, "sharing": {"verify": True}}), (PPO, {"critic": LoRACritic(r=4, head_std=0.1)})],
     ids=["grpo", "ppo"],
 )
 def test_it_trains_only_the_adapter_and_resumes_exactly(
@@ -83,7 +83,9 @@ def test_both_exports_are_the_trained_policy(make_module, make_data, make_traine
 
 
 def test_validation_and_sampling_ahead(make_module, make_data, make_trainer, folder):
-    module = make_module(policy=quantized_policy(folder), max_staleness=1, importance_sampling="token_truncate")
+    module = make_module(
+        policy=quantized_policy(folder), max_staleness=1, importance_sampling={"mode": "token_truncate"}
+    )
     trainer = make_trainer(max_steps=2)
     trainer.fit(module, make_data(val=True))
     assert trainer.global_step == 2

@@ -64,9 +64,10 @@ def rows():
     ]
 
 
-def make(family, engine=None, sharing="shared", **options):
+def make(family, engine=None, mode="shared", across_groups=False, **options):
     module = GRPO(
-        VisionPolicy(family), letters, engine=engine, sharing=sharing, num_generations=4, seed=1,
+        VisionPolicy(family), letters, engine=engine, num_generations=4, seed=1,
+        sharing={"mode": mode, "across_groups": across_groups},
         sampling=SamplingConfig(max_new_tokens=4), optimizer=OptimizerConfig(learning_rate=1e-3), **options,
     )  # fmt: skip
     return module, PromptDataModule(rows(), batch_size=2)
@@ -74,8 +75,10 @@ def make(family, engine=None, sharing="shared", **options):
 
 def test_prompts_with_images_share_nothing_across_groups(make_trainer):
     engine = GivenRollouts()
-    module, data = make("gemma3", engine, share_across_groups=True)
-    with pytest.raises(ValueError, match="share_across_groups is True, but prompts of the training data have images"):
+    module, data = make("gemma3", engine, across_groups=True)
+    with pytest.raises(
+        ValueError, match=r"sharing.across_groups is True, but prompts of the training data have images"
+    ):
         make_trainer(max_steps=1).fit(module, data)
     assert not engine.media  # nothing was sampled
 

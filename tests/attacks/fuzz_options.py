@@ -61,11 +61,11 @@ TRAINER: dict[str, Any] = {
     "deterministic": bool,
     "precision": Literal["32-true", "bf16-mixed", "bf16-true"],
 }
-LARGEST = {"num_generations": 8, "max_staleness": 3, "val_num_generations": 4, "steps": 4, "train_size": 64}
+LARGEST = {"num_generations": 8, "max_staleness": 3, "steps": 4, "train_size": 64}
 FIXED = {
     *(
-        "reward_workers",
-        "reward_memory_limit_mb",
+        "workers",
+        "memory_limit_mb",
         "policy",
         "rewards",
         "train",
@@ -155,7 +155,7 @@ def valid_value(rng: random.Random, hint: Any, name: str) -> Any:
 def config(rng: random.Random, cls: type) -> dict[str, Any]:
     """A mapping for a config class, occasionally with an unknown name."""
     fields = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in FIXED]
     chosen = rng.sample(names, rng.randrange(min(3, len(names)) + 1))
     found = {name: valid_value(rng, fields[name], name) for name in chosen}
     if rng.random() < 0.1:
@@ -208,9 +208,10 @@ def names_of(group: dict[str, Any]) -> Iterator[str]:
 
 def run_python(case: Case, folder: Path) -> None:
     """Construct everything and train."""
-    model = {"num_generations": 2, "sampling": {"max_new_tokens": 3}, "verify": False} | case.model
-    if isinstance(model["sampling"], dict):
-        model["sampling"] = {"max_new_tokens": 3} | model["sampling"]
+    model = {"num_generations": 2, "sampling": {}, "sharing": {}} | case.model
+    for name, default in {"sampling": {"max_new_tokens": 3}, "sharing": {"verify": False}}.items():
+        if isinstance(model[name], dict):
+            model[name] = default | model[name]
     if case.algorithm is Distillation:
         model["teacher"] = TinyPolicy(seed=1)
     module = case.algorithm(TinyPolicy(), share_of_letters, **model)

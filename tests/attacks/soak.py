@@ -63,7 +63,7 @@ def train(folder: Path, steps: int, tools: str | None = None) -> Memory:
     ]
     loggers = [CSVLogger(folder, name="soak"), TensorBoardLogger(folder, name="soak")]
     if tools is None:
-        module = make_module("grpo", length, reward_workers=1, reward_timeout=60.0)
+        module = make_module("grpo", length, reward_calls={"workers": 1, "timeout": 60.0})
     else:
         options = tool_options(tool_timeout=60.0, tool_workers=int(tools == "worker"))
         module = make_module("grpo", noisy_reward, **options)

@@ -26,19 +26,19 @@ def share_of_letters(completions: list[Any], **columns: Any) -> list[float]:
 def make_module(case: dict[str, Any], engine: Any) -> Any:
     """GRPO; without tools, every second token ends a rollout, so that ranks have different numbers of rounds."""
     has_tools = case["branching"]["points"] == "turn"
-    options: dict[str, Any] = {"tools": [double], **episode_ranks.LIMITS} if has_tools else {}
+    limits = episode_ranks.LIMITS if has_tools else {}
     register_chance_calls()
     return GRPO(
         ChancePolicy(eos_token_id=1),
         share_of_letters,
         num_generations=2,
-        branching=case["branching"],
+        episodes={"branching": case["branching"], **limits},
+        tools=[double] if has_tools else None,
         num_mini_batches=2,
         sampling=SamplingConfig(max_new_tokens=30 if has_tools else 8, stop_token_ids=STOPS if has_tools else HALF),
         optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-4),
         engine=engine,
-        verify=False,
-        **options,
+        sharing={"verify": False},
     )
 
 

@@ -26,7 +26,7 @@ from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.utilities.distributed import gather_plain, local_shard
 
 TIME_LIMIT = 100.0
-LIMITS = {"max_tool_calling_iterations": 3, "max_turn_tokens": 12, "max_episode_tokens": 100}
+LIMITS = {"max_tool_calling_iterations": 3, "max_turn_tokens": 12, "max_tokens": 100}
 
 
 class Record(Callback):
@@ -94,8 +94,8 @@ def make_module(case: dict[str, Any], engine: Any) -> Any:
         sampling=SamplingConfig(max_new_tokens=30, stop_token_ids=STOPS),
         optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-4),
         engine=engine,
-        verify=False,
-        **LIMITS,
+        sharing={"verify": False},
+        episodes=LIMITS,
     )
 
 

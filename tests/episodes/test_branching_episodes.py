@@ -9,11 +9,10 @@ from helpers.rollouts import WithoutCaches, check_tree, num_turns, plain_leaves,
 from pl_grouprl.algorithms import GRPO
 from pl_grouprl.data.encoding import EncodingOptions, encode_rows
 from pl_grouprl.data.rows import SourceRow
-from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.rollout import Branching, HFRolloutEngine
 from pl_grouprl.training.metrics import count_sampled
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.sampler import Episodes, Sampler
+from pl_grouprl.training.sampler import EpisodeOptions, Sampler, Tooling
 from pl_grouprl.types import SamplingConfig
 
 SAMPLING = SamplingConfig(max_new_tokens=40, stop_token_ids=STOPS)
@@ -30,20 +29,20 @@ def sample(options, engine=None, rows=3, **limits):
     """The policy, and trees of 2 roots each."""
     chance = ChancePolicy()
     run = PlainRun(chance.load(), chance.load_tokenizer())
-    episodes = Episodes(run, [double], None, EpisodeLimits(**{"max_turn_tokens": 12, **limits}))
-    sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
-    episodes.set_up({})
+    tooling = Tooling(run, [double], None, EpisodeOptions(**{"max_turn_tokens": 12, **limits}))
+    sampler = Sampler(run, engine or HFRolloutEngine(), tooling=tooling)
+    tooling.set_up({})
     prompts = encode_rows(
         [SourceRow(f"row {n}", row) for n, row in enumerate(chance_rows(rows))],
         run.tokenizer,
         EncodingOptions(),
-        chat=episodes.chat_options,
+        chat=tooling.chat_options,
     )
     try:
         branching = None if options is None else Branching(**options)
         return run, sampler.generate(prompts, SAMPLING, 2, seed=("test",), branching=branching)
     finally:
-        episodes.close()
+        tooling.close()
 
 
 def check_episodes(group):
@@ -86,7 +85,7 @@ def test_forks_are_independent_copies():
 
 
 def test_episodes_without_room_for_another_turn_do_not_fork():
-    _, groups = sample(BRANCHING, max_episode_tokens=30)
+    _, groups = sample(BRANCHING, max_tokens=30)
     for group in groups:
         check_episodes(group)
 
@@ -96,10 +95,11 @@ def test_episodes_without_room_for_another_turn_do_not_fork():
     [
         ({}, BRANCHING, "points='turn', without tools"),
         ({"tools": [double]}, {"points": "entropy"}, "points='entropy', with tools"),
-        ({"tools": [double], "rewritten_history": "new_row"}, BRANCHING, "rewritten_history='new_row'"),
+        ({"tools": [double], "history": "new_row"}, BRANCHING, "episodes.rewritten_history='new_row'"),
         ({"environment_factory": Tally}, BRANCHING, "with environment_factory"),
     ],
 )
 def test_refused(options, branching, words):
+    episodes = {"branching": branching, "rewritten_history": options.pop("history", "refuse")}
     with pytest.raises(ValueError, match=words):
-        GRPO(ChancePolicy(), lambda completions, **columns: [0.0], branching=branching, **options)
+        GRPO(ChancePolicy(), lambda completions, **columns: [0.0], episodes=episodes, **options)

@@ -141,7 +141,7 @@ def test_a_result_that_does_not_fit_is_not_encoded_whole(length, most, encoded, 
 
     runner = ToolRunner([meet])
     try:
-        loop = EpisodeLoop(Characters(), runner, EpisodeLimits(max_episode_tokens=most))
+        loop = EpisodeLoop(Characters(), runner, EpisodeLimits(max_tokens=most))
         sampler = Turns()
         sampler.is_concurrent = False
         prompt = Prompt([1], prompt=[{"role": "user", "content": "Hello."}], columns={})

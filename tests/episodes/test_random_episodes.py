@@ -71,7 +71,7 @@ def run_batch(seed: int, tokenizer: Any, policy: Any) -> Batch:
     rng = random.Random(seed)
     limits = {
         "max_turn_tokens": rng.choice((None, None, 400, 150)),
-        "max_episode_tokens": rng.choice((None, 2000, 600, 300)),
+        "max_tokens": rng.choice((None, 2000, 600, 300)),
         "max_tool_calling_iterations": rng.choice((None, None, 3, 1, 0)),
     }
     sampling = SamplingConfig(max_new_tokens=rng.choice((4000, 1000, 400)))
@@ -125,7 +125,7 @@ def check_tokens(group: RolloutGroup, rollout: Rollout, turns: Turns) -> None:
 def check_limits(rollout: Rollout, turns: Turns, batch: Batch) -> None:
     limits = batch.limits
     assert sum(mask_of(rollout)) <= batch.sampling.max_new_tokens
-    assert len(rollout.completion_ids) <= (limits["max_episode_tokens"] or 10**9)
+    assert len(rollout.completion_ids) <= (limits["max_tokens"] or 10**9)
     assert all(len(answer) <= (limits["max_turn_tokens"] or 10**9) for _, answer in turns)
     assert len(turns) <= 1 + min(limits["max_tool_calling_iterations"] or MOST_TURNS, MOST_TURNS)
     if limits["max_tool_calling_iterations"] == 0:

@@ -188,10 +188,10 @@ def test_a_model_samples_rows_that_it_can_score(policy, tokenizer):
 
 def test_what_is_refused(policy, tokenizer):
     for options, message in (
-        ({"rewritten_history": "refuse"}, r"prefix-preserving.*or set rewritten_history='new_row'"),
-        ({"rewritten_history": "rows"}, "rewritten_history is 'rows'"),
+        ({"rewritten_history": "refuse"}, r"prefix-preserving.*or set episodes.rewritten_history='new_row'"),
+        ({"rewritten_history": "rows"}, "episodes.rewritten_history is 'rows'"),
         ({"template": FORGETFUL.replace("+ message.content +", "+ '' +")}, "drops the result of a tool"),
-        ({"tools": []}, "rewritten_history is 'new_row'"),
+        ({"tools": []}, "episodes.rewritten_history is 'new_row'"),
     ):
         with pytest.raises(ValueError, match=message):
             sample(policy, tokenizer, **options)

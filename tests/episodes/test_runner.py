@@ -393,8 +393,8 @@ def test_a_fork_starts_its_own_threads(make):
 
 def test_options_out_of_range_are_refused():
     for timeout in (0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=f"tool_timeout is {timeout}"):
+        with pytest.raises(ValueError, match=rf"episodes.tool_timeout is {timeout}"):
             ToolRunner([multiply], timeout=timeout)
     for function, workers in ((multiply, -1), (async_multiply, 2)):
-        with pytest.raises(ValueError, match=f"tool_workers is {workers}"):
+        with pytest.raises(ValueError, match=rf"episodes.tool_workers is {workers}"):
             ToolRunner([function], workers=workers)

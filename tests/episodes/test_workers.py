@@ -171,9 +171,9 @@ def test_what_cannot_be_sent_is_refused(make):
         pass
 
     for arguments, error, message in (
-        (([local],), ValueError, "local.*tool_workers to 0"),
-        (([], Local), ValueError, "Local.*tool_workers to 0"),
-        (([tools.OnlyHere()],), RuntimeError, "not a number.*tool_workers to 0"),
+        (([local],), ValueError, "local.*episodes.tool_workers to 0"),
+        (([], Local), ValueError, "Local.*episodes.tool_workers to 0"),
+        (([tools.OnlyHere()],), RuntimeError, "not a number.*episodes.tool_workers to 0"),
     ):
         with pytest.raises(error, match=message):
             make(*arguments).open()

@@ -59,7 +59,7 @@ def test_an_episode_writes_no_more_than_the_run_allows():
 
 @pytest.mark.parametrize(
     ("limits", "options", "room"),
-    [(EpisodeLimits(max_episode_tokens=8), {}, 3), (EpisodeLimits(), {"max_model_len": 12}, 2)],
+    [(EpisodeLimits(max_tokens=8), {}, 3), (EpisodeLimits(), {"max_model_len": 12}, 2)],
 )
 def test_sequences_stay_within_limits(limits, options, room):
     requests = sampled(limits, **options)

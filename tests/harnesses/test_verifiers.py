@@ -48,8 +48,13 @@ def server():
 
 
 def module_of(policy, engine, **options):
-    options = {"sampling": SamplingConfig(max_new_tokens=8), "max_turn_tokens": 5, "num_generations": 4, **options}
-    return GRPO(policy, harness=Verifiers("letters"), engine=engine, optimizer={"learning_rate": 3e-2}, **options)
+    options = {
+        "sampling": SamplingConfig(max_new_tokens=8),
+        "episodes": {"harness": Verifiers("letters"), "max_turn_tokens": 5},
+        "num_generations": 4,
+        **options,
+    }
+    return GRPO(policy, engine=engine, optimizer={"learning_rate": 3e-2}, **options)
 
 
 class Kept(pl.Callback):
@@ -65,14 +70,14 @@ def fit(module, steps=2, **data):
     kept = Kept()
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(max_steps=steps, callbacks=[kept], enable_model_summary=False, **options)
-    trainer.fit(module, datamodule=PromptDataModule(train=module.harness, batch_size=2, **data))
+    trainer.fit(module, datamodule=PromptDataModule(train=module.episodes.harness, batch_size=2, **data))
     return kept
 
 
 def test_episodes_are_trained(tasks, policy, server):
     module = module_of(policy, ServedPolicy(server))
     kept = fit(module, steps=3)
-    assert module.harness._stage is None  # closed
+    assert module.episodes.harness._stage is None  # closed
     group = kept.groups[0][0]
     asked = [body["token_ids"] for body, _ in server.asked]
     for rollout in group.rollouts:
@@ -101,7 +106,7 @@ def test_failed_episodes_are_not_trained(tasks, policy, server):
     module = module_of(policy, ServedPolicy(server))
     with pytest.raises(RuntimeError, match="8 of 8 episodes failed"):
         fit(module)
-    assert module.harness._stage is None
+    assert module.episodes.harness._stage is None
 
 
 def test_other_weights_end_the_run(tasks, policy, server):
@@ -163,12 +168,12 @@ def test_prompts_of_another_source_are_refused(tasks, policy, server):
     [
         ({"engine": None}, "engine is HFRolloutEngine"),
         ({"sampling": SamplingConfig(stop=("x",))}, "SamplingConfig.stop is"),
-        ({"val_sampling": SamplingConfig(temperature=5.0)}, "SamplingConfig.temperature is 5.0"),
+        ({"evaluation": {"sampling": SamplingConfig(temperature=5.0)}}, "SamplingConfig.temperature is 5.0"),
         ({"max_staleness": 1}, "max_staleness is 1"),
         ({"tools": [print]}, "tools is .* with harness"),
-        ({"max_tool_calling_iterations": 2}, "max_tool_calling_iterations is 2"),
-        ({"chat_template": "qwen3"}, "chat_template"),
-        ({"branching": Branching(points="turn")}, "branching is set, .* with harness"),
+        ({"episodes": {"max_tool_calling_iterations": 2}}, "episodes.max_tool_calling_iterations is 2"),
+        ({"episodes": {"chat_template": "qwen3"}}, "chat_template"),
+        ({"episodes": {"branching": Branching(points="turn")}}, "branching is set, .* with harness"),
     ],
 )
 def test_what_does_not_go_with_a_harness_is_refused(tasks, policy, server, options, reason):

@@ -48,14 +48,14 @@ def noisy_reward(completions: Sequence[str], **columns: Any) -> list[float]:
 
 def make_module(algorithm: str = "group_ppo", reward: Any = noisy_reward, **options: Any) -> Any:
     """Two passes of two mini-batches over each batch of rollouts, and a coefficient that adapts."""
-    kl = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
+    kl = {"beta": 0.1, "kl": {"target": 0.01, "horizon": 100}}
     shared = {
         "num_generations": 4,
         "num_iterations": 2,
         "num_mini_batches": 2,
         "sampling": SamplingConfig(max_new_tokens=4),
         "optimizer": OptimizerConfig(1e-2, weight_decay=0.1, schedule="cosine"),
-        "verify": False,
+        "sharing": {"verify": False},
     }
     policy = ChancePolicy(eos_token_id=1) if "tools" in options else TinyPolicy()
     cls = {"grpo": GRPO, "group_ppo": GroupPPO}[algorithm]
@@ -65,7 +65,7 @@ def make_module(algorithm: str = "group_ppo", reward: Any = noisy_reward, **opti
 def tool_options(**options: Any) -> dict[str, Any]:
     """Options of `make_module` for episodes of up to four turns, with a tool and an environment."""
     register_chance_calls(name_of=add_or_double)
-    limits = {"max_tool_calling_iterations": 3, "max_turn_tokens": 10, "max_episode_tokens": 80}
+    limits = {"episodes": {"max_tool_calling_iterations": 3, "max_turn_tokens": 10, "max_tokens": 80}}
     sampling = SamplingConfig(max_new_tokens=24, stop_token_ids=STOPS)
     return {"tools": [double], "environment_factory": Tally, "sampling": sampling, **limits, **options}
 

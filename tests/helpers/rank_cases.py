@@ -51,7 +51,7 @@ def train(folder: Path, devices: int, cls: Any = GRPO, *, trainer: Options | Non
 
 # The gradient of one optimizer step, whose denominators are the step's however it is cut.
 
-COMMON: Options = {"beta": 0.1, "kl_type": "k1", "entropy_coef": 0.05}
+COMMON: Options = {"beta": 0.1, "kl": {"type": "k1"}, "entropy_coef": 0.05}
 PPO_OPTIONS: Options = COMMON | {"critic": PolicyCopyCritic(head_std=0.3), "gamma": 0.98, "critic_lam": 0.7}
 
 
@@ -71,10 +71,19 @@ CASES: dict[str, tuple[Any, Options]] = {
     "grpo seq-mean-token-mean": (GRPO, COMMON | {"loss_agg_mode": "seq-mean-token-mean", "scale_rewards": "batch"}),
     "dr_grpo": (GRPO, COMMON | {"loss_type": "dr_grpo"}),
     "gspo": (GRPO, COMMON | {"loss_type": "gspo"}),
-    "grpo truncated importance": (GRPO, {**COMMON, "importance_sampling": "token_truncate", "kl_type": "k3"}),
-    "reinforce_plus_plus": (GRPO, {**COMMON, "advantage_estimator": "reinforce_plus_plus", "kl_in": "reward"}),
+    "grpo truncated importance": (
+        GRPO,
+        {**COMMON, "importance_sampling": {"mode": "token_truncate"}, "kl": {"type": "k3"}},
+    ),
+    "reinforce_plus_plus": (
+        GRPO,
+        {**COMMON, "advantage_estimator": "reinforce_plus_plus", "kl": {"type": "k1", "place": "reward"}},
+    ),
     "ppo": (PPO, PPO_OPTIONS),
-    "ppo seq-mean-token-mean": (PPO, {**PPO_OPTIONS, "loss_agg_mode": "seq-mean-token-mean", "kl_in": "reward"}),
+    "ppo seq-mean-token-mean": (
+        PPO,
+        {**PPO_OPTIONS, "loss_agg_mode": "seq-mean-token-mean", "kl": {"type": "k1", "place": "reward"}},
+    ),
     "ppo lora": (PPO, {**PPO_OPTIONS, "critic": LoRACritic(r=4, head_std=0.3), "whiten_advantages": False}),
     "ppo shared, detached": (PPO, {**PPO_OPTIONS, "critic": SharedTrunkCritic(detach=True, head_std=0.3)}),
     "ppo shared": (PPO, {**PPO_OPTIONS, "critic": SharedTrunkCritic(head_std=0.3)}),  # cannot accumulate
@@ -88,7 +97,7 @@ ROW_CASES = {
         GRPO, {**COMMON, "loss_agg_mode": "seq-mean-token-mean", "rewards": [late_rewards, rewards_with_a_gap]},
     ),
     "grpo masked sequences": (
-        GRPO, {**COMMON, "loss_agg_mode": "token-mean", "importance_sampling": "sequence_mask"},
+        GRPO, {**COMMON, "loss_agg_mode": "token-mean", "importance_sampling": {"mode": "sequence_mask"}},
     ),
     "reinforce_plus_plus discounted": (
         GRPO, {**COMMON, "advantage_estimator": "reinforce_plus_plus", "advantage_options": {"gamma": 0.9}},
@@ -199,7 +208,7 @@ def letters_where_few(completion_ids, completions, prompts):
 
 
 BRANCHED: Options = {"engine": BranchingEngine(LogprobsEngine(), lambda prompt: 2 + sum(prompt) % 2)}
-KL: Options = {"beta": 0.5, "kl_in": "reward", "kl_type": "k1"}
+KL: Options = {"beta": 0.5, "kl": {"place": "reward", "type": "k1"}}
 ESTIMATORS: dict[str, Options] = {
     "grpo": {},
     "rloo": {"advantage_estimator": "rloo"},
@@ -220,9 +229,9 @@ ESTIMATORS: dict[str, Options] = {
     "process_reinforce": {"rewards": [letters_where_few, some], "advantage_estimator": "reinforce_plus_plus"},
     "kl": KL,
     "token_kl": {**KL, "advantage_estimator": "reinforce_plus_plus"},
-    "token_truncate": {"importance_sampling": "token_truncate", "importance_sampling_high": 1.2},
-    "sequence_mask": {"importance_sampling": "sequence_mask", "importance_sampling_low": 0.5},
-    "adaptive": {"beta": 0.5, "kl_target": 1.0, "kl_horizon": 50},
+    "token_truncate": {"importance_sampling": {"mode": "token_truncate", "high": 1.2}},
+    "sequence_mask": {"importance_sampling": {"mode": "sequence_mask", "low": 0.5}},
+    "adaptive": {"beta": 0.5, "kl": {"target": 1.0, "horizon": 50}},
 }  # fmt: skip
 REFUSED: dict[str, Options] = {
     "of_rollouts": {"rewards": [letters_where_few, some], "advantage_estimator": "rloo"},
@@ -263,12 +272,16 @@ def error_of(options: Options, folder: Path, devices: int) -> Options:
 
 DYNAMIC: dict[str, Options] = {
     "refill": {},
-    "one_rank_keeps_none": {"max_generation_batches": 1},
-    "batch_scale": {"max_generation_batches": 1, "scale_rewards": "batch"},
-    "pooled_baseline": {"max_generation_batches": 1, "advantage_estimator": "remax"},
-    "mini_batches": {"max_generation_batches": 1, "num_mini_batches": 2, "trainer": {"accumulate_grad_batches": 2}},
-    "nothing": {"max_generation_batches": 2},
-    "one_sampler_reports": {"max_generation_batches": 1},
+    "one_rank_keeps_none": {"guards": {"max_generation_batches": 1}},
+    "batch_scale": {"guards": {"max_generation_batches": 1}, "scale_rewards": "batch"},
+    "pooled_baseline": {"guards": {"max_generation_batches": 1}, "advantage_estimator": "remax"},
+    "mini_batches": {
+        "guards": {"max_generation_batches": 1},
+        "num_mini_batches": 2,
+        "trainer": {"accumulate_grad_batches": 2},
+    },
+    "nothing": {"guards": {"max_generation_batches": 2}},
+    "one_sampler_reports": {"guards": {"max_generation_batches": 1}},
 }
 
 
@@ -323,7 +336,7 @@ CRITICS = {
 SCALED: Options = {"loss_type": "grpo", "scale_rewards": "batch", "beta": 0.1}
 RUNS: dict[str, Options] = {
     "plain": SCALED,
-    "sequence parallel": {**SCALED, "sequence_parallel_size": 2, "max_tokens_per_micro_batch": 40},
+    "sequence parallel": {**SCALED, "sharing": {"sequence_parallel_size": 2}, "max_tokens_per_micro_batch": 40},
     "distilled": {"distillation_coef": 0.5, "gamma": 0.9, "scale_rewards": "batch"},
 }
 
@@ -338,7 +351,7 @@ def run_of(case: str, folder: Path, devices: int, resume: int | None = None) -> 
     saves = [] if resume else [saving(folder / case)]
     run = train(
         folder, devices, cls, steps=2, engine=ScriptedEngine(), optimizer=PLAIN, num_iterations=2,
-        sampling=SamplingConfig(max_new_tokens=8), val_num_generations=2, callbacks=saves,
+        sampling=SamplingConfig(max_new_tokens=8), evaluation={"num_generations": 2}, callbacks=saves,
         data=make_data(10, batch_size=5, val=True, val_size=5, val_batch_size=2, shuffle=False),
         trainer={"val_check_interval": 2, "num_sanity_val_steps": 0},
         resume=resume and folder / case / f"step={resume}.ckpt", **options,

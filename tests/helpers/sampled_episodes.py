@@ -9,10 +9,9 @@ from typing import Any
 
 from pl_grouprl.data.encoding import EncodingOptions, encode_rows
 from pl_grouprl.data.rows import SourceRow
-from pl_grouprl.episodes.loop import EpisodeLimits
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.training.sampler import Episodes, Sampler
+from pl_grouprl.training.sampler import EpisodeOptions, Sampler, Tooling
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 
 Rows = Sequence[dict[str, Any]]
@@ -27,13 +26,9 @@ def open_episodes(
     *,
     tools: Sequence[Callable[..., Any]] = (),
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-    tool_timeout: float | None = None,
-    tool_workers: int = 0,
-    rewritten_history: Any = "refuse",
     split_special_tokens: bool = True,
-    **limits: int | None,
+    **options: Any,
 ) -> Iterator[SampleRows]:
     """A function that samples: rows, `SamplingConfig`, number of generations and seed -> groups.
 
@@ -41,30 +36,28 @@ def open_episodes(
         policy: A transformers model.
         tokenizer: Its tokenizer.
         engine: None is an `HFRolloutEngine`.
-        limits: Those of `EpisodeLimits`.
+        options: Fields of `EpisodeOptions`.
 
     The other arguments are those of modules; `template_kwargs`, the data's `chat_template_kwargs`, and
     `split_special_tokens` are the data's.
     """
     run = PlainRun(policy, tokenizer)
-    options = {"chat_template": chat_template, "tool_timeout": tool_timeout, "tool_workers": tool_workers}
-    options |= {"rewritten_history": rewritten_history}
-    episodes = Episodes(run, list(tools), environment_factory, EpisodeLimits(**limits), **options)
-    sampler = Sampler(run, engine or HFRolloutEngine(), episodes=episodes.loop)
-    episodes.set_up(template_kwargs or {}, split_special_tokens)
+    tooling = Tooling(run, list(tools), environment_factory, EpisodeOptions(**options))
+    sampler = Sampler(run, engine or HFRolloutEngine(), tooling=tooling)
+    tooling.set_up(template_kwargs or {}, split_special_tokens)
 
     def sample(rows: Rows, sampling: SamplingConfig, num_generations: int, seed: int = 0) -> list[RolloutGroup]:
         numbered = [SourceRow(f"row {number}", dict(row)) for number, row in enumerate(rows)]
         encoding = EncodingOptions(
             chat_template_kwargs=template_kwargs or {}, split_special_tokens=split_special_tokens
         )
-        prompts = encode_rows(numbered, tokenizer, encoding, chat=episodes.chat_options)
+        prompts = encode_rows(numbered, tokenizer, encoding, chat=tooling.chat_options)
         return sampler.generate(prompts, sampling, num_generations, seed=("test", seed))
 
     try:
         yield sample
     finally:
-        episodes.close()
+        tooling.close()
 
 
 def prompt_of(group: RolloutGroup, rollout: Rollout) -> list[int]:

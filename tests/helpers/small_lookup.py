@@ -13,7 +13,7 @@ model:
         cache_dir: {folder}/cache
         progress_bar: false
     num_generations: 4
-    val_num_generations: 1
+    evaluation: {{num_generations: 1}}
 data:
   init_args: {{batch_size: 4, val_batch_size: 8, val: {{init_args: {{val_size: 8}}}}}}
 trainer: {{max_steps: 3, val_check_interval: 3, enable_progress_bar: false}}

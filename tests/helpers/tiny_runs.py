@@ -18,7 +18,11 @@ from pl_grouprl.types import Rollout, SamplingConfig
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 PLAIN = OptimizerConfig(learning_rate=1.0, eps=1.0)
 """With so large an eps a step of AdamW is nearly the gradient itself."""
-AHEAD: dict[str, Any] = {"max_staleness": 1, "importance_sampling": "token_truncate"}
+PARTS = (
+    *("sharing", "episodes", "evaluation", "reward_calls", "kl", "importance_sampling", "guards", "policy_loss"),
+    *("data", "trainer"),
+)
+AHEAD: dict[str, Any] = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}
 
 
 class TinyPolicy:
@@ -212,15 +216,26 @@ def constant(value: Any) -> Any:
     return lambda completions, **columns: [value] * len(completions)
 
 
+def merged(*options: dict[str, Any]) -> dict[str, Any]:
+    """Options together; those of one part, such as `sharing`, are merged too, and later ones win."""
+    whole: dict[str, Any] = {}
+    for some in options:
+        for name, value in some.items():
+            before = whole.get(name)
+            both = name in PARTS and isinstance(before, dict) and isinstance(value, dict)
+            whole[name] = before | value if both else value
+    return whole
+
+
 def make_module(cls: Any = GRPO, policy: Any = None, rewards: Any = share_of_letters, **kwargs: Any) -> Any:
     longest = 14 if getattr(kwargs.get("engine"), "varies_num_generations", False) else 5
     defaults = {
         "num_generations": 4,
         "sampling": SamplingConfig(max_new_tokens=longest),
         "optimizer": OptimizerConfig(learning_rate=1e-2),
-        "verify": False,
+        "sharing": {"verify": False},
     }
-    return cls(policy or TinyPolicy(), rewards, **{**defaults, **kwargs})
+    return cls(policy or TinyPolicy(), rewards, **merged(defaults, kwargs))
 
 
 def make_data(

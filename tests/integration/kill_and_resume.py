@@ -79,7 +79,7 @@ class Variant:
 
     def make_module(self) -> Any:
         """The module to train."""
-        options = {"max_staleness": 1, "importance_sampling": "token_truncate"} if self.ahead else {}
+        options = {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}} if self.ahead else {}
         return make_module(self.algorithm, **(tool_options(**options) if self.tools else options))
 
     def __str__(self) -> str:

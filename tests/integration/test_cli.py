@@ -31,7 +31,7 @@ model:
         cache_dir: %(folder)s/cache
         progress_bar: false
     num_generations: 4
-    val_num_generations: 2
+    evaluation: {{num_generations: 2}}
     sampling: {{max_new_tokens: 4}}
 data:
   init_args:
@@ -205,7 +205,7 @@ def test_a_file_is_tested_with_the_last_checkpoint_and_more_rollouts(run, small,
     rows = [{"prompt": "1223", "answer": "two"}, {"prompt": "4445", "answer": "four", "data_source": "fours"}]
     (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--ckpt_path", "last", "--data.init_args.test", str(tmp_path / "file.jsonl")]
-    main(["test", *small, *options, "--model.init_args.val_num_generations", "8"])
+    main(["test", *small, *options, "--model.init_args.evaluation.num_generations", "8"])
     shown = capsys.readouterr().out
     metrics = ("mean@8", "maj@8", *(f"pass@{k}" for k in (1, 2, 4, 8)))
     assert all(f"test/{source}/{metric}" in shown for source in ("default", "fours") for metric in metrics)
@@ -260,7 +260,7 @@ def test_config_names_are_found_below_the_working_directory_first(tmp_path, monk
 def test_parity_of_a_run_and_of_a_folder(run, small, capsys, monkeypatch):
     from pl_grouprl.checks import ParityReport
 
-    main(["parity", *small, "--model.init_args.attention_backend", "reference"])
+    main(["parity", *small, "--model.init_args.sharing.backend", "reference"])
     assert re.search(r"whole model +\d+ +reference", capsys.readouterr().out)
     main(["parity", *small, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")])
     main(["parity", "--config", str(run / "config.yaml")])  # as a run has saved it

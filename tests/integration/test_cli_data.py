@@ -22,7 +22,7 @@ model:
     num_generations: 2
     num_mini_batches: 2
     sampling: {{max_new_tokens: 4}}
-    verify: false
+    sharing: {{verify: false}}
 data:
   init_args:
     train: %(folder)s/train.jsonl

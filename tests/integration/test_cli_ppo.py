@@ -24,12 +24,10 @@ model:
     num_generations: 4
     num_mini_batches: 2
     sampling: {{max_new_tokens: 6}}
-    verify: true
-    policy_loss: ppo
-    policy_loss_options: {{epsilon: 0.1, epsilon_high: 0.3}}
-    kl_in: reward
+    sharing: {{verify: true}}
+    policy_loss: {{name: ppo, epsilon: 0.1, epsilon_high: 0.3}}
+    kl: {{place: reward, target: 1.0}}
     beta: 0.01
-    kl_target: 1.0
     critic:
       class_path: pl_grouprl.models.PolicyCopyCritic
       init_args: {{head_std: 0.05, seed: 3}}
@@ -38,7 +36,7 @@ model:
     lam: 0.9
     cliprange_value: 0.3
     dynamic_sampling: true
-    max_generation_batches: 2
+    guards: {{max_generation_batches: 2}}
 data:
   class_path: pl_grouprl.PromptDataModule
   init_args: {{train: {TASK}, val: {TASK}, test: {TASK}, batch_size: 4, val_batch_size: 4}}
@@ -107,9 +105,9 @@ def test_the_printed_config_has_what_was_set_and_is_a_config(configurations, nam
     critic = options["critic_optimizer"]
     assert (critic["learning_rate"], critic["max_grad_norm"]) == (2e-3, 0.5)
     assert options["optimizer"]["learning_rate"] == 1e-3
-    assert options["policy_loss_options"] == {"epsilon": 0.1, "epsilon_high": 0.3}
+    assert options["policy_loss"] == {"name": "ppo", "epsilon": 0.1, "epsilon_high": 0.3}
     assert (options["lam"], options["gamma"], options["critic_lam"]) == (0.9, 1.0, None)
-    assert (options["kl_in"], options["kl_target"], options["kl_horizon"]) == ("reward", 1.0, None)
+    assert options["kl"] == {"type": "k3", "place": "reward", "target": 1.0, "horizon": None}
     assert ("score_norm" in options) == (name == "GroupPPO")
 
 
@@ -145,7 +143,7 @@ def test_a_critic_by_path_and_by_default(configurations, capsys):
         ("group_max_size", "4"),  # GROUP PPO's, not PPO's
         ("advantage_estimator", "rloo"),
         ("critic_optimizer.momentum", "0.5"),
-        ("kl_in", "advantage"),
+        ("kl.place", "advantage"),
     ],
 )
 def test_unknown_options_are_usage_errors(configurations, capsys, option, value):
@@ -156,7 +154,7 @@ def test_unknown_options_are_usage_errors(configurations, capsys, option, value)
 @pytest.mark.parametrize("name", ["PPO", "GroupPPO", "GRPO"])
 def test_help_of_a_module_lists_its_options(capsys, name):
     shown = printed(capsys, "fit", f"--model.help=pl_grouprl.{name}")
-    common = ["policy_loss_options", "kl_target", "importance_sampling", "dynamic_sampling", "beta", "num_generations"]
+    common = ["policy_loss", "kl.target", "importance_sampling.mode", "dynamic_sampling", "beta", "num_generations"]
     own = {
         "PPO": ["critic_optimizer", "cliprange_value", "bootstrap_truncated", "lam_alpha"],
         "GroupPPO": ["critic_optimizer", "group_variance_threshold", "target_compression", "boundary_at_turn_ends"],

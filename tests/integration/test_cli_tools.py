@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from pl_grouprl.cli import main
-from pl_grouprl.training.sampler import Episodes
+from pl_grouprl.training.sampler import Tooling
 
 TOOLS = '''
 def add(a: int, b: int) -> int:
@@ -44,21 +44,21 @@ class Stop(BaseException):
 
 @pytest.fixture
 def built(tmp_path, monkeypatch):
-    """Build the module of a configuration; returns its `Episodes`."""
+    """Build the module of a configuration; returns its `Tooling`."""
     (tmp_path / "yaml_tools.py").write_text(TOOLS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     found = []
-    with_rewards = Episodes.with_rewards
+    with_rewards = Tooling.with_rewards
 
     def stop(self, rewards):
         found.append((self, with_rewards(self, rewards)))
         raise Stop
 
-    monkeypatch.setattr(Episodes, "with_rewards", stop)
+    monkeypatch.setattr(Tooling, "with_rewards", stop)
 
     def build(**options):
-        init_args = {"policy": "none", "chat_template": "qwen3", **options}
+        init_args = {"policy": "none", "episodes": {"chat_template": "qwen3"}, **options}
         config = {"model": {"class_path": "pl_grouprl.GRPO", "init_args": init_args}, "data": DATA}
         Path("run.yaml").write_text(yaml.safe_dump(config))
         with pytest.raises(Stop):

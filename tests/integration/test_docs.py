@@ -212,8 +212,9 @@ def test_metrics_of_the_table_are_those_that_a_run_logs(tmp_path):
     architecture |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     policy = WarmStartedPolicy(task, architecture, steps=0, cache_dir=str(tmp_path), progress_bar=False)
     module = GRPO(
-        policy, [LeadingCorrectCharacters(), graded], num_generations=2, num_iterations=2, val_num_generations=2,
-        sampling=SamplingConfig(max_new_tokens=4), beta=0.1, delta=3.0,
+        policy, [LeadingCorrectCharacters(), graded], num_generations=2, num_iterations=2,
+        evaluation={"num_generations": 2}, sampling=SamplingConfig(max_new_tokens=4), beta=0.1,
+        policy_loss={"delta": 3.0},
     )  # fmt: skip
     names = Names()
     trainer = Trainer(

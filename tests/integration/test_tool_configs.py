@@ -84,7 +84,7 @@ def write_gsm8k(folder):
 def test_the_qwen3_run_on_a_tiny_model(tmp_path):
     save_tiny_qwen(tmp_path / "tiny")
     write_gsm8k(tmp_path)
-    shorter = ["--model.init_args.max_turn_tokens", "6", "--model.init_args.max_episode_tokens", "40"]
+    shorter = ["--model.init_args.episodes.max_turn_tokens", "6", "--model.init_args.episodes.max_tokens", "40"]
     metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN, *shorter)
     assert metrics["val/rewards/correct/mean"].keys() == {1, 2}
     assert metrics["episode/turns"] == {1: 1, 2: 1}  # a random model never writes a call
@@ -120,7 +120,8 @@ def test_the_configurations_of_both_runs_agree_with_their_relatives():
 def test_the_branching_run_differs_from_the_lookup_run_only_where_it_says_so():
     configs = Path(__file__).resolve().parents[2] / "configs"
     tree, tools = (yaml.safe_load((configs / f"grpo_{name}.yaml").read_text()) for name in ("tree", "tools"))
-    for name in ("branching", "advantage_estimator", "advantage_options", "loss_agg_mode", "num_generations", "tools"):
+    del tree["model"]["init_args"]["episodes"]["branching"]
+    for name in ("advantage_estimator", "advantage_options", "loss_agg_mode", "num_generations", "tools"):
         del tree["model"]["init_args"][name]
     for name in ("environment_factory", "num_generations"):
         del tools["model"]["init_args"][name]

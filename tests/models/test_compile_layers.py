@@ -115,8 +115,11 @@ def test_grpo_with_shared_prefixes(folder, graphs, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        ({}, {"num_iterations": 2, "sharing": "repeated"}),
-        ({"adapter": LoRAAdapter(r=4), "gradient_checkpointing": True}, {"verify": False}),  # adapter on and off
+        ({}, {"num_iterations": 2, "sharing": {"mode": "repeated"}}),
+        (
+            {"adapter": LoRAAdapter(r=4), "gradient_checkpointing": True},
+            {"sharing": {"verify": False}},
+        ),  # adapter on and off
     ],
     ids=["repeated prefixes", "an adapter"],
 )

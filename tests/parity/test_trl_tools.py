@@ -49,7 +49,7 @@ def run_ours(case: ToolCase) -> dict[str, Any]:
         template_kwargs=case.template_kwargs,
         split_special_tokens=False,  # TRL encodes control tokens in text as such
         max_tool_calling_iterations=case.max_tool_calling_iterations,
-        max_episode_tokens=case.max_completion_length,
+        max_tokens=case.max_completion_length,
     ) as sample:
         groups = sample(case.rows, SamplingConfig(max_new_tokens=case.max_completion_length), case.num_generations)
     seen: dict[str, Any] = {}

@@ -37,10 +37,10 @@ def train_a_step(case: ToolCase, folder: Path) -> tuple[Any, dict[str, float]]:
         sampling=SamplingConfig(max_new_tokens=case.max_completion_length),
         engine=ScriptedEngine(lambda prompt_ids, index, turn: answers[index][turn]),
         optimizer=OptimizerConfig(learning_rate=0.0),
-        verify=False,
+        sharing={"verify": False},
         tools=list(case.tools) or None,
         environment_factory=case.environment_factory,
-        chat_template="qwen3",
+        episodes={"chat_template": "qwen3"},
     )
     owns_data = not any(case.rows)
     rows = None if owns_data else list(case.rows)

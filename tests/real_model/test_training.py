@@ -38,8 +38,7 @@ def train(kind, sharing, converted, folder):
         num_generations=4,
         sampling=SamplingConfig(max_new_tokens=12, temperature=1.5),  # so that rollouts of the question differ
         optimizer=OptimizerConfig(learning_rate=1e-5),
-        sharing=sharing,
-        verify=False,
+        sharing={"mode": sharing, "verify": False},
         **options,
     )
     steps, exports = Steps(), [ExportPolicy(folder=str(folder / "policy"))] if sharing == "shared" else []

@@ -69,7 +69,7 @@ def test_one_that_blocks_is_named_and_the_others_go_on(gate, caplog):
     assert [rollout.rewards["patient"] for rollout in group.rollouts] == [2.0, 2.0]
     assert group.rollouts[1].rewards["blocks"] is None
     assert "'blocks' blocks its event loop" in caplog.text
-    assert "'blocks' took longer than reward_timeout=0.3 seconds and blocked its event loop" in caplog.text
+    assert "'blocks' took longer than reward_calls.timeout=0.3 seconds and blocked its event loop" in caplog.text
     group = group_of("fine")  # on a fresh loop
     assert in_thread(apply_rewards, [group], rewards, timeout=0.3)["rewards/blocks/mean"] == 1.0
     assert len(loops()) == 2
@@ -83,7 +83,7 @@ def test_it_ends_the_run_where_too_much_failed(gate, make_workers, in_workers):
     limit = {"workers": make_workers(function, timeout=0.2)} if in_workers else {"timeout": 0.2}
     error = in_thread(apply_rewards, [group_of("block")], function, **limit)
     assert isinstance(error, RuntimeError)
-    assert "'blocks' took longer than reward_timeout=0.2 seconds and blocked its event loop" in str(error)
+    assert "'blocks' took longer than reward_calls.timeout=0.2 seconds and blocked its event loop" in str(error)
 
 
 def test_a_task_of_the_function_that_blocks_is_named_too(gate):

@@ -48,11 +48,11 @@ def test_memory_beyond_the_limit_is_named_and_given_back(make_workers, tmp_path,
     reward = Hostile(tmp_path, ["keep_all_memory"])
     workers = make_workers(reward, memory_limit_mb=MEMORY)
     assert grade(reward, ["aa", "b"], workers) == ([None, 1.0], 1.0)
-    assert f"'Hostile' raised MemoryError:  (reward_memory_limit_mb={MEMORY})" in caplog.text
+    assert f"'Hostile' raised MemoryError:  (reward_calls.memory_limit_mb={MEMORY})" in caplog.text
     (worker,) = workers.process_ids
     assert worker != int((tmp_path / "keep_all_memory").read_text())
 
 
 def test_memory_that_a_start_needs_beyond_the_limit_is_named(make_workers):
-    with pytest.raises(RewardConfigurationError, match=rf"reward_memory_limit_mb={MEMORY} \(MemoryError"):
+    with pytest.raises(RewardConfigurationError, match=rf"reward_calls.memory_limit_mb={MEMORY} \(MemoryError"):
         make_workers(Heavy(), memory_limit_mb=MEMORY)

@@ -73,7 +73,7 @@ def test_a_hang_is_killed_with_its_children_and_its_rollout_masked(make_workers,
     metrics = apply_rewards([group], functions.hangs_with_a_child, workers=workers)
     assert rewards_of(group) == [1.0, None, 1.0]
     assert metrics["rewards/hangs_with_a_child/invalid"] == 1.0
-    assert "'hangs_with_a_child' took longer than reward_timeout=1.0 seconds. 1 of 3 rollouts" in caplog.text
+    assert "'hangs_with_a_child' took longer than reward_calls.timeout=1.0 seconds. 1 of 3 rollouts" in caplog.text
     worker, child = map(int, (tmp_path / "ids").read_text().split())
     assert worker == before
     assert workers.process_ids != [before]
@@ -148,13 +148,13 @@ def local():
     ("function", "options", "message"),
     [
         (local(), {}, "'local' cannot be sent to a worker"),
-        (functions.patient, {}, r"reward_workers is 1, but each of \['patient'\]"),
+        (functions.patient, {}, r"reward_calls.workers is 1, but each of \['patient'\]"),
         (functions.OnlyHere(), {}, r"'OnlyHere' could not be loaded in a worker .*ValueError"),
         (functions.NeedsAKey(), {}, "NeedsAKey needs a key"),
-        (functions.length, {"timeout": 0}, "reward_timeout is 0"),
-        (functions.length, {"timeout": math.nan}, "reward_timeout is nan"),
-        (functions.length, {"count": 0}, "reward_workers is 0"),
-        (functions.length, {"memory_limit_mb": 0}, "reward_memory_limit_mb is 0"),
+        (functions.length, {"timeout": 0}, "reward_calls.timeout is 0"),
+        (functions.length, {"timeout": math.nan}, "reward_calls.timeout is nan"),
+        (functions.length, {"count": 0}, "reward_calls.workers is 0"),
+        (functions.length, {"memory_limit_mb": 0}, "reward_calls.memory_limit_mb is 0"),
     ],
 )
 def test_what_cannot_run_in_workers_is_refused_when_they_are_made(make_workers, function, options, message):

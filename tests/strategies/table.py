@@ -101,7 +101,10 @@ class Result:
 def table_rows(num_gpus: int) -> list[Row]:
     """All rows; those of the GPU use at most two, and one where there is no more."""
     # The budget is one of each rank, and a row has two.
-    ulysses = {"max_tokens_per_micro_batch": CUT["max_tokens_per_micro_batch"] // 2, "sequence_parallel_size": 2}
+    ulysses = {
+        "max_tokens_per_micro_batch": CUT["max_tokens_per_micro_batch"] // 2,
+        "sharing": {"sequence_parallel_size": 2},
+    }
     rows = []
     for algorithm in ALGORITHMS:
         rows += [

@@ -73,10 +73,10 @@ def make_module(algorithm: str, **options: Any) -> LightningModule:
         "num_generations": 6,
         "num_mini_batches": 2,
         "sampling": SamplingConfig(max_new_tokens=8),
-        "val_num_generations": 2,
+        "evaluation": {"num_generations": 2},
         "beta": 0.05,
         "optimizer": OptimizerConfig(learning_rate=1e-2, eps=1e-4),
-        "verify": False,
+        "sharing": {"verify": False},
     }
     if algorithm == "GRPO tools":
         return GRPO(ChancePolicy(eos_token_id=1), **{**defaults, **episode_options(), **options})
@@ -93,9 +93,7 @@ def episode_options() -> dict[str, Any]:
         "rewards": None,
         "tools": [double],
         "environment_factory": Tally,
-        "max_tool_calling_iterations": 3,
-        "max_turn_tokens": 10,
-        "max_episode_tokens": 60,
+        "episodes": {"max_tool_calling_iterations": 3, "max_turn_tokens": 10, "max_tokens": 60},
         "sampling": SamplingConfig(max_new_tokens=24, stop_token_ids=STOPS),
     }
 

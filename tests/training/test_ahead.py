@@ -652,7 +652,7 @@ def test_a_resumed_run_has_what_was_sampled_and_samples_the_rest(fit_in_flight, 
     assert after.steps[0]["rollout/staleness/max"] == 1
     assert after.steps[1]["rollout/staleness/max"] == 2
     with caplog.at_level("INFO"):
-        fit_in_flight(InFlightEngine(), k=0, resume=1, steps=2, allow_changed=["max_staleness"])
+        fit_in_flight(InFlightEngine(), k=0, resume=1, steps=2, guards={"allow_changed": ["max_staleness"]})
     assert "groups of rollouts that were sampled ahead. They are left out, because max_staleness is 0" in caplog.text
 
 
@@ -717,7 +717,9 @@ def test_groups_sampled_ahead_after_a_resume(fit_in_flight, caplog):
     with pytest.raises(WeightsMismatchError, match="its log-probabilities differ from the policy's"):
         fit_in_flight(Wrong(), resume=1)  # compared though they are of older weights
     with caplog.at_level("INFO"):
-        run = fit_in_flight(InFlightEngine(), resume=1, num_generations=2, allow_changed=["num_generations"])
+        run = fit_in_flight(
+            InFlightEngine(), resume=1, num_generations=2, guards={"allow_changed": ["num_generations"]}
+        )
     assert "4 groups of rollouts sampled ahead are sampled again, because num_generations changed" in caplog.text
     assert {len(group.rollouts) for groups in run.groups for group in groups} == {2}
     assert run.steps[0]["rollout/staleness/max"] == 0

@@ -22,6 +22,7 @@ from helpers.tiny_runs import (
     make_data,
     make_module,
     make_trainer,
+    merged,
     same,
     share_of_letters,
 )
@@ -56,16 +57,22 @@ CPU = torch.device("cpu")
 
 # Runs that are resumed, at whatever step, end where the undisturbed one did. Other files have those of their parts.
 
-KL = {"beta": 0.1, "kl_target": 0.01, "kl_horizon": 100}
+KL = {"beta": 0.1, "kl": {"target": 0.01, "horizon": 100}}
 PASSES = {  # an epoch has 2 batches of rollouts; each serves 2 passes of 2 mini-batches
     "steps": 9, "data": {"train_size": 8}, "num_iterations": 2, "num_mini_batches": 2,
     "optimizer": OptimizerConfig(1e-2, weight_decay=0.1), "critic_optimizer": OptimizerConfig(3e-2, schedule="cosine"),
 }  # fmt: skip
 RUNS = {
     "grpo": (GRPO, {**PASSES, "beta": 0.1}),
-    "ppo, copy, KL in the reward": (PPO, {**PASSES, **KL, "critic": PolicyCopyCritic(head_std=0.1), "kl_in": "reward"}),
+    "ppo, copy, KL in the reward": (
+        PPO,
+        merged(PASSES, KL, {"critic": PolicyCopyCritic(head_std=0.1), "kl": {"place": "reward"}}),
+    ),
     "ppo, shared trunk, KL in the loss": (PPO, {**PASSES, **KL, "critic": SharedTrunkCritic(head_std=0.1)}),
-    "group_ppo, lora": (GroupPPO, {**PASSES, **KL, "critic": LoRACritic(r=4, head_std=0.1), "kl_in": "reward"}),
+    "group_ppo, lora": (
+        GroupPPO,
+        merged(PASSES, KL, {"critic": LoRACritic(r=4, head_std=0.1), "kl": {"place": "reward"}}),
+    ),
     "group_ppo, sketch, warm-up": (GroupPPO, {**PASSES, "score_norm": "sketch", "critic_warmup_steps": 3}),
 }
 RUNS["grpo"][1].pop("critic_optimizer")
@@ -109,7 +116,7 @@ def test_a_fixed_coefficient_and_a_fixed_threshold_are_the_options(fit):
     assert same(first.module.token_groups, fit(GroupPPO, steps=2, resume=1, **options).module.token_groups)
     fit(GroupPPO, steps=4, save=True, **options)
     other = {"beta": 0.3, "adaptive_threshold": False, "group_variance_threshold": 2.5}
-    module = fit(GroupPPO, steps=5, resume=4, **options | other, allow_changed=list(other)).module
+    module = fit(GroupPPO, steps=5, resume=4, **options | other, guards={"allow_changed": list(other)}).module
     assert (module.beta, module.token_group_threshold) == (0.3, 2.5)
 
 
@@ -425,10 +432,10 @@ CHANGES = {
         "rewards.share_of_letters.weight", "2.0",
     ),
     "argument under another name": ({"rewards": Near(3)}, {"rewards": Near(4)}, "rewards.Near.wanted", "4"),
-    "kl_target": (KL, KL | {"kl_target": 0.02}, "kl_target", "0.02"),
-    "policy_loss_options": (
-        {"policy_loss": "clip_cov"}, {"policy_loss": "clip_cov", "policy_loss_options": {"clip_cov_lb": 2.0}},
-        "policy_loss_options", "['clip_cov_lb']",
+    "kl.target": (KL, merged(KL, {"kl": {"target": 0.02}}), "kl.target", "0.02"),
+    "policy_loss": (
+        {"policy_loss": "clip_cov"}, {"policy_loss": {"name": "clip_cov", "clip_cov_lb": 2.0}},
+        "policy_loss", "['clip_cov_lb', 'name']",
     ),
     "top_p": ({}, {"sampling": SamplingConfig(max_new_tokens=5, top_p=0.9)}, "sampling.top_p", "0.9"),
     "clipping": (
@@ -476,7 +483,7 @@ def test_other_rows_are_warned_of_unless_allowed(saved, resume):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The run continues")
         resume(data=rows())
-        resume(data=rows(seed=1), allow_changed=["data"])
+        resume(data=rows(seed=1), guards={"allow_changed": ["data"]})
     resume(data=rows(max_prompt_length=500))
 
 
@@ -488,13 +495,11 @@ def test_a_checkpoint_of_a_validation_knows_no_training_data(make_module, make_t
 
 
 FREE = {
-    "reward_workers": 1,
-    "max_failed_share": 0.9,
+    "reward_calls": {"workers": 1, "max_failed_share": 0.9},
     "max_tokens_per_micro_batch": 64,
-    "attention_backend": "reference",
-    "sharing": "repeated",
-    "val_num_generations": 2,
-    "max_nonfinite_steps": 3,
+    "sharing": {"backend": "reference", "mode": "repeated"},
+    "evaluation": {"num_generations": 2},
+    "guards": {"max_nonfinite_steps": 3},
 }
 
 
@@ -511,12 +516,12 @@ def test_allowed_changes_are_logged_once_with_both_values(saved, resume, caplog)
     saved(**KL)
     sampling = SamplingConfig(max_new_tokens=4, temperature=0.7)
     with pytest.warns(UserWarning, match="sampling.max_new_tokens"):
-        resume(**KL, sampling=sampling, allow_changed=["sampling.temperature"])
+        resume(**KL, sampling=sampling, guards={"allow_changed": ["sampling.temperature"]})
     changes = {**KL, "beta": 10.0, "entropy_coef": 0.1, "sampling": sampling}
     caplog.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The run continues")
-        run = resume(**changes, allow_changed=["beta", "entropy_coef", "sampling"])
+        run = resume(**changes, guards={"allow_changed": ["beta", "entropy_coef", "sampling"]})
     # An allowed start of what adapts takes effect: the coefficient of the checkpoint was near 0.1.
     assert run.module.beta == pytest.approx(10.0, rel=0.05)
     (told,) = (record.message for record in caplog.records if "other options" in record.message)
@@ -527,14 +532,16 @@ def test_allowed_changes_are_logged_once_with_both_values(saved, resume, caplog)
         ["sampling.max_new_tokens", "5", "4"], ["sampling.temperature", "1.0", "0.7"],
     ]  # fmt: skip
     saved(GroupPPO)
-    module = resume(GroupPPO, group_variance_threshold=9.0, allow_changed=["group_variance_threshold"]).module
+    module = resume(
+        GroupPPO, group_variance_threshold=9.0, guards={"allow_changed": ["group_variance_threshold"]}
+    ).module
     assert module.threshold_controller.threshold == pytest.approx(9.0, rel=0.05)  # by default it begins at 4
 
 
 def test_what_continuing_would_be_wrong_with_is_refused(saved, resume, fit):
     saved(beta=0.1)
     with pytest.raises(ValueError, match=r"optimizer.learning_rate is 0.001 \(was 0.01\)"):
-        resume(beta=0.1, optimizer=OptimizerConfig(1e-3), allow_changed=["optimizer"])
+        resume(beta=0.1, optimizer=OptimizerConfig(1e-3), guards={"allow_changed": ["optimizer"]})
     with pytest.raises(ValueError, match="is a different model"):
         resume(beta=0.1, policy=TinyPolicy(seed=5))
 
@@ -592,7 +599,7 @@ def test_a_folder_with_checkpoints_of_another_objective_is_refused(fit, tmp_path
     changed = Weighted(share_of_letters, 2.0)
     with pytest.raises(ValueError, match=r"rewards.share_of_letters.weight is 2.0 \(was 1.0\)"):
         save(rewards=changed)
-    save(rewards=changed, allow_changed=["rewards"])
+    save(rewards=changed, guards={"allow_changed": ["rewards"]})
 
 
 def weighted(weight):
@@ -909,7 +916,7 @@ def test_load_from_checkpoint_builds_the_module(fit, tmp_path, written):
 def test_predictions_are_the_sampled_groups(make_module, make_trainer, make_data, split, written):
     path, task = written(GRPO), MostFrequentDigit(prompt_length=20, val_size=4, test_size=4)
     data = PromptDataModule(val=task, test=task if split == "test" else None)
-    module = make_module(val_num_generations=3, rewards=refuses, reward_workers=1)
+    module = make_module(evaluation={"num_generations": 3}, rewards=refuses, reward_calls={"workers": 1})
     (groups,), (again,) = (make_trainer().predict(module, data, ckpt_path=path) for _ in range(2))
     assert [group.prompt_ids for group in groups] == [prompt.token_ids for prompt in data.prompts[split]]
     rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -74,7 +74,7 @@ def test_prompts_that_are_too_long_are_found_at_setup(fit, make_module, make_tra
         fit(engine=NothingSampled(), data=data)
     for method, split in (("fit", "val"), ("validate", "val"), ("test", "test")):
         data = PromptDataModule(file("x.jsonl", 4, 4), batch_size=2, **{split: file("y.jsonl", 4, 50)})
-        module = make_module(engine=NothingSampled(), val_sampling=SamplingConfig(max_new_tokens=15))
+        module = make_module(engine=NothingSampled(), evaluation={"sampling": SamplingConfig(max_new_tokens=15)})
         with pytest.raises(ValueError, match=rf"y\.jsonl, line 2: .* 50 tokens, which with 15 .* of `{split}`"):
             getattr(make_trainer(max_steps=1), method)(module, datamodule=data)
 
@@ -122,9 +122,12 @@ def test_counts_of_the_data_are_metrics_of_the_run(fit, file, capsys):
     [
         ({"max_tokens_per_micro_batch": 19}, "is 19 .*, but a prompt of the training data has 20"),
         ({"max_tokens_per_micro_batch": 30, "sampling": SamplingConfig(max_new_tokens=31)}, "is 30 .* may have .* 31"),
-        ({"max_tokens_per_micro_batch": 24, "sharing": "repeated"}, "is 24 .*, but a prompt with its rollout .* 25"),
+        (
+            {"max_tokens_per_micro_batch": 24, "sharing": {"mode": "repeated"}},
+            "is 24 .*, but a prompt with its rollout .* 25",
+        ),
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"sharing": {"sequence_parallel_size": 2}}, "sequence_parallel_size"),
     ],
 )
 def test_a_budget_that_is_too_small_is_refused(fit, options, message):
@@ -149,7 +152,7 @@ def test_a_group_that_cannot_be_split_must_fit(fit):
 ROWS = [{"prompt": "1 2", "answer": "1"}] * 4
 
 
-@pytest.mark.parametrize("data", [DataLoader(ROWS), ROWS, DataLoader([1, 2, 3], batch_size=None)], ids=str)
+@pytest.mark.parametrize("data", [DataLoader(ROWS), ROWS, DataLoader([1, 2, 3], batch_size=None)])
 def test_loaders_of_rows_are_refused(data, fit):
     with pytest.raises(TypeError, match="PromptBatch"):
         fit(data=data)
@@ -185,7 +188,7 @@ def test_what_the_trainer_is_asked_that_cannot_be_done_is_refused(fit):
         ({}, {"num_mini_batches": 5}, "num_mini_batches is 5 with batch_size=4"),
         ({"gradient_clip_val": math.nan}, {}, "trainer.gradient_clip_val is nan"),
         ({"gradient_clip_val": -1.0}, {}, "trainer.gradient_clip_val is -1.0"),
-        ({}, {"beta": 0.5, "kl_target": 1.0, "kl_horizon": 3}, "kl_horizon is 3 with 4 prompts of 4 rollouts"),
+        ({}, {"beta": 0.5, "kl": {"target": 1.0, "horizon": 3}}, "kl.horizon is 3 with 4 prompts of 4 rollouts"),
     ):
         with pytest.raises(ValueError, match=message):
             fit(trainer=trainer, **options)

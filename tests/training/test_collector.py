@@ -103,7 +103,7 @@ def test_what_a_reward_function_reports_is_averaged_over_all_rollouts(fit):
 
     data = [{"prompt": f"{i:02d}", "ground_truth": "same" if i == 3 else "spread"} for i in range(8)]
     run = fit(
-        engine=Engine(), rewards=grade, dynamic_sampling=True, max_generation_batches=2,
+        engine=Engine(), rewards=grade, dynamic_sampling=True, guards={"max_generation_batches": 2},
         data=PromptDataModule(data, batch_size=4, shuffle=False),
     )  # fmt: skip
     assert run.module.engine.calls == [4, 1]
@@ -120,7 +120,7 @@ def test_what_a_reward_function_reports_is_averaged_over_all_rollouts(fit):
     ],
 )
 def test_prompts_are_drawn_until_the_batch_is_full_or_the_limit(fit_on, useful, batch_size, limit, calls, kept):
-    run = fit_on(useful, batch_size, max_generation_batches=limit)
+    run = fit_on(useful, batch_size, guards={"max_generation_batches": limit})
     assert run.module.engine.calls[: len(calls)] == calls
     found = numbers_of(run.groups[0])
     assert found[: len(kept)] == kept
@@ -131,13 +131,13 @@ def test_prompts_are_drawn_until_the_batch_is_full_or_the_limit(fit_on, useful, 
 
 
 def test_dropped_groups_leave_the_denominator(fit_on):
-    dropped = fit_on([True, False, False, False], max_generation_batches=1)
+    dropped = fit_on([True, False, False, False], guards={"max_generation_batches": 1})
     alone = fit_on([True], batch_size=1)  # the same step as a batch that holds this group alone
     assert largest_difference(dropped.weights[0], alone.weights[0]) <= 1e-6
 
 
 def test_keeping_nothing_changes_nothing_and_the_run_continues(fit_on):
-    options = {"max_generation_batches": 1, "beta": 0.1, "entropy_coef": 0.1}
+    options = {"guards": {"max_generation_batches": 1}, "beta": 0.1, "entropy_coef": 0.1}
     run = fit_on([True] * 4 + [False] * 8, steps=3, **options)
     assert [own["dynamic_sampling/kept_groups"] for own in run.steps] == [4, 0, 0]
     assert [own["grad_norm"] > 0 for own in run.steps] == [True, False, False]
@@ -150,7 +150,7 @@ def test_keeping_nothing_changes_nothing_and_the_run_continues(fit_on):
 
 def test_more_mini_batches_than_groups_are_kept(fit_on):
     useful = [False, True, False, False, True, True, True, True]
-    run = fit_on(useful, steps=6, num_mini_batches=3, max_generation_batches=1)
+    run = fit_on(useful, steps=6, num_mini_batches=3, guards={"max_generation_batches": 1})
     norms = [own["grad_norm"] for own in run.steps]
     assert norms[0] > 0
     assert norms[1:3] == [0, 0]
@@ -161,7 +161,7 @@ def test_more_mini_batches_than_groups_are_kept(fit_on):
 
 
 def test_accumulated_mini_batches_of_few_groups_are_one_batch(fit_on):
-    options = {"useful": [True, False, True, False], "max_generation_batches": 1, "beta": 0.1}
+    options = {"useful": [True, False, True, False], "guards": {"max_generation_batches": 1}, "beta": 0.1}
     whole = fit_on(**options)
     cut = fit_on(**options, num_mini_batches=4, trainer={"accumulate_grad_batches": 4})
     assert largest_difference(whole.weights[0], cut.weights[0]) > 1e-3
@@ -176,7 +176,7 @@ def test_resume_is_exact(fit_on):
 
     options = {
         "useful": [i % 3 != 0 for i in range(9)], "engine": None, "num_mini_batches": 2, "shuffle": True, "steps": 5,
-        "max_generation_batches": 3, "optimizer": OptimizerConfig(1e-2), "mask_truncated_completions": True,
+        "guards": {"max_generation_batches": 3}, "optimizer": OptimizerConfig(1e-2), "mask_truncated_completions": True,
         "rewards": letters,
     }  # fmt: skip
     whole = fit_on(save=True, **options)
@@ -191,7 +191,7 @@ def test_what_cannot_be_refilled_is_refused(fit, make_module):
     with pytest.raises(ValueError, match="would drop every prompt"):
         make_module(dynamic_sampling=True, num_generations=1, advantage_estimator="remax")
     with pytest.raises(ValueError, match="max_generation_batches"):
-        make_module(max_generation_batches=0)
+        make_module(guards={"max_generation_batches": 0})
     with pytest.raises(ValueError, match="dynamic_sampling=True needs more prompts than a batch holds"):
         fit(dynamic_sampling=True, data=[1, 2, 3])
 

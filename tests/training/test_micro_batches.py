@@ -409,12 +409,12 @@ def test_an_episode_larger_than_the_budget_is_refused_where_the_loss_needs_it_wh
 
 VINE = {
     "advantage_estimator": "vine",
-    "branching": {"points": "every_n", "width": 3, "depth": 2, "every_n": 4},
+    "episodes": {"branching": {"points": "every_n", "width": 3, "depth": 2, "every_n": 4}},
     "num_generations": 2,
 }
 
 
-TRUNCATED = {"mask_truncated_completions": True, "beta": 0.1, "kl_type": "k3", "entropy_coef": 0.05}
+TRUNCATED = {"mask_truncated_completions": True, "beta": 0.1, "kl": {"type": "k3"}, "entropy_coef": 0.05}
 
 
 class Custom(GRPO):
@@ -520,9 +520,9 @@ def whole(tmp_path_factory):
 CUTS = {
     "budget 70": {"max_tokens_per_micro_batch": 70},
     "budget 24": {"max_tokens_per_micro_batch": 24},
-    "repeated, budget 70": {"max_tokens_per_micro_batch": 70, "sharing": "repeated"},
+    "repeated, budget 70": {"max_tokens_per_micro_batch": 70, "sharing": {"mode": "repeated"}},
     "mini-batches": {"cut": 4},
-    "repeated, mini-batches": {"cut": 2, "sharing": "repeated"},
+    "repeated, mini-batches": {"cut": 2, "sharing": {"mode": "repeated"}},
     "mini-batches, budget 70": {"cut": 2, "max_tokens_per_micro_batch": 70},
     "mini-batches, budget 24": {"cut": 2, "max_tokens_per_micro_batch": 24},
 }

@@ -86,7 +86,7 @@ def loss_of(buffer, **options):
 @pytest.mark.parametrize(("mode", "kind"), itertools.product(LOSS_AGG_MODES, IMPORTANCE_KINDS))
 def test_gaps_do_not_change_the_loss(mode, kind):
     importance = {"kind": kind} | ({"low": None, "high": 3.0} if kind == "none" else {"low": 0.5, "high": 1.5})
-    options = {"loss_agg_mode": mode, "importance_sampling": importance}
+    options = {"loss_agg_mode": mode, "importance_sampling": {"mode": importance}}
     expected, expected_gradient_N = loss_of(fill(make_buffer(with_gaps=False), 0.0), **options)
     for in_gaps in (0.0, -80.0):
         buffer = fill(make_buffer(with_gaps=True), in_gaps)
@@ -225,7 +225,9 @@ CASES = [(mode, name, KINDS[0]) for mode in LOSS_AGG_MODES for name in POLICY_LO
 @pytest.mark.parametrize(("mode", "name", "importance"), CASES)
 def test_losses_are_those_of_one_sequence(mode, name, importance):
     importance_sampling = dict(zip(("kind", "low", "high"), importance, strict=True))
-    objective = objective_of(name, loss_agg_mode=mode, entropy_coef=0.05, importance_sampling=importance_sampling)
+    objective = objective_of(
+        name, loss_agg_mode=mode, entropy_coef=0.05, importance_sampling={"mode": importance_sampling}
+    )
     seed = CASES.index((mode, name, importance))
     groups, rows = pair(seed)
     expected, found = losses(groups, objective, seed), losses(rows, objective, seed)
@@ -348,8 +350,8 @@ def fit_mixture(fit):
         trainer = {"accumulate_grad_batches": num_mini_batches}
         options = {"policy": MixturePolicy(), "optimizer": OptimizerConfig(learning_rate=1e-3)} | options
         return fit(
-            engine=RaggedEngine(), sharing=sharing, router_aux_loss_coef=coef, num_mini_batches=num_mini_batches,
-            trainer=trainer, **options,
+            engine=RaggedEngine(), sharing={"mode": sharing}, router_aux_loss_coef=coef,
+            num_mini_batches=num_mini_batches, trainer=trainer, **options,
         )  # fmt: skip
 
     return run

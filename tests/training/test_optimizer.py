@@ -295,7 +295,7 @@ def test_a_resumed_run_is_exact(run, fit):
     assert same(resumed.moments[-1], whole.moments[-1])
     other = {"optimizer": OptimizerConfig(1e-2), "critic_optimizer": OptimizerConfig(1e-2)}
     with pytest.raises(ValueError, match=r"optimizer\.(optim|state_bits) is"):
-        fit(PPO, steps=3, resume=1, **options | other, allow_changed=["optimizer", "critic_optimizer"])
+        fit(PPO, steps=3, resume=1, **options | other, guards={"allow_changed": ["optimizer", "critic_optimizer"]})
 
 
 def test_muon_trains_an_adapter_alone(fit):

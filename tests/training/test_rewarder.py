@@ -203,18 +203,18 @@ def test_workers_change_nothing_and_end_with_the_run(fit, monkeypatch):
     options = {"rewards": length, "engine": ScriptedEngine(), "num_iterations": 2}
     limits = {"data": {"val": True}, "trainer": {"limit_val_batches": 1}}
     alone = fit(steps=2, **options, **limits)
-    beside = fit(steps=2, reward_workers=2, reward_timeout=60.0, **options, **limits)
+    beside = fit(steps=2, reward_calls={"workers": 2, "timeout": 60.0}, **options, **limits)
     assert same(alone.weights[-1], beside.weights[-1])
     assert [worker.is_alive() for worker in made] == [False, False]
     assert [worker.process.pid for worker in made] == [None, None]
 
 
 def test_failures_are_judged_by_the_options(fit):
-    options = {"rewards": raises_always, "engine": ScriptedEngine(), "reward_workers": 1}
-    run = fit(max_failed_share=1.0, reward_retries=0, **options)
+    options = {"rewards": raises_always, "engine": ScriptedEngine()}
+    run = fit(reward_calls={"workers": 1, "max_failed_share": 1.0, "retries": 0}, **options)
     assert run.buffer.metrics["rewards/raises_always/invalid"] == 16.0
     with pytest.raises(RuntimeError, match=r"'raises_always' raised OSError.*failed for 16 of 16"):
-        fit(max_failed_share=0.25, **options)
+        fit(reward_calls={"workers": 1, "max_failed_share": 0.25}, **options)
 
 
 def test_weights_may_change_during_a_run(fit):
@@ -232,14 +232,17 @@ def test_weights_may_change_during_a_run(fit):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"reward_workers": -1}, "reward_workers"),
-        ({"reward_timeout": 3.0, "rewards": [length, patient]}, r"reward_timeout is 3.0 .*\['length'\]"),
-        ({"reward_timeout": 3.0, "rewards": Stays()}, r"reward_timeout is 3.0 .*\['Stays'\]"),
-        ({"reward_workers": 1, "reward_timeout": 0.0}, "reward_timeout"),
-        ({"reward_workers": 1, "reward_timeout": math.nan}, "reward_timeout"),
-        ({"reward_retries": -1}, "reward_retries"),
-        ({"max_failed_share": 1.5}, "max_failed_share"),
-        ({"max_unrewarded_batches": 0}, "max_unrewarded_batches"),
+        ({"reward_calls": {"workers": -1}}, "reward_calls.workers"),
+        (
+            {"reward_calls": {"timeout": 3.0}, "rewards": [length, patient]},
+            r"reward_calls.timeout is 3.0 .*\['length'\]",
+        ),
+        ({"reward_calls": {"timeout": 3.0}, "rewards": Stays()}, r"reward_calls.timeout is 3.0 .*\['Stays'\]"),
+        ({"reward_calls": {"workers": 1, "timeout": 0.0}}, "reward_calls.timeout"),
+        ({"reward_calls": {"workers": 1, "timeout": math.nan}}, "reward_calls.timeout"),
+        ({"reward_calls": {"retries": -1}}, "reward_calls.retries"),
+        ({"reward_calls": {"max_failed_share": 1.5}}, "max_failed_share"),
+        ({"guards": {"max_unrewarded_batches": 0}}, "max_unrewarded_batches"),
     ],
 )
 def test_options_that_are_refused(make_module, options, name):
@@ -250,14 +253,14 @@ def test_options_that_are_refused(make_module, options, name):
 def test_functions_that_workers_cannot_run_are_refused_at_setup(fit):
     for rewards, name in ((lambda completions: [1.0 for _ in completions], "'reward_1'"), (patient, "'patient'")):
         with pytest.raises(ValueError, match=name):
-            fit(rewards=rewards, reward_workers=1)
+            fit(rewards=rewards, reward_calls={"workers": 1})
 
 
 def test_async_functions_have_a_time_limit_without_workers(fit):
-    fit(rewards=patient, engine=ScriptedEngine(), reward_timeout=0.3)
+    fit(rewards=patient, engine=ScriptedEngine(), reward_calls={"timeout": 0.3})
     for rewards in (never, blocks):
-        with pytest.raises(RuntimeError, match=rf"'{rewards.__name__}' took longer than reward_timeout=0.3"):
-            fit(rewards=rewards, engine=ScriptedEngine(), reward_timeout=0.3)
+        with pytest.raises(RuntimeError, match=rf"'{rewards.__name__}' took longer than reward_calls.timeout=0.3"):
+            fit(rewards=rewards, engine=ScriptedEngine(), reward_calls={"timeout": 0.3})
 
 
 # Hostile graders: time-limited and counted.
@@ -290,8 +293,11 @@ def seen(monkeypatch):
 def test_a_run_continues_with_hostile_graders(names, timeout, fit, tmp_path, capfd, seen):
     process = os.getcwd(), dict(os.environ), signal.getsignal(signal.SIGALRM)
     run = fit(
-        steps=3, rewards=Hostile(tmp_path, sorted(names)), reward_workers=2, reward_timeout=timeout,
-        reward_memory_limit_mb=1024, reward_retries=0, max_failed_share=1.0,
+        steps=3,
+        rewards=Hostile(tmp_path, sorted(names)),
+        reward_calls={
+            "workers": 2, "timeout": timeout, "memory_limit_mb": 1024, "retries": 0, "max_failed_share": 1.0,
+        },
     )  # fmt: skip
     failed = [step["rewards/Hostile/invalid"] for step in run.steps]
     assert len(failed) == 3
@@ -321,14 +327,14 @@ class LateReward:
 
 
 def test_batches_without_a_reward_end_the_run_and_are_counted_beyond_a_checkpoint(fit):
-    options = {"max_failed_share": 1.0, "max_unrewarded_batches": 4}
+    options = {"reward_calls": {"max_failed_share": 1.0}, "guards": {"max_unrewarded_batches": 4}}
     rewards = [LateReward(), Weighted(constant(math.nan), name="score")]
     with pytest.warns(UserWarning, match="no rollout of a batch has a reward"):
         saved = fit(steps=3, rewards=rewards, save=True, **options)
     assert saved.module.rewarder.unrewarded_batches == 3
     assert same(saved.weights[-1], weights_of(saved.module))
     rewards[0].calls = 0
-    message = r"4 batches in a row \(max_unrewarded_batches=4\).* LateReward .* 16 .* 0; score .* 0 .* 16\."
+    message = r"4 batches in a row \(guards.max_unrewarded_batches=4\).* LateReward .* 16 .* 0; score .* 0 .* 16\."
     with pytest.raises(RuntimeError, match=message):
         fit(steps=8, rewards=rewards, resume=3, **options)
     assert rewards[0].calls == 1
@@ -343,8 +349,8 @@ def test_a_function_that_applies_to_nobody_in_a_step_logs_no_mean(fit, tmp_path)
     late, logger = LateReward((1, 3)), CSVLogger(tmp_path, version="")
     rewards = [late, Weighted(graded, name="graded")]
     run = fit(
-        steps=4, rewards=rewards, trainer={"logger": logger, "log_every_n_steps": 1}, max_failed_share=1.0,
-        max_unrewarded_batches=2,
+        steps=4, rewards=rewards, trainer={"logger": logger, "log_every_n_steps": 1},
+        reward_calls={"max_failed_share": 1.0}, guards={"max_unrewarded_batches": 2},
     )  # fmt: skip
     assert run.module.rewarder.unrewarded_batches == 1
     with open(tmp_path / "lightning_logs" / "metrics.csv", encoding="utf-8") as file:
@@ -376,7 +382,7 @@ def test_a_run_with_a_judge_counts_failures_and_keeps_the_key_to_itself(fit, tmp
         rubric = "Is {completion} like {answer}?"
         judge = Judge(url, "m", rubric, api_key_env="JUDGE_KEY", cache_dir=str(tmp_path / "cache"))
         run = fit(
-            steps=2, rewards=judge, max_failed_share=0.9, trainer={"logger": CSVLogger(tmp_path)},
+            steps=2, rewards=judge, reward_calls={"max_failed_share": 0.9}, trainer={"logger": CSVLogger(tmp_path)},
             callbacks=[ModelCheckpoint(tmp_path / "checkpoints"), CompletionsTable()],
         )  # fmt: skip
     for step in run.steps:

@@ -328,7 +328,7 @@ ENDLESS = "{{ messages[0].content }}"
     [
         (None, ENDED, {}, "<pad>"),
         (ENDED, None, {}, "<pad>"),
-        (None, None, {"chat_template": ENDED}, "<pad>"),
+        (None, None, {"episodes": {"chat_template": ENDED}}, "<pad>"),
         (NEW_TOKEN, None, {}, "z"),
         (ENDLESS, None, {}, None),
     ],
@@ -351,7 +351,7 @@ def test_completions_end_with_the_turn_of_the_chat_template(tmp_path, caplog, te
 
     rows = [{"prompt": "12"}, {"prompt": "345"}]
     data = PromptDataModule(rows, rows, batch_size=2, chat_template_kwargs=kwargs)
-    own = {"chat_template": option} if option else {}
+    own = {"episodes": {"chat_template": option}} if option else {}
     sampling = SamplingConfig(5, stop_token_ids=(7,))
     told = pytest.warns(UserWarning, match="turns without an end token") if end is None else nullcontext()
     with caplog.at_level(logging.INFO), told:

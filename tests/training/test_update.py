@@ -210,9 +210,9 @@ def test_prefix_sharing_patches_until_closed(run):
         PrefixSharing(run, "twice")
 
 
-@pytest.mark.parametrize("options", [{"sharing": "repeated"}, {"min_saved_tokens": None}])
+@pytest.mark.parametrize("options", [{"sharing": {"mode": "repeated"}}, {"min_saved_tokens": None}])
 def test_prompts_cannot_share_where_rollouts_cannot(run, options):
-    with pytest.raises(ValueError, match="share_across_groups=True needs sharing='shared' and an attention backend"):
+    with pytest.raises(ValueError, match=r"sharing.across_groups=True needs sharing='shared' and an attention backend"):
         MicroBatcher(run, share_across_groups=True, **options)
 
 
@@ -263,9 +263,9 @@ def test_a_step_that_is_not_finite_is_skipped(fit, make_module, broken, critic):
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(fit, make_module):
-    module = make_module(BrokenLoss, max_nonfinite_steps=2)
+    module = make_module(BrokenLoss, guards={"max_nonfinite_steps": 2})
     module.at = (1, 2)
-    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(max_nonfinite_steps=2\)"):
+    with pytest.raises(RuntimeError, match=r"2 steps in a row .* \(guards.max_nonfinite_steps=2\)"):
         fit(module=module, steps=5)
 
 
@@ -311,7 +311,7 @@ def test_a_step_that_breaks_a_weight_ends_the_run_there(fit, cls, options, train
 
 
 def test_weights_that_were_broken_before_are_told_apart(fit, make_module):
-    module = make_module(engine=ScriptedEngine(), sharing="repeated")
+    module = make_module(engine=ScriptedEngine(), sharing={"mode": "repeated"})
     module.configure_model()
     module.policy.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match=r"step 1: policy.model.layers.0.mlp.up_proj.weight. The step was skipped"):
@@ -392,7 +392,11 @@ def test_a_pass_names_its_budget(fit, cls, options, where):
             {"engine": HFRolloutEngine(max_sequences=3, max_prefill_tokens=64)},
             r"max_sequences=3 .* max_prefill_tokens=64 of HFRolloutEngine; lower max_sequences",
         ),
-        (f"{OOM}.parity_reports", {"verify": True}, "check of shared prefixes before training; verify=False skips it"),
+        (
+            f"{OOM}.parity_reports",
+            {"sharing": {"verify": True}},
+            "check of shared prefixes before training; verify=False skips it",
+        ),
     ],
     ids=["engine's backward", "step", "rollout", "check"],
 )

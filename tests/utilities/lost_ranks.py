@@ -83,7 +83,9 @@ class FailingModule(pl.LightningModule):
 def train(kind, folder, rank, lost):
     event = HAPPENS.get(kind, fail) if lost in (rank, -1) else lambda: None
     if kind in HAPPENS:
-        module = make_module("grpo", Reward(event), rank_timeout=TIMEOUT, num_iterations=1, num_mini_batches=1)
+        module = make_module(
+            "grpo", Reward(event), guards={"rank_timeout": TIMEOUT}, num_iterations=1, num_mini_batches=1
+        )
         data, callbacks = make_data(), []
     else:
         module, data = FailingModule(event), torch.utils.data.DataLoader(torch.ones(12, 1), batch_size=1)

@@ -21,14 +21,14 @@ def test_workers_where_there_are_no_process_groups(monkeypatch):
     monkeypatch.delattr(os, "killpg")
     with pytest.raises(ValueError, match=r"tool_workers=2 does not work on win32: without.*; set it to 0"):
         worker_process.check_process_groups("tool_workers", 2)
-    with pytest.raises(ValueError, match="reward_workers=1 does not work on win32"):
+    with pytest.raises(ValueError, match=r"reward_calls.workers=1 does not work on win32"):
         RewardWorkers([], 1, timeout=1.0)
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_a_memory_limit_outside_linux(system, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
-    with pytest.raises(ValueError, match=f"reward_memory_limit_mb=99 does not work on {system}"):
+    with pytest.raises(ValueError, match=rf"reward_calls.memory_limit_mb=99 does not work on {system}"):
         RewardWorkers([], 1, timeout=1.0, memory_limit_mb=99)
 
 
