@@ -198,5 +198,5 @@ def refuse_packed_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if kwargs.get("prefix_layout") is not None or any(map(is_marker, (*args, *kwargs.values()))):
         raise NotImplementedError(
             f"{type(layer).__name__} did not run on text alone, so it was not compared between a shared and a repeated "
-            "prefix; train this model with sharing 'repeated'."
+            "prefix; train this model with sharing='repeated'."
         )

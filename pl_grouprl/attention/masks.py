@@ -101,13 +101,13 @@ def _unknown(function: Callable[..., Any]) -> NotImplementedError:
     name = getattr(function, "__qualname__", type(function).__name__)
     return NotImplementedError(
         f"the model composes its attention mask with {name}, which shared-prefix attention does not support; train "
-        "this model with sharing 'repeated'."
+        "this model with sharing='repeated'."
     )
 
 
 OWN_MASK = (
     "has its own mask or bias, which shared-prefix attention does not support; train this model with "
-    "sharing 'repeated'."
+    "sharing='repeated'."
 )
 """Why a layer with a mask other than ours cannot share prefixes."""
 
@@ -145,7 +145,7 @@ class LayerOptions(NamedTuple):
         if self.window is not None and self.window != mask.window and longest > self.window:
             raise NotImplementedError(
                 f"a layer passes sliding_window={self.window} with a mask whose window is {mask.window}, so its "
-                "attention implementations disagree; train this model with sharing 'repeated'."
+                "attention implementations disagree; train this model with sharing='repeated'."
             )
         return AttentionRule(
             self.scale, mask.window, mask.chunk, self.softcap, self.sinks_H, mask.blocks, mask.window_bounds_blocks
@@ -162,7 +162,7 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     name, kwargs = type(module).__name__, {key: value for key, value in kwargs.items() if value is not None}
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise NotImplementedError(
-            f"{name} is not causal, so a prefix depends on what follows it; train this model with sharing 'repeated'."
+            f"{name} is not causal, so a prefix depends on what follows it; train this model with sharing='repeated'."
         )
     dropout = kwargs.pop("dropout", 0.0)
     if dropout:
@@ -180,7 +180,7 @@ def read_layer_options(module: nn.Module, query: Tensor, kwargs: dict[str, Any])
     if unknown:
         raise NotImplementedError(
             f"{name} passes {', '.join(unknown)}, which shared-prefix attention does not support; train this model "
-            "with sharing 'repeated'."
+            "with sharing='repeated'."
         )
     return options
 

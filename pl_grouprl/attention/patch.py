@@ -278,7 +278,7 @@ class SharedPrefix:
             layers = [] if call.dense else [layer for layer in layers_of(decoder) if layer not in self._idle]
             missing = why_not_reached(decoder, layers, call.ran)
             if missing is not None:
-                raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing 'repeated'.")
+                raise RuntimeError(f"{missing}; the result would be wrong. Train this model with sharing='repeated'.")
             self.layers = call.kinds()
         if call.states is not None:
             call.states.records = False

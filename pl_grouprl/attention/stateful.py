@@ -156,7 +156,7 @@ def _run_packed(mixer: nn.Module, own_forward: Any, hidden_states: Tensor, call:
     if tensors:
         raise NotImplementedError(
             f"{type(mixer).__name__} is passed {', '.join(tensors)} for the packed row, which do not fit its segments; "
-            "train this model with sharing 'repeated'."
+            "train this model with sharing='repeated'."
         )
     call.note(mixer, type(mixer).__name__, STATEFUL)
     layout, pad_roots, device = call.layout, not has_bias(mixer), hidden_states.device

@@ -113,7 +113,7 @@ def test_layers_that_mix_tokens_in_an_unknown_way_are_refused(mixer):
     before = model.config._attn_implementation
     message = (
         r"^model LlamaForCausalLM \(model_type='llama'\) cannot share prefixes: .*"
-        r"(mixes tokens in an unknown way|carry a state).*Train it with sharing 'repeated'"
+        r"(mixes tokens in an unknown way|carry a state).*Train it with sharing='repeated'"
     )
     for _ in range(2):  # what was refused once is not taken as known the second time
         with pytest.raises(UnsupportedModelError, match=message), shared_prefix(model):

@@ -12,7 +12,7 @@ from pl_grouprl.types import Rollout, RolloutGroup
 LAYOUT = SharedPrefixLayout.from_groups([(4, [2, 3])])
 ROW = torch.arange(1, 10)[None]
 REMEDY = (
-    r"Train it with sharing 'repeated' \(a module of your own: without SharedPrefixCallback\), or choose another "
+    r"Train it with sharing='repeated' \(a module of your own: without SharedPrefixCallback\), or choose another "
     r"decoder; docs/models.md lists those that are exact\.$"
 )
 
@@ -137,7 +137,7 @@ ROWS = torch.arange(1, 21)[None].repeat(3, 1)
 
 def test_a_layout_that_does_not_reach_every_layer_is_refused():
     """At entry, where it is so then; at the first forward, where it is so since."""
-    message = r"prefix_layout reached 1 of 2 layers in LlamaModel.* Train (it|this model) with sharing "
+    message = r"prefix_layout reached 1 of 2 layers in LlamaModel.* Train (it|this model) with sharing="
     model = tiny_model("llama")
     with shared_prefix(model):
         model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)

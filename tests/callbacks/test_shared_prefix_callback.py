@@ -104,7 +104,7 @@ def test_a_run_that_sharing_makes_slower_is_told_once(fit, monkeypatch):
     slower = [str(own.message) for own in caught if "makes this run slower" in str(own.message)]
     assert len(slower) == 1
     assert "speedup is 0.50 at a token ratio of 1." in slower[0]
-    assert "sharing 'repeated'" in slower[0]
+    assert "sharing='repeated'" in slower[0]
 
 
 def test_the_first_batch_is_described(fit, monkeypatch):

@@ -225,7 +225,7 @@ def test_never_trained():
 
 def test_models_that_cannot_share_are_refused_and_scored_repeated():
     model, groups = classifier("bloom"), random_groups(4, SHAPES)
-    with pytest.raises(RewardConfigurationError, match=r"^ModelReward\(Bloom.*sharing 'repeated'"):
+    with pytest.raises(RewardConfigurationError, match=r"^ModelReward\(Bloom.*sharing='repeated'"):
         ModelReward(model).score_groups(groups)
     assert_same(ModelReward(model, sharing="repeated").score_groups(groups), score_one_by_one(model, groups))
 

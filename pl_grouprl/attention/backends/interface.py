@@ -100,7 +100,7 @@ class AttentionRule:
         if len(runs) > len(set(runs)):
             raise NotImplementedError(
                 "tokens with bidirectional attention have others between them, which shared-prefix attention does not "
-                "support; train this model with sharing 'repeated'."
+                "support; train this model with sharing='repeated'."
             )
 
     @property
