@@ -35,7 +35,7 @@ def main(devices: int, folder: Path, checkpoint: Path | None, options: dict) -> 
         engine=ScriptedEngine(),
         optimizer=OptimizerConfig(learning_rate=1.0, eps=1.0),
         num_iterations=2,
-        sharing={"verify": False},
+        sharing={"verify": False} | options.pop("sharing", {}),
         evaluation={"num_generations": 2},
         **teacher,
         **options,

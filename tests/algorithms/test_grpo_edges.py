@@ -124,7 +124,7 @@ def test_accumulating_several_passes_in_one_step_is_refused(make_module, make_da
 )
 def test_completions_end_with_the_turn_of_the_chat_template(make_module, make_trainer, option, template):
     """Its token is not the tokenizer's EOS token, as with a base model; every engine is told."""
-    seen, kwargs = [], {"episodes": {"chat_template": TURNS}} if option == "chat_template_kwargs" else {}
+    seen, kwargs = [], {"chat_template": TURNS} if option == "chat_template_kwargs" else {}
 
     class Policy(TinyPolicy):
         def load_tokenizer(self):

@@ -10,7 +10,7 @@ from pl_grouprl.algorithms import GRPO
 from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.modes import is_out_of_memory, naming_memory
 
-PASS = r"max_tokens_per_micro_batch=\w+ tokens .*; lower it, which changes no result, or raise sequence_parallel_size\."
+PASS = r"max_tokens_per_micro_batch=\w+ tokens .*; lower it, .*or raise sharing.sequence_parallel_size\."
 
 
 class Full(torch.autograd.Function):
@@ -104,7 +104,7 @@ def test_a_rollout_names_the_engines_limits(make_module, make_data, make_trainer
 
 def test_the_check_before_training_says_how_to_leave_it_out(make_module, make_data, make_trainer, monkeypatch):
     monkeypatch.setattr(GRPO, "parity_reports", out_of_memory)
-    with pytest.raises(RuntimeError, match="check of shared prefixes before training; verify=False skips it"):
+    with pytest.raises(RuntimeError, match=r"before training; sharing.verify=False skips it"):
         fit(make_module, make_data, make_trainer, sharing={"verify": True})
 
 
