@@ -164,7 +164,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 _REMEDY = (
-    "Train it with sharing 'repeated' (a module of your own: without SharedPrefixCallback), or choose another decoder; "
+    "Train it with sharing='repeated' (a module of your own: without SharedPrefixCallback), or choose another decoder; "
     "docs/models.md lists those that are exact."
 )
 

@@ -178,7 +178,7 @@ class ParityReport(_Differences):
             ParityError: Gives the numbers.
         """
         if not self.passed:
-            raise ParityError(f"{self}\nTrain this model with sharing 'repeated', or choose another backend.")
+            raise ParityError(f"{self}\nTrain this model with sharing='repeated', or choose another attention backend.")
 
 
 def check_parity(

@@ -77,14 +77,14 @@ class SharingOptions:
     sequence_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        mode, ranks = self.mode, self.sequence_parallel_size
+        mode, ranks, min_saved = self.mode, self.sequence_parallel_size, self.min_saved_tokens  # or an unknown backend
         check_options(
             {
                 "sharing.mode": (mode, mode in ("shared", "repeated"), "'shared' (prompts encoded once) or 'repeated'"),
                 "sharing.sequence_parallel_size": (ranks, ranks >= 1, "at least 1"),
             }
         )
-        if self.across_groups and (mode == "repeated" or self.min_saved_tokens is None):
+        if self.across_groups and (mode == "repeated" or min_saved is None):
             raise ValueError(
                 "sharing.across_groups=True needs mode 'shared' and an attention backend that runs forests of any "
                 "depth; set sharing.backend to 'auto', 'cascade' or 'flex'."

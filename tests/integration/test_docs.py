@@ -20,6 +20,15 @@ from pl_grouprl.functional import advantages, policy_loss
 from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
 from pl_grouprl.rewards import LeadingCorrectCharacters
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.training import (
+    EpisodeOptions,
+    EvaluationOptions,
+    GuardOptions,
+    ImportanceSampling,
+    KLOptions,
+    RewardCallOptions,
+    SharingOptions,
+)
 
 ENGINES = HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 DOCS = Path(pl_grouprl.__file__).resolve().parents[1] / "docs"
@@ -59,6 +68,14 @@ OPTIONS = {
     "model.init_args": parameters(*[cls for cls in GRPO.__mro__ if cls.__module__.startswith("pl_grouprl")]),
     "model.init_args.sampling": parameters(SamplingConfig),
     "model.init_args.optimizer": parameters(OptimizerConfig),
+    "model.init_args.sharing": parameters(SharingOptions),
+    "model.init_args.episodes": parameters(EpisodeOptions),
+    "model.init_args.evaluation": parameters(EvaluationOptions),
+    "model.init_args.reward_calls": parameters(RewardCallOptions),
+    "model.init_args.kl": parameters(KLOptions),
+    "model.init_args.importance_sampling": parameters(ImportanceSampling),
+    "model.init_args.guards": parameters(GuardOptions),
+    "model.init_args.policy_loss": {"delta", "epsilon_max"},
     "model.init_args.policy.init_args": parameters(PretrainedPolicy),
     "model.init_args.policy.init_args.adapter": parameters(LoRAAdapter),
     "model.init_args.engine.init_args": parameters(*ENGINES) - {"model", "tokenizer"},

@@ -76,7 +76,7 @@ def make_module(algorithm: str, **options: Any) -> LightningModule:
         "evaluation": {"num_generations": 2},
         "beta": 0.05,
         "optimizer": OptimizerConfig(learning_rate=1e-2, eps=1e-4),
-        "sharing": {"verify": False},
+        "sharing": {"verify": False} | options.pop("sharing", {}),
     }
     if algorithm == "GRPO tools":
         return GRPO(ChancePolicy(eos_token_id=1), **{**defaults, **episode_options(), **options})
