@@ -150,7 +150,7 @@ class RLTrainer(Trainer):
 
         Args:
             model: A module with a policy, the path or name of a Hugging Face model, or a GGUF file. The backend is the
-                module's `attention_backend`, if it has one.
+                module's `sharing.backend`, if it has one.
             datamodule: Ignored; accepted so the configuration of a training run works unchanged.
             ckpt_path: Checkpoint whose weights are compared; without it, the weights that training starts from.
             weights_only: As in the other sub-commands; must not be False.
@@ -188,7 +188,7 @@ class RLTrainer(Trainer):
         reports_of_module: Any = getattr(model, "parity_reports", None)
         if reports_of_module is not None:
             return reports_of_module()
-        return [check_parity(policy, backend=getattr(model, "attention_backend", "auto"))]
+        return [check_parity(policy, backend=getattr(getattr(model, "sharing", None), "backend", "auto"))]
 
     def plan(
         self,

@@ -153,6 +153,8 @@ def public_names(root: Path = ROOT) -> dict[str, list[str]]:
             if name.count(".") > 1 or path.stem not in _LOSSES
             for definition in _exported(path) or _definitions(path)
         ]
+        exported = found.get(name, [])
+        names = exported + [full for full in names if full.rpartition(".")[2] not in _last_parts(exported)]
         if names:
             found[name] = names
     return found

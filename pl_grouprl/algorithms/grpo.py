@@ -43,7 +43,7 @@ class GRPO(RLModule):
         loss_type: TRL's name for a combination of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each can be
             overridden separately.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`, or a mapping with
-            options of the loss, and its `name`; the name defaults to that of `loss_type`.
+            its `name` and options, such as `{name: ppo, delta: 3}`; defaults to that of `loss_type`.
         loss_agg_mode: How token losses are aggregated, such as `token-mean`; defaults to that of `loss_type`.
         scale_rewards: What centered rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
@@ -82,8 +82,7 @@ class GRPO(RLModule):
         super().__init__(
             policy,
             rewards,
-            policy_loss={"name": preset.loss}
-            | (policy_loss if isinstance(policy_loss, dict) else drop_none(name=policy_loss)),
+            policy_loss=policy_loss or preset.loss,
             loss_agg_mode=loss_agg_mode or preset.aggregation,
             **kwargs,
         )

@@ -157,8 +157,8 @@ class RLModule(pl.LightningModule, ABC):
             of one micro-batch (`clip_cov`, `kl_cov`, the routers' loss). Defaults to all at once; on a GPU, to as many
             as its free memory allows.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
-            `gmpo`, `gpg`, `clip_cov`, `kl_cov`, `dppo_tv` or `dppo_kl`. Or a mapping with its `name` and further
-            options of that loss, by the names of its arguments: `{name: ppo, delta: 3}`.
+            `gmpo`, `gpg`, `dro`, `clip_cov`, `kl_cov`, `dppo_tv`, `dppo_kl`, or one that you registered
+            (`register_policy_loss`). Or a mapping with its `name` and options: `{name: ppo, delta: 3}`.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
         epsilon: How far the ratio may fall below 1 before it is clipped; defaults to the loss's own (`ppo`: 0.2).
@@ -293,7 +293,9 @@ class RLModule(pl.LightningModule, ABC):
                 "sampling.temperature is 0, which gives every rollout of a prompt the same tokens; pass a positive one."
             )
         self.kl_penalty = KLPenalty(beta, kl)
-        loss = {"name": policy_loss} if isinstance(policy_loss, str) else {"name": "ppo"} | policy_loss
+        loss = {"name": policy_loss} if isinstance(policy_loss, str) else dict(policy_loss)
+        if "name" not in loss:  # a command line that sets one option of a mapping drops a name given as a string
+            raise ValueError(f"policy_loss is {loss}, without a name; pass {{'name': 'ppo', ...}}, as one value.")
         self.objective = PolicyObjective(
             loss.pop("name"),
             join_options(drop_none(epsilon=epsilon, epsilon_high=epsilon_high), loss, "policy_loss"),

@@ -156,7 +156,7 @@ def dummy_conversation(name: str, arguments: Mapping[str, str] = {}) -> Messages
 
 
 _REMEDY = (
-    "pass chat_template='qwen3' or chat_template='llama3', built-in training templates of these families, or your own "
+    "pass episodes.chat_template='qwen3' or 'llama3', built-in training templates of these families, or your own "
     "template that renders each message independently"
 )
 _MAX_CACHED_PREFIXES = 256

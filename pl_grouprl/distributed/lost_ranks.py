@@ -398,7 +398,7 @@ class _Watch(threading.Thread):
         self._own = replace(self._own, verdict=verdict, lost=lost)
         _say(
             f"{verdict}. {self._status().describe()} ends with exit code {LOST_RANK_EXIT_CODE}; resume from the latest "
-            f"checkpoint. If nothing was wrong, raise rank_timeout (it is {self._judge.rank_timeout:g} s)."
+            f"checkpoint. If nothing was wrong, raise guards.rank_timeout (it is {self._judge.rank_timeout:g} s)."
         )
         if self._own.rank in lost:
             faulthandler.dump_traceback(2)

@@ -518,10 +518,14 @@ class FSDP2Support(ShardedSupport):
     def named_weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Each weight of a model, gathered separately, even while its units are gathered."""
         for weight in weights_of(model):
-            with torch.inference_mode(False), torch.no_grad():
-                tensor = weight.get()  # a gathered unit will free its storage, so copy
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-            yield weight.name, whole
+            yield weight.name, _whole(weight)  # no name here keeps it alive until the next one is gathered
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _whole(weight: Weight) -> Tensor:
+    tensor = weight.get()  # a gathered unit will free its storage, so copy
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _sharded_roots(*models: nn.Module) -> list[Any]:

@@ -261,7 +261,9 @@ class ModelReward(FrozenModelReward):
         remaining = iter(scores)
         return [[next(remaining) for _ in group.rollouts] for group in groups]
 
-    __call__ = score_groups
+    def __call__(self, groups: list[RolloutGroup]) -> list[list[Any]]:
+        """Same as `score_groups`."""
+        return self.score_groups(groups)
 
 
 def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> Iterator[list[int]]:
@@ -444,7 +446,9 @@ class ProcessRewardModel(FrozenModelReward):
         of_rollouts = iter(rewards)
         return [[next(of_rollouts) for _ in group.rollouts] for group in groups]
 
-    __call__ = score_groups
+    def __call__(self, groups: list[RolloutGroup]) -> list[list[Any]]:
+        """Same as `score_groups`."""
+        return self.score_groups(groups)
 
 
 def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[int]:

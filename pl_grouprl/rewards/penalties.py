@@ -75,10 +75,11 @@ class CosineLengthReward:
         check_fields(
             self,
             max_len=(self.max_len >= 1, "at least 1"),
+            max_value_wrong=(True, "a finite number"),
+            max_value_correct=(True, "a finite number"),
             unit=(self.unit in ("token", "character"), "token or character"),
             min_value_wrong=(self.min_value_wrong <= wrong, f"at most max_value_wrong={wrong}"),
             min_value_correct=(ordered, f"from max_value_wrong={wrong} to max_value_correct={best}"),
-            max_value_correct=(True, "a finite number"),
             exceed_value=(True, "a finite number"),
             threshold=(True, "a finite number"),
         )

@@ -73,19 +73,24 @@ class RewardWorkers:
     ) -> None:
         check_options(
             {
-                "reward_workers": (count, count >= 1, "at least 1, or 0 for rewards in this process"),
-                "reward_timeout": (timeout, timeout is None or timeout > 0, "larger than 0, or None for no limit"),
-                "reward_memory_limit_mb": (
+                "reward_calls.workers": (count, count >= 1, "at least 1, or 0 for rewards in this process"),
+                "reward_calls.timeout": (
+                    timeout,
+                    timeout is None or timeout > 0,
+                    "larger than 0, or None for no limit",
+                ),
+                "reward_calls.memory_limit_mb": (
                     memory_limit_mb,
                     memory_limit_mb is None or memory_limit_mb >= 1,
                     "at least 1, or None for no limit",
                 ),
             }
         )
-        check_process_groups("reward_workers", count)
+        check_process_groups("reward_calls.workers", count)
         if memory_limit_mb is not None:  # macOS accepts a limit, and does not enforce it
             why = "only Linux limits the address space of a process"
-            require_system(sys.platform == "linux", f"reward_memory_limit_mb={memory_limit_mb}", why, "set it to None")
+            name = f"reward_calls.memory_limit_mb={memory_limit_mb}"
+            require_system(sys.platform == "linux", name, why, "set it to None")
         self.timeout = timeout
         pickled: dict[str, bytes] = {}
         for reward in rewards:

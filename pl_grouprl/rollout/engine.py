@@ -352,7 +352,7 @@ class PolicyEngine:
         given = [{} for _ in prompts] if media is None else media
         indices = range(len(prompts)) if prompt_indices is None else prompt_indices
         requests = [
-            SampleRequest([int(token) for token in prompt], num_generations, int(index), limit, images)
+            SampleRequest([operator.index(token) for token in prompt], num_generations, int(index), limit, images)
             for prompt, index, limit, images in zip(prompts, indices, limits, given, strict=True)
         ]
         groups = self.sample(requests, sampling, seed)

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pl_grouprl.functional.importance import ImportanceSampling
+    from pl_grouprl.training.checks import GuardOptions
+    from pl_grouprl.training.evaluation import EvaluationOptions
+    from pl_grouprl.training.micro_batches import SharingOptions
+    from pl_grouprl.training.objective import KLOptions
+    from pl_grouprl.training.rewarder import RewardCallOptions
+    from pl_grouprl.training.sampler import EpisodeOptions
 
 _HOMES = {
     "EpisodeOptions": "training.sampler",
@@ -14,6 +23,16 @@ _HOMES = {
     "RewardCallOptions": "training.rewarder",
     "SharingOptions": "training.micro_batches",
 }
+
+__all__ = [
+    "EpisodeOptions",
+    "EvaluationOptions",
+    "GuardOptions",
+    "ImportanceSampling",
+    "KLOptions",
+    "RewardCallOptions",
+    "SharingOptions",
+]
 
 
 def __getattr__(name: str) -> Any:

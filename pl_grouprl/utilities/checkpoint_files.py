@@ -210,12 +210,12 @@ def replace(unfinished: Path, target: Path) -> None:
         os.replace(target, former)
     try:
         os.replace(unfinished, target)
-    except OSError:
+    except BaseException:
         if os.path.lexists(former):
             os.replace(former, target)
         raise
     if former.is_dir() and not former.is_symlink():
-        shutil.rmtree(former)
+        shutil.rmtree(former, ignore_errors=True)
     else:
         former.unlink(missing_ok=True)
 

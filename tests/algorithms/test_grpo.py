@@ -469,11 +469,11 @@ def fit_late(fit, make_module):
 
 
 LOSSES = {
-    "ppo": ("clipped_policy_loss", {"epsilon": 0.05, "epsilon_high": 0.1, "policy_loss": {"delta": 1.2}}),
+    "ppo": ("clipped_policy_loss", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.2}),
     "gspo": ("gspo_policy_loss", {"epsilon": 0.3, "epsilon_high": 0.4}),
     "gspo_token": ("gspo_token_policy_loss", {"epsilon": 0.4}),
     "gmpo": ("gmpo_policy_loss", {"epsilon": 0.02}),
-    "cispo": ("cispo_policy_loss", {"policy_loss": {"epsilon_max": 1.01}}),
+    "cispo": ("cispo_policy_loss", {"epsilon_max": 1.01}),
     "gpg": ("gpg_policy_loss", {}),
     "dro": ("dro_policy_loss", {"dro_beta": 0.5}),
     "sapo": ("sapo_policy_loss", {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}),
@@ -525,7 +525,9 @@ def test_presets_and_single_options(make_module):
     module = make_module(loss_type="dr_grpo", loss_agg_mode="token-mean", scale_rewards="batch", policy_loss="cispo")
     assert module.advantage_estimator.options["scale"] == "batch"
     assert (module.objective.loss_agg_mode, module.objective.policy_loss.name) == ("token-mean", "cispo")
-    sapo = make_module(loss_type="sapo", policy_loss={"sapo_temperature_neg": 2.0}).objective.policy_loss
+    sapo = make_module(
+        loss_type="sapo", policy_loss={"name": "sapo", "sapo_temperature_neg": 2.0}
+    ).objective.policy_loss
     assert sapo.options == {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
     gspo = make_module(loss_type="gspo", epsilon=3e-4, epsilon_high=4e-4).objective.policy_loss
     assert gspo.options["epsilon_high"] == 4e-4
@@ -560,7 +562,7 @@ def test_importance_weights(fit_late, kind):
     ((batch, logprobs_N, _, _),) = run.module.updates
     old_N = logprobs_N.detach()
     differences_N = old_N - batch.tokens["rollout_logprobs"]
-    bounds = [KINDS[kind].get(f"importance_sampling_{name}") for name in ("low", "high")]
+    bounds = [KINDS[kind].get(name) for name in ("low", "high")]
     weights, ratios = [], []
     for own in differences_N.split(batch.scoring.rollout_lengths):
         own_weights, own_ratios = weights_by_hand(kind, own.tolist(), *bounds)
@@ -632,7 +634,7 @@ def test_on_policy_ratios_are_one_when_sampling_is_truncated(fit_late, filters):
 def test_engines_without_logprobs_or_without_truncation(fit_late):
     run = fit_late(1, engine=Truncating(), importance_sampling={"mode": "token_truncate"})
     assert run.steps[0]["sampling/importance_sampling_ratio/max"] > 0
-    with pytest.raises(ValueError, match="importance_sampling is 'token_mask', but the engine"):
+    with pytest.raises(ValueError, match=r"importance_sampling.mode is 'token_mask', but the engine"):
         fit_late(importance_sampling={"mode": "token_mask"}, engine=LateEngine(reports=False))
     run = fit_late(engine=LateEngine(reports=False))
     assert not any(name.startswith("sampling/") for name in run.steps[0])
@@ -900,7 +902,7 @@ def test_registered_functions_train(fit, tmp_path):
     assert run.steps[-1]["clip_ratio/distance_mean"] > 1e-4  # the second step is off-policy
     assert_advantages(run.buffer, against_median(rewards_of(run.buffer), group_ids_of(run.buffer), shift=0.5))
     recorded = torch.load(tmp_path / "step=1.ckpt", weights_only=True)["pl_grouprl"]["run_options"]
-    assert (recorded["policy_loss"], recorded["advantage_estimator"]) == ("quadratic", "against_median")
+    assert (recorded["policy_loss.name"], recorded["advantage_estimator"]) == ("quadratic", "against_median")
     assert fit(PPO, **options).steps[0]["grad_norm"] > 1e-4
     run = fit(advantage_estimator="spread_out")
     centered_B = rewards_of(run.buffer) - rewards_of(run.buffer).mean()

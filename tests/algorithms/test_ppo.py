@@ -28,7 +28,7 @@ TEMPERATURE = 0.8
 
 OPTIONS = {
     "gamma": 0.97, "lam": 0.9, "critic_lam": 0.8, "epsilon": 0.02, "epsilon_high": 0.03, "beta": 0.3,
-    "policy_loss": {"delta": 1.035},
+    "policy_loss": {"name": "ppo", "delta": 1.035},
     "kl": {"type": "k1", "place": "reward"}, "entropy_coef": 0.05, "cliprange_value": 0.02, "vf_coef": 0.7,
     "bootstrap_truncated": True, "num_iterations": 3,
 }  # fmt: skip
@@ -204,8 +204,9 @@ class Plain:
                 held = ratio.clamp(1 - OPTIONS["epsilon"], 1 + OPTIONS["epsilon_high"])
                 surrogate = torch.minimum(ratio * advantage, held * advantage)
                 clipped["policy"] += int(float(held * advantage) < float(ratio * advantage))
-                if advantage < 0 and float(ratio) > OPTIONS["delta"]:
-                    surrogate = torch.as_tensor(OPTIONS["delta"] * advantage)
+                delta = OPTIONS["policy_loss"]["delta"]
+                if advantage < 0 and float(ratio) > delta:
+                    surrogate = torch.as_tensor(delta * advantage)
                     clipped["delta"] += 1
                 row = distributions[position]
                 policy = policy - surrogate - OPTIONS["entropy_coef"] * -(row.exp() * row).sum()
@@ -451,7 +452,7 @@ def test_what_is_refused_at_the_start(fit_ragged):
         ({"critic": SharedTrunkCritic(), **accumulating}, "accumulate_grad_batches is 2 with a critic"),
         ({"beta": 0.1, "kl": {"target": 0.1, "horizon": 2}}, "kl.horizon is 2 with 4 prompts of 4 rollouts"),
         ({"critic_optimizer": OptimizerConfig(schedule="linear"), "steps": -1}, "the run has no end"),
-        ({"importance_sampling": {"mode": "token_mask"}}, "importance_sampling is 'token_mask'"),
+        ({"importance_sampling": {"mode": "token_mask"}}, "importance_sampling.mode is 'token_mask'"),
         # The critic has the policy's limit, too, so nothing is left to clip.
         ({"optimizer": OptimizerConfig(max_grad_norm=1.0), "trainer": {"gradient_clip_val": 0.5}}, "gradient_clip_val"),
     ):

@@ -65,7 +65,7 @@ def train(folder: Path, steps: int, tools: str | None = None) -> Memory:
     if tools is None:
         module = make_module("grpo", length, reward_calls={"workers": 1, "timeout": 60.0})
     else:
-        options = tool_options(tool_timeout=60.0, tool_workers=int(tools == "worker"))
+        options = tool_options(episodes={"tool_timeout": 60.0, "tool_workers": int(tools == "worker")})
         module = make_module("grpo", noisy_reward, **options)
     trainer = make_trainer(
         folder, "single", callbacks, logger=loggers, max_epochs=-1, max_steps=steps, val_check_interval=5

@@ -17,6 +17,7 @@ from helpers.worker_tools import HARMS, Counter, Echo, async_multiply, multiply
 from pl_grouprl.episodes import runner as runner_module
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import ToolCall
+from pl_grouprl.training.sampler import EpisodeOptions
 
 NEVER = 1000.0
 SOON = 0.3
@@ -394,7 +395,8 @@ def test_a_fork_starts_its_own_threads(make):
 def test_options_out_of_range_are_refused():
     for timeout in (0, -1.0, math.nan):
         with pytest.raises(ValueError, match=rf"episodes.tool_timeout is {timeout}"):
-            ToolRunner([multiply], timeout=timeout)
-    for function, workers in ((multiply, -1), (async_multiply, 2)):
-        with pytest.raises(ValueError, match=rf"episodes.tool_workers is {workers}"):
-            ToolRunner([function], workers=workers)
+            EpisodeOptions(tool_timeout=timeout)
+    with pytest.raises(ValueError, match=r"episodes.tool_workers is -1"):
+        EpisodeOptions(tool_workers=-1)
+    with pytest.raises(ValueError, match=r"episodes.tool_workers is 2"):
+        ToolRunner([async_multiply], workers=2)

@@ -47,10 +47,10 @@ def server():
     server.close()
 
 
-def module_of(policy, engine, **options):
+def module_of(policy, engine, episodes=None, **options):
     options = {
         "sampling": SamplingConfig(max_new_tokens=8),
-        "episodes": {"harness": Verifiers("letters"), "max_turn_tokens": 5},
+        "episodes": {"harness": Verifiers("letters"), "max_turn_tokens": 5, **(episodes or {})},
         "num_generations": 4,
         **options,
     }

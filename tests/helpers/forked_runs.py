@@ -27,7 +27,7 @@ import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from helpers.chance_episodes import STOPS, ChancePolicy, Tally, add_or_double, double, register_chance_calls, tally_rows
 from helpers.quick_fits import quick_fits
-from helpers.tiny_runs import TinyPolicy
+from helpers.tiny_runs import TinyPolicy, merged
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from pl_grouprl import GRPO, GroupPPO, PromptDataModule, SamplingConfig
@@ -67,7 +67,7 @@ def tool_options(**options: Any) -> dict[str, Any]:
     register_chance_calls(name_of=add_or_double)
     limits = {"episodes": {"max_tool_calling_iterations": 3, "max_turn_tokens": 10, "max_tokens": 80}}
     sampling = SamplingConfig(max_new_tokens=24, stop_token_ids=STOPS)
-    return {"tools": [double], "environment_factory": Tally, "sampling": sampling, **limits, **options}
+    return merged({"tools": [double], "environment_factory": Tally, "sampling": sampling}, limits, options)
 
 
 def make_data(*, tools: bool = False, **options: Any) -> PromptDataModule:

@@ -347,7 +347,7 @@ def run_of(case: str, folder: Path, devices: int, resume: int | None = None) -> 
     if case == "distilled":
         cls, options["teacher"] = Distillation, TinyPolicy(seed=7, hidden_size=48, initializer_range=0.2)
     if devices == 1:
-        options.pop("sequence_parallel_size", None)
+        options.pop("sharing", None)
     saves = [] if resume else [saving(folder / case)]
     run = train(
         folder, devices, cls, steps=2, engine=ScriptedEngine(), optimizer=PLAIN, num_iterations=2,

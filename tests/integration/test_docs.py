@@ -231,7 +231,7 @@ def test_metrics_of_the_table_are_those_that_a_run_logs(tmp_path):
     module = GRPO(
         policy, [LeadingCorrectCharacters(), graded], num_generations=2, num_iterations=2,
         evaluation={"num_generations": 2}, sampling=SamplingConfig(max_new_tokens=4), beta=0.1,
-        policy_loss={"delta": 3.0},
+        policy_loss={"name": "ppo", "delta": 3.0},
     )  # fmt: skip
     names = Names()
     trainer = Trainer(

@@ -111,7 +111,7 @@ def test_what_tools_return_is_not_made_of_parts():
         ({"prompt": user([TEXT, "what?"]), "images": [tiny_image(0)]}, r"content\[1\]"),
         ({"prompt": user(None), "images": [tiny_image(0)]}, "content is None"),
         ({"prompt": user([{"type": "image_url", "image_url": {"url": "x.png"}}])}, "image_url"),
-        ({"prompt": user([{**IMAGE, "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]}, "in a column"),
+        ({"prompt": user([{**IMAGE, "image": tiny_image(1)}, TEXT]), "images": [tiny_image(0)]}, "column"),
         ({"prompt": user([IMAGE, {**TEXT, "text": "<image>what?"}]), "images": [tiny_image(0)]}, "places for 2"),
     ],
 )

@@ -24,7 +24,7 @@ from pl_grouprl.rewards import (
     check_columns,
 )
 from pl_grouprl.rewards.base import completion_text, written_text
-from pl_grouprl.training.rewarder import Rewarder
+from pl_grouprl.training.rewarder import RewardCallOptions, Rewarder
 from pl_grouprl.training.run import PlainRun
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup
 
@@ -116,8 +116,8 @@ def test_environments_are_refused_where_there_are_none(make_workers):
         with pytest.raises(ValueError, match=r"requires \['environments'\]"):
             refused()
     with pytest.raises(ValueError, match=r"\['score_of_environment'\] take `environments`"):
-        Rewarder(score, run=None, workers=1, environments=True)
-    Rewarder(knows, run=None, workers=1, environments=True)
+        Rewarder(score, run=None, calls=RewardCallOptions(workers=1), environments=True)
+    Rewarder(knows, run=None, calls=RewardCallOptions(workers=1), environments=True)
 
 
 class Decoder:

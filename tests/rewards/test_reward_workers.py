@@ -167,7 +167,7 @@ def test_what_may_take_forever_needs_workers_with_a_time_limit(workers, timeout)
     pytest.importorskip("math_verify")
     for reward in (MathVerify(), CosineLengthReward(MathVerify(), max_len=9)):
         rewards = prepare_rewards(reward)
-        with pytest.raises(ValueError, match="MathVerify"):
+        with pytest.raises(ValueError, match=r"reward_calls.* timeout|reward_calls.timeout"):
             check_calls(rewards, workers, timeout)
         check_calls(rewards, 1, 5.0)
 

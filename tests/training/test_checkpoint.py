@@ -343,13 +343,13 @@ class Saves(Callback):
 @pytest.mark.parametrize(
     ("kind", "cls", "options", "callbacks", "named"),
     [
-        (SafeCheckpoint, NumPyRate, {}, [], "['optimizer_states'][0]['param_groups'][0]['lr']"),
+        (SafeCheckpoint, NumPyRate, {}, [], "['optimizer_states']"),
         (SafeCheckpoint, ExtraState, {}, [], "['state_dict']"),
-        (SafeCheckpoint, Leveled, {"names": ()}, [], "['hyper_parameters']['policy']"),
-        (SafeCheckpoint, GRPO, {}, [Saves(SamplingConfig(), "state")], "['callbacks']['Saves']['numbers'][1]"),
-        (ModelCheckpoint, GRPO, {}, [Saves(lambda: None, "state")], "['callbacks']['Saves']['numbers'][1]"),
-        (SafeCheckpoint, GRPO, {}, [Saves({1: object()}, "checkpoint")], "['mine']['value']"),
-        (ModelCheckpoint, GRPO, {}, [Saves(SamplingConfig(), "checkpoint")], "['mine']['value']"),
+        (SafeCheckpoint, Leveled, {"names": ()}, [], "['hyper_parameters']"),
+        (SafeCheckpoint, GRPO, {}, [Saves(SamplingConfig(), "state")], "['callbacks']['Saves']"),
+        (ModelCheckpoint, GRPO, {}, [Saves(lambda: None, "state")], "['callbacks']['Saves']"),
+        (SafeCheckpoint, GRPO, {}, [Saves({1: object()}, "checkpoint")], "['mine']"),
+        (ModelCheckpoint, GRPO, {}, [Saves(SamplingConfig(), "checkpoint")], "['mine']"),
     ],
 )
 def test_what_would_not_load_is_found_at_the_first_save(fit, tmp_path, kind, cls, options, callbacks, named):

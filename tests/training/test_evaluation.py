@@ -9,7 +9,7 @@ import torch
 from helpers.episodes import make_episode, make_group, turns_of
 
 from pl_grouprl.rewards import ExactMatch, NumericAnswer, prepare_rewards
-from pl_grouprl.training.evaluation import Evaluator
+from pl_grouprl.training.evaluation import EvaluationOptions, Evaluator
 from pl_grouprl.training.metrics import FAILURES, count_tokens, rollout_metrics, summarize
 from pl_grouprl.types import Rollout, RolloutGroup
 
@@ -24,7 +24,7 @@ def group(rewards, texts=None, source="default", prompt=(1, 2, 3)):
 
 
 def evaluate(groups, *rewards, **options):
-    evaluator = Evaluator(prepare_rewards(rewards) if rewards else (), **options)
+    evaluator = Evaluator(prepare_rewards(rewards) if rewards else (), EvaluationOptions(**options))
     for own in groups:  # a batch each
         evaluator.groups = [own]
         evaluator.record()
@@ -100,7 +100,7 @@ def test_the_pass_threshold(threshold, expected):
     metrics = evaluate([group([1.1 - 1e-9, 0.1 * 11, 0.1, 0.0])], pass_threshold=threshold)
     assert metrics["val/default/pass@1"] == expected
     with pytest.raises(ValueError, match="pass_threshold"):
-        Evaluator(pass_threshold=math.nan)
+        EvaluationOptions(pass_threshold=math.nan)
 
 
 def test_pass_at_k_is_over_prompts_with_k_rewards():

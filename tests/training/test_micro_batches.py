@@ -21,6 +21,7 @@ from lightning.pytorch import Callback
 
 from pl_grouprl.algorithms import GRPO, PPO
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
 from pl_grouprl.models import PolicyCopyCritic
@@ -245,8 +246,8 @@ def check_losses(models, seed, name, mode):
     policy, critic = models
     buffer = trained_buffer(branched_groups(seed, 3, most=10, common=3), policy, generator)
     objective = PolicyObjective(
-        name, {}, loss_agg_mode=mode, kl=KLPenalty(0.1, "k3", "loss", None, None), max_new_tokens=16, entropy_coef=0.05,
-        importance_sampling={"kind": "token_truncate", "low": None, "high": 1.2},
+        name, {}, loss_agg_mode=mode, kl=KLPenalty(0.1), max_new_tokens=16, entropy_coef=0.05,
+        importance_sampling=ImportanceSampling("token_truncate", high=1.2),
     )  # fmt: skip
     loss, expected = step(policy, critic, buffer, objective, RowOptions("repeated", None, CPU))
     cuts = [None] if POLICY_LOSSES[name].compares_tokens else [None, rng.choice([13, 16, 25])]
@@ -469,10 +470,10 @@ def test_idle_rollouts_are_not_encoded(train, options):
     scale = max(gradient.abs().max() for gradient in expected.values())
     assert scale > 1e-5
     assert largest_difference(found, expected) < 1e-7 * scale  # norms are in float32
-    assert tokens < (0.6 if "branching" in options else 1) * all_tokens
+    assert tokens < (0.6 if "episodes" in options else 1) * all_tokens
     assert metrics.keys() == whole.keys()
     assert metrics["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    if "branching" in options:  # others are measured where something is encoded
+    if "episodes" in options:  # others are measured where something is encoded
         return
     kept = {name for name in metrics if not name.startswith(("time/", "prefix/", "memory/", "throughput/", "perf/"))}
     assert {name: metrics[name] for name in kept} == pytest.approx({name: whole[name] for name in kept}, rel=1e-5)

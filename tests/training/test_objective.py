@@ -18,7 +18,7 @@ from helpers.versions import needs
 from pl_grouprl.algorithms import PPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.demo.tasks import digit_tokenizer
-from pl_grouprl.functional.importance import IMPORTANCE_KINDS
+from pl_grouprl.functional.importance import IMPORTANCE_KINDS, ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES
 from pl_grouprl.functional.policy_loss import POLICY_LOSSES
@@ -29,7 +29,7 @@ from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.evaluation import Evaluator, evaluation_metrics
 from pl_grouprl.training.metrics import rollout_metrics, summarize
 from pl_grouprl.training.micro_batches import MicroBatch, RowOptions, lay_out
-from pl_grouprl.training.objective import KLPenalty, PolicyObjective
+from pl_grouprl.training.objective import KLOptions, KLPenalty, PolicyObjective
 from pl_grouprl.training.rewarder import gather_rewards, rewards_per_token, subtract_kl_penalties
 from pl_grouprl.training.run import PlainRun
 from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
@@ -77,7 +77,7 @@ def loss_of(buffer, **options):
     tokens = {name: buffer.joined(name) for name in buffer.tokens}
     policy_N = tokens.pop("policy").requires_grad_()
     batch = MicroBatch(pack(buffer.groups, "shared"), tokens, buffer.groups)
-    objective = objective_of(kl=KLPenalty(0.1, "k3"), max_new_tokens=5, entropy_coef=0.01, **options)
+    objective = objective_of(kl=KLPenalty(0.1), max_new_tokens=5, entropy_coef=0.01, **options)
     sums = objective.loss(batch, TokenScores(policy_N, entropy_N=tokens["entropy"]))
     (gradient_N,) = torch.autograd.grad(sums.losses["policy"][0], policy_N)
     return sums, gradient_N
@@ -85,8 +85,8 @@ def loss_of(buffer, **options):
 
 @pytest.mark.parametrize(("mode", "kind"), itertools.product(LOSS_AGG_MODES, IMPORTANCE_KINDS))
 def test_gaps_do_not_change_the_loss(mode, kind):
-    importance = {"kind": kind} | ({"low": None, "high": 3.0} if kind == "none" else {"low": 0.5, "high": 1.5})
-    options = {"loss_agg_mode": mode, "importance_sampling": {"mode": importance}}
+    importance = ImportanceSampling(kind, *((None, 3.0) if kind == "none" else (0.5, 1.5)))
+    options = {"loss_agg_mode": mode, "importance_sampling": importance}
     expected, expected_gradient_N = loss_of(fill(make_buffer(with_gaps=False), 0.0), **options)
     for in_gaps in (0.0, -80.0):
         buffer = fill(make_buffer(with_gaps=True), in_gaps)
@@ -114,7 +114,9 @@ def test_sampler_and_policy_are_compared_at_sampled_tokens():
 
 def test_the_penalty_in_the_rewards():
     buffers = [fill(make_buffer(with_gaps=gaps), -80.0) for gaps in (True, False)]
-    penalties = [KLPenalty(0.1, "k1", "reward").of_rewards(buffer, torch.device("cpu")) for buffer in buffers]
+    penalties = [
+        KLPenalty(0.1, KLOptions("k1", "reward")).of_rewards(buffer, torch.device("cpu")) for buffer in buffers
+    ]
     mask_N = buffers[0].joined("loss_mask")
     torch.testing.assert_close(penalties[0][mask_N], penalties[1])
     assert not penalties[0][~mask_N].any()
@@ -127,7 +129,7 @@ def test_a_penalty_by_hand():
     buffer = RolloutBuffer([RolloutGroup([3, 4], rollouts)])
     buffer.put("old_logprobs", torch.zeros(8))
     buffer.put("ref_logprobs", torch.full((8,), -0.5))
-    penalty_N = KLPenalty(0.1, "k1", "reward").of_rewards(buffer, CPU)
+    penalty_N = KLPenalty(0.1, KLOptions("k1", "reward")).of_rewards(buffer, CPU)
     assert torch.allclose(penalty_N, 0.05 * buffer.joined("loss_mask"))  # the last one has no reward
     assert buffer.metrics["kl"] == pytest.approx(0.5)
 
@@ -224,10 +226,8 @@ CASES = [(mode, name, KINDS[0]) for mode in LOSS_AGG_MODES for name in POLICY_LO
 
 @pytest.mark.parametrize(("mode", "name", "importance"), CASES)
 def test_losses_are_those_of_one_sequence(mode, name, importance):
-    importance_sampling = dict(zip(("kind", "low", "high"), importance, strict=True))
-    objective = objective_of(
-        name, loss_agg_mode=mode, entropy_coef=0.05, importance_sampling={"mode": importance_sampling}
-    )
+    correction = ImportanceSampling(*importance)
+    objective = objective_of(name, loss_agg_mode=mode, entropy_coef=0.05, importance_sampling=correction)
     seed = CASES.index((mode, name, importance))
     groups, rows = pair(seed)
     expected, found = losses(groups, objective, seed), losses(rows, objective, seed)
@@ -260,7 +260,7 @@ def test_a_mean_of_sequences_by_hand():
     ],
 )
 def test_which_losses_need_whole_episodes(mode, name, kind, whole):
-    objective = objective_of(name, loss_agg_mode=mode, importance_sampling={"kind": kind, "low": None, "high": 3.0})
+    objective = objective_of(name, loss_agg_mode=mode, importance_sampling=ImportanceSampling(kind))
     assert objective.compares_tokens_of_rollouts is whole
 
 

@@ -328,7 +328,7 @@ ENDLESS = "{{ messages[0].content }}"
     [
         (None, ENDED, {}, "<pad>"),
         (ENDED, None, {}, "<pad>"),
-        (None, None, {"episodes": {"chat_template": ENDED}}, "<pad>"),
+        (None, None, {"chat_template": ENDED}, "<pad>"),
         (NEW_TOKEN, None, {}, "z"),
         (ENDLESS, None, {}, None),
     ],

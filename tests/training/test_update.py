@@ -21,7 +21,7 @@ from pl_grouprl.training.checks import PrefixSharing
 from pl_grouprl.training.collector import Collector
 from pl_grouprl.training.evaluation import Evaluator
 from pl_grouprl.training.metrics import StepTimer
-from pl_grouprl.training.micro_batches import MicroBatcher
+from pl_grouprl.training.micro_batches import MicroBatcher, SharingOptions
 from pl_grouprl.training.objective import KLPenalty, PolicyObjective
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.run import Accumulation, PlainRun
@@ -201,19 +201,19 @@ def test_objective_adds_its_terms(run, buffer):
 
 
 def test_prefix_sharing_patches_until_closed(run):
-    sharing = PrefixSharing(run, verify=False)
+    sharing = PrefixSharing(run, SharingOptions(verify=False))
     sharing.open({"policy": run.policy}, list)
     hooked = len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
     sharing.close()
     assert hooked > len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
-    with pytest.raises(ValueError, match="sharing is 'twice'"):
-        PrefixSharing(run, "twice")
+    with pytest.raises(ValueError, match=r"sharing.mode is 'twice'"):
+        SharingOptions("twice")
 
 
-@pytest.mark.parametrize("options", [{"sharing": {"mode": "repeated"}}, {"min_saved_tokens": None}])
-def test_prompts_cannot_share_where_rollouts_cannot(run, options):
-    with pytest.raises(ValueError, match=r"sharing.across_groups=True needs sharing='shared' and an attention backend"):
-        MicroBatcher(run, share_across_groups=True, **options)
+@pytest.mark.parametrize("options", [{"mode": "repeated"}, {"backend": "prefix_grouper"}])
+def test_prompts_cannot_share_where_rollouts_cannot(options):
+    with pytest.raises(ValueError, match=r"sharing.across_groups=True needs mode 'shared' and an attention backend"):
+        SharingOptions(across_groups=True, **options)
 
 
 def test_rewarder_and_evaluator(run):
@@ -329,7 +329,7 @@ def test_large_weights_whose_norm_overflows_are_no_error(fit):
 OOM = "pl_grouprl.algorithms.module.RLModule"
 
 
-PASS = r"max_tokens_per_micro_batch=\w+ tokens .*; lower it, which changes no result, or raise sequence_parallel_size\."
+PASS = r"max_tokens_per_micro_batch=\w+ tokens .*; lower it, .*or raise sharing.sequence_parallel_size\."
 
 
 class Full(torch.autograd.Function):
@@ -395,7 +395,7 @@ def test_a_pass_names_its_budget(fit, cls, options, where):
         (
             f"{OOM}.parity_reports",
             {"sharing": {"verify": True}},
-            "check of shared prefixes before training; verify=False skips it",
+            "check of shared prefixes before training; sharing.verify=False skips it",
         ),
     ],
     ids=["engine's backward", "step", "rollout", "check"],
