@@ -543,7 +543,7 @@ class RLModule(pl.LightningModule, ABC):
 
     def collect_rollouts(self, batch: PromptBatch) -> RolloutBuffer:
         """Sample, score and reward the rollouts of a prompt batch, and compute the targets of their updates."""
-        collected = self.collector.collect(batch, self.generate)  # rewards are computed in the background
+        collected = self.collector.collect(batch, self.generate)  # starts rewards of workers and async ones
         scores = self.score_rollouts_before_update(collected.buffer)
         buffer = self.collector.finish(collected)
         with self.timer.part("advantages"):

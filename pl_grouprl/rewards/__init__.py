@@ -31,7 +31,6 @@ from pl_grouprl.rewards.calls import (
     apply_rewards,
     check_columns,
     prepare_rewards,
-    start_rewards,
 )
 from pl_grouprl.rewards.code_tests import CodeTests
 from pl_grouprl.rewards.judge import Judge
@@ -68,7 +67,6 @@ __all__ = [
     "check_calls",
     "check_columns",
     "prepare_rewards",
-    "start_rewards",
 ]
 
 

@@ -298,7 +298,6 @@ class PendingRewards:
         return scores
 
 
-start_rewards = PendingRewards
 """Starts like `apply_rewards`, but returns at once; `wait` on the result finishes the work."""
 
 

@@ -39,7 +39,7 @@ from pl_grouprl.utilities.progress import tick
 
 
 class RewardWorkers:
-    """Worker processes for the calls of reward functions; pass it to `start_rewards` or `apply_rewards`.
+    """Worker processes for the calls of reward functions; pass it to `PendingRewards` or `apply_rewards`.
 
     Each worker serves one call at a time on its main thread, in its own session. If a call takes too long, the worker
     is killed together with the processes that it started (on Linux including those in other sessions), and replaced,

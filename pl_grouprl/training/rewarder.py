@@ -26,7 +26,6 @@ from pl_grouprl.rewards import (
     check_calls,
     check_columns,
     prepare_rewards,
-    start_rewards,
 )
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.metrics import number_or_nan
@@ -130,7 +129,7 @@ class Rewarder:
         check_columns(prompts, self.functions, split, environments=self._environments)
 
     def start(self, groups: Sequence[RolloutGroup]) -> PendingRewards:
-        """Start rewarding rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.start_rewards`."""
+        """Start rewarding rollouts; `wait` on the result finishes. See `pl_grouprl.rewards.PendingRewards`."""
         self.functions = [  # a callback may anneal `Weighted.weight`
             replace(function, weight=given.weight)
             if isinstance(given, Weighted) and given.weight != function.weight
@@ -140,7 +139,7 @@ class Rewarder:
         if not self._environments:
             for rollout in (rollout for group in groups for rollout in group.rollouts):
                 rollout.environment = None
-        return start_rewards(
+        return PendingRewards(
             groups,
             self.functions,
             tokenizer=self._run.tokenizer,

@@ -10,7 +10,7 @@ from helpers import worker_rewards
 from helpers.rewards import group_of, rewards_of
 from helpers.watched_processes import until
 
-from pl_grouprl.rewards import Weighted, apply_rewards, start_rewards
+from pl_grouprl.rewards import PendingRewards, Weighted, apply_rewards
 from pl_grouprl.utilities.processes import BackgroundLoop
 
 NEVER = 1000.0
@@ -104,7 +104,7 @@ def test_one_that_blocks_for_a_while_has_failed_as_well():
         time.sleep(0.3)
         return [1.0 for _ in completions]
 
-    pending = start_rewards([group_of("a")], slow, timeout=0.1, max_failed_share=1.0)
+    pending = PendingRewards([group_of("a")], slow, timeout=0.1, max_failed_share=1.0)
     time.sleep(0.5)
     assert pending.wait()["rewards/slow/invalid"] == 1.0
 

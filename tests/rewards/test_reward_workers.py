@@ -16,12 +16,12 @@ from pl_grouprl.rewards import (
     CosineLengthReward,
     FunctionFromFile,
     MathVerify,
+    PendingRewards,
     RewardConfigurationError,
     Weighted,
     apply_rewards,
     check_calls,
     prepare_rewards,
-    start_rewards,
 )
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
@@ -45,7 +45,7 @@ def test_workers_give_what_this_process_gives(make_workers, tmp_path):
 
     here, elsewhere = groups(), groups()
     workers = make_workers(rewards, 2)
-    pending = start_rewards(elsewhere, rewards, workers=workers)
+    pending = PendingRewards(elsewhere, rewards, workers=workers)
     metrics_here, metrics = apply_rewards(here, rewards), pending.wait()
 
     def pop_ids(of_groups):
@@ -88,7 +88,7 @@ def test_children_in_other_sessions_are_killed_too(make_workers, tmp_path, ends,
     file = tmp_path / "ids"
     workers = make_workers(functions.hangs_with_daemons, 2, timeout=1.5 if ends == "timeout" else None)
     group = group_of("a", "hang", "b", answer="", extra_info={"file": str(file)})
-    pending = start_rewards([group], functions.hangs_with_daemons, workers=workers)
+    pending = PendingRewards([group], functions.hangs_with_daemons, workers=workers)
     until(lambda: file.exists() and len(file.read_text().split()) == 2)
     if ends == "timeout":
         pending.wait()
@@ -101,7 +101,7 @@ def test_children_in_other_sessions_are_killed_too(make_workers, tmp_path, ends,
         with pytest.raises(RuntimeError, match="being closed"):
             pending.wait()
     with pytest.raises(RuntimeError, match="closed"):
-        start_rewards([group], functions.hangs_with_daemons, workers=workers)
+        PendingRewards([group], functions.hangs_with_daemons, workers=workers)
 
 
 def test_failures_cost_their_own_rollouts(make_workers):

@@ -8,7 +8,7 @@ import torch
 from helpers import worker_rewards
 from helpers.rewards import group_of, returning
 
-from pl_grouprl.rewards import Weighted, apply_rewards, start_rewards
+from pl_grouprl.rewards import PendingRewards, Weighted, apply_rewards
 from pl_grouprl.types import Rollout
 
 NAN, INF = math.nan, math.inf
@@ -138,8 +138,8 @@ def test_workers_give_the_same(make_workers):
     functions = [worker_rewards.steps, worker_rewards.graded_steps]
     apply_rewards([here], functions)
     workers = make_workers([*functions, worker_rewards.wrong_steps])
-    start_rewards([there], functions, workers=workers).wait()
+    PendingRewards([there], functions, workers=workers).wait()
     assert there == here
     assert here.rollouts[0].token_rewards == [None, 1.0, 2.0 + 3.0]
     with pytest.raises(ValueError, match="'wrong_steps' returned 4 rewards for a completion of 3 tokens"):
-        start_rewards([here], worker_rewards.wrong_steps, workers=workers).wait()
+        PendingRewards([here], worker_rewards.wrong_steps, workers=workers).wait()
