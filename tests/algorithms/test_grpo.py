@@ -978,7 +978,7 @@ trainer: {{accelerator: cpu, max_steps: 2, logger: false, enable_checkpointing: 
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(tmp_path, monkeypatch, registries):  # those of this test alone
     (tmp_path / "own_functions.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

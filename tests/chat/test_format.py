@@ -146,9 +146,9 @@ COUNTING = THINKING.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }
 @pytest.mark.parametrize(
     ("tokenizer", "template", "problem"),
     [
-        (qwen_tokenizer, None, "has none; pass chat_template="),
-        (llama_tokenizer, WITHOUT_CALLS, "drops the name of a call; pass chat_template="),
-        (qwen_tokenizer, WITHOUT_RESULTS, "drops the result of a tool; pass chat_template="),
+        (qwen_tokenizer, None, "has none; pass episodes.chat_template="),
+        (llama_tokenizer, WITHOUT_CALLS, "drops the name of a call; pass episodes.chat_template="),
+        (qwen_tokenizer, WITHOUT_RESULTS, "drops the result of a tool; pass episodes.chat_template="),
         (qwen_tokenizer, WITHOUT_TOOL_ROLE, "no tools here.*chat_template="),
         (qwen_tokenizer, FORGETFUL, "not prefix-preserving.*chat_template="),
         (qwen_tokenizer, COUNTING, "different positions of a conversation.*chat_template="),

@@ -35,9 +35,7 @@ def check_lost(result, reason, phase):
     assert lost, result["log"][-3000:]
     assert f"[rank watchdog] rank {rank} (host " in lost[0]
     assert f"is lost: {reason}" in lost[0]
-    assert (
-        "ends with exit code 70; resume from the latest checkpoint. If nothing was wrong, raise rank_timeout" in lost[0]
-    )
+    assert "ends with exit code 70; resume from the latest checkpoint. If nothing was wrong, raise guards." in lost[0]
 
 
 def check_failure(result):
