@@ -110,8 +110,7 @@ def read_run(folder: Path, name: str | None = None, options_files: Sequence[str]
     completions: list[Row] = []
     if (path := folder / "completions.jsonl").is_file():
         with _naming_file(path, "a file of completions"):
-            with path.open(encoding="utf-8", newline="\n") as lines:  # no other character ends a line
-                completions = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be unfinished
+            completions = [json.loads(line) for line in _whole_lines(path)]
             for row in completions:
                 _SHOWN_OF_COMPLETION(row)
     seconds = None
@@ -131,14 +130,18 @@ def _naming_file(path: Path, kind: str) -> Iterator[None]:
         raise ValueError(f"{path} is not {kind} ({reason}); restore it or move it away.") from error
 
 
+def _whole_lines(path: Path) -> list[str]:
+    """The lines of a file that may still be written: the last may be unfinished."""
+    with path.open(encoding="utf-8", newline="\n") as lines:  # no other character ends a line
+        return [line for line in lines if line.endswith("\n")]
+
+
 def _history(path: Path) -> MetricHistory:
     """Read the metrics. Lightning counts the current step from 0; the history counts the steps done."""
     history = MetricHistory()
     with _naming_file(path, "a file of metrics by step"):
         rows = []
-        with path.open(encoding="utf-8", newline="\n") as lines:
-            table = list(csv.DictReader([line for line in lines if line.endswith("\n")]))  # the last may be unfinished
-        for row in table:
+        for row in csv.DictReader(_whole_lines(path)):
             step = int(row.pop("step"))
             values = {name: float(value) for name, value in row.items() if value and name != "epoch"}
             if values:

@@ -82,7 +82,7 @@ class GRPO(RLModule):
         super().__init__(
             policy,
             rewards,
-            policy_loss=policy_loss or preset.loss,
+            policy_loss=preset.loss if policy_loss is None else policy_loss,
             loss_agg_mode=loss_agg_mode or preset.aggregation,
             **kwargs,
         )

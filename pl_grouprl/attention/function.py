@@ -58,7 +58,7 @@ def register(backend_name: str, wrapped: str) -> str:
         call, compiling = prefix_layout, torch.compiler.is_compiling()
         if call is not None and not isinstance(call, LayoutCall):
             raise RuntimeError(
-                "prefix_layout: a decoder that is not patched; run the model inside `with shared_prefix(model):`."
+                "prefix_layout reached a decoder that is not patched; run it inside `with shared_prefix(model):`."
             )
         if call is not None and call.dense:
             read_layer_options(module, query, {name: value for name, value in kwargs.items() if name != "indices"})

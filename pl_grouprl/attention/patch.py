@@ -469,7 +469,7 @@ class _NoCache:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError("the call shared its prefixes, which keeps none; pass use_cache=True to that call.")
+        raise RuntimeError("a call that shares its prefixes keeps no cache; pass use_cache=True to it.")
 
 
 def _end_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -164,8 +164,8 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 _REMEDY = (
-    "Train it with sharing='repeated' (a module of your own: without SharedPrefixCallback), or choose another decoder; "
-    "docs/models.md lists those that are exact."
+    "Train it with sharing.mode='repeated' (a reward model: sharing='repeated'; your own module: without "
+    "SharedPrefixCallback), or choose another decoder; docs/models.md lists those that are exact."
 )
 
 

@@ -131,7 +131,7 @@ class SharedPrefixCallback(Callback):
                 rank_zero_warn(
                     f"Sharing prefixes makes this run slower: the measured speedup is {speedup:.2f} at a token ratio "
                     f"of {metrics['prefix/token_ratio']:.2f}. For models and prompts this small, packing costs more "
-                    "than it saves; use sharing='repeated', or, in your own module, omit this callback."
+                    "than it saves; use sharing.mode='repeated', or, in your own module, omit this callback."
                 )
         pl_module.log_dict(metrics, batch_size=1)
 

@@ -477,7 +477,9 @@ class RendererFormat(ChatFormat):
             ValueError: If it cannot, or `may_rewrite` is set: renderers never rewrite conversations.
         """
         if may_rewrite:
-            raise ValueError("rewritten_history is 'new_row', but renderers never rewrite it; leave it 'refuse'.")
+            raise ValueError(
+                "episodes.rewritten_history is 'new_row', but renderers never rewrite it; leave it 'refuse'."
+            )
         self.encode_results([{"role": "tool", "name": "check", "content": "check"}])
 
     @cached_property

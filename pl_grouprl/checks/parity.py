@@ -1,7 +1,6 @@
 """Compares log-probabilities and gradients of a small group on the repeated and the shared path.
 
-Legend: N response tokens of all rollouts, concatenated; R rows of a padded batch, C columns of completions, V
-vocabulary.
+Legend: N response tokens of all rollouts, concatenated; V vocabulary.
 """
 
 from __future__ import annotations
@@ -178,7 +177,9 @@ class ParityReport(_Differences):
             ParityError: Gives the numbers.
         """
         if not self.passed:
-            raise ParityError(f"{self}\nTrain this model with sharing='repeated', or choose another attention backend.")
+            raise ParityError(
+                f"{self}\nTrain this model with sharing.mode='repeated', or choose another attention backend."
+            )
 
 
 def check_parity(

@@ -448,4 +448,4 @@ def lookup_tokenizer() -> Any:
     return _tokenizer(vocabulary, "|".join((*words, ".")), **options)
 
 
-_cached_tokenizer = functools.lru_cache(maxsize=1)(lookup_tokenizer)
+_cached_tokenizer = functools.cache(lookup_tokenizer)

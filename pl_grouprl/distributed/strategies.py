@@ -759,7 +759,7 @@ class DeepSpeedSupport(StrategySupport):
         indices = [index for index, group in enumerate(groups) if group and all(id(p) in wanted for p in group)]
         found = sum(len(groups[index]) for index in indices)
         if found != len(wanted):
-            raise ValueError(f"DeepSpeed needs a parameter group of its own for these {len(wanted)} parameters.")
+            raise ValueError(f"DeepSpeed needs these {len(wanted)} parameters in a separate parameter group.")
         return indices
 
 

@@ -49,7 +49,7 @@ class ImportanceSampling:
     Attributes:
         mode: A kind of the table.
         low: Lower bound of the ratio of trainer to sampler; no bound if None.
-        high: Its upper bound; no bound if None. `none` ignores it.
+        high: Its upper bound; no bound if None. With `none`, leave the default.
 
     Raises:
         ValueError: If the mode is unknown, `none` has a lower bound or an upper bound other than the default, another
@@ -119,7 +119,7 @@ def importance_weights(
         rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete for the sequence kinds.
         num_rollouts: B.
         low: Lower bound of the ratio; no bound if None.
-        high: Upper bound of the ratio; no bound if None. `none` ignores it.
+        high: Upper bound of the ratio; no bound if None. With `none`, leave the default.
 
     Returns:
         The weights and the metrics. In TRL, rollouts without a trained token count in the mean ratio of the sequence

@@ -189,7 +189,7 @@ class Verifiers:
             engine.weight_version,
             limits,
             max_model_len=smallest(engine.max_model_len, *length_limits(policy).values()),
-            end_ids=end_token_ids(policy, tokenizer, sampling),
+            end_ids=[token for token in end_token_ids(policy, tokenizer, sampling) if token < vocab_size],
             never=[token for token in sorted(placeholder_ids(policy).values()) if token < vocab_size],
             vocab_size=vocab_size,
         )

@@ -189,7 +189,7 @@ def load_gguf_tokenizer(location: str, gguf_file: str, revision: str | None = No
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif rules not in _GPT2_SPLIT and rules not in GGUF_PRE_TOKENIZER_SPLITS:
         raise ValueError(
-            f"the tokenizer in {str(file)!r} splits text by the rules {rules!r} (tokenizer.ggml.pre), not known; "
+            f"the tokenizer in {str(file)!r} splits text by rules that are not known, {rules!r} (tokenizer.ggml.pre); "
             "save the model and its original tokenizer with save_pretrained, and pass that folder."
         )
     return tokenizer

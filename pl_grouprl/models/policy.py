@@ -233,7 +233,7 @@ class PretrainedPolicy:
             if not around and any(p.requires_grad and p not in in_decoder for p in module.parameters()):
                 raise ValueError(
                     f"adapter has layers in a {type(module).__name__}, outside the language model, which get no "
-                    f"gradient if gradient_checkpointing_kwargs has use_reentrant: true; omit that."
+                    "gradient if gradient_checkpointing_kwargs has use_reentrant: true; omit that."
                 )
 
     @property
@@ -324,7 +324,7 @@ def check_pair(student: nn.Module, teacher: nn.Module) -> float:
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]  # type: ignore[operator]
     if sizes[1] < sizes[0]:
         raise ValueError(
-            f"teacher has logits for {sizes[1]} tokens and policy for {sizes[0]}; use a larger vocabulary."
+            f"teacher has logits for {sizes[1]} tokens and policy for {sizes[0]}; use a teacher with at least as many."
         )
     teacher_fingerprint = fingerprint(teacher)
     if teacher_fingerprint == fingerprint(student, frozen_only=has_adapters(student)):

@@ -376,14 +376,7 @@ class RewardInputs:
         available: dict[str, Any] = {name: [group.columns.get(name) for group in groups] for name in self._columns}
         available |= {
             "prompts": prompts,
-            "completions": [
-                rollout.messages
-                if rollout.messages is not None
-                else (rollout.text or "")
-                if isinstance(prompt, str)
-                else [{"role": "assistant", "content": rollout.text or ""}]
-                for prompt, rollout in zip(prompts, rollouts, strict=True)
-            ],
+            "completions": [_completion(*pair) for pair in zip(prompts, rollouts, strict=True)],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
         }
         if self._has_episodes:
@@ -407,6 +400,13 @@ class RewardInputs:
         if reward.parameters is None:
             return available
         return {name: value for name, value in available.items() if name in reward.parameters}
+
+
+def _completion(prompt: str | Messages, rollout: Rollout) -> str | Messages:
+    if rollout.messages is not None:
+        return rollout.messages
+    text = rollout.text or ""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 # Results of a call.

@@ -266,7 +266,9 @@ class PendingRewards:
                     of_function += [future.result() for future in begun]
         finally:
             for begun in self._begun:
-                for future in [begun] if isinstance(begun, AsyncCalls) else begun or ():
+                if isinstance(begun, AsyncCalls):
+                    begun.cancel()
+                for future in begun if isinstance(begun, list) else ():
                     future.cancel()
         scores = [self._join(*of_function) for of_function in zip(self._rewards, self._calls, outcomes, strict=True)]
         for outcome in (outcome for of_function in outcomes for outcome in of_function):
@@ -296,9 +298,6 @@ class PendingRewards:
             message = "Reward function %r %s. %d of %d rollouts are left without a reward."
             log.warning(message, reward.name, did, failed, total)
         return scores
-
-
-"""Starts like `apply_rewards`, but returns at once; `wait` on the result finishes the work."""
 
 
 def _weighted_sum(

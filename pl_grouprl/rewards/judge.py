@@ -110,7 +110,10 @@ class Judge:
             max_retries=(self.max_retries >= 0, "0 or larger"),
         )
         self.base_url = self.base_url.strip()
-        url = urlsplit(self.base_url)
+        try:
+            url = urlsplit(self.base_url)
+        except ValueError:  # which shows it
+            url = urlsplit("")
         secret = "@" in url.netloc or url.query or url.fragment
         if secret or url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(

@@ -55,7 +55,7 @@ class FrozenModelReward:
         allow_mismatched_weights: As in `PretrainedPolicy`: weights that may be missing from the folder, unexpected or
             of another shape.
         label: Index of the label that is the reward. May be omitted if the model has a single label.
-        tokenizer: See the class.
+        tokenizer: Name, folder or tokenizer; the subclass says what for.
 
     Raises:
         FileNotFoundError: If `model` is a path and not a folder.
@@ -96,6 +96,14 @@ class FrozenModelReward:
                 allow_mismatched_weights=tuple(self.allow_mismatched_weights),
             )
         self._loaded: tuple[Any, Any, int] | None = None
+
+    def score_groups(self, groups: list[RolloutGroup]) -> list[list[Any]]:
+        """Score the rollouts of each group; a subclass says how."""
+        raise NotImplementedError
+
+    def __call__(self, groups: list[RolloutGroup]) -> list[list[Any]]:
+        """Same as `score_groups`."""
+        return self.score_groups(groups)
 
     def __repr__(self) -> str:
         shown = type(self.model).__name__ if self._checkpoint is None else repr(self.model)
@@ -260,10 +268,6 @@ class ModelReward(FrozenModelReward):
             scores += score_head(model)(states_TD.index_select(0, batch.final_index_B))[:, label].float().tolist()
         remaining = iter(scores)
         return [[next(remaining) for _ in group.rollouts] for group in groups]
-
-    def __call__(self, groups: list[RolloutGroup]) -> list[list[Any]]:
-        """Same as `score_groups`."""
-        return self.score_groups(groups)
 
 
 def _encode_group(group: RolloutGroup, tokenizer: Any, reward: ModelReward) -> Iterator[list[int]]:
@@ -445,10 +449,6 @@ class ProcessRewardModel(FrozenModelReward):
                 of_rollout[end] = next(score)
         of_rollouts = iter(rewards)
         return [[next(of_rollouts) for _ in group.rollouts] for group in groups]
-
-    def __call__(self, groups: list[RolloutGroup]) -> list[list[Any]]:
-        """Same as `score_groups`."""
-        return self.score_groups(groups)
 
 
 def step_ends(token_ids: Sequence[int], tokenizer: Any, separator: str) -> list[int]:

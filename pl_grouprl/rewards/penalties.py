@@ -189,7 +189,7 @@ class OverlongPenalty:
             max_length=(self.max_length >= 1, "at least 1 token"),
             overlong_buffer=(
                 0 <= self.overlong_buffer <= self.max_length,
-                f"between 0 and {self.max_length} tokens",
+                f"between 0 and max_length={self.max_length} tokens",
             ),
             penalty=(self.penalty > 0, "positive, as the reward is its negative"),
         )

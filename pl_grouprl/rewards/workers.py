@@ -275,7 +275,10 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
         except EOFError:
             return
         try:
-            outcome = attempt(rewards[name], call)
+            try:
+                outcome = attempt(rewards[name], call)
+            finally:
+                signal.alarm(0)  # one that the function left would end a later call, or the report of this one
             if isinstance(outcome, Failure):
                 assert outcome.error is not None
                 if outcome.out_of_memory:
@@ -288,8 +291,6 @@ def run_worker(pipe: Connection, pickled: Mapping[str, bytes], memory_limit_mb: 
             answer = {"configuration": str(error), "trace": traceback.format_exc()}
         except ValueError as error:  # wrong type or length
             answer = {"result": str(error), "trace": traceback.format_exc()}
-        finally:
-            signal.alarm(0)  # one that the function left would end a later call
         if os.getpid() != process:  # a child forked by the function also returned
             os._exit(0)
         pipe.send_bytes(json.dumps(answer).encode())

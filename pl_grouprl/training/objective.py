@@ -327,9 +327,15 @@ class PolicyObjective:
         extremes: Mapping[str, Tensor] = {}
         if "rollout_logprobs" in batch.tokens:
             correction = self.importance_sampling
-            bounds = {"kind": correction.mode, "low": correction.low, "high": correction.high}
-            sampled_N = batch.tokens["rollout_logprobs"]
-            weights = importance_weights(old_logprobs_N, sampled_N, mask_N=mask_N, **(bounds | rollouts))
+            weights = importance_weights(
+                old_logprobs_N,
+                batch.tokens["rollout_logprobs"],
+                mask_N=mask_N,
+                kind=correction.mode,
+                low=correction.low,
+                high=correction.high,
+                **rollouts,
+            )
             loss_N = loss_N * weights.weights_N  # 1 unless importance_sampling is set; the ratios are logged anyway
             metrics |= weights.metrics
             extremes = weights.extremes

@@ -514,7 +514,8 @@ class Tooling:
                 for name in ignored
                 if getattr(options, name) != getattr(NO_OPTIONS, name)
             }
-            for name, value in given.items():
+            if given:
+                name, value = next(iter(given.items()))
                 raise ValueError(f"{name} is {value!r} with {reason}; omit it.")
         self._template_kwargs: Mapping[str, Any] = {}
         self._split_special_tokens = True

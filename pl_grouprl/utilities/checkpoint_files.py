@@ -444,7 +444,7 @@ def refuse_unloadable(parts: dict[str, Any]) -> None:
             keys = [key for key, value in part.items() if not _loads(value)] if isinstance(part, dict) else []
             raise TypeError(
                 f"checkpoint[{name!r}]{''.join(f'[{key!r}]' for key in keys[:1])} has more than tensors and plain "
-                "values, which alone a checkpoint gives back; omit it (save_hyperparameters takes names, or "
+                "values, and only those can be loaded again; omit it (save_hyperparameters takes names, or "
                 "ignore=[...]), or save plain values of it."
             )
 

@@ -166,7 +166,8 @@ def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, 
     itself = value
     try:
         if not isinstance(value, list | tuple | set | frozenset) or not is_plain(value):
-            itself, parts = _parts(value)
+            itself, parts = _parts(value, above)
+            parts = dict(parts)
         itself = plain(itself)
         text = repr(itself)
     except Exception:  # a user's attributes may raise anything
@@ -179,14 +180,14 @@ def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, 
         yield from _walk(f"{name}.{ordered(part)}", held, (*above, id(value)))
 
 
-def _parts(value: Any) -> tuple[Any, Mapping[Any, Any]]:
+def _parts(value: Any, above: tuple[int, ...]) -> tuple[Any, Mapping[Any, Any]]:
     """What a value is, and what it is made of, by name."""
     if type(plain(value)) in _ATOMS:
         return value, {}
     if isinstance(value, list | tuple | set | frozenset):
         # By their descriptions: the repr of an object or function may hold its address.
         if isinstance(value, set | frozenset):
-            value = sorted(value, key=lambda item: repr(describe("", item)))
+            value = sorted(value, key=lambda item: repr(list(_walk("", item, (*above, id(value))))))
         return len(value), dict(enumerate(value))
     if isinstance(value, Mapping):
         return sorted(map(str, value)), value

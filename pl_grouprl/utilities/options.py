@@ -61,7 +61,7 @@ def as_options(cls: type[T], value: T | Mapping[str, Any], name: str) -> T:
         return value
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is {value!r}; it must be a {cls.__name__} or a mapping with {', '.join(fields)}.")
+        raise TypeError(f"{name} is {value!r}; pass {cls.__name__} or a mapping with {', '.join(fields)}.")
     for key in value:
         if key not in fields:
             nearest = difflib.get_close_matches(str(key), fields, n=1)

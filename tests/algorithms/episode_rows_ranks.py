@@ -83,7 +83,7 @@ def step(case: str, *, rows: bool, folder: Any, devices: int = 1, **options: Any
     }
     module = cls(
         TinyPolicy(), num_generations=4, optimizer=OptimizerConfig(learning_rate=1e-3),
-        **{**defaults, **turns, **of_case, **options},
+        **{**defaults, **turns, **of_case, **options, "sharing": {"verify": False} | options.get("sharing", {})},
     )  # fmt: skip
     record = History(keep_tensors=True)
     trainer = Trainer(

@@ -39,7 +39,7 @@ class WithLoRA(TinyPolicy):
 
 
 class WritesOnOneRank(Callback):
-    """One rank changes a weight behind the others' backs, until it samples."""
+    """One rank alone changes a weight, until it samples."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -67,7 +67,7 @@ class BreaksOnOneRank(Callback):
 
 
 def sync(rank: int, strategy: str, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Six steps, two to each batch of rollouts, and a validation behind the fourth.
+    """Six steps, two to each batch of rollouts, and a validation after the fourth.
 
     A case has `lora` of the policy, the engine's `adapter` (none: HFRolloutEngine), its `faults` by rank as [method,
     number of the call, fault], `writes`: a rank that changes a weight, and the `checkpoint` to continue from.

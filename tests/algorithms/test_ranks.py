@@ -268,7 +268,7 @@ def test_weights_are_sent_together(forked, kind):
         assert each(name, "tokens") == each("own weights", "tokens"), name
         assert is_the_same(name, "own weights"), name
         assert each(name, "closes") == [1, 1]
-    # Six steps, two to each batch of rollouts; validation behind the fourth shares what the last rollouts need.
+    # Six steps, two to each batch of rollouts; validation after the fourth shares what the last rollouts need.
     for name in runs.keys() & {"copied", "separate"}:
         assert versions(name) == [[1, 2, 3]] * 2
         # Also a rank without prompts samples: the last batch in validation has one.

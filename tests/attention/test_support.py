@@ -11,7 +11,7 @@ from pl_grouprl.types import Rollout, RolloutGroup
 
 LAYOUT = SharedPrefixLayout.from_groups([(4, [2, 3])])
 ROW = torch.arange(1, 10)[None]
-REMEDY = "sharing='repeated'"
+REMEDY = "sharing.mode='repeated'"
 
 REFUSED = {
     "mamba": ({}, "MambaForCausalLM", "its layers Mamba.* carry a state"),

@@ -79,7 +79,7 @@ def test_merged_by_default(fit_and_export, base, use_dora, by_peft):
     assert not any("lora" in name for name, _ in merged.named_parameters())
     torch.testing.assert_close(merged(IDS).logits, expected, atol=2e-5, rtol=1e-4)
     assert (merged(IDS).logits - load(base)(IDS).logits).abs().max() > 0.1
-    # The live model goes on.
+    # The live model is as it was.
     assert torch.equal(model(IDS).logits, expected)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 

@@ -101,7 +101,7 @@ def test_a_run_that_sharing_makes_slower_is_told_once(fit, monkeypatch):
     slower = [str(own.message) for own in caught if "makes this run slower" in str(own.message)]
     (told,) = slower
     assert "speedup is 0.50 at a token ratio of 1." in told
-    assert "sharing='repeated'" in told
+    assert "sharing.mode='repeated'" in told
 
 
 class OneGroup(LightningModule):

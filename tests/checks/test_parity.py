@@ -118,7 +118,9 @@ def test_a_broken_backend_fails(monkeypatch, breakage, dtype):
     assert not report.passed
     if breakage is without_gradient_of_the_prefix:
         assert report.mean_logprob_difference <= report.tolerance.logprob  # the forward is right
-    with pytest.raises(ParityError, match=r"(?s)FAILED.*log-probabilities.*Train this model with sharing='repeated'"):
+    with pytest.raises(
+        ParityError, match=r"(?s)FAILED.*log-probabilities.*Train this model with sharing.mode='repeated'"
+    ):
         report.raise_if_failed()
     check_parity(model, backend="cascade").raise_if_failed()
 

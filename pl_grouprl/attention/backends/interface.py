@@ -17,7 +17,7 @@ from torch import Tensor
 from pl_grouprl.packing import SharedPrefixLayout
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS
 
-REMEDY = "; train this model with sharing='repeated'."
+REMEDY = "; train this model with sharing.mode='repeated'."
 
 
 def cannot_share(reason: str) -> NotImplementedError:

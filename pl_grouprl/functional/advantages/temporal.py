@@ -19,7 +19,6 @@ Legend: B rollouts, P prompts (groups), T length of the longest row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -286,8 +285,10 @@ def tir_optimal_token_baseline_advantages(
     """
     rows = compact(check_rows(mask, rewards=rewards, score_norms=score_norms))
     rewards_BT, norms_BT = rows.close(rewards), rows.close(score_norms)
-    options: dict[str, Any] = {"handle_zero_tail": handle_zero_tail, "eps": eps}
-    return rows.reopen(optimal_token_baseline_advantages(rewards_BT, group_ids, rows.mask_BT, norms_BT, **options))
+    advantages_BT = optimal_token_baseline_advantages(
+        rewards_BT, group_ids, rows.mask_BT, norms_BT, handle_zero_tail=handle_zero_tail, eps=eps
+    )
+    return rows.reopen(advantages_BT)
 
 
 # REINFORCE++: whitened over the whole batch.

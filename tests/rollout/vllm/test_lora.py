@@ -287,8 +287,8 @@ def test_grpo(tmp_path):
         num_generations=4,
         sampling=SamplingConfig(max_new_tokens=8),
         optimizer=OptimizerConfig(learning_rate=0.02),
-        importance_sampling="token_truncate",
-        verify=False,
+        importance_sampling={"mode": "token_truncate"},
+        sharing={"verify": False},
     )
     metrics = Metrics()
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
