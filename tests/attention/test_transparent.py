@@ -419,12 +419,12 @@ def test_decoding_by_hand_cannot_continue_without_a_cache():
     model = tiny_model()
     with torch.no_grad(), shared_prefix(model):
         first = model(ROWS)
-        with pytest.raises(RuntimeError, match="keeps none"):
+        with pytest.raises(RuntimeError, match="keeps no cache"):
             model(ROWS[:, -1:], past_key_values=first.past_key_values)
         assert model(ROWS, use_cache=False).past_key_values is None
         cached = model(ROWS[:, :-1], use_cache=True)
         actual = model(ROWS[:, -1:], past_key_values=cached.past_key_values).logits[:, 0]
-    with pytest.raises(RuntimeError, match="keeps none"):
+    with pytest.raises(RuntimeError, match="keeps no cache"):
         model(ROWS[:, -1:], past_key_values=first.past_key_values)
     torch.testing.assert_close(actual, model(ROWS).logits[:, -1], atol=2e-5, rtol=0)
 
