@@ -48,7 +48,7 @@ from pl_grouprl.models.policy import PolicySource, as_policy_source, fingerprint
 from pl_grouprl.models.score import check_balanced, score
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.rewards.calls import decode_completions
+from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import SyncedRolloutEngine

@@ -25,7 +25,7 @@ from pl_grouprl.rewards.base import (
     RewardFunction,
     Weighted,
 )
-from pl_grouprl.rewards.calls import (
+from pl_grouprl.rewards.apply import (
     PendingRewards,
     Rewards,
     apply_rewards,

@@ -43,8 +43,11 @@ Instead of a number, each may return a list (or array, or tensor) with one numbe
 NaN for a token without a reward; or a dictionary whose `score` is either, and whose other numbers are logged. In
 worker processes, a function is called once per group, so a group's rewards must not depend on other groups.
 
-Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.describe.private_copy`. For what
-functions see of an episode with tools, see `pl_grouprl.rewards.apply_rewards`.
+Every call gets copies of lists, dictionaries and groups; see `pl_grouprl.utilities.describe.private_copy`.
+
+The completion of an episode with tools is a list of messages; the calls that the model wrote are
+`message["tool_calls"]`, each `{"type": "function", "function": {"name": "look_up", "arguments": {"key": "a"}}}`. For
+what else functions see of an episode, see `pl_grouprl.rewards.apply_rewards`.
 
 An object may also have these attributes:
 

@@ -16,7 +16,7 @@ from pl_grouprl.rewards.base import (
     written_ids,
     written_text,
 )
-from pl_grouprl.rewards.calls import PendingRewards
+from pl_grouprl.rewards.apply import PendingRewards
 from pl_grouprl.types import LiveObject, Rollout, RolloutGroup
 from pl_grouprl.utilities.options import check_fields
 

@@ -29,7 +29,7 @@ from pl_grouprl.functional.advantages.temporal import generalized_advantages, re
 from pl_grouprl.functional.masked import to_rows
 from pl_grouprl.rewards import Judge, ProcessRewardModel, Weighted
 from pl_grouprl.rewards import workers as workers_module
-from pl_grouprl.rewards.calls import Failure, PendingRewards, apply_rewards
+from pl_grouprl.rewards.apply import Failure, PendingRewards, apply_rewards
 from pl_grouprl.training import rewarder as group_rewards
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.rewarder import gather_rewards, has_token_rewards, rewards_per_token, subtract_kl_penalties
