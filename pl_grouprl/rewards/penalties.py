@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
+from pl_grouprl.rewards.apply import PendingRewards
 from pl_grouprl.rewards.base import (
     RewardFunction,
     Weighted,
@@ -16,7 +17,6 @@ from pl_grouprl.rewards.base import (
     written_ids,
     written_text,
 )
-from pl_grouprl.rewards.apply import PendingRewards
 from pl_grouprl.types import LiveObject, Rollout, RolloutGroup
 from pl_grouprl.utilities.options import check_fields
 

@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Any
 
-from pl_grouprl.rewards.base import PreparedReward, RewardConfigurationError, Score, hook_of
 from pl_grouprl.rewards.apply import Call, Failure, Outcome, attempt
+from pl_grouprl.rewards.base import PreparedReward, RewardConfigurationError, Score, hook_of
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.processes import (
     Reaper,
