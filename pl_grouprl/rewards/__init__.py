@@ -18,13 +18,7 @@ exported here, and is tested on rollouts made by hand: `tests/helpers/episodes.p
 from typing import TYPE_CHECKING, Any
 
 from pl_grouprl.rewards.answers import ExactMatch, LeadingCorrectCharacters, MathVerify, NumericAnswer
-from pl_grouprl.rewards.apply import (
-    PendingRewards,
-    Rewards,
-    apply_rewards,
-    check_columns,
-    prepare_rewards,
-)
+from pl_grouprl.rewards.apply import PendingRewards, Rewards, apply_rewards, check_columns, prepare_rewards
 from pl_grouprl.rewards.base import (
     EnvironmentReward,
     FunctionFromFile,
