@@ -258,7 +258,7 @@ def test_rewritten_histories_are_trained_as_they_were_sampled(fit):
     assert len(last) == 8  # two prompts, four generations
 
 
-@pytest.mark.parametrize("steps", [(2,), pytest.param((1, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [(2,), pytest.param((1, 3), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, AHEAD, pytest.param({**AHEAD, **REWRITING}, marks=pytest.mark.slow)])
 def test_resume_is_exact(options, steps, fit):
     options = {"environment_factory": Counter, "num_iterations": 2, "rows": 4, **options}
