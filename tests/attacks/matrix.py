@@ -119,8 +119,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "an option that cannot be honoured: backend, model, strategy",
         "an error at setup that names argument, value and remedy",
-        "algorithms/test_options.py algorithms/test_override_results.py attention/test_support.py "
-        "strategies/test_support.py",
+        "algorithms/test_options.py algorithms/test_module.py attention/test_support.py strategies/test_support.py",
     ),
     Row(
         "a folder or file that the run did not write stands where it wants to write",
@@ -136,7 +135,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "a reward, engine or callback changes the lists it is handed",
         "training sees the originals",
-        "rewards/test_arguments_are_copies.py algorithms/test_handed_out_copies.py utilities/test_copying.py",
+        "rewards/test_arguments_are_copies.py algorithms/test_module.py utilities/test_copying.py",
     ),
     Row(
         "resumed with other rewards, weights, data rows, clipping; a folder of another run",
@@ -167,7 +166,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "disk full under a logger, a table, a plot, an export",
         "what observes warns with the path and training continues; an export is an error with path and remedy",
-        "callbacks/test_full_disk.py algorithms/test_loggers_of_a_run.py",
+        "callbacks/test_full_disk.py algorithms/test_module.py",
     ),
     Row(
         "a rank frozen (SIGSTOP), hung or failed",

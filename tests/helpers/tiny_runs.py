@@ -124,7 +124,7 @@ class History(Callback):
     module: Any
     trainer: Any
 
-    def __init__(self, keep_tensors: bool = True) -> None:
+    def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.groups: list[Any] = []
         self.gradients: list[dict[str, Any]] = []

@@ -135,6 +135,11 @@ def test_a_budget_that_is_too_small_is_refused(fit, options, message):
         fit(**options)
 
 
+def test_a_loader_without_rollouts_is_refused(make_module, make_trainer):
+    with pytest.raises(TypeError, match="the loader yields int"):
+        make_trainer(max_steps=1).fit(make_module(), torch.utils.data.DataLoader([1, 2, 3], batch_size=None))
+
+
 def test_the_smallest_budget_trains(fit, recwarn):
     fit(max_tokens_per_micro_batch=25)
     assert not [warning for warning in recwarn if "max_tokens_per_micro_batch" in str(warning.message)]

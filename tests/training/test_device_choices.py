@@ -1,4 +1,6 @@
-"""What a run does on a GPU where nothing is set, tried with devices that only claim to be one."""
+"""What a run does on a GPU where nothing is set, tried with devices that only claim to be one, and precisions."""
+
+from __future__ import annotations
 
 import re
 import warnings
@@ -6,9 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.sweeps import sweep
 from helpers.tiny_models import tiny_model
+from helpers.tiny_runs import AHEAD, RaggedEngine
+from helpers.variants import SPAN
+from helpers.versions import needs
 
-from pl_grouprl import PPO, OptimizerConfig, PretrainedPolicy
+from pl_grouprl import PPO, PretrainedPolicy
+from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import PretrainedCritic
 from pl_grouprl.rollout import HFRolloutEngine
@@ -27,10 +34,8 @@ def folder(tmp_path):
     return str(tmp_path / "policy")
 
 
-@pytest.mark.parametrize("options", [{}, {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}])
-def test_rollouts_in_bfloat16_are_of_copies_of_the_current_weights(
-    options, make_module, make_data, make_trainer, monkeypatch
-):
+@pytest.mark.parametrize("options", [{}, AHEAD], ids=["", "ahead"])
+def test_rollouts_in_bfloat16_are_of_copies_of_the_current_weights(options, fit, caplog, monkeypatch):
     sampled, sample = [], hf_engine.sample_in_batches
 
     def record(model, requests, *args, **kwargs):
@@ -39,18 +44,18 @@ def test_rollouts_in_bfloat16_are_of_copies_of_the_current_weights(
         return sample(model, requests, *args, **kwargs)
 
     monkeypatch.setattr(hf_engine, "sample_in_batches", record)
-    module, trainer = (
-        make_module(engine=HFRolloutEngine(dtype="bfloat16"), **options),
-        make_trainer(max_steps=3, precision="bf16-mixed"),
-    )
-    before = [weight.detach().bfloat16() for weight in module.policy_source.load().parameters()]
-    trainer.fit(module, make_data())
+    engine = HFRolloutEngine(dtype="bfloat16")
+    with caplog.at_level("INFO"):
+        run = fit(steps=3, trainer={"precision": "bf16-mixed"}, engine=engine, **options)
+    before = [weight.detach().bfloat16() for weight in run.module.policy_source.load().parameters()]
     assert {weight.dtype for weights in sampled for weight in weights} == {torch.bfloat16}
     assert all(map(torch.equal, sampled[0], before))
     assert not all(map(torch.equal, sampled[0], sampled[-1]))
-    (last,) = (group["params"] for group in trainer.optimizers[0].param_groups)
-    assert all(now is kept for now, kept in zip(module.policy.parameters(), last, strict=True))
+    (last,) = (group["params"] for group in run.trainer.optimizers[0].param_groups)
+    assert all(now is kept for now, kept in zip(run.module.policy.parameters(), last, strict=True))
     assert {weight.dtype for weight in last} == {torch.float32}
+    lines = [record.message for record in caplog.records if record.message.startswith("On cpu")]
+    assert lines == ["On cpu: computes in bfloat16 (precision bf16-mixed), samples in bfloat16."]
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda:0", torch.bfloat16), ("cpu", None)])
@@ -112,15 +117,9 @@ def test_micro_batches_are_bounded_by_free_memory(pretend):
     assert module.device_choices.micro_batch_tokens() == expected > 1024
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"policy_loss": "clip_cov"}, {"policy_loss": "kl_cov"}, {"sharing": {"sequence_parallel_size": 2}}],
-)
-def test_micro_batches_are_not_bounded_where_that_would_change_the_result(options, pretend):
-    assert pretend(GIB, **options).device_choices.micro_batch_tokens() is None
-
-
-def test_micro_batches_are_not_bounded_on_a_cpu_nor_under_strategies_that_take_none(pretend, make_module, monkeypatch):
+def test_micro_batches_are_not_bounded_where_that_would_change_the_result_or_is_not_needed(pretend, monkeypatch):
+    for options in ({"policy_loss": "clip_cov"}, {"policy_loss": "kl_cov"}, {"sharing": {"sequence_parallel_size": 2}}):
+        assert pretend(GIB, **options).device_choices.micro_batch_tokens() is None
     module = pretend(GIB)
     module._support.bounds_micro_batches = False
     assert module.device_choices.micro_batch_tokens() is None
@@ -129,26 +128,19 @@ def test_micro_batches_are_not_bounded_on_a_cpu_nor_under_strategies_that_take_n
     assert module.device_choices.micro_batch_tokens() is None
 
 
-def test_a_chosen_budget_changes_no_result(make_module, make_data, make_trainer, history, ragged_engine, monkeypatch):
+def test_a_chosen_budget_changes_no_result(fit, monkeypatch):
     """Prompts of 20 tokens and rollouts of up to 11: at least 31 tokens, so the groups of a step are divided."""
     runs = []
     for tokens in (None, 8):
         monkeypatch.setattr(DeviceChoices, "micro_batch_tokens", lambda self, tokens=tokens: tokens)
-        steps = history(keep_tensors=True)
-        module = make_module(engine=ragged_engine())
-        make_trainer(max_steps=2, callbacks=[steps]).fit(module, make_data(shuffle=False))
-        runs.append((steps, module.micro_batcher.for_update(module.last_rollouts, range(4))))
-    (whole, one), (divided, several) = runs
-    assert one.number == 1 < several.number
+        runs.append(fit(steps=2, engine=RaggedEngine(), data={"shuffle": False}))
+    whole, divided = runs
+    one, several = (run.module.micro_batcher.for_update(run.buffer, range(4)).number for run in runs)
+    assert one == 1 < several
     for expected, found in zip(whole.gradients, divided.gradients, strict=True):
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_what_is_set_is_not_chosen(make_module, make_data, make_trainer, ragged_engine, monkeypatch):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     monkeypatch.setattr(DeviceChoices, "micro_batch_tokens", lambda self: pytest.fail("chosen"))
-    module = make_module(engine=ragged_engine(), max_tokens_per_micro_batch=64)
-    make_trainer(max_steps=1).fit(module, make_data())
+    fit(engine=RaggedEngine(), max_tokens_per_micro_batch=64)  # what is set is not chosen
 
 
 def test_float32_on_a_gpu_is_warned_of(pretend, caplog):
@@ -162,14 +154,6 @@ def test_float32_on_a_gpu_is_warned_of(pretend, caplog):
         module.device_choices.describe()
 
 
-def test_the_first_lines_of_a_run_say_how_it_computes(make_module, make_data, make_trainer, caplog):
-    with caplog.at_level("INFO"):
-        trainer = make_trainer(max_steps=1, precision="bf16-mixed")
-        trainer.fit(make_module(engine=HFRolloutEngine()), make_data())
-    lines = [record.message for record in caplog.records if record.message.startswith("On cpu")]
-    assert lines == ["On cpu: computes in bfloat16 (precision bf16-mixed), samples in float32."]
-
-
 @pytest.mark.parametrize(
     ("dtype", "precision", "learning_rate", "warned"),
     [
@@ -180,16 +164,13 @@ def test_the_first_lines_of_a_run_say_how_it_computes(make_module, make_data, ma
         ("float32", "bf16-mixed", 1e-6, False),
     ],
 )
-def test_weights_too_coarse_for_the_learning_rate_are_counted(
-    dtype, precision, learning_rate, warned, folder, make_module, make_data, make_trainer
-):
+def test_weights_too_coarse_for_the_learning_rate_are_counted(dtype, precision, learning_rate, warned, folder, fit):
     """The share is that of weights which a first step of PyTorch's AdamW leaves unchanged, whatever the gradient."""
     policy = PretrainedPolicy(folder, dtype=dtype)
     optimizer = OptimizerConfig(learning_rate, schedule="linear", warmup_steps=2)
-    module = make_module(policy=policy, optimizer=optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(max_steps=1, precision=precision).fit(module, make_data())
+        fit(policy=policy, optimizer=optimizer, trainer={"precision": precision})
     texts = "\n".join(str(warning.message) for warning in caught)
     found = re.findall(r"([\d.]+)% of the trained half-precision weights do not move .*bf16-mixed", texts)
     if not warned:
@@ -204,3 +185,84 @@ def test_weights_too_coarse_for_the_learning_rate_are_counted(
     share = sum(int((now == then).sum()) for now, then in pairs) / sum(then.numel() for then in before)
     assert share > 0.3
     assert [float(percent) for percent in found] == [pytest.approx(100 * share, abs=1)]
+
+
+# Precisions of the Trainer, with attention that is more than causal softmax, and with states.
+
+
+FAMILIES = {
+    "qwen3": {},
+    "gemma2": {"sliding_window": SPAN, "attn_logit_softcapping": 2.0},
+    "gpt_oss": {"sliding_window": SPAN, "num_local_experts": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": {
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},
+        **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    },
+}
+
+
+class Policy:
+    def __init__(self, family):
+        self.family = family
+
+    def load(self):
+        model = tiny_model(self.family, vocab_size=len(digit_tokenizer()), eos_token_id=1, **FAMILIES[self.family])
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        return model
+
+    def load_tokenizer(self):
+        return digit_tokenizer()
+
+
+@pytest.fixture
+def fit_family(fit):
+    def run(family, precision, mode, verify=False, **options):
+        """Rollouts do not depend on the policy, so that runs differ by their arithmetic alone."""
+        return fit(
+            policy=Policy(family), engine=RaggedEngine(), sharing={"mode": mode, "verify": verify},
+            optimizer=OptimizerConfig(1e-3), trainer={"precision": precision}, data={"shuffle": False}, **options,
+        )  # fmt: skip
+
+    return run
+
+
+def distance(found, expected):
+    """Norm of the difference of all gradients, over that of the expected ones."""
+    assert found.keys() == expected.keys()
+    names = [name for name, gradient in expected.items() if gradient is not None]
+    difference = sum((found[name].double() - expected[name].double()).square().sum() for name in names)
+    return float((difference / sum(expected[name].double().square().sum() for name in names)).sqrt())
+
+
+@needs("torch", "2.13")
+@pytest.mark.parametrize("family", sweep(FAMILIES, quick=["gemma2", "qwen3_5_text"]))
+def test_sharing_rounds_no_more_than_repeating(family, fit_family):
+    """Gradients of the first step, against those of float32 with repeated prefixes."""
+
+    def gradients(precision, mode):
+        return fit_family(family, precision, mode).gradients[0]
+
+    exact = gradients("32-true", "repeated")
+    assert distance(gradients("32-true", "shared"), exact) < 1e-4
+    for precision in ("bf16-mixed", "bf16-true"):
+        shared, repeated = (distance(gradients(precision, mode), exact) for mode in ("shared", "repeated"))
+        assert 1e-4 < repeated < 0.3, precision
+        assert shared < 1.5 * repeated, precision
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+@pytest.mark.parametrize("family", sweep(FAMILIES, quick=["qwen3", "gpt_oss", "lfm2"]))
+def test_what_is_kept_in_which_dtype(family, precision, dtype, fit_family):
+    """Checked at the start, scored without gradient, a reference beside it, several steps."""
+    run = fit_family(family, precision, "shared", steps=4, verify=True, beta=0.1, num_iterations=2, num_mini_batches=2)
+    moments = [own[name] for own in run.trainer.optimizers[0].state.values() for name in ("exp_avg", "exp_avg_sq")]
+    gradients = [gradient for gradient in run.gradients[-1].values() if gradient is not None]
+    for tensors in (run.module.policy.parameters(), run.module.reference.parameters(), gradients, moments):
+        assert {tensor.dtype for tensor in tensors} == {dtype}
+    for name in ("old_logprobs", "advantages"):
+        assert {values.dtype for values in run.buffer.tokens[name]} == {torch.float32}
+    assert all(torch.isfinite(torch.tensor(list(step.values()))).all() for step in run.steps)
+    assert any(not weight.equal(run.weights[-1][name]) for name, weight in run.weights[0].items())
