@@ -201,8 +201,8 @@ class RLTrainer(Trainer):
         Args:
             model: A module of this package.
             datamodule: A `PromptDataModule`; its prompts are tokenized.
-            device: GPU to estimate the time of a step for: a10, a100, h100, h200, l4, l40s or rtx4090; None is this
-                machine's.
+            device: GPU to estimate the time of a step for: a10, a100, h100, h100-nvl, h100-pcie, h200, l4, l40, l40s
+                or rtx4090; None is this machine's.
         """
         from pl_grouprl.planning import Hardware, plan_run
 

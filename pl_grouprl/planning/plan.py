@@ -10,7 +10,6 @@ from typing import Any
 from pl_grouprl.models import ModelCost
 from pl_grouprl.packing import Sharing
 from pl_grouprl.planning.memory import (
-    DEVICES,
     GIB,
     METHODS,
     SEQUENCE,
@@ -23,7 +22,7 @@ from pl_grouprl.planning.memory import (
     plan_models,
 )
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.utilities.device_defaults import sequences_at_once
+from pl_grouprl.utilities.device_defaults import DEVICES, sequences_at_once
 
 _SAMPLE = 256
 """Number of prompts, evenly spaced by length, over which operations are averaged."""

@@ -8,11 +8,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pl_grouprl.algorithms import PPO
 from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.training import metrics as step_timer
-from pl_grouprl.training.metrics import StepTimer
+from pl_grouprl.training.buffer import RolloutBuffer
+from pl_grouprl.training.metrics import StepTimer, Throughput
+from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.device_defaults import find_device
 
 
 class Clock:
@@ -164,6 +168,122 @@ def test_summary_agrees_with_the_logged_rows(make_module, make_data, make_traine
     assert [step for step, _ in summary.history.points["perf/tokens_per_second"]] == [2, 4]
     statistics = json.loads((tmp_path / "version_0" / "summary.json").read_text())["metrics"]
     assert statistics["time/step"]["last"] == pytest.approx(float(rows[-1]["time/step"]))
+
+
+def test_a_run_says_what_limited_it(make_module, make_data, make_trainer, scripted_engine, clock, tmp_path, capsys):
+    letters.clock = clock
+    logger = CSVLogger(tmp_path, name="", version=0)
+    module = make_module(rewards=letters, engine=scripted_engine)
+    make_trainer(max_steps=2, logger=logger, callbacks=[Slow(clock), RunSummary()]).fit(module, make_data())
+    sentence = (
+        "Waiting for rewards took 89 % of a step; reward_calls.workers (now 0) would compute them during scoring."
+    )
+    assert json.loads((tmp_path / "version_0" / "summary.json").read_text())["limited_by"] == sentence
+    assert f"limited by          {sentence}" in capsys.readouterr().out
+
+
+# Model FLOPs utilization.
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        (H100, "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(name, known):
+    assert find_device(name) == known
+
+
+def throughput_of(frozen=(), device_name=H100):
+    """Of a decoder of 1 layer: 2 heads of 4 that share keys, hidden size 8, inner size 16, and 10 words."""
+    config = LlamaConfig(
+        vocab_size=10, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    policy = LlamaForCausalLM(config)
+    for name, weight in policy.named_parameters():
+        weight.requires_grad_(not any(part in name for part in frozen))
+    throughput = Throughput()
+    throughput.open({"policy": policy}, device_name, 1)
+    return throughput
+
+
+PER_TOKEN = 2 * (8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 8 * 16)
+PER_PAIR = 4 * 4 * 2
+PER_PREDICTION = 2 * 10 * 8
+
+
+def test_what_rollouts_share_counts_once():
+    """By hand: a prompt of 3, then 1 token that both rollouts begin with, then 1 and 2: 7 tokens, 4 predicted."""
+    group = RolloutGroup([1, 2, 3], [Rollout([4, 5]), Rollout([4, 6, 7])])
+    buffer = RolloutBuffer([group])
+    throughput = throughput_of()
+    throughput.start()
+    throughput.count("rollout", buffer.groups)
+    throughput.count("scoring", buffer.groups, "reference")  # the policy without its adapter
+    throughput.count("update", buffer.groups, None)
+    buffer.num_tokens, buffer.updates_done = 11, 1
+    seconds = {"rollout": 2.0, "old_logprobs": 0.5, "ref_logprobs": 0.5, "update": 4.0, "other": 1.0, "step": 8.0}
+    found = throughput.after_step(seconds, buffer, 1)
+    pairs = 1 + 2 + 3 + 4 + 5 + (5 + 6)
+    forward = 7 * PER_TOKEN + pairs * PER_PAIR + 4 * PER_PREDICTION
+    assert found == {
+        "perf/tokens_per_second": 11 / 8,
+        "perf/mfu": pytest.approx(5 * forward / 8 / 989e12),
+        "perf/mfu/rollout": pytest.approx(forward / 2 / 989e12),
+        "perf/mfu/scoring": pytest.approx(forward / 1 / 989e12),
+        "perf/mfu/update": pytest.approx(3 * forward / 4 / 989e12),
+    }
+
+
+@pytest.mark.parametrize(("frozen", "passes"), [((), 3), (("mlp",), 2)])
+def test_a_frozen_base_has_half_the_backward_pass(frozen, passes):
+    group = RolloutGroup([1], [Rollout([2])])
+    throughput, buffer = throughput_of(frozen), RolloutBuffer([group], updates_done=1)
+    throughput.start()
+    throughput.count("update", [group], None)
+    forward = 2 * PER_TOKEN + 3 * PER_PAIR + PER_PREDICTION
+    found = throughput.after_step({"update": 1.0, "step": 2.0}, buffer, 1)
+    assert found["perf/mfu/update"] == pytest.approx(passes * forward / 989e12)
+    assert "perf/mfu/rollout" not in found
+
+
+def test_no_utilization_where_the_rate_is_unknown():
+    throughput, buffer = throughput_of(device_name=None), RolloutBuffer([RolloutGroup([1], [])], updates_done=1)
+    throughput.start()
+    throughput.count("update", buffer.groups, None)
+    assert throughput.after_step({"step": 1.0}, buffer, 1).keys() == {"perf/tokens_per_second"}
+
+
+def test_a_run_counts_each_phase(make_module, make_data, make_trainer, scripted_engine, times_of, clock, monkeypatch):
+    letters.clock = clock
+    opened, count, counted = Throughput.open, Throughput.count, []
+    monkeypatch.setattr(Throughput, "open", lambda own, models, name, least: opened(own, models, H100, least))
+
+    def note(throughput, phase, groups, model="policy"):
+        counted.append((phase, model, sum(len(group.rollouts) for group in groups)))
+        count(throughput, phase, groups, model)
+
+    monkeypatch.setattr(Throughput, "count", note)
+    module = make_module(rewards=letters, engine=scripted_engine, beta=0.1, num_iterations=2)
+    times = times_of(module)
+    make_trainer(max_steps=2, callbacks=[Slow(clock)]).fit(module, make_data())
+    assert [(phase, model) for phase, model, _ in counted] == [
+        ("scoring", "policy"), ("scoring", "reference"), ("rollout", "policy"), ("update", None), ("update", None),
+    ]  # fmt: skip
+    assert len({number for phase, _, number in counted if phase != "update"}) == 1
+    assert "perf/mfu" not in times[0]  # the first of two updates
+    assert times[1]["perf/mfu/update"] > times[1]["perf/mfu"] > 0
 
 
 def test_a_loader_without_rollouts_is_refused(make_module, make_trainer, scripted_engine):
