@@ -551,7 +551,7 @@ class RLModule(pl.LightningModule, ABC):
         scores = self.score_rollouts_before_update(collected.buffer)
         buffer = self.collector.finish(collected)
         if not declares(self.engine, "updates_in_flight"):  # such an engine samples on other devices
-            self.throughput.count("rollout", collected.generated)
+            self.throughput.count("ahead" if self.max_staleness else "rollout", collected.generated)
         with self.timer.part("advantages"):
             self.prepare_updates(buffer, scores)
         self.num_tokens += buffer.num_tokens

@@ -261,7 +261,7 @@ class Throughput:
     def __init__(self) -> None:
         self.total_seconds: Counter[str] = Counter()
         self._seconds: Counter[str] = Counter()
-        self._operations: Counter[str] = Counter()
+        self._operations: dict[str, float] = {}
         self._is_whole = False
         self._peak: float | None = None
         self._min_saved_tokens: int | None = None
@@ -288,13 +288,13 @@ class Throughput:
 
     def start(self) -> None:
         """Begin a rollout."""
-        self._seconds, self._operations, self._is_whole = Counter(), Counter(), True
+        self._seconds, self._operations, self._is_whole = Counter(), {}, True
 
     def count(self, phase: str, groups: Sequence[RolloutGroup], model: str | None = "policy") -> None:
         """Add a pass over some groups.
 
         Args:
-            phase: `rollout`, `scoring` or `update`.
+            phase: `rollout`, `scoring` or `update`; `ahead` for rollouts sampled beside the updates.
             groups: Groups of this rank.
             model: The model that runs them forward; None for forward and backward of every trained model.
         """
@@ -305,7 +305,8 @@ class Throughput:
         ]
         shapes = [(len(group.prompt_ids), trie) for group, trie in zip(groups, tries, strict=True)]
         passes = self._passes if model is None else {model if model in self._costs else "policy": 1}
-        self._operations[phase] += sum(n * sum(self._costs[name].of_groups(shapes)) for name, n in passes.items() if n)
+        added = sum(n * sum(self._costs[name].of_groups(shapes)) for name, n in passes.items() if n)
+        self._operations[phase] = self._operations.get(phase, 0.0) + added
 
     def after_step(
         self, seconds: Mapping[str, float], buffer: RolloutBuffer, updates_per_rollout: int
@@ -330,5 +331,5 @@ class Throughput:
         spent = {"rollout": self._seconds["rollout"], "update": self._seconds["update"]}
         spent["scoring"] = sum(self._seconds[name] for name in SCORING)
         metrics["perf/mfu"] = sum(self._operations.values()) / self._seconds["step"] / self._peak
-        rates = {f"perf/mfu/{name}": self._operations[name] / own / self._peak for name, own in spent.items() if own}
-        return metrics | {name: rate for name, rate in rates.items() if rate}
+        rates = {name: self._operations.get(name, 0.0) / own / self._peak for name, own in spent.items() if own}
+        return metrics | {f"perf/mfu/{name}": rate for name, rate in rates.items() if rate}
