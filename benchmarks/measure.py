@@ -19,12 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.allocator import give_back_freed
+from pl_grouprl.utilities.device_defaults import DEVICES, find_device
 
 MIB = 2**20
-
-DENSE_BF16_TFLOPS = {"H200": 989.0, "H100 80GB HBM3": 989.0, "H100 SXM": 989.0, "A100": 312.0}
-"""Peak of the tensor cores in bfloat16 without sparsity, by part of PyTorch's device name. From NVIDIA's data sheets:
-H100 and H200 (SXM, 989), A100 (312). PCIe versions of the H100 have other peaks."""
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """`cpu` is the processor time of this process, for runs on one thread while other programs use the machine."""
@@ -93,8 +90,8 @@ def peak_flops(dtype: str) -> float | None:
     """Peak operations per second of this machine's CUDA device in a dtype; None if unknown."""
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((1e12 * peak for part, peak in DENSE_BF16_TFLOPS.items() if part in name), None)
+    name = find_device(torch.cuda.get_device_name())
+    return None if name is None else DEVICES[name].operations
 
 
 def cuda_peak_mib(function: Callable[[], Any]) -> float:

@@ -31,7 +31,7 @@ from pl_grouprl.utilities.options import nearest_option
 
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
-    from pl_grouprl.planning import RunPlan
+    from pl_grouprl.planning import Rates, RunPlan
 
 CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__file__).resolve().parents[1::-1]))
 """Folders that `--config NAME` searches after the path itself: working directory, project, installed package."""
@@ -195,14 +195,21 @@ class RLTrainer(Trainer):
         model: LightningModule,
         datamodule: LightningDataModule | None = None,
         device: str | None = None,
+        gpus: str | None = None,
+        rates: Rates | None = None,
     ) -> RunPlan:
         """Estimate the memory, tokens and time of a run before anything is loaded.
 
         Args:
             model: A module of this package.
             datamodule: A `PromptDataModule`; its prompts are tokenized.
-            device: GPU to estimate the time of a step for: a10, a100, h100, h200, l4, l40s or rtx4090; None is this
-                machine's.
+            device: GPU to estimate the time of a step for: a10, a100, h100, h100-nvl, h100-pcie, h200, l4, l40, l40s
+                or rtx4090; None is this machine's.
+            gpus: Numbers of such GPUs to predict a step for, such as `8,64,512`.
+            rates: Measured rates for that prediction. A JSON file of them is a `--config`: `{"rates": {...}}`.
+
+        Raises:
+            ValueError: If `gpus` are not numbers.
         """
         from pl_grouprl.planning import Hardware, plan_run
 
@@ -212,7 +219,10 @@ class RLTrainer(Trainer):
             datamodule.setup("fit")
         current = {"precision": self.precision, "devices": self.world_size, "strategy": self.strategy}
         options = current if self.planned_options is None else self.planned_options
-        return plan_run(model, datamodule, Hardware.of_trainer(options, device))
+        if gpus is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", gpus):
+            raise ValueError(f"gpus is {gpus!r}; pass numbers such as 8,64,512.")
+        numbers = [] if gpus is None else [int(number) for number in gpus.split(",")]
+        return plan_run(model, datamodule, Hardware.of_trainer(options, device), gpus=numbers, rates=rates)
 
     planned_options: dict[str, Any] | None = None
     """Arguments of the Trainer to plan for; None plans for this one."""

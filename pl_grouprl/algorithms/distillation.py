@@ -133,6 +133,7 @@ class Distillation(GRPO):
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Add the teacher's log-probabilities."""
         scores = super().score_rollouts_before_update(buffer)
+        self.throughput.count("scoring", buffer.groups, "teacher")
         with self.timer.part("teacher_logprobs"):
             buffer.put("teacher_logprobs", self.score_rollouts(self.teacher, buffer).logprobs_N)
         return scores

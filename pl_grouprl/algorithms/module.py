@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 
 from pl_grouprl.callbacks.checkpoints import stop_together
@@ -51,7 +52,7 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.rewards.apply import decode_completions
 from pl_grouprl.rollout import RolloutEngine
 from pl_grouprl.rollout.branching import Branching
-from pl_grouprl.rollout.engine import SyncedRolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine, declares
 from pl_grouprl.rollout.weight_sync import CloseEngine, check_adapter
 from pl_grouprl.training.ahead import CloseRolloutsAhead
 from pl_grouprl.training.buffer import RolloutBuffer
@@ -307,7 +308,8 @@ class RLModule(pl.LightningModule, ABC):
             importance_sampling=importance_sampling,
         )
         self.optimization = Optimization(guards.max_nonfinite_steps)
-        self.updater = Updater(self, self.micro_batcher, self.optimization)
+        count_update = partial(self.throughput.count, "update", model=None)
+        self.updater = Updater(self, self.micro_batcher, self.optimization, count_update)
         self.run_checkpoint = RunCheckpoint(self, num_mini_batches)
         self._logged_names: set[str] = set()  # by the last `training_step`
         self._tokenizer: Any = None
@@ -491,6 +493,8 @@ class RLModule(pl.LightningModule, ABC):
                 "max_grad_norm, so it would clip nothing; omit one of them."
             )
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
+        device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        self.throughput.open(self.scored_models(), device_name, self.sharing.min_saved_tokens)
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()
@@ -546,6 +550,8 @@ class RLModule(pl.LightningModule, ABC):
         collected = self.collector.collect(batch, self.generate)  # starts rewards of workers and async ones
         scores = self.score_rollouts_before_update(collected.buffer)
         buffer = self.collector.finish(collected)
+        if not declares(self.engine, "updates_in_flight"):  # such an engine samples on other devices
+            self.throughput.count("ahead" if self.max_staleness else "rollout", collected.generated)
         with self.timer.part("advantages"):
             self.prepare_updates(buffer, scores)
         self.num_tokens += buffer.num_tokens
@@ -555,10 +561,12 @@ class RLModule(pl.LightningModule, ABC):
         """Put old and reference log-probabilities into the buffer if they are needed; return the policy's scores."""
         scores = None
         if self.needs_old_scores:
+            self.throughput.count("scoring", buffer.groups)
             with self.timer.part("old_logprobs"):
                 scores = self.score_rollouts(self.policy, buffer, **self.old_score_options())
             buffer.put("old_logprobs", scores.logprobs_N)
         if self.kl_penalty.is_used:
+            self.throughput.count("scoring", buffer.groups, "reference")
             with self.timer.part("ref_logprobs"), self.reference_policy() as reference:
                 buffer.put("ref_logprobs", self.score_rollouts(reference, buffer).logprobs_N)
         return scores
@@ -660,7 +668,7 @@ class RLModule(pl.LightningModule, ABC):
         assert buffer is not None
         metrics = {f"time/{name}": value for name, value in seconds.items()}
         self.is_stepping = False
-        metrics |= self.throughput.after_step(seconds["step"], buffer, self.updates_per_rollout)
+        metrics |= self.throughput.after_step(seconds, buffer, self.updates_per_rollout)
         self.log_dict(metrics, batch_size=1)
 
     # Validation, test and predict.

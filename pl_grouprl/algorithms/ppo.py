@@ -247,6 +247,7 @@ class PPO(RLModule):
     def score_rollouts_before_update(self, buffer: RolloutBuffer) -> TokenScores | None:
         """Add the critic's values."""
         scores = super().score_rollouts_before_update(buffer)
+        self.throughput.count("scoring", buffer.groups, "critic")  # the policy's trunk if the critic has none
         with self.timer.part("values"):
             values_N, self._bootstrap_E = self.value_rollouts(buffer)
         buffer.put("values", values_N)

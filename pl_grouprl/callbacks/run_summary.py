@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from torch import Tensor
 
+from pl_grouprl.callbacks.bottleneck import RunFacts, find_bottleneck
 from pl_grouprl.callbacks.checkpoints import claim, run_folder
 from pl_grouprl.callbacks.completions_table import log_tables, source_table, summary_table
 from pl_grouprl.callbacks.curves import MetricHistory, draw_curves
@@ -28,6 +29,9 @@ Statistics = Mapping[str, Mapping[str, float]]
 VALIDATION_PREFIXES = ("val/", "val_")
 _FLAT = 0.9
 """Share of groups with equal rewards above which the summary says so; without a critic they give no gradient."""
+
+_FEW_STEPS = 10
+"""The start takes much of a run with fewer steps, which says nothing about a longer one."""
 
 
 @dataclass(eq=False, repr=False)
@@ -60,6 +64,7 @@ class RunSummary(Callback):
         self.history = MetricHistory()
         self.training_seconds = 0.0
         self._started: float | None = None
+        self._fit_started = 0.0
         self._last_step = 0
         self._seen: dict[str, Tensor] = {}
         self._folder: Path | None = None
@@ -77,7 +82,7 @@ class RunSummary(Callback):
         """Write the options, and start the clock."""
         if trainer.is_global_zero:
             self._write(self.options_filename, lambda: all_options(pl_module))
-        self._started = time.monotonic()
+        self._started = self._fit_started = time.monotonic()
         self._last_step = trainer.global_step
         self._seen = {}
 
@@ -119,11 +124,18 @@ class RunSummary(Callback):
         if not trainer.is_global_zero or not self.history.points:
             return
         statistics = {name: self.history.statistics(name) for name in sorted(self.history.points)}
+        limited_by, spent = None, getattr(getattr(pl_module, "throughput", None), "total_seconds", {})
+        if "step" in spent:  # a module of this package
+            lengths = [statistics.get(f"completions/{name}_length", {"mean": 1.0})["mean"] for name in ("mean", "max")]
+            outside = time.monotonic() - self._fit_started - spent["step"]
+            outside *= len(self.history.points["time/step"]) >= _FEW_STEPS
+            limited_by = find_bottleneck(spent, outside, RunFacts.of(pl_module, *lengths))
         with OptionalWrites("RunSummary").to("the console"):
-            text = summary_text(statistics, trainer.global_step, self.training_seconds, self._folder)
+            text = summary_text(statistics, trainer.global_step, self.training_seconds, self._folder, limited_by)
             trainer.print(encodable(text))
         log_tables(trainer, [summary_table(statistics, trainer.global_step)], OptionalWrites("RunSummary"))
         summary = {"steps": trainer.global_step, "training_seconds": self.training_seconds, "metrics": statistics}
+        summary["limited_by"] = limited_by
         self._write(self.summary_filename, lambda: summary)
         if self._folder is not None and self.curves_filename is not None:
             path = self._folder / self.curves_filename
@@ -167,7 +179,9 @@ class RunSummary(Callback):
             self._started = now
 
 
-def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Path | None) -> str:
+def summary_text(
+    statistics: Statistics, steps: int, seconds: float, folder: Path | None, limited_by: str | None = None
+) -> str:
     """The most important logged figures in a few lines."""
     lines = [("Run summary", f"{steps} steps in {seconds:.0f} s")]
     if "reward" in statistics:
@@ -190,6 +204,7 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
         lines.append(("all rewards equal", f"{what}: docs/troubleshooting.md#the-reward-stays-flat"))
     for name, label, form in (
         ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),
+        ("perf/mfu", "MFU", "mean {mean:.3f} (useful operations / the GPU's dense bfloat16 rate)"),
         ("prefix/token_ratio", "token ratio", "mean {mean:.2f} (tokens with repeated prompts / tokens run)"),
         ("value/explained_variance", "explained variance", "first {first:.2f}, last {last:.2f} (critic)"),
         ("token_group/compression_ratio", "compression", "mean {mean:.3f}, last {last:.3f} (1 - endpoints / tokens)"),
@@ -204,6 +219,8 @@ def summary_text(statistics: Statistics, steps: int, seconds: float, folder: Pat
     parts = {name[len("time/") :]: values["mean"] for name, values in statistics.items() if name.startswith("time/")}
     if parts:
         lines.append(("seconds per step", ", ".join(f"{part} {mean:.3f}" for part, mean in parts.items())))
+    if limited_by is not None:
+        lines.append(("limited by", limited_by))
     if folder is not None:
         lines.append(("run folder", str(folder)))
     (title, first), *rest = lines

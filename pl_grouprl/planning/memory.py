@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,11 @@ from pl_grouprl.models.critic import ValueHead
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.device_defaults import (
+    DEVICES,
     cached_by_layer,
     cached_bytes,
     checkpoints_activations,
+    find_device,
     kept_bytes,
     layer_sizes,
 )
@@ -44,31 +46,6 @@ SEQUENCE = 1024
 
 # The hardware that a run is planned for, its precision and strategy.
 
-
-class DeviceRates(NamedTuple):
-    """Data sheet figures of a device.
-
-    Attributes:
-        gib: Memory in GiB.
-        operations: Dense 16-bit operations per second.
-        bandwidth: Bytes read from its memory per second.
-    """
-
-    gib: int
-    operations: float
-    bandwidth: float
-
-
-DEVICES: dict[str, DeviceRates] = {
-    "a10": DeviceRates(24, 125e12, 600e9),
-    "a100": DeviceRates(80, 312e12, 2039e9),
-    "h100": DeviceRates(80, 989e12, 3350e9),
-    "h200": DeviceRates(141, 989e12, 4800e9),
-    "l4": DeviceRates(24, 121e12, 300e9),
-    "l40s": DeviceRates(48, 362e12, 864e9),
-    "rtx4090": DeviceRates(24, 165e12, 1008e9),
-}
-"""From NVIDIA's data sheets; A100 (80 GB), H100 and H200 as SXM modules."""
 
 _CLASSES = {
     "SingleDeviceStrategy": "single",
@@ -120,8 +97,7 @@ class Hardware:
             devices = 1
         processes = count_devices(devices) * (options.get("num_nodes") or 1)
         if device is None and not on_cpu and torch.cuda.is_available():
-            words = torch.cuda.get_device_name().lower().replace("rtx ", "rtx").replace("-", " ").split()
-            device = next((name for name in DEVICES if name in words), None)
+            device = find_device(torch.cuda.get_device_name())
         precision = str(options.get("precision") or "32-true")
         return cls(precision, processes, strategy_name(options.get("strategy") or "auto", processes), device)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pl_grouprl.models import ModelCost
 from pl_grouprl.packing import Sharing
 from pl_grouprl.planning.memory import (
-    DEVICES,
     GIB,
     METHODS,
     SEQUENCE,
@@ -22,8 +21,9 @@ from pl_grouprl.planning.memory import (
     footprint_of_method,
     plan_models,
 )
+from pl_grouprl.planning.scaling import UTILIZATION, Lengths, Rates, StepModel, table
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.utilities.device_defaults import sequences_at_once
+from pl_grouprl.utilities.device_defaults import DEVICES, sequences_at_once
 
 _SAMPLE = 256
 """Number of prompts, evenly spaced by length, over which operations are averaged."""
@@ -150,6 +150,9 @@ class RunPlan:
         workload: The workload of a step.
         hardware: Where it runs.
         passes: Forward passes over a batch of rollouts besides the updates: old and reference log-probabilities.
+        gpus: Numbers of GPUs to predict a step for.
+        rates: Measured rates for that.
+        max_staleness: The run's; predicted besides 0 and 1.
     """
 
     algorithm: str
@@ -157,6 +160,9 @@ class RunPlan:
     workload: Workload
     hardware: Hardware
     passes: int
+    gpus: tuple[int, ...] = ()
+    rates: Rates = field(default_factory=Rates)
+    max_staleness: int = 0
 
     @property
     def footprint(self) -> Footprint:
@@ -231,6 +237,45 @@ class RunPlan:
         read += self.footprint.layers.cache * work.response * (prompts + all_sequences * work.response / 2)
         return max(sampled, read / rates.bandwidth), trained
 
+    def step_model(self) -> StepModel:
+        """What a step needs on one GPU, from the shapes and the rates; `StepModel` divides it among several.
+
+        Operations count what rollouts share once, as the logged MFU does.
+
+        Raises:
+            ValueError: If the device is not known.
+        """
+        if self.hardware.device is None:
+            raise ValueError(f"gpus needs to know which ones; pass device: {', '.join(DEVICES)}.")
+        device, rates, cost = DEVICES[self.hardware.device], self.rates, self.models.cost
+        lengths = Lengths.of(rates, self.workload.response)
+        mean = lengths.mean
+        work = replace(self.workload, response=round(mean))
+        forward, has_critic = work.operations(cost, "shared"), self.models.has_critic
+        trained = forward * (2 if self.models.has_adapter else 3) * work.num_iterations * (1 + has_critic)
+        weights = 2.0 * self.models.num_parameters  # samplers compute in 16 bits
+        sequence = (cost.per_token + cost.per_prediction) / device.operations
+        sequence += self.footprint.layers.cache * (work.mean_prompt + mean / 2) / device.bandwidth
+
+        def given(measured: float | None, ideal: float) -> float:
+            return ideal / UTILIZATION if measured is None else measured
+
+        return StepModel(
+            prompts=work.batch_size,
+            num_generations=work.num_generations,
+            lengths=lengths,
+            decode_step=given(rates.decode_step, weights / device.bandwidth + sequence),
+            decode_sequence=given(rates.decode_sequence, sequence),
+            scoring=forward * (self.passes + has_critic) / device.operations / rates.scoring_mfu,
+            update=trained / device.operations / rates.update_mfu,
+            gradient_bytes=self.models.footprint.policy.gradients * work.num_mini_batches * work.num_iterations,
+            transfer=weights / rates.transfer,
+            own_weights=work.caches,
+            max_sequences=work.max_sequences,
+            node=rates.node,
+            network=rates.network,
+        )
+
     def suggestion(self, gib: float) -> str:
         """What to set so that the run fits on a device with this many GiB."""
         work, held = self.workload, self.footprint
@@ -276,16 +321,22 @@ class RunPlan:
             lines.append("The memory of the sampling engine is not included; only that of HFRolloutEngine is known.")
         for section in (_memory_lines, _fit_lines, _sharing_lines, _time_lines):
             lines += ["", *section(self)]
+        if self.gpus:
+            lines += ["", *table(self.step_model(), self.gpus, (0, 1, max(1, self.max_staleness)))]
         return "\n".join(lines)
 
 
-def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
+def plan_run(
+    module: Any, data: Any, hardware: Hardware, *, gpus: Sequence[int] = (), rates: Rates | None = None
+) -> RunPlan:
     """Plan a run from configs, tokenizer and prompts; no weights are loaded.
 
     Args:
         module: An `RLModule` whose models are not loaded.
         data: Its data module, set up for `fit`.
         hardware: Where it runs.
+        gpus: Numbers of GPUs to predict a step for.
+        rates: Measured rates for that.
 
     Raises:
         TypeError: If a module or data of this kind cannot be planned.
@@ -295,7 +346,17 @@ def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
         raise TypeError(f"plan needs a module of pl_grouprl and a PromptDataModule with `train`, not {given}.")
     models, work = plan_models(module, hardware), Workload.of(module, data, hardware.processes)
     passes = (module.updates_per_rollout > 1 or module.kl_penalty.needs_old_logprobs) + module.kl_penalty.is_used
-    return RunPlan(type(module).__name__, models, work, hardware, passes + hasattr(module, "teacher_source"))
+    passes += hasattr(module, "teacher_source")
+    return RunPlan(
+        type(module).__name__,
+        models,
+        work,
+        hardware,
+        passes,
+        tuple(sorted(gpus)),
+        rates or Rates(),
+        module.max_staleness,
+    )
 
 
 def room_for(work: Workload, held: Footprint, gib: float, checkpointing: bool) -> tuple[int, int]:

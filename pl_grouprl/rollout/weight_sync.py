@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from pl_grouprl.distributed.strategies import StrategySupport, local_weights
 from pl_grouprl.distributed.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
 from pl_grouprl.models.adapters import has_adapters, is_quantized
 from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError, SyncedRolloutEngine
-from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
+from pl_grouprl.utilities.distributed import gather_plain, num_ranks, raise_on_all_ranks
 
 T = TypeVar("T")
 Named = tuple[str, Tensor]
@@ -99,7 +99,15 @@ class WeightSync:
         for losses in range(1, MAX_RESTARTS + 1):
             try:
                 self._update(owner, engine)
-                return raise_on_all_ranks(run, owner.device, shared=SamplerLostError)
+                with ExitStack() as waiting:
+
+                    def sample(waiting: ExitStack = waiting) -> T:
+                        result = run()
+                        if num_ranks() > 1:
+                            waiting.enter_context(self._timed("wait_for_ranks"))
+                        return result
+
+                    return raise_on_all_ranks(sample, owner.device, shared=SamplerLostError)
             except SamplerLostError as error:
                 self.forget()
                 self._add({"restarts": 1.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -177,7 +178,8 @@ class Collector:
         has_logprobs = all(rollout.logprobs is not None for group in groups for rollout in group.rollouts)
         if self._sampling.is_truncated and declares(self.sampler.engine, "truncates_logprobs"):
             has_logprobs = False  # they are not over the whole vocabulary
-        has_logprobs = all(gather_plain(has_logprobs, self._run.device))
+        with self._waiting_for_ranks():  # whose rollouts take longer
+            has_logprobs = all(gather_plain(has_logprobs, self._run.device))
         mini_batches: list[int] = []  # on a single rank, the buffer assigns them
         if num_ranks() > 1:
             groups, mini_batches = self._distribute(groups, batch.rollout_number, collected.metrics)
@@ -214,6 +216,9 @@ class Collector:
         buffer.num_tokens = count_tokens(records)
         return buffer
 
+    def _waiting_for_ranks(self) -> AbstractContextManager[None]:
+        return self._timer.part("wait_for_ranks") if num_ranks() > 1 else nullcontext()
+
     def _sample(
         self, generate: Generate, rollout_number: int, prompts: Sequence[Prompt], attempt: int = 0
     ) -> list[RolloutGroup]:
@@ -238,7 +243,8 @@ class Collector:
             kept += [group for group in new if self.is_informative(group)]
             if attempt == self._max_generation_batches:
                 break
-            missing = int(sum_over_ranks([torch.tensor(len(batch.prompts) - len(kept))], device)[0])
+            with self._waiting_for_ranks():
+                missing = int(sum_over_ranks([torch.tensor(len(batch.prompts) - len(kept))], device)[0])
             if not missing:
                 break
             prompts = self._data.draw_extra(missing, rollout_number=batch.rollout_number, attempt=attempt)

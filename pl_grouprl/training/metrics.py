@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, get_args
 
+from pl_grouprl.attention import find_decoder
 from pl_grouprl.episodes.tools import FailureKind
+from pl_grouprl.models.cost import ModelCost
+from pl_grouprl.packing import build_trie
 from pl_grouprl.rewards.base import mean, reward_metrics, reward_row, std
 from pl_grouprl.rollout.branching import first_own_token
 from pl_grouprl.training.buffer import RolloutBuffer, numbers_differ
 from pl_grouprl.types import EpisodeRows, Rollout, RolloutGroup
+from pl_grouprl.utilities.device_defaults import DEVICES, find_device
 from pl_grouprl.utilities.progress import PROGRESS
 
 # Metrics, under TRL's names where it has them, from plain records that ranks can exchange.
@@ -237,29 +242,94 @@ class StepTimer:
         return parts | {"step": sum(parts.values())}
 
 
+SCORING = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
+"""Parts of a step that score rollouts without gradient."""
+
+
 class Throughput:
-    """Tokens per second, from the start of a rollout to its last update."""
+    """Tokens per second and model FLOPs utilization (MFU), from the start of a rollout to its last update.
+
+    MFU is the share of the GPU's dense bfloat16 rate, whatever the run's precision, that goes into operations that the
+    step needs: linear layers, attention and head (`ModelCost`) for the groups of this rank. A token that rollouts share
+    counts once, even if the run repeats it. A backward pass counts as two forward passes, or one for a frozen base with
+    an adapter. Recomputed activations, padding, the optimizer and image encoders do not count.
+
+    Attributes:
+        total_seconds: Seconds of each part over all steps since `open`, as in `StepTimer`.
+    """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self.total_seconds: Counter[str] = Counter()
+        self._seconds: Counter[str] = Counter()
+        self._operations: dict[str, float] = {}
         self._is_whole = False
+        self._peak: float | None = None
+        self._min_saved_tokens: int | None = None
+        self._costs: dict[str, ModelCost] = {}
+        self._passes: dict[str, int] = {}
+
+    def open(self, models: Mapping[str, Any], device_name: str | None, min_saved_tokens: int | None) -> None:
+        """Begin a fit; prepare to count operations if the GPU's rate is known.
+
+        Args:
+            models: The transformers models that read rollouts, by name; one of them is `policy`.
+            device_name: The GPU, as CUDA names it; None for another device.
+            min_saved_tokens: What rollouts must save to share a segment; see `packing.build_trie`.
+        """
+        self.total_seconds = Counter()
+        known = None if device_name is None else find_device(device_name)
+        self._peak = None if known is None else DEVICES[known].operations
+        self._min_saved_tokens = min_saved_tokens
+        self._costs, self._passes = {}, {}
+        for name, model in models.items() if known else ():
+            self._costs[name] = ModelCost.of(find_decoder(model), model.get_output_embeddings())
+            trained = [weight.requires_grad for weight in model.parameters()]
+            self._passes[name] = any(trained) * (3 if all(trained) else 2)
 
     def start(self) -> None:
         """Begin a rollout."""
-        self._seconds, self._is_whole = 0.0, True
+        self._seconds, self._operations, self._is_whole = Counter(), {}, True
 
-    def after_step(self, seconds: float, buffer: RolloutBuffer, updates_per_rollout: int) -> dict[str, float]:
-        """Add a step; after the last one of a rollout, return `perf/tokens_per_second`.
-
-        This is the rollout's tokens over the time to sample and train them. It is not returned for the first rollout of
-        a run that was resumed after sampling it.
+    def count(self, phase: str, groups: Sequence[RolloutGroup], model: str | None = "policy") -> None:
+        """Add a pass over some groups.
 
         Args:
-            seconds: How long the step took.
+            phase: `rollout`, `scoring` or `update`; `ahead` for rollouts sampled beside the updates.
+            groups: Groups of this rank.
+            model: The model that runs them forward; None for forward and backward of every trained model.
+        """
+        if self._peak is None:
+            return
+        tries = [
+            build_trie([rollout.token_ids for rollout in group.rollouts], self._min_saved_tokens) for group in groups
+        ]
+        shapes = [(len(group.prompt_ids), trie) for group, trie in zip(groups, tries, strict=True)]
+        passes = self._passes if model is None else {model if model in self._costs else "policy": 1}
+        added = sum(n * sum(self._costs[name].of_groups(shapes)) for name, n in passes.items() if n)
+        self._operations[phase] = self._operations.get(phase, 0.0) + added
+
+    def after_step(
+        self, seconds: Mapping[str, float], buffer: RolloutBuffer, updates_per_rollout: int
+    ) -> dict[str, float]:
+        """Add a step; after the last one of a rollout, return `perf/tokens_per_second` and `perf/mfu`.
+
+        Tokens per second are the rollout's tokens over the time to sample and train them. Nothing is returned for the
+        first rollout of a run that was resumed after sampling it.
+
+        Args:
+            seconds: Seconds of each part of the step, as in `StepTimer`.
             buffer: The rollouts that it trained.
             updates_per_rollout: Steps per rollout.
         """
-        self._seconds += seconds
+        self._seconds.update(seconds)
+        self.total_seconds.update(seconds)
         if not self._is_whole or buffer.updates_done < updates_per_rollout:
             return {}
-        return {"perf/tokens_per_second": buffer.num_tokens / self._seconds}
+        metrics = {"perf/tokens_per_second": buffer.num_tokens / self._seconds["step"]}
+        if self._peak is None:
+            return metrics
+        spent = {"rollout": self._seconds["rollout"], "update": self._seconds["update"]}
+        spent["scoring"] = sum(self._seconds[name] for name in SCORING)
+        metrics["perf/mfu"] = sum(self._operations.values()) / self._seconds["step"] / self._peak
+        rates = {name: self._operations.get(name, 0.0) / own / self._peak for name, own in spent.items() if own}
+        return metrics | {f"perf/mfu/{name}": rate for name, rate in rates.items() if rate}

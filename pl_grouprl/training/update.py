@@ -23,6 +23,7 @@ from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher, dummy_tokens
 from pl_grouprl.training.objective import LossAccumulator, LossSums
 from pl_grouprl.training.run import Accumulation, Run
+from pl_grouprl.types import RolloutGroup
 from pl_grouprl.utilities.distributed import num_ranks, reduce_over_ranks, sum_over_ranks
 from pl_grouprl.utilities.modes import evaluating, nonfinite_parameters
 from pl_grouprl.utilities.text import first_names
@@ -89,10 +90,17 @@ class Updater:
         run: The run.
         micro_batcher: Packs the micro-batches.
         optimization: Divides their losses.
+        count: Called with the groups of each update, reduced to the rollouts that it encodes.
     """
 
-    def __init__(self, run: Run, micro_batcher: MicroBatcher, optimization: Optimization) -> None:
-        self._run, self._micro_batcher, self._optimization = run, micro_batcher, optimization
+    def __init__(
+        self,
+        run: Run,
+        micro_batcher: MicroBatcher,
+        optimization: Optimization,
+        count: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
+    ) -> None:
+        self._run, self._micro_batcher, self._optimization, self._count = run, micro_batcher, optimization, count
 
     def update(
         self,
@@ -139,6 +147,7 @@ class Updater:
         if skips_idle:
             trained, idle = mini_batch.trained_and_idle(by_advantages=skips_zero_advantages)
         members = [index for index in members if trained.groups[index].rollouts]
+        self._count([trained.groups[index] for index in members])
         schedule = self._micro_batcher.for_update(trained, members, whole_episodes=whole_episodes)
         expected = None
         if schedule.number > 1 or skips_idle:  # otherwise the only micro-batch gives the denominators

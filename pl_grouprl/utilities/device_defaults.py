@@ -6,7 +6,7 @@ Nothing here overrides an option that was set. `training.device_choices` applies
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,45 @@ ALWAYS_FITS = GIB
 
 MIN_TOKENS = 1024
 """Smallest token budget of a micro-batch, and its unit."""
+
+
+class DeviceRates(NamedTuple):
+    """Data sheet figures of a GPU.
+
+    Attributes:
+        gib: Memory in GiB.
+        operations: Dense 16-bit operations per second.
+        bandwidth: Bytes read from its memory per second.
+    """
+
+    gib: int
+    operations: float
+    bandwidth: float
+
+
+DEVICES: dict[str, DeviceRates] = {
+    "a10": DeviceRates(24, 125e12, 600e9),
+    "a100": DeviceRates(80, 312e12, 2039e9),
+    "h100": DeviceRates(80, 989e12, 3350e9),
+    "h100-nvl": DeviceRates(94, 835e12, 3900e9),
+    "h100-pcie": DeviceRates(80, 756e12, 2000e9),
+    "h200": DeviceRates(141, 989e12, 4800e9),
+    "l4": DeviceRates(24, 121e12, 300e9),
+    "l40": DeviceRates(48, 181e12, 864e9),
+    "l40s": DeviceRates(48, 362e12, 864e9),
+    "rtx4090": DeviceRates(24, 165e12, 1008e9),
+}
+"""From NVIDIA's data sheets; A100 (80 GB), H100 and H200 as SXM modules.
+
+Not from `lightning.fabric.utilities.throughput`, whose rates are with sparsity for some GPUs, without tensor cores for
+others, and those of an L4 for an L40S.
+"""
+
+
+def find_device(name: str) -> str | None:
+    """Find a GPU in `DEVICES` by the name that CUDA gives it; None if it is not there."""
+    words = set(name.lower().replace("rtx ", "rtx").replace("-", " ").split())
+    return max((known for known in DEVICES if words.issuperset(known.split("-"))), key=len, default=None)
 
 
 def default_precision(accelerator: Any = "auto") -> Literal["bf16-mixed", "32-true"]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import csv
-import json
 import logging
 import pickle
 import posixpath
@@ -47,8 +45,6 @@ from pl_grouprl.models import LoRACritic, SharedTrunkCritic
 from pl_grouprl.report import different_options, read_runs
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.training import checks
-from pl_grouprl.training import metrics as step_timer
-from pl_grouprl.training.metrics import StepTimer
 from pl_grouprl.utilities.loggers import prepare_loggers
 
 # A deep copy of a module, as callbacks that average weights make it.
@@ -775,151 +771,3 @@ def test_prepared_loggers_are_what_they_were(tmp_path):
         copy = pickle.loads(pickle.dumps(logger))
         assert type(copy) is kind
         assert copy.log_dir == logger.log_dir
-
-
-# Times of a step are the module's own.
-
-
-class Clock:
-    """A clock that stands still but where somebody moves it."""
-
-    now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
-class Slow(Callback):
-    """Takes 100 seconds before and after each step, and 1 second of the update itself."""
-
-    def __init__(self, clock):
-        self.clock = clock
-
-    def on_train_batch_start(self, *args):
-        self.clock.now += 100
-
-    def on_before_backward(self, *args):
-        self.clock.now += 1
-
-    def on_train_batch_end(self, *args):
-        self.clock.now += 100
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(step_timer, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def times_of(monkeypatch):
-    """Attach to a module; gives the times that it logs, a dictionary for each call of the training step."""
-
-    def attach(module):
-        logged, log_dict = [], module.log_dict
-
-        def note(metrics, **kwargs):
-            if "time/step" in metrics:
-                logged.append(metrics)
-            log_dict(metrics, **kwargs)
-
-        monkeypatch.setattr(module, "log_dict", note)
-        return logged
-
-    return attach
-
-
-def test_the_innermost_part_is_charged_and_the_rest_is_other(clock):
-    step = StepTimer()
-    clock.now += 1  # other
-    with step.part("rollout"):
-        clock.now += 2
-        with step.part("reward"):
-            clock.now += 4
-        clock.now += 8
-    clock.now += 16  # other
-    with contextlib.suppress(KeyError), step.part("reward"):
-        clock.now += 32
-        raise KeyError
-    step.enter("update")
-    clock.now += 64
-    step.mark()
-    clock.now += 1000  # behind the last mark: in no part
-    assert step.seconds == {"rollout": 10.0, "reward": 36.0, "update": 64.0, "other": 17.0, "step": 127.0}
-
-
-def test_a_new_step_knows_the_parts_of_those_before(clock):
-    step = StepTimer()
-    step.enter("rollout")
-    clock.now += 1
-    step.mark()
-    clock.now += 5
-    step.start()
-    clock.now += 2
-    step.enter("update")
-    clock.now += 3
-    step.mark()
-    assert step.seconds == {"rollout": 0.0, "other": 2.0, "update": 3.0, "step": 5.0}
-
-
-def test_callbacks_do_not_count_as_the_update(fit, make_module, times_of, clock):
-    module = make_module(engine=ScriptedEngine())
-    times = times_of(module)
-    trainer = {"accumulate_grad_batches": 2}
-    fit(module=module, steps=2, data={"train_size": 16}, callbacks=[Slow(clock)], trainer=trainer)
-    assert len(times) == 4
-    for metrics in times:
-        assert metrics["time/update"] == metrics["time/step"] == 1
-        assert metrics["perf/tokens_per_second"] > 100  # some 360 tokens in 1 second, not in 201
-
-
-def sum_of_parts(metrics):
-    return sum(value for name, value in metrics.items() if name.startswith("time/") and name != "time/step")
-
-
-def test_parts_add_up_to_each_step(fit, make_module, times_of, clock):
-    class SlowEngine(ScriptedEngine):
-        def generate(self, *args, **kwargs):
-            clock.now += 16
-            return super().generate(*args, **kwargs)
-
-    def slow_letters(completions, **columns):
-        clock.now += 8
-        return share_of_letters(completions)
-
-    module = make_module(rewards=slow_letters, engine=SlowEngine(), beta=0.1, num_iterations=2)
-    times = times_of(module)
-    fit(module=module, steps=4, callbacks=[Slow(clock)])
-    assert [step["time/rollout"] for step in times] == [16.0, 0.0, 16.0, 0.0]
-    assert [step["time/reward"] for step in times] == [8.0, 0.0, 8.0, 0.0]
-    assert [step["time/update"] for step in times] == [1.0, 1.0, 1.0, 1.0]
-    for step in times:
-        assert {"time/old_logprobs", "time/ref_logprobs", "time/advantages", "time/other"} <= step.keys()
-        assert sum_of_parts(step) == step["time/step"]
-
-
-def test_parts_add_up_with_a_critic(fit, make_module, times_of):
-    module = make_module(PPO, engine=ScriptedEngine(), num_iterations=2)
-    times = times_of(module)
-    fit(module=module, steps=2)
-    assert len(times) == 2
-    for step in times:
-        assert "time/values" in step
-        assert sum_of_parts(step) == pytest.approx(step["time/step"], rel=1e-9)
-
-
-def test_summary_agrees_with_the_logged_rows(fit, tmp_path):
-    summary, logger = RunSummary(), CSVLogger(tmp_path, name="", version=0)
-    trainer = {"logger": logger, "log_every_n_steps": 1}
-    fit(steps=5, engine=ScriptedEngine(), num_mini_batches=2, callbacks=[summary], trainer=trainer)
-    with (tmp_path / "version_0" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["time/step"]]  # the epoch's own row has none
-    assert len(rows) == 5
-    for name in ("time/step", "time/update", "loss", "grad_norm", "reward"):
-        expected = [(step, pytest.approx(float(row[name]))) for step, row in enumerate(rows, start=1)]
-        assert summary.history.points[name] == expected, name
-    # With two updates to a rollout, the rate is known after every second one.
-    assert [step for step, _ in summary.history.points["perf/tokens_per_second"]] == [2, 4]
-    statistics = json.loads((tmp_path / "version_0" / "summary.json").read_text())["metrics"]
-    assert statistics["time/step"]["last"] == pytest.approx(float(rows[-1]["time/step"]))

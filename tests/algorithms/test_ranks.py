@@ -168,6 +168,8 @@ def test_runs(one, two, case):
     left_out = ("time/", "perf/", *(("prefix/",) if case == "sequence parallel" else ()))
     names = {name for name in alone["metrics"] if not name.startswith(left_out)}
     assert {"loss", "reward", "reward_std", "num_tokens", "grad_norm", "val/reward"} <= names
+    assert "time/wait_for_ranks" not in alone["metrics"]
+    assert first["metrics"]["time/wait_for_ranks"] >= 0
     for name in names:
         assert first["metrics"][name] == pytest.approx(alone["metrics"][name], abs=1e-5), name
 

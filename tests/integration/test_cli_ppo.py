@@ -236,6 +236,7 @@ def test_metrics_of_the_page_are_logged(runs):
     logged = set(json.loads((runs["GroupPPO"] / "summary.json").read_text())["metrics"])
     assert len(documented) > 15
     elsewhere = {"policy/router_aux_loss", "time/exchange", "time/wait_for_rollouts"}  # experts, ranks, sampling ahead
+    elsewhere |= {"time/wait_for_ranks", "perf/mfu", *(f"perf/mfu/{name}" for name in ("rollout", "scoring", "update"))}
     elsewhere |= {"time/weight_sync", *(f"sync/{name}" for name in ("count", "seconds", "bytes", "restarts"))}  # vLLM
     elsewhere |= {"rollout/staleness/mean", "rollout/staleness/max", "rollout/dropped_stale"}  # with max_staleness
     others = ("tools/", "episode/", "distillation/", "branching/")  # runs with tools, a teacher, or branches

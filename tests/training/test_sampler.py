@@ -129,7 +129,8 @@ def test_changed_weights_are_sent_once(fit, options, trainer, steps_of_updates):
 
 
 @pytest.mark.parametrize("cls", [GRPO, PPO])
-def test_metrics_are_summed_since_the_previous_rollouts(fit, cls):
+def test_metrics_are_summed_since_the_previous_rollouts(fit, cls, monkeypatch):
+    monkeypatch.setattr("pl_grouprl.rollout.weight_sync.num_ranks", lambda: 2)  # times the wait of one for the other
     engine = CopiedPolicyEngine()
     engine.version = 40  # what a server says that another process has left
     run = fit(engine, cls=cls, num_mini_batches=2, steps=4, trainer={"val_check_interval": 1}, val=True)
@@ -142,6 +143,7 @@ def test_metrics_are_summed_since_the_previous_rollouts(fit, cls):
         parts = [value for name, value in step.items() if name.startswith("time/") and name != "time/step"]
         assert sum(parts) == pytest.approx(step["time/step"])
     assert run.steps[1]["time/weight_sync"] > 0  # callbacks see the times of the step before
+    assert run.steps[1]["time/wait_for_ranks"] > 0
 
 
 @pytest.mark.parametrize("by", ["the weight", "its data", "another storage", "a buffer", "a restart"])
