@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from benchmarks.stage import FIRST_WORD, PAD, Stage, liger_layers, seconds_of
 from benchmarks.vs_trl import Run
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.support import compile_layers
+from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.checks import check_parity
 from pl_grouprl.functional import logprobs
 from pl_grouprl.functional import logprobs as linear_head
@@ -53,6 +55,9 @@ SAVED = (
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 """Operators of aten whose outputs selective checkpointing saves."""
+
+REAL_RUN = 60
+"""Seconds that the real run trains."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -420,6 +425,40 @@ def _timed_fit(
     trainer.fit(module, datamodule=data)
 
 
+def real_run(stage: Stage) -> None:
+    """SmolLM2 on reasoning-gym: the run of `configs/grpo_smollm2_gpu.yaml`, for a share of its five minutes."""
+    policy = read_config("grpo_smollm2_gpu")["model"]["init_args"]["policy"]["init_args"]
+    if not Path(policy["path"], policy["gguf_file"]).exists():
+        stage.add(label="SmolLM2", missing="the model is not there: python examples/prepare_smollm2.py")
+        return
+    stage.measure("SmolLM2", _real_run, stage, needs=("reasoning_gym", "gguf", "accelerate"))
+
+
+def _real_run(stage: Stage) -> None:
+    config = read_config("grpo_smollm2_gpu")
+    if stage.dry:
+        few: dict[str, Any] = {"num_generations": 2, "evaluation": {}, "sampling": {"max_new_tokens": 3}}
+        config["model"]["init_args"] |= few | {"sharing": {"verify": False}}
+        config["data"]["init_args"] |= {"batch_size": 1, "val_batch_size": 1}
+        config["trainer"] |= {"precision": "32-true", "max_steps": 2, "limit_val_batches": 1, "limit_test_batches": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        for logger in config["trainer"]["logger"]:
+            logger["init_args"]["save_dir"] = folder
+        trainer, module, data = build_run(
+            config, accelerator="cpu" if stage.dry else "gpu", default_root_dir=folder, max_time={"seconds": REAL_RUN}
+        )
+        fit = seconds_of(lambda: trainer.fit(module, datamodule=data))
+        points = next(own for own in trainer.callbacks if isinstance(own, RunSummary)).history.points
+        (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    seconds = [step for _, step in points["time/step"]]
+    rates = [rate for _, rate in points["perf/tokens_per_second"]]
+    stage.add(
+        label="SmolLM2", steps=trainer.global_step, fit_s=fit, step_s=statistics.median(seconds),
+        tokens_per_s=statistics.median(rates), test=tested["test/reward"], validation=points["val/reward"],
+        rewards=points["reward"], peak_gib=stage.peak_gib(),
+    )  # fmt: skip
+
+
 # ---- 6 and 7: the head's blocks, a hybrid
 
 
@@ -506,6 +545,7 @@ STAGES: dict[str, Callable[[Stage], None]] = {
     "whole-step": whole_step,
     "first-step": first_step,
     "default-run": default_run,
+    "real-run": real_run,
     "head-blocks": head_blocks,
     "hybrid": hybrid,
 }

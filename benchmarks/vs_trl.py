@@ -576,7 +576,7 @@ MODELS = {"0.6b": QWEN3_0_6B, "4b": QWEN3_4B}
 def compare(stage: Stage, options: argparse.Namespace) -> None:
     """Run the arms, shape by shape."""
     recorded = options.rollouts == "recorded"
-    shapes = options.shapes or stage.pick(SHAPES if recorded else SAMPLED_SHAPES, ((24, 8, 4), (48, 4, 2)))
+    shapes = stage.pick(options.shapes or (SHAPES if recorded else SAMPLED_SHAPES), ((24, 8, 4),))
     for prompt, rollout, size in shapes:
         groups = stage.pick(max(1, TOKENS_OF_STEP // (size * (prompt + rollout))), 2)
         case = stage.case(MODELS[options.model], prefix=prompt, rollout=rollout, group_size=size, groups=groups)
@@ -591,9 +591,10 @@ def compare(stage: Stage, options: argparse.Namespace) -> None:
 
 def run_arm(stage: Stage, label: str, arm: Arm, run: Run, *arguments: Any, **options: Any) -> float | None:
     """Run an arm; returns the median seconds of a step, or None if a package is missing or it fails."""
+    needs = (*arm.needs, "vllm") if run.rollouts == "vllm" else arm.needs
     with _globals_kept():
         own = replace(run, liger=arm.liger)
-        return stage.measure(label, arm.steps, stage, label, own, *arguments, needs=arm.needs, **options)
+        return stage.measure(label, arm.steps, stage, label, own, *arguments, needs=needs, **options)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
