@@ -549,6 +549,7 @@ ARMS = {
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run all arms on all shapes, print, and write OUTPUT.json and OUTPUT.md after each row."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' trainer would spread over all GPUs
     options = parse(arguments)
     stage = Stage.begin(options)
     compare(stage, options)
