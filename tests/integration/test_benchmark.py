@@ -269,6 +269,17 @@ def test_every_arm_of_ours_takes_the_same_step_on_the_same_rollouts(load, tmp_pa
     assert repeated / ours == pytest.approx(case.ideal_ratio, rel=0.05)
 
 
+@pytest.mark.parametrize("label", ["TRL, padded", "TRL, tree"])
+def test_trls_trainers_take_that_step_too(load, label):
+    pytest.importorskip("trl", minversion="1.16")
+    stage, vs_trl = load("stage").Stage(dry=True), load("vs_trl")
+    case = stage.case(load("cases").QWEN3_0_6B, prefix=12, rollout=4, group_size=2, groups=2, layers=1)
+    run = vs_trl.Run(case, rollouts="recorded", steps=2)
+    vs_trl.run_arm(stage, label, vs_trl.ARMS[label], run, vs_trl.Reference(run))
+    (row,) = stage.rows
+    assert row["gradient_error"] < 0.02
+
+
 def test_the_gradients_error_does_not_depend_on_its_scale(load):
     reference = object.__new__(load("vs_trl").Reference)
     reference.gradient = {"weight": torch.tensor([[3.0, 4.0]])}
