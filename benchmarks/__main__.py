@@ -31,6 +31,7 @@ COMMANDS = {
     "credit": "bias and variance of gradients from branched rollouts, on a table of logits",
     "branching": "training and its gradients with branched episodes, against independent ones",
     "staleness": "training with rollouts sampled ahead, against on-policy training: step times and validation",
+    "vs-trl": "a GRPO step by this package and by TRL, on the same rollouts",
     "gpu-stages": "one stage of the unattended run on a GPU",
     "unattended": "all of them in a few minutes; on a GPU, what matters most first, and its tests",
 }

@@ -12,46 +12,40 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
+import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 
-from benchmarks.cases import QWEN3_0_6B, QWEN3_4B, Case
+from benchmarks import vs_trl
+from benchmarks.cases import QWEN3_0_6B, QWEN3_4B
 from benchmarks.config_file import build_run, read_config
 from benchmarks.head_methods import Head, run
-from benchmarks.measure import Conditions, now
+from benchmarks.measure import in_fresh_process, now
 from benchmarks.methods import find_method, make_optimizer, missing, place_gradients
 from benchmarks.operators import WAITS
-from benchmarks.options import write_json
-from benchmarks.step_parts import StepParts
+from benchmarks.stage import FIRST_WORD, PAD, Stage, liger_layers, seconds_of
+from benchmarks.vs_trl import Run
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.support import compile_layers
+from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.checks import check_parity
 from pl_grouprl.functional import logprobs
 from pl_grouprl.functional import logprobs as linear_head
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.types import Rollout, SamplingConfig
-
-TINY = {
-    "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "vocabulary": 500,
-    "device": "cpu",
-}  # fmt: skip
-"""Sizes of every model of a dry run."""
-
-PAD, END, FIRST_WORD = 0, 1, 5
-"""Token ids. Random tokens begin at `FIRST_WORD`, so no prompt or recorded rollout contains a special one."""
+from pl_grouprl.types import SamplingConfig
 
 SAVED = (
     "_flash_attention_forward",
@@ -62,79 +56,16 @@ SAVED = (
 )
 """Operators of aten whose outputs selective checkpointing saves."""
 
-
-@dataclass
-class Stage:
-    """What a stage runs on, and its results so far.
-
-    Attributes:
-        dry: Whether shapes are tiny and the device is the CPU.
-        output: Where to write the JSON, without suffix; None prints only.
-        rows: One per measurement: `seconds_in`, the seconds since the stage began, and what was measured; `failed` and
-            `error`, or `missing` for an optional package, where nothing was.
-    """
-
-    dry: bool = False
-    output: Path | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self.device = "cpu" if self.dry else "cuda"
-        self.conditions = Conditions.here(self.device, "wall")
-
-    def add(self, **row: Any) -> None:
-        """Print a row and write all of them."""
-        self.rows.append({"seconds_in": round(time.monotonic() - self.started, 1), **row})
-        shown = {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()}
-        print(", ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
-        write_json(self.output, self.conditions, {"rows": self.rows})
-
-    def measure(
-        self, label: str, function: Callable[..., Any], *args: Any, needs: Sequence[str] = (), **kw: Any
-    ) -> Any:
-        """Call a function that adds rows, and go on if it fails or a package is missing; None then."""
-        for package in needs:
-            if note := missing(package, package.replace("_", "-")):
-                self.add(label=label, missing=note)
-                return None
-        if not self.dry:
-            torch.cuda.reset_peak_memory_stats()
-        result = None
-        try:
-            result = function(*args, **kw)
-        except Exception as error:  # whatever it is, the next measurement may work
-            where = traceback.format_exc().splitlines()[-12:]
-            self.add(label=label, failed=type(error).__name__, error=str(error)[:500], where=where)
-        gc.collect()
-        if not self.dry:
-            torch.cuda.empty_cache()
-        return result
-
-    def pick(self, real: Any, tiny: Any) -> Any:
-        """The second value in a dry run."""
-        return tiny if self.dry else real
-
-    def case(self, case: Case, **changes: Any) -> Case:
-        """A case with changes, and in a dry run with the sizes of a tiny model."""
-        return replace(case, **changes | (TINY if self.dry else {}))
-
-    def peak_gib(self) -> float | None:
-        """Peak of the memory that tensors took during this measurement; None on a CPU."""
-        return None if self.dry else torch.cuda.max_memory_allocated() / 2**30
+REAL_RUN = 60
+"""Seconds that the real run trains."""
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run one stage; exit code 1 if one of its measurements failed."""
     options = parse(arguments)
-    if not options.dry_run and not torch.cuda.is_available():
-        raise SystemExit("gpu-stages needs a CUDA device and there is none; use --dry-run.")
-    stage = Stage(options.dry_run, options.output)
-    print(f"conditions: {stage.conditions}", flush=True)
+    stage = Stage.begin(options)
     STAGES[options.stage](stage)
-    if failed := [row["label"] for row in stage.rows if "failed" in row]:
-        raise SystemExit(f"failed: {', '.join(failed)}")
-    return {"rows": stage.rows}
+    return stage.finish()
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -144,14 +75,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     return parser.parse_args(arguments)
-
-
-def seconds_of(function: Callable[[], Any], times: int = 1) -> float:
-    """Mean seconds of a call, the GPU's work included."""
-    start = now("wall")
-    for _ in range(times):
-        function()
-    return (now("wall") - start) / times
 
 
 # ---- 0: the card
@@ -303,16 +226,6 @@ def compiled_update(stage: Stage) -> None:
     stage.measure("compiled layers", _update, stage, "compiled layers", prefix, compile_layers)
 
 
-def liger_layers(model: Any) -> None:
-    """Replace a Qwen3 model's RMSNorm, rotary positions and SwiGLU by liger's kernels; nothing on a CPU."""
-    if model.device.type == "cuda":
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-
-        apply_liger_kernel_to_qwen3(
-            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
-        )
-
-
 def _update(
     stage: Stage,
     label: str,
@@ -397,194 +310,7 @@ def _checkpointing_error(stage: Stage, kind: str) -> None:
     stage.add(label=f"gradient, {kind}", relative_error=error.item())
 
 
-# ---- 3 and 4: whole steps, ours and TRL's
-
-
-@dataclass(frozen=True)
-class Run:
-    """A GRPO run on random prompts.
-
-    Attributes:
-        case: The model and the shape: `groups` prompts of `prefix` tokens with `group_size` rollouts of `rollout`.
-        precision: Lightning's; `bf16-mixed` has float32 weights, which TRL runs under autocast.
-        liger: Whether TRL's model has liger's layers.
-        recorded: Whether rollouts are given instead of sampled.
-        steps: Optimizer steps; the first one warms up.
-    """
-
-    case: Case
-    precision: str = "bf16-true"
-    liger: bool = False
-    recorded: bool = False
-    steps: int = 3
-
-    def load(self) -> Any:
-        """Return a new model; the learning rate is tiny, so all steps work with about the same weights."""
-        dtype: Any = "float32" if self.precision == "bf16-mixed" else "bfloat16"
-        model = replace(self.case, dtype=dtype).make_model()
-        model.config.eos_token_id = model.generation_config.eos_token_id = END
-        model.generation_config.pad_token_id = PAD
-        return model
-
-    def load_tokenizer(self) -> Any:
-        """Return a tokenizer whose word `w7` is token 7."""
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from tokenizers.pre_tokenizers import WhitespaceSplit
-        from transformers import PreTrainedTokenizerFast
-
-        special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}
-        ids = {"<pad>": PAD, "<end>": END, "<unknown>": END + 1}
-        ids |= {f"w{token}": token for token in range(FIRST_WORD, self.case.vocabulary)}
-        words = Tokenizer(WordLevel(ids, unk_token=special["unk_token"]))
-        words.pre_tokenizer = WhitespaceSplit()
-        return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
-
-    def prompts(self) -> list[dict[str, str]]:
-        """Prompts of random words."""
-        return [{"prompt": " ".join(f"w{token}" for token in tokens), "answer": "x"} for tokens in self.tokens(1)]
-
-    def tokens(self, per_prompt: int) -> list[list[int]]:
-        """Random tokens: `per_prompt` prompts (1), or rollouts (G), for each group."""
-        length = self.case.prefix if per_prompt == 1 else self.case.rollout
-        generator = torch.Generator().manual_seed(per_prompt)
-        shape = (self.case.groups * per_prompt, length)
-        return torch.randint(FIRST_WORD, self.case.vocabulary, shape, generator=generator).tolist()
-
-
-class Replay:
-    """A rollout engine that returns a run's recorded rollouts, whatever the prompts."""
-
-    def __init__(self, recorded: Run) -> None:
-        self.group_size = recorded.case.group_size
-        self.rollouts = recorded.tokens(self.group_size)
-
-    def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Nothing to bind."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, num_generations: int, seed: int
-    ) -> list[list[Rollout]]:
-        """Return the first rollouts for the first prompt, and so on."""
-        rollouts = [Rollout(list(tokens), finish_reason="length") for tokens in self.rollouts]
-        return [rollouts[i * num_generations : (i + 1) * num_generations] for i in range(len(prompts))]
-
-
-def reward(completions: Sequence[str], **columns: Any) -> list[float]:
-    """A number in [0, 1) that tells texts apart."""
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
-
-
-def our_steps(stage: Stage, label: str, planned: Run) -> float | None:
-    """Train with this package's GRPO; one row per step after the first. Returns the fastest step's seconds."""
-    from lightning.pytorch import Trainer
-
-    from pl_grouprl import GRPO, OptimizerConfig, PromptDataModule
-
-    case = planned.case
-    module = GRPO(
-        planned, reward, num_generations=case.group_size, sampling=SamplingConfig(max_new_tokens=case.rollout),
-        optimizer=OptimizerConfig(learning_rate=1e-9), sharing={"verify": False},
-        engine=Replay(planned) if planned.recorded else None,
-    )  # fmt: skip
-    parts = StepParts("wall")
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            accelerator="cpu" if stage.dry else "gpu", devices=1, precision=planned.precision, max_steps=planned.steps,
-            max_epochs=-1, default_root_dir=folder, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[parts], gradient_clip_val=1.0,
-        )  # fmt: skip
-        trainer.fit(module, PromptDataModule(planned.prompts(), batch_size=case.groups, shuffle=False))
-    for step in parts.steps[1:]:
-        named = {part: round(seconds, 4) for part, seconds in step.items() if seconds > 1e-3}
-        _add_step(stage, label, planned, step["step"], step.get("rollouts", 0.0), parts=named)
-    return min(step["step"] for step in parts.steps[1:])
-
-
-def trl_steps(stage: Stage, label: str, planned: Run, micro_batch: int) -> None:
-    """Train with TRL's GRPOTrainer and the same model, prompts and reward; one row per step after the first."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    case, model = planned.case, planned.load()
-    checkpointing = model.is_gradient_checkpointing
-    if planned.liger:
-        liger_layers(model)
-    rows = Dataset.from_list(planned.prompts())
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder, report_to="none", use_cpu=stage.dry, gradient_checkpointing=checkpointing,
-            bf16=planned.precision == "bf16-mixed" and not stage.dry, disable_tqdm=True, save_strategy="no",
-            logging_steps=1, max_steps=planned.steps, learning_rate=1e-9, per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=case.groups * case.group_size // micro_batch, beta=0.0,
-            num_generations=case.group_size, max_completion_length=case.rollout, shuffle_dataset=False,
-        )  # fmt: skip
-        clock = _trl_clock()
-        trainer = GRPOTrainer(
-            model=model, reward_funcs=reward, args=config, train_dataset=rows, callbacks=[clock],
-            processing_class=planned.load_tokenizer(),
-            rollout_func=functools.partial(_recorded_for_trl, planned) if planned.recorded else None,
-        )  # fmt: skip
-        with mock.patch.object(trainer, "_generate", clock.timed(trainer._generate)):
-            trainer.train()
-    for step, rollouts in list(zip(clock.steps, clock.rollouts, strict=True))[1:]:
-        _add_step(stage, label, planned, step, rollouts)
-
-
-def _trl_clock() -> Any:
-    """A callback that times TRL's steps, and the function that samples for them."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.steps: list[float] = []
-            self.rollouts: list[float] = []
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.start = now("wall")
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.steps.append(now("wall") - self.start)
-
-        def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                start = now("wall")
-                result = function(*args, **kwargs)
-                self.rollouts.append(now("wall") - start)
-                return result
-
-            return call
-
-    return Clock()
-
-
-def _recorded_for_trl(planned: Run, prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """TRL's `rollout_func`: prompts come repeated, G times each."""
-    group_size = planned.case.group_size
-    prompt_ids = [tokens for tokens in planned.tokens(1) for _ in range(group_size)]
-    return {"prompt_ids": prompt_ids, "completion_ids": planned.tokens(group_size), "logprobs": None}
-
-
-def _add_step(stage: Stage, label: str, planned: Run, seconds: float, rollouts: float, **more: Any) -> None:
-    case = planned.case
-    rest = seconds - rollouts
-    stage.add(
-        label=label, prompts=case.groups, P=case.prefix, G=case.group_size, R=case.rollout, s=seconds,
-        rollouts_s=rollouts, rest_s=rest, tokens_per_s=case.groups * case.group_size * case.rollout / seconds,
-        shared_tflops_per_s=3 * case.operations("shared") / rest / 1e12, peak_gib=stage.peak_gib(), **more,
-    )  # fmt: skip
-
-
-def replay(stage: Stage) -> None:
-    """Steps on recorded rollouts, so that both trainers do the same work: 0.6B shape, bfloat16 weights."""
-    for prefix, rollout, group_size, groups, micro in stage.pick(
-        [(1024, 512, 8, 4, 16), (4096, 1024, 8, 2, 8), (8192, 256, 32, 1, 4), (128, 512, 8, 8, 32)],
-        [(24, 8, 4, 2, 4)],
-    ):
-        case = stage.case(QWEN3_0_6B, prefix=prefix, rollout=rollout, group_size=group_size, groups=groups)
-        ours = Run(case, recorded=True)
-        stage.measure("ours, recorded", our_steps, stage, "ours, recorded", ours)
-        _their_steps(stage, "TRL, recorded", ours, micro)
+# ---- 4: whole steps, ours and TRL's
 
 
 def whole_step(stage: Stage) -> None:
@@ -592,35 +318,25 @@ def whole_step(stage: Stage) -> None:
     prefix, rollout, groups = stage.pick((512, 128, 16), (24, 4, 2))
     free = stage.case(QWEN3_0_6B, prefix=prefix, rollout=rollout, groups=groups, checkpointing=False)
     saving = replace(free, checkpointing=True)
-    fastest = {
-        label: stage.measure(label, our_steps, stage, label, planned)
-        for label, planned in (
+    ours, theirs = vs_trl.ARMS[vs_trl.OURS], vs_trl.ARMS["TRL, padded"]
+    plain, mixed, checkpointed = (
+        vs_trl.run_arm(stage, label, ours, run, parts=True)
+        for label, run in (
             ("ours, bf16-true", Run(free)),
             ("ours, bf16-mixed, checkpointing", Run(saving, "bf16-mixed")),
             ("ours, bf16-true, checkpointing", Run(saving)),
         )
-    }
-    plain, mixed, checkpointed = fastest.values()
+    )
     for label, base in (("no checkpointing", plain), ("checkpointing", checkpointed)):
         if mixed and base:
             stage.add(label=f"bf16-mixed over bf16-true, {label}", ratio=mixed / base, goal="at most 1.10")
-    micro = stage.pick(32, 8)
-    _their_steps(stage, "TRL, bfloat16 weights", Run(free), micro)
-    stage.measure(
-        "TRL, autocast, checkpointing", trl_steps, stage, "TRL, autocast, checkpointing",
-        Run(saving, "bf16-mixed", steps=2), micro, needs=("trl", "datasets"),
-    )  # fmt: skip
+    best = vs_trl.ARMS["TRL, padded, liger"] if missing("liger_kernel") is None else theirs
+    vs_trl.run_arm(stage, f"TRL, bfloat16 weights{', liger' if best.liger else ''}", best, Run(free))
+    run = Run(saving, "bf16-mixed", steps=2)
+    vs_trl.run_arm(stage, "TRL, autocast, checkpointing", theirs, run)
 
 
-def _their_steps(stage: Stage, label: str, planned: Run, micro_batch: int) -> None:
-    """TRL at its best: with liger's layers where they are installed."""
-    liger = missing("liger_kernel") is None
-    label += ", liger" if liger else ""
-    planned = replace(planned, liger=liger)
-    stage.measure(label, trl_steps, stage, label, planned, micro_batch, needs=("trl", "datasets"))
-
-
-# ---- 5: the default run
+# ---- 5: from the start of a run to its first steps
 
 
 def default_run(stage: Stage) -> None:
@@ -630,46 +346,117 @@ def default_run(stage: Stage) -> None:
 
 
 def _default_run(stage: Stage) -> None:
-    from lightning.pytorch import Callback
-
     config = read_config("grpo_pg")
     source = config["model"]["init_args"]["policy"]["init_args"]
     with tempfile.TemporaryDirectory() as folder:
         source |= {"cache_dir": f"{folder}/policy", "progress_bar": False} | stage.pick({}, {"steps": 4})
+        _timed_fit(stage, config, folder, max_steps=3, **stage.pick({}, {"limit_val_batches": 1}))
+
+
+def first_step(stage: Stage) -> None:
+    """Seconds from the start of the process to the first step of `grpo_qwen3_gsm8k.yaml`, with a 0.6B model on disk.
+
+    Weights and questions are random, so all answers have the greatest length, which is the worst case.
+    """
+    stage.measure("first step", _first_step, stage)
+
+
+def _first_step(stage: Stage) -> None:
+    config, began = read_config("grpo_qwen3_gsm8k"), time.monotonic()
+    options, data = config["model"]["init_args"], config["data"]["init_args"]
+    case = stage.case(QWEN3_0_6B, prefix=100, rollout=512, group_size=1, groups=stage.pick(2048, 32))
+    with tempfile.TemporaryDirectory() as folder:
+        in_fresh_process(_write_run, Run(case), folder)  # this one has imported nothing yet
+        options["policy"]["init_args"]["path"] = f"{folder}/policy"
+        data |= dict.fromkeys(("train", "val", "test"), f"{folder}/rows.jsonl")
+        del data["chat_template_kwargs"]
+        for sampling in stage.pick((), (options["sampling"], options["evaluation"]["sampling"])):
+            sampling["max_new_tokens"] = 4
+        data |= stage.pick({}, {"batch_size": 4, "val_batch_size": 4})
+        imports = time.time() - psutil.Process().create_time() - (time.monotonic() - began)
+        stage.add(label="imports", s=imports)
+        _timed_fit(stage, config, folder, before=imports, goal=60, max_steps=1)
+
+
+def _write_run(run: Run, folder: str) -> None:
+    """Write a model, its tokenizer, and prompts with answers."""
+    run.load("bfloat16").save_pretrained(f"{folder}/policy")
+    run.load_tokenizer().save_pretrained(f"{folder}/policy")
+    rows = [json.dumps(row | {"answer": "#### 7"}) for row in run.prompts()]
+    Path(folder, "rows.jsonl").write_text("\n".join(rows))
+
+
+def _timed_fit(
+    stage: Stage, config: dict[str, Any], folder: str, *, before: float = 0.0, goal: float | None = None, **options: Any
+) -> None:
+    """Fit, and add a row for each phase: `s` since the call and `before` seconds earlier, `since_last` that phase's."""
+    from lightning.pytorch import Callback
+
+    for logger in config["trainer"]["logger"]:
+        logger["init_args"]["save_dir"] = folder
+    began, last = time.monotonic() - before, time.monotonic()
+
+    def add(label: str, **more: Any) -> None:
+        nonlocal last
+        now("wall")
+        at = time.monotonic()
+        stage.add(label=label, s=at - began, since_last=at - last, **more)
+        last = at
+
+    class Phases(Callback):
+        """Adds a row where a phase ends."""
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            add("models are loaded")
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            add("checks are done")
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            add(f"step {batch_idx + 1} begins", **({"goal": f"at most {goal:.0f} s"} if goal and not batch_idx else {}))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            add(f"step {batch_idx + 1} ends")
+
+    trainer, module, data = build_run(
+        config, accelerator="cpu" if stage.dry else "gpu", devices=1, default_root_dir=folder, **options
+    )
+    trainer.callbacks.insert(0, Phases())
+    trainer.fit(module, datamodule=data)
+
+
+def real_run(stage: Stage) -> None:
+    """SmolLM2 on reasoning-gym: the run of `configs/grpo_smollm2_gpu.yaml`, for a share of its five minutes."""
+    policy = read_config("grpo_smollm2_gpu")["model"]["init_args"]["policy"]["init_args"]
+    if not Path(policy["path"], policy["gguf_file"]).exists():
+        stage.add(label="SmolLM2", missing="the model is not there: python examples/prepare_smollm2.py")
+        return
+    stage.measure("SmolLM2", _real_run, stage, needs=("reasoning_gym", "gguf", "accelerate"))
+
+
+def _real_run(stage: Stage) -> None:
+    config = read_config("grpo_smollm2_gpu")
+    if stage.dry:
+        few: dict[str, Any] = {"num_generations": 2, "evaluation": {}, "sampling": {"max_new_tokens": 3}}
+        config["model"]["init_args"] |= few | {"sharing": {"verify": False}}
+        config["data"]["init_args"] |= {"batch_size": 1, "val_batch_size": 1}
+        config["trainer"] |= {"precision": "32-true", "max_steps": 2, "limit_val_batches": 1, "limit_test_batches": 1}
+    with tempfile.TemporaryDirectory() as folder:
         for logger in config["trainer"]["logger"]:
             logger["init_args"]["save_dir"] = folder
         trainer, module, data = build_run(
-            config, accelerator="cpu" if stage.dry else "gpu", devices=1, max_steps=3, default_root_dir=folder,
-            **stage.pick({}, {"limit_val_batches": 1}),
-        )  # fmt: skip
-        began, loaded = time.monotonic(), float("nan")
-        load = type(module.policy_source).load
-
-        def timed_load(policy: Any) -> Any:
-            nonlocal loaded
-            model = load(policy)
-            if loaded != loaded:  # the reference policy loads the finished one again
-                loaded = time.monotonic()
-                stage.add(label="warm start", s=loaded - began)
-            return model
-
-        class Steps(Callback):
-            """Adds a row when a step begins and when it ends."""
-
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-                now("wall")
-                since = time.monotonic() - loaded
-                goal = {"goal": "at most 15 s"} if batch_idx == 0 else {}
-                stage.add(label=f"step {batch_idx + 1} begins", s_after_warm_start=since, **goal)
-
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-                now("wall")
-                since = time.monotonic() - loaded
-                stage.add(label=f"step {batch_idx + 1} ends", s_after_warm_start=since)
-
-        trainer.callbacks.insert(0, Steps())
-        with mock.patch.object(type(module.policy_source), "load", timed_load):
-            trainer.fit(module, datamodule=data)
+            config, accelerator="cpu" if stage.dry else "gpu", default_root_dir=folder, max_time={"seconds": REAL_RUN}
+        )
+        fit = seconds_of(lambda: trainer.fit(module, datamodule=data))
+        points = next(own for own in trainer.callbacks if isinstance(own, RunSummary)).history.points
+        (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    seconds = [step for _, step in points["time/step"]]
+    rates = [rate for _, rate in points["perf/tokens_per_second"]]
+    stage.add(
+        label="SmolLM2", steps=trainer.global_step, fit_s=fit, step_s=statistics.median(seconds),
+        tokens_per_s=statistics.median(rates), test=tested["test/reward"], validation=points["val/reward"],
+        rewards=points["reward"], peak_gib=stage.peak_gib(),
+    )  # fmt: skip
 
 
 # ---- 6 and 7: the head's blocks, a hybrid
@@ -755,9 +542,10 @@ STAGES: dict[str, Callable[[Stage], None]] = {
     "decode": decode,
     "update-arms": update,
     "compiled": compiled_update,
-    "replay": replay,
     "whole-step": whole_step,
+    "first-step": first_step,
     "default-run": default_run,
+    "real-run": real_run,
     "head-blocks": head_blocks,
     "hybrid": hybrid,
 }

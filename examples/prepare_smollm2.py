@@ -1,4 +1,4 @@
-"""Fetches SmolLM2-135M-Instruct, a language model small enough to train on a CPU, for `configs/grpo_smollm2.yaml`.
+"""Fetches SmolLM2-135M-Instruct, a language model small enough to train on a CPU, for `configs/grpo_smollm2*.yaml`.
 
     python examples/prepare_smollm2.py                                   # writes data/smollm2, 98 MB
 

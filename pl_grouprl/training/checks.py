@@ -35,6 +35,7 @@ from pl_grouprl.utilities.checkpoint_files import refuse_unloadable
 from pl_grouprl.utilities.distributed import num_ranks
 from pl_grouprl.utilities.modes import naming_memory
 from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.progress import PROGRESS
 
 _REWARD = re.compile(r"((val|test)/)?(reward|rewards/.+/mean|.+/(mean|best|maj|pass)@\d+)")
 """Names of metrics of which more is better."""
@@ -416,7 +417,7 @@ class PrefixSharing:
             return
         if self._options.verify:
             memory = naming_memory("the check of shared prefixes before training", "sharing.verify=False skips it")
-            with memory, self._run.support.forward_context():
+            with PROGRESS.during("Checking shared prefixes"), memory, self._run.support.forward_context():
                 found = reports()
             for report in found:
                 report.raise_if_failed()

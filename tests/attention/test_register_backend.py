@@ -1,6 +1,7 @@
 """User-defined backends: registered by name, chosen by their capabilities."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,29 @@ def test_auto_takes_the_highest_preference_of_those_that_do_not_refuse():
     register_backend(replace(OWN, name="fast", preference=lambda *_: 9, refusal=refusal))
     assert choice.choose(*TENSORS, AttentionRule(0.3)).name == "fast"
     assert choice.choose(*TENSORS, capped).name == "cascade"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rule", "name"),
+    [
+        (torch.bfloat16, AttentionRule(0.3), "cascade"),
+        (torch.bfloat16, AttentionRule(0.3, window=4), "cascade"),
+        (torch.float32, AttentionRule(0.3), "cascade"),  # the default run of `grpo_pg` once compiled 40 s for this
+        (torch.float32, AttentionRule(0.3, softcap=5.0), "cascade"),
+        (torch.bfloat16, AttentionRule(0.3, softcap=5.0), "flex"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_nothing_is_compiled_where_another_backend_serves(dtype, rule, name, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compiled.append(args))
+
+    def stub(heads):
+        device = torch.device("cuda")
+        return SimpleNamespace(is_cuda=True, device=device, dtype=dtype, shape=(1, heads, 3, 64), requires_grad=True)
+
+    assert choice.choose(stub(4), stub(2), stub(2), rule).name == name
+    assert not compiled
 
 
 def test_auto_in_compiled_layers_takes_what_runs_there():

@@ -11,10 +11,24 @@ from pl_grouprl.attention import ParityError, UnsupportedModelError, check_parit
 from pl_grouprl.attention.backends import cascade, choice
 from pl_grouprl.checks.parity import PaddedParity
 from pl_grouprl.packing import SharedPrefixLayout
-from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.types import Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.tolerances import TOLERANCES, Tolerance
 
 BF16_OR_WIDER = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_the_checks_before_the_first_step_read_few_tokens(family):
+    calls = []
+    model = tiny_model(family).eval()
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: calls.append(args[0].numel()))
+    check_parity(model, padded_rows=False)
+    engine = HFRolloutEngine(model)
+    with torch.no_grad():
+        engine.generate([[3, 4]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)
+    assert sum(calls) < 800  # whatever the data are; on a GPU, a second
+    assert len(calls) < 60
 
 
 @pytest.mark.parametrize("family", FAMILIES)

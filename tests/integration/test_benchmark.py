@@ -3,6 +3,7 @@ import json
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,11 +246,84 @@ def test_a_dry_run_of_the_gpu_script_goes_through_every_stage(load, tmp_path, ca
     summary = json.loads((tmp_path / "summary.json").read_text())
     names = [part.label for part in unattended.PROFILES["gpu"] if part.limit is not None]
     assert [(own["part"], own["outcome"]) for own in summary] == [(name, "done") for name in names]
-    for name in names[:-1]:
+    for name in names:
+        if name == "tests" or (name == "real-run" and not Path("data/smollm2").exists()):
+            continue
         rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
         assert any(not {"failed", "missing"} & row.keys() for row in rows), name
     printed = capsys.readouterr().out
     assert "decode           60 s expected on an H100" in printed
+
+
+def test_every_arm_of_ours_takes_the_same_step_on_the_same_rollouts(load, tmp_path):
+    stage, vs_trl = load("stage").Stage(dry=True), load("vs_trl")
+    case = stage.case(load("cases").QWEN3_0_6B, prefix=12, rollout=4, group_size=2, groups=2, layers=1)
+    run = vs_trl.Run(case, rollouts="recorded", steps=2)
+    reference = vs_trl.Reference(run)
+    for label in ("ours", "repeated, packed", "prefix_grouper"):
+        assert vs_trl.run_arm(stage, label, vs_trl.ARMS[label], run, reference) > 0
+    for row in stage.rows:
+        assert row["gradient_error"] < 0.02  # bfloat16
+        assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["s"])
+    ours, repeated, _ = (row["tflops_per_s"] * row["s"] for row in stage.rows)
+    assert repeated / ours == pytest.approx(case.ideal_ratio, rel=0.05)
+
+
+@pytest.mark.parametrize("label", ["TRL, padded", "TRL, tree"])
+def test_trls_trainers_take_that_step_too(load, label):
+    pytest.importorskip("trl", minversion="1.16")
+    stage, vs_trl = load("stage").Stage(dry=True), load("vs_trl")
+    case = stage.case(load("cases").QWEN3_0_6B, prefix=12, rollout=4, group_size=2, groups=2, layers=1)
+    run = vs_trl.Run(case, rollouts="recorded", steps=2)
+    vs_trl.run_arm(stage, label, vs_trl.ARMS[label], run, vs_trl.Reference(run))
+    (row,) = stage.rows
+    assert row["gradient_error"] < 0.02
+
+
+def test_the_gradients_error_does_not_depend_on_its_scale(load):
+    reference = object.__new__(load("vs_trl").Reference)
+    reference.gradient = {"weight": torch.tensor([[3.0, 4.0]])}
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[0.3, 0.4]])
+    assert reference.error_of(model) == pytest.approx(0.0, abs=1e-3)
+    model.weight.grad = torch.tensor([[4.0, -3.0]])  # a right angle
+    assert reference.error_of(model) == pytest.approx(2**0.5)
+
+
+def test_attention_of_trls_tree_on_a_cpu_is_causal_from_the_end(load):
+    query, key, value = torch.randn(5, 2, 4), torch.randn(7, 1, 4), torch.randn(7, 1, 4)
+    offsets = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 7])  # a prompt, and two tokens behind two of it
+    out = load("vs_trl")._eager_varlen(query, key, value, *offsets, 3, 4, softmax_scale=0.5)
+    scores_K = 0.5 * (query[3, 1] * key[3:6, 0]).sum(-1)  # its own key is the third of four
+    assert torch.allclose(out[3, 1], scores_K.softmax(0) @ value[3:6, 0], atol=1e-6)
+
+
+def test_the_comparison_says_where_ours_is_slower_and_what_is_missing(load):
+    vs_trl, shape = load("vs_trl"), {"P": 8, "R": 4, "G": 2, "prompts": 1, "rollouts": "recorded"}
+    measured = {"rollouts_s": 0.0, "tokens_per_s": 24.0, "mfu": None, "peak_gib": 1.5, "steps": [], **shape}
+    rows = [
+        {"label": "ours", "s": 2.0, "gradient_error": 0.01, **measured},
+        {"label": "TRL, tree", "s": 1.0, "gradient_error": None, **measured},
+        {"label": "prefix_grouper", "missing": "prefix_grouper is not installed"},
+        {"label": "TRL, padded", "failed": "OutOfMemoryError", "error": "CUDA out of memory\nmore"},
+    ]
+    table = vs_trl.table(rows)
+    assert "| ours | 2.000 | 0.000 | 24 |  | 1.5 | 1.0e-02 | 1.00 |" in table
+    assert "| TRL, tree | 1.000 | 0.000 | 24 |  | 1.5 |  | 0.50 |" in table
+    assert "Ours is slower than TRL, tree at P = 8: 2.00 times its time." in table
+    assert table.endswith(
+        "prefix_grouper: prefix_grouper is not installed\nTRL, padded: failed: OutOfMemoryError: CUDA out of memory"
+    )
+
+
+def test_arms_without_their_packages_are_listed(load, monkeypatch):
+    stage, vs_trl = load("stage").Stage(dry=True), load("vs_trl")
+    monkeypatch.setattr(load("stage"), "missing", lambda package, distribution: f"{distribution} is missing")
+    options = vs_trl.parse(["--vllm", "--arms", "ours", "TRL, padded", "TRL, tree"])
+    vs_trl.compare(stage, options)
+    assert {(row["label"], row["missing"]) for row in stage.rows} == {
+        ("ours", "vllm is missing"), ("TRL, padded", "trl is missing")
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -29,6 +29,7 @@ from pl_grouprl.training.sampler import Sampler
 from pl_grouprl.training.update import Optimization, Scorer, Updater, clip_gradients
 from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.modes import is_out_of_memory, naming_memory
+from pl_grouprl.utilities.progress import PROGRESS
 
 SAMPLING = SamplingConfig(max_new_tokens=5)
 
@@ -208,6 +209,14 @@ def test_prefix_sharing_patches_until_closed(run):
     assert hooked > len(run.policy.model._forward_pre_hooks) + len(run.policy._forward_pre_hooks)
     with pytest.raises(ValueError, match=r"sharing.mode is 'twice'"):
         SharingOptions("twice")
+
+
+def test_the_check_of_shared_prefixes_is_a_phase_of_the_display(run):
+    phases = []
+    sharing = PrefixSharing(run, SharingOptions())
+    sharing.open({}, lambda: phases.append(PROGRESS.phase) or [])
+    assert phases == ["Checking shared prefixes"]
+    assert PROGRESS.phase != "Checking shared prefixes"
 
 
 @pytest.mark.parametrize("options", [{"mode": "repeated"}, {"backend": "prefix_grouper"}])
