@@ -10,8 +10,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 30_964,
-    "files": 184,
+    "lines of code": 31_044,
+    "files": 185,
     "files under 40 lines": 28,
     "private helpers used once": 163,
     "parameters of the largest constructor": 30,

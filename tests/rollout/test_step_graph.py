@@ -11,10 +11,18 @@ import pytest
 import torch
 from helpers.sampling_oracle import tiny_decoder
 from helpers.static_steps import Tape, Watch, dense_runs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.rollout.hf import attention, decode, step_graph
+from pl_grouprl.rollout.hf.attention import sharing_prompts
+from pl_grouprl.rollout.hf.decode import DecodeRow
+from pl_grouprl.rollout.hf.kept import EncodedPrompt
+from pl_grouprl.rollout.hf.prefill import NextTokenLogits, Prefix
 from pl_grouprl.rollout.hf.static_batch import StaticBatch
 from pl_grouprl.types import SamplingConfig
 
@@ -331,3 +339,161 @@ def test_a_failed_capture_of_cuda_is_ended(monkeypatch):
     with pytest.raises(ValueError, match="the cause"):
         step_graph.CUDACapture(torch.device("cuda")).capture(step)
     assert calls[1:] == [BEGIN, "end", ("end of allocation", 0, (0, 7))]
+
+
+# Kernels of a step.
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute or copy; none may read or make a tensor on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        assert all(one.is_meta for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)), func
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        allocates = str(func).removeprefix("aten.").startswith(("empty", "new_empty", "_unsafe_view", "detach"))
+        self.count += not (views or allocates)
+        return out
+
+
+def test_kernels_of_a_step_of_qwen3_0_6b(monkeypatch):
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+    config = AutoConfig.for_model("qwen3", vocab_size=151_936, num_key_value_heads=8, head_dim=128, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        cache = attention.new_cache(model)
+        for layer in cache.layers:
+            layer.update(*(torch.empty(8, 8, 512, 128, dtype=torch.bfloat16) for _ in range(2)))
+            layer.readers.append(True)
+        prefix = Prefix(cache, torch.empty(8, 151_936), [512] * 8, [512] * 8, [EncodedPrompt(512) for _ in range(8)])
+    rows = [DecodeRow(prefix, number // 8, (number // 8, number % 8), 128) for number in range(64)]
+    batch = StaticBatch(rows, SamplingConfig(), end_ids=[1], stop=StopStrings(None, ()), seed=0)
+    monkeypatch.setattr(attention, "merge", lambda out, *_: out.add_(1))  # one kernel on CUDA
+    counts, sample_tokens = [], decode.sample_tokens
+    for sampler in (sample_tokens, lambda logits_BV, *_: torch.max(logits_BV, -1)[::-1]):  # the other is one, too
+        monkeypatch.setattr(decode, "sample_tokens", sampler)
+        with sharing_prompts(model), torch.no_grad(), Kernels() as kernels:
+            batch._step(NextTokenLogits(model))
+        counts.append(kernels.count)
+    assert counts[0] <= 1_760
+    assert counts[1] <= 1_730
+
+
+# On a GPU.
+
+
+class Repeated(step_graph.CUDACapture):
+    """Runs a step again where a graph would be replayed."""
+
+    def capture(self, step):
+        self.step = step
+
+    def replay(self):
+        self.step()
+
+
+class Careful(Repeated):
+    """Forbids steps to wait for the device."""
+
+    def replay(self):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Samples with the captures of a class, which are noted."""
+    monkeypatch.setattr(step_graph, "_CAN_CAPTURE", WeakKeyDictionary())
+
+    def sample_on_gpu(model, kind, *args, **options):
+        made = []
+        monkeypatch.setitem(step_graph.CAPTURES, "cuda", lambda device: made.append(kind(device)) or made[-1])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Rollouts go on without")
+            found = sample(model, *args, **options)
+        assert made
+        return found, [len(capture._graphs) for capture in made]
+
+    return sample_on_gpu
+
+
+def half(family="qwen3"):
+    return tiny_decoder(family).to("cuda", torch.bfloat16)
+
+
+LONG = SamplingConfig(max_new_tokens=66, stop_token_ids=(3,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2", "lfm2", "qwen3_moe", "qwen3_5_text"])
+def test_graphs_are_bitwise_equal_to_eager_steps_on_gpu(family, on_gpu):
+    model = half(family)
+    expected, _ = on_gpu(model, Repeated, LONG)
+    found, graphs = on_gpu(model, step_graph.CUDACapture, LONG)
+    assert found == expected
+    assert max(graphs) > 1  # several buckets
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(max_new_tokens=30, temperature=0.0),
+        SamplingConfig(max_new_tokens=30, temperature=0.7, top_p=0.9),  # sorts the vocabulary
+        SamplingConfig(max_new_tokens=30, top_k=5, min_p=0.05),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [14, 50])  # rows below and above 128 are sorted by different kernels
+def test_samplers_are_captured_on_gpu(sampling, count, on_gpu):
+    model = half()
+    expected, _ = on_gpu(model, Repeated, sampling, count=count)
+    found, graphs = on_gpu(model, step_graph.CUDACapture, sampling, count=count)
+    assert found == expected
+    assert max(graphs) > 0
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_the_gpu(on_gpu):
+    on_gpu(half(), Careful, LONG)
+
+
+@pytest.mark.gpu
+def test_calls_of_other_shapes_and_weights_on_gpu(on_gpu):
+    model = half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    other = torch.cuda.CUDAGraph()
+    source = torch.ones(8, 8, device="cuda")
+    torch.mm(source, source)
+    with torch.cuda.graph(other):  # lives on while ours go
+        result = torch.mm(source, source)
+    before = []
+    for count in (14, 20, 14):
+        expected, _ = on_gpu(model, Repeated, LONG, count=count)
+        found, _ = on_gpu(model, step_graph.CUDACapture, LONG, count=count)
+        assert found == expected
+        assert found not in before
+        before.append(found)
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        result.zero_()
+        other.replay()
+        assert result.eq(8).all()
+
+
+@pytest.mark.gpu
+def test_memory_is_given_back_on_gpu(on_gpu):
+    model, used = half(), []
+    for _ in range(3):
+        on_gpu(model, step_graph.CUDACapture, LONG)
+        torch.cuda.empty_cache()
+        used.append(torch.cuda.memory_reserved())
+    assert used[2] == used[1]
