@@ -212,7 +212,8 @@ class DecodeBatch:
         leaving = [place for place, ended in enumerate(done) if ended][: len(done) - rows]
         if leaving:
             self._retire(leaving)
-            self._remove([place in leaving for place in range(len(done))])
+            gone = set(leaving)
+            self._remove([place in gone for place in range(len(done))])
         return True
 
     def _retire(self, places: Sequence[int]) -> None:
