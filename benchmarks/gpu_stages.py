@@ -11,14 +11,16 @@ Legend: P tokens of a prompt, R tokens of a rollout, G rollouts of a prompt.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from pl_grouprl.functional import logprobs as linear_head
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.hf import step_graph
 from pl_grouprl.types import SamplingConfig
 
 SAVED = (
@@ -114,18 +117,26 @@ def _copy_rate(stage: Stage, size: int) -> None:
 
 
 def decode(stage: Stage) -> None:
-    """Milliseconds per decoding step by number of sequences and dtype, against `generate`, and what a step launches."""
-    prompt, rollout = stage.pick((512, 64), (16, 4))
+    """Milliseconds per decoding step by number of sequences and dtype, as a graph, eagerly and by `generate`.
+
+    Also what a step launches, seconds per capture, and the same after half of the sequences have ended.
+    """
+    prompt, rollout = stage.pick((512, 64), (64, 24))
     model = _sampled_model(stage, prompt, rollout, "bfloat16")
     for method, sequences in stage.pick(
-        [("hf", 64), ("generate", 64), ("hf", 8), ("hf", 256), ("hf", 128), ("generate", 256)],
-        [("hf", 8), ("generate", 8)],
-    ):
+        [
+            ("graph", 64), ("eager", 64), ("graph", 8), ("graph", 256), ("eager", 256), ("generate", 64),
+            ("graph", 128), ("eager", 8), ("generate", 256),
+        ],
+        [("graph", 8), ("eager", 8), ("generate", 8)],
+    ):  # fmt: skip
         _decoding(stage, model, method, sequences, prompt, rollout, "bfloat16")
-    stage.measure("profile", _decoding_profile, stage, model, stage.pick(64, 8), prompt)
+    for method in ("graph", "eager"):
+        stage.measure(f"profile, {method}", _decoding_profile, stage, model, method, stage.pick(64, 8), prompt)
+    stage.measure("half end early", _half_end_early, stage, model, stage.pick(128, 16), prompt, rollout)
     del model
     model = _sampled_model(stage, prompt, rollout, "float32")
-    _decoding(stage, model, "hf", stage.pick(64, 8), prompt, rollout, "float32")
+    _decoding(stage, model, "eager", stage.pick(64, 8), prompt, rollout, "float32")
 
 
 def _sampled_model(stage: Stage, prompt: int, rollout: int, dtype: Any) -> Any:
@@ -143,15 +154,56 @@ def _decoding(stage: Stage, model: Any, method: str, sequences: int, prompt: int
 
     def measured() -> None:
         sample = _sampler(model, method, sequences, prompt)
-        sample(4)
-        prefill, whole = seconds_of(lambda: sample(1)), seconds_of(lambda: sample(rollout))
+        sample(rollout)  # the first graph of a model takes longer
+        prefill = seconds_of(lambda: sample(1))
+        with _timed_captures() as captures:
+            whole = seconds_of(lambda: sample(rollout))
+        steps = whole - prefill - sum(captures)
         stage.add(
-            label=label, prompt=prompt, rollout=rollout, prefill_s=prefill,
-            ms_per_step=1e3 * (whole - prefill) / (rollout - 1), tokens_per_s=sequences * rollout / whole,
-            peak_gib=stage.peak_gib(),
+            label=label, prompt=prompt, rollout=rollout, prefill_s=prefill, captures=len(captures),
+            capture_s=sum(captures), ms_per_step=1e3 * steps / (rollout - 1),
+            tokens_per_s=sequences * rollout / whole, peak_gib=stage.peak_gib(),
         )  # fmt: skip
 
     stage.measure(label, measured)
+
+
+@contextlib.contextmanager
+def _timed_captures() -> Iterator[list[float]]:
+    """Seconds of each capture of a step inside this context."""
+    seconds: list[float] = []
+    capture = step_graph.CUDACapture.capture
+
+    def timed(self: Any, step: Callable[[], None]) -> None:
+        seconds.append(seconds_of(lambda: capture(self, step)))
+
+    with mock.patch.object(step_graph.CUDACapture, "capture", timed):
+        yield seconds
+
+
+def _half_end_early(stage: Stage, model: Any, sequences: int, prompt: int, tokens: int) -> None:
+    """Half of the prompts have a quarter of the tokens, so their rows leave, and the rest is captured again."""
+    engine = HFRolloutEngine(model)
+    prompts = torch.randint(FIRST_WORD, model.config.vocab_size, (sequences // 8, prompt)).tolist()
+    limits = [tokens // (4 if number % 2 else 1) for number in range(len(prompts))]
+    for method in ("graph", "eager"):
+
+        def sample(method: str = method) -> None:
+            with _stepping(method):
+                engine.generate(
+                    prompts, SamplingConfig(max_new_tokens=tokens), num_generations=8, seed=0, max_new_tokens=limits
+                )
+
+        sample()
+        with _timed_captures() as captures:
+            seconds = seconds_of(sample)
+        stage.add(label=f"half end early, {method}", sequences=sequences, s=seconds, captures=len(captures))
+
+
+def _stepping(method: str) -> Any:
+    """Steps run eagerly, or as a graph where there are as many as one needs."""
+    least = math.inf if method == "eager" else step_graph.MIN_STEPS
+    return mock.patch.object(step_graph, "MIN_STEPS", least)
 
 
 def _sampler(model: Any, method: str, sequences: int, prompt: int) -> Callable[[int], Any]:
@@ -162,9 +214,9 @@ def _sampler(model: Any, method: str, sequences: int, prompt: int) -> Callable[[
     @torch.no_grad()
     def sample(new_tokens: int) -> None:
         prompts = torch.randint(FIRST_WORD, vocabulary, (sequences // 8, prompt))
-        if method == "hf":
-            sampling = SamplingConfig(max_new_tokens=new_tokens)
-            engine.generate(prompts.tolist(), sampling, num_generations=8, seed=0)
+        if method != "generate":
+            with _stepping(method):
+                engine.generate(prompts.tolist(), SamplingConfig(max_new_tokens=new_tokens), num_generations=8, seed=0)
             return
         rows = prompts.repeat_interleave(8, dim=0).to(model.device)
         length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
@@ -173,14 +225,14 @@ def _sampler(model: Any, method: str, sequences: int, prompt: int) -> Callable[[
     return sample
 
 
-def _decoding_profile(stage: Stage, model: Any, sequences: int, prompt: int) -> None:
+def _decoding_profile(stage: Stage, model: Any, method: str, sequences: int, prompt: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    sample = _sampler(model, "hf", sequences, prompt)
+    sample = _sampler(model, method, sequences, prompt)
     sample(2)
     activities = [ProfilerActivity.CPU, *([] if stage.dry else [ProfilerActivity.CUDA])]
     with profile(activities=activities) as profiler:
-        sample(9)
+        sample(20)  # two or three eager steps, a capture and replays, if it is a graph
         now("wall")
     events = profiler.key_averages()
     kernels = [event for event in events if event.self_device_time_total and not event.self_cpu_time_total]
@@ -190,10 +242,11 @@ def _decoding_profile(stage: Stage, model: Any, sequences: int, prompt: int) -> 
         return sum(event.count for event in events if found(event.key))
 
     stage.add(
-        label="profile", sequences=sequences, tokens=9,
+        label=f"profile, {method}", sequences=sequences, tokens=20,
         kernel_ms=sum(event.self_device_time_total for event in kernels) / 1e3,
         kernels=sum(event.count for event in kernels),
         launches=count(lambda key: "LaunchKernel" in key),
+        graph_launches=count(lambda key: "GraphLaunch" in key),
         waits=count(lambda key: key in WAITS),
         reads_by_host=count(lambda key: key == "aten::_local_scalar_dense"),
         top=[(event.key[:70], event.count, event.self_device_time_total / 1e3) for event in kernels[:10]],

@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 from helpers.sampling_oracle import assert_sampled, tiny_decoder
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.static_steps import Watch, dense_runs
 from torch.utils._pytree import tree_leaves
 
 from pl_grouprl.attention.masks import MaskRule
@@ -20,19 +20,6 @@ from pl_grouprl.rollout.hf.static_batch import StaticBatch, shares_prompts
 from pl_grouprl.types import SamplingConfig
 
 CPU = torch.device("cpu")
-
-
-def dense_runs(q_NKD, keys_TKD, values_TKD, runs, scale):
-    """`attend_runs` with shapes that do not depend on the lengths: what CUDA's kernel computes, in plain PyTorch."""
-    per_row, columns = len(q_NKD) // runs.rows[-1], torch.arange(runs.max_k)
-    cu_q, cu_k = runs.cu_q(per_row), runs.cu_k
-    place = (cu_k[:-1, None] + columns).clamp(max=len(keys_TKD) - 1)
-    run = torch.searchsorted(cu_q, torch.arange(len(q_NKD), dtype=cu_q.dtype), right=True) - 1
-    keys, values = keys_TKD[place].index_select(0, run), values_TKD[place].index_select(0, run)  # [N, max_k, K, D]
-    scores = torch.einsum("nkd,nmkd->nkm", q_NKD, keys) * scale
-    hidden = columns >= runs.used_k.index_select(0, run)[:, None, None]
-    scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("nkm,nmkd->nkd", scores.softmax(-1), values), scores.logsumexp(-1).t()
 
 
 def random(*shape, generator):
@@ -110,7 +97,8 @@ def test_a_layer_attends_to_prompt_and_own_tokens(rule, with_sinks):
             whole, lengths = [whole[row] for row in order], [lengths[row] for row in order]
         numbers = batch.numbers
         for columns in batch._columns.values():
-            columns.advance(batch.length_B)
+            columns.count_step()
+            columns.point(batch.length_B)
         query, *new = (random(len(whole), heads, 1, 8, generator=generator) for heads in (4, 2, 2))
         layer.update(*new)
         for row, own in enumerate(whole):
@@ -190,34 +178,6 @@ def test_sampling_after_shared_prompts_equals_a_full_forward(family, implementat
     for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         for generation, rollout in enumerate(group):
             assert_sampled(model, prompt, rollout, sampling, name=(index, generation), seed=3)
-
-
-ASKING = {
-    *("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal", "isin"),
-    "repeat_interleave.Tensor",
-}
-"""Operators whose result, or its shape, the host has to know."""
-
-
-class Watch(TorchDispatchMode):
-    """Records every operator with shapes, strides and numbers, and refuses those that ask the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.trace = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func).removeprefix("aten.")
-        assert not any(name == asking or name.startswith(f"{asking}.") for asking in ASKING), name
-        if name.startswith("index.Tensor"):
-            assert not any(getattr(index, "dtype", None) == torch.bool for index in args[1]), "a mask as an index"
-        out = func(*args, **(kwargs or {}))
-        entry = [
-            (tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else repr(value)
-            for value in tree_leaves((args, kwargs or {}, out))
-        ]
-        self.trace.append((name, entry))
-        return out
 
 
 def addresses(batch, model):

@@ -108,7 +108,7 @@ def attend_runs(q_NKD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, runs: Runs,
     """
     heads, size = q_NKD.shape[1:]
     per_row = len(q_NKD) // runs.rows[-1]
-    if q_NKD.is_cuda:
+    if q_NKD.device.type != "cpu":
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q_NKD, keys_TKD, values_TKD, runs.cu_q(per_row), runs.cu_k, runs.max_q * per_row, runs.max_k,
             0.0, False, False, scale=scale, seqused_k=runs.used_k,
@@ -248,8 +248,12 @@ class Columns:
         """The column after a row's first `num_tokens` tokens."""
         return num_tokens + int(self._shift_B[row])
 
-    def advance(self, length_B: Tensor) -> None:
-        """Prepare a step in which each row, of `length_B` cached tokens, adds one."""
+    def count_step(self) -> None:
+        """Count a step that is about to begin, on the host."""
+        self.seen, self.written = self.seen + 1, self.written + 1
+
+    def point(self, length_B: Tensor) -> None:
+        """Point at where each row, of `length_B` cached tokens, writes its next one, and what it reads then."""
         column_B = length_B + self._shift_B
         used_B = column_B + 1 - self._first_B
         if self.rule.window is not None:
@@ -260,7 +264,6 @@ class Columns:
         self.runs.used_k.copy_(used_B)
         self.runs.cu_k[:-1].copy_(self.slot_B + 1 - used_B)
         self.runs.changed()
-        self.seen, self.written = self.seen + 1, self.written + 1
 
 
 class StaticLayer(CacheLayerMixin):
@@ -270,6 +273,9 @@ class StaticLayer(CacheLayerMixin):
         columns: Where rows write and read.
         buffers: Keys and values, [B, C, K, D] each.
         prompts: Keys and values of all prompts, [T, K, D] each, and the runs of their rows; None for windows.
+
+    Attributes:
+        unread: Whether a step has written tokens that it has not read yet.
     """
 
     is_sliding = False
@@ -280,7 +286,7 @@ class StaticLayer(CacheLayerMixin):
         self, columns: Columns, buffers: tuple[Tensor, Tensor], prompts: tuple[Tensor, Tensor, Runs] | None
     ) -> None:
         super().__init__()
-        self.columns, self.prompts, self._unread = columns, prompts, False
+        self.columns, self.prompts, self.unread = columns, prompts, False
         self.dtype, self.device, self.is_initialized = buffers[0].dtype, buffers[0].device, True
         self._show(*buffers)
 
@@ -300,9 +306,9 @@ class StaticLayer(CacheLayerMixin):
         Raises:
             RuntimeError: If `attend` did not read the previous token.
         """
-        if self._unread:
+        if self.unread:
             raise RuntimeError("a layer reads keys differently from when it encoded the prompts; use another engine.")
-        self._unread = True
+        self.unread = True
         for flat, new in zip(self.flat, (key_states, value_states), strict=True):
             flat.index_copy_(0, self.columns.slot_B, new.squeeze(2))
         return self.keys, self.values
@@ -317,7 +323,7 @@ class StaticLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Cached tokens of the longest row."""
-        return self.columns.seen + int(self._unread)
+        return self.columns.seen + int(self.unread)
 
     def get_max_length(self) -> int:
         """No limit."""
@@ -338,7 +344,7 @@ class StaticLayer(CacheLayerMixin):
         Returns:
             Shape [B, 1, H, D].
         """
-        self._unread = False
+        self.unread = False
         rows, heads, _, size = query_BH1D.shape
         kv_heads = self.buffers[0].shape[2]
         per_key, grouped = heads // kv_heads, (rows, kv_heads, heads // kv_heads)

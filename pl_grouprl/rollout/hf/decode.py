@@ -6,11 +6,13 @@ All state of a row is on the device, and a step asks the host for nothing: it ru
 draws the next, and marks rows that have ended. Between steps the host looks at the marks: on a CPU in every step, so
 that a step's cost is proportional to the sequences that are left; on asynchronous devices every few steps, where each
 look synchronizes. Until the host removes it, a row that has ended stays where it is and draws tokens that do not count.
+Under a CUDA graph (`step_graph`) it stays until so many have ended that a smaller graph pays off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.rollout.hf.kept import KeptSequence
 from pl_grouprl.rollout.hf.prefill import NextTokenLogits, Prefix
 from pl_grouprl.rollout.hf.sampling import sample_tokens, uniforms
+from pl_grouprl.rollout.hf.step_graph import StepGraph
 from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.progress import tick
 
@@ -86,9 +89,7 @@ class DecodeBatch:
         self.limits = {row.max_new_tokens for row in rows}
         self.num_steps = max(self.limits)
         self._can_end = bool(end_ids)
-        # A kept sequence must leave at once: later tokens would change states, and move positions out of windows.
-        often = bool(stop) or keep
-        self._steps_per_check = 1 if often else STEPS_PER_CHECK.get(self.device.type, _ASYNC_STEPS_PER_CHECK)
+        self._graph: StepGraph | None = None
         ordered = [rows[number] for number in self.numbers]
         self.logits_BV: Tensor | None = torch.stack([row.prefix.logits_PV[row.place] for row in ordered])
         # One entry per row; rows move when others leave.
@@ -111,7 +112,7 @@ class DecodeBatch:
         self.logprobs_TN = torch.zeros(self.num_steps, len(rows), device=self.device)
         self._end_ids = self.int64(end_ids)
         self._lengths = [row.length for row in rows]
-        self._counts, self._stopped = [0] * len(rows), [False] * len(rows)
+        self._counts, self._stopped, self._ended = [0] * len(rows), [False] * len(rows), [False] * len(rows)
         self.kept: dict[int, KeptSequence] = {}
 
     def int64(self, values: Sequence[int]) -> Tensor:
@@ -128,11 +129,18 @@ class DecodeBatch:
             FloatingPointError: If the model's logits were not finite.
         """
         assert self.logits_BV is not None
+        often = bool(self.stop) or (self.keeps and self.ended_rows_change)
+        self._steps_per_check = 1 if often else STEPS_PER_CHECK.get(self.device.type, _ASYNC_STEPS_PER_CHECK)
         self._draw(self.logits_BV)
         self.logits_BV = None
-        drawn = 1
+        step, drawn = partial(self._step, logits), 1
+        self._graph = self.make_graph(logits.model)
         while self._look(drawn):
-            self._step(logits)
+            self.count_step()
+            if self._graph is None:
+                step()
+            else:
+                self._graph.run(step)
             drawn += 1
         self._retire(range(len(self.numbers)))
         counts_N = torch.tensor(self._counts)
@@ -182,11 +190,12 @@ class DecodeBatch:
 
     def _look(self, drawn: int) -> bool:
         """Remove rows that have ended, now and then; returns whether to go on after `drawn` tokens."""
-        tick(len(self.numbers))
+        tick(self._ended.count(False))
         if self.stop:
             first = max(drawn - self.stop.window, 0)
+            found = self.stop.found(self.tokens_TN[first:drawn, self.row_B].t().tolist())
             found_B = torch.tensor(
-                self.stop.found(self.tokens_TN[first:drawn, self.row_B].t().tolist()), device=self.device
+                [hit and not ended for hit, ended in zip(found, self._ended, strict=True)], device=self.device
             )
             self.stopped_B.logical_or_(found_B)
             self.done_B.logical_or_(found_B)
@@ -195,12 +204,16 @@ class DecodeBatch:
         looks = drawn % self._steps_per_check == 0 and (self._can_end or bool(self.stop))
         if drawn not in self.limits and not looks:
             return True
-        done = self.done_B.tolist()
-        if all(done):
+        done = self._ended = self.done_B.tolist()
+        live = done.count(False)
+        if not live:
             return False
-        if any(done):
-            self._retire([place for place, ended in enumerate(done) if ended])
-            self._remove(done)
+        rows = live if self._graph is None else self._graph.rows_to_keep(len(done), live, self.num_steps - drawn)
+        leaving = [place for place, ended in enumerate(done) if ended][: len(done) - rows]
+        if leaving:
+            self._retire(leaving)
+            gone = set(leaving)
+            self._remove([place in gone for place in range(len(done))])
         return True
 
     def _retire(self, places: Sequence[int]) -> None:
@@ -212,25 +225,38 @@ class DecodeBatch:
             if self.keeps:  # the last token is not in the cache
                 self.kept[number] = self.take(place, self._lengths[number] + counts[place] - 1)
 
-    def _remove(self, done: Sequence[bool]) -> None:
+    def _remove(self, leaving: Sequence[bool]) -> None:
         """Remove rows: in each group, rows from its end take the places that its beginning leaves free."""
         order: list[int] = []
         sizes = []
         for first, last in pairwise(accumulate(self.group_sizes, initial=0)):
-            live = [place for place in range(first, last) if not done[place]]
-            start, end = len(order), len(order) + len(live)
-            staying = {place for place in live if start <= place < end}
-            moving = iter([place for place in live if place not in staying])
+            left = [place for place in range(first, last) if not leaving[place]]
+            start, end = len(order), len(order) + len(left)
+            staying = {place for place in left if start <= place < end}
+            moving = iter([place for place in left if place not in staying])
             order += [place if place in staying else next(moving) for place in range(start, end)]
-            sizes.append(len(live))
+            sizes.append(len(left))
         self.group_sizes, self.numbers = sizes, [self.numbers[place] for place in order]
+        self._ended = [self._ended[place] for place in order]
         order_B = self.int64(order)
         for name in ("row_B", "length_B", "position_B", "limit_B", "token_B", "count_B", "done_B", "stopped_B"):
             setattr(self, name, getattr(self, name)[order_B])
         targets = [target for target, source in enumerate(order) if target != source]
         self.keep_rows(order_B, self.int64(targets), self.int64([order[target] for target in targets]))
+        if self._graph is not None:
+            self._graph.restart()
 
     # What a subclass does.
+
+    ended_rows_change = True
+    """Whether further steps change the cache of a row that has ended."""
+
+    def make_graph(self, model: Any) -> StepGraph | None:
+        """What runs the steps; None if they cannot be captured."""
+        return None
+
+    def count_step(self) -> None:
+        """Count a step that is about to begin, on the host."""
 
     def forward(self, logits: NextTokenLogits) -> Tensor:
         """Run the model on each row's newest token, which extends the cache; returns logits [B, V]."""

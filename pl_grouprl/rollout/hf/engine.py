@@ -185,6 +185,9 @@ class HFRolloutEngine(PolicyEngine):
     full, sliding-window or chunked attention, with an indexer that selects tokens, and with a state of fixed size
     (linear attention, short convolutions). Images and videos are encoded once with their prompt.
 
+    On a GPU the steps of rollouts that share prompts are replayed as a CUDA graph, if they can be captured
+    (`step_graph`); that has not been run on a GPU yet.
+
     On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which exist during each call
     of `generate` and take as much memory as the weights.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from pl_grouprl.types import SamplingConfig
 
+_HAS_TRITON = find_spec("triton") is not None  # it comes with PyTorch for CUDA
 _FIXED_POINT = 2.0**52
 _BLOCK_SIZE = 512
 _DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words per counter value
@@ -84,11 +86,16 @@ def sample_tokens(logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tenso
     Raises:
         ValueError: If `uniforms_B` is None and the temperature is not 0.
     """
-    if sampling.temperature == 0:
+    if uniforms_B is None and sampling.temperature != 0:
+        raise ValueError(f"uniforms_B is None at temperature={sampling.temperature}; pass one number per sequence.")
+    if _HAS_TRITON and logits_BV.is_cuda and (sampling.temperature == 0 or not sampling.is_truncated):
+        from pl_grouprl.rollout.hf.sampling_triton import sample_triton
+
+        greedy = sampling.temperature == 0
+        return sample_triton(logits_BV, sampling.temperature or 1.0, None if greedy else uniforms_B)
+    if uniforms_B is None or sampling.temperature == 0:
         logprobs_BV = logits_BV.float().log_softmax(dim=-1)
         tokens_B1 = logprobs_BV.argmax(dim=-1, keepdim=True)
-    elif uniforms_B is None:
-        raise ValueError(f"uniforms_B is None at temperature={sampling.temperature}; pass one number per sequence.")
     else:
         logprobs_BV = filter_logits(logits_BV, SamplingConfig(temperature=sampling.temperature)).log_softmax(dim=-1)
         drawn_BV = filter_logits(logits_BV, sampling).log_softmax(dim=-1) if sampling.is_truncated else logprobs_BV

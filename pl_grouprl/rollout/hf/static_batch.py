@@ -9,6 +9,7 @@ once, packed, and each row has a buffer for its own tokens; rows are sorted by p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,8 +20,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from pl_grouprl.attention.masks import MaskRule
 from pl_grouprl.rollout.hf.attention import Columns, PromptLayer, Runs, StaticLayer
 from pl_grouprl.rollout.hf.decode import DecodeBatch, DecodeRow, place_rows
-from pl_grouprl.rollout.hf.kept import EncodedPrompt, KeptSequence, filled, gather_layer, take_row
+from pl_grouprl.rollout.hf.kept import EncodedPrompt, KeptSequence, filled, gather_layer, is_empty, take_row
 from pl_grouprl.rollout.hf.prefill import NextTokenLogits, why_not_shared
+from pl_grouprl.rollout.hf.step_graph import StepGraph, make_graph
 
 MIN_SAVED_TOKENS = 256
 """Copied tokens that sharing must save, per prompt and layer: about the cost of the extra call for a prompt."""
@@ -35,6 +37,19 @@ def shares_prompts(rows: Sequence[DecodeRow], min_saved_tokens: float = MIN_SAVE
     # Prompts of continued sequences are stored apart already.
     copied = sum(prompt.length for prompt in distinct if not prompt.states)
     return sum(prompt.length for prompt in prompts) - copied >= min_saved_tokens * len(distinct)
+
+
+class _StaticCache(Cache):
+    """Masks are made from constants: no layer reads them."""
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def _states(cache: Cache) -> list[Tensor]:
+    """States of linear attention and convolutions."""
+    states = (getattr(layer, kind, {}) for layer in cache.layers for kind in ("conv_states", "recurrent_states"))
+    return [state for kept in states for state in kept.values() if state is not None]
 
 
 class StaticBatch(DecodeBatch):
@@ -68,7 +83,8 @@ class StaticBatch(DecodeBatch):
                 layer = gather_layer(index, parts, 0)
                 layer.reorder_cache(self.int64([row for *_, targets in self._parts for row in targets]).argsort())
                 layers.append(layer)
-        self.cache = Cache(layers=layers)
+        self.cache = _StaticCache(layers=layers)
+        self.ended_rows_change = any(not isinstance(layer, StaticLayer) and not is_empty(layer) for layer in layers)
         del self._parts
         if self.keeps:
             for number, prompt in enumerate(groups):
@@ -98,11 +114,28 @@ class StaticBatch(DecodeBatch):
             buffers.append(buffer)
         return StaticLayer(columns, (buffers[0], buffers[1]), None if packed is None else (*packed, self._prompts))
 
+    def make_graph(self, model: Any) -> StepGraph | None:
+        """See `DecodeBatch`."""
+        if self.keeps and self.ended_rows_change:
+            return None
+        return make_graph(model, self.device, self.num_steps - 1, partial(_states, self.cache))
+
+    def count_step(self) -> None:
+        """See `DecodeBatch`."""
+        for columns in self._columns.values():
+            columns.count_step()
+
     def forward(self, logits: NextTokenLogits) -> Tensor:
         """See `DecodeBatch`."""
         for columns in self._columns.values():
-            columns.advance(self.length_B)
-        return logits(self.token_B[:, None], self.cache, self.position_B[:, None], None)
+            columns.point(self.length_B)
+        try:
+            return logits(self.token_B[:, None], self.cache, self.position_B[:, None], None)
+        except Exception:  # in a capture; the step then runs without one
+            for layer in self.cache.layers:
+                if isinstance(layer, StaticLayer):
+                    layer.unread = False
+            raise
 
     def keep_rows(self, order_B: Tensor, targets: Tensor, sources: Tensor) -> None:
         """See `DecodeBatch`."""
