@@ -38,7 +38,6 @@ from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.checks import check_parity
 from pl_grouprl.functional import logprobs
-from pl_grouprl.functional import logprobs as linear_head
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
@@ -678,21 +677,22 @@ def _default_run(stage: Stage) -> None:
 def head_blocks(stage: Stage) -> None:
     """Log-probabilities from hidden states by the number of vocabulary entries in a block."""
     for tokens in stage.pick((1024, 8192), (64,)):
-        for block in stage.pick((4096, 16384, 32768), (128, 256)):
-            stage.measure(f"blocks of {block}", _head_block, stage, tokens, block)
+        for block in (None, *stage.pick((4096, 16384, 32768), (128, 256))):
+            stage.measure(f"blocks of {block or 'its own choice'}", _head_block, stage, tokens, block)
 
 
-def _head_block(stage: Stage, tokens: int, block: int) -> None:
+def _head_block(stage: Stage, tokens: int, block: int | None) -> None:
     head = Head(tokens, stage.pick(151_936, 500), stage.pick(1024, 32), "bfloat16", stage.device)
     tensors = head.tensors()
     upstream_N = torch.randn(tokens, device=stage.device)
-    with mock.patch.object(linear_head, "BLOCK", block), mock.patch.object(logprobs, "BLOCK", block):
+    width = logprobs.block_width if block is None else lambda device, tokens, max_logits: block
+    with mock.patch.object(logprobs, "block_width", width):
         run("token_scores", tensors, upstream_N)
         seconds = {
             name: seconds_of(functools.partial(run, "token_scores", tensors, upstream), 5)
             for name, upstream in (("forward_s", None), ("forward_backward_s", upstream_N))
         }
-    stage.add(label=f"blocks of {block}", tokens=tokens, **seconds, peak_gib=stage.peak_gib())
+    stage.add(label=f"blocks of {block or 'its own choice'}", tokens=tokens, **seconds, peak_gib=stage.peak_gib())
 
 
 def hybrid(stage: Stage) -> None:
