@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 30_870,
+    "lines of code": 30_871,
     "files": 183,
     "files under 40 lines": 28,
     "private helpers used once": 163,

@@ -283,9 +283,10 @@ def lay_out_forest(
     num_response_tokens = sum(lengths) - sum(lengths[segment] for segment in segments)
     if prompts_first and all(parent is None or parents[parent] is None for parent in parents):
         order = sorted(range(len(lengths)), key=lambda index: parents[index] is not None)
-        lengths, group_ids, token_ids = ([own[index] for index in order] for own in (lengths, group_ids, token_ids))
+        lengths, token_ids = [lengths[index] for index in order], [token_ids[index] for index in order]
+        group_ids, above = [group_ids[index] for index in order], [parents[index] for index in order]
         places = {index: place for place, index in enumerate(order)}
-        parents = [None if parents[index] is None else places[parents[index]] for index in order]
+        parents = [None if parent is None else places[parent] for parent in above]
         ends = {group: (places[last], [places[leaf] for leaf in leaves]) for group, (last, leaves) in ends.items()}
     layout = SharedPrefixLayout(lengths, parents, group_ids)
     return Forest(layout, token_ids, *_places(layout, groups, ends, num_response_tokens))
