@@ -13,14 +13,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,6 @@ from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.checks import check_parity
 from pl_grouprl.functional import logprobs
-from pl_grouprl.functional import logprobs as linear_head
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
@@ -518,30 +520,53 @@ def _real_run(stage: Stage) -> None:
 def head_blocks(stage: Stage) -> None:
     """Log-probabilities from hidden states by the number of vocabulary entries in a block."""
     for tokens in stage.pick((1024, 8192), (64,)):
-        for block in stage.pick((4096, 16384, 32768), (128, 256)):
-            stage.measure(f"blocks of {block}", _head_block, stage, tokens, block)
+        for block in (None, *stage.pick((4096, 16384, 32768), (128, 256))):
+            stage.measure(f"blocks of {block or 'its own choice'}", _head_block, stage, tokens, block)
 
 
-def _head_block(stage: Stage, tokens: int, block: int) -> None:
+def _head_block(stage: Stage, tokens: int, block: int | None) -> None:
     head = Head(tokens, stage.pick(151_936, 500), stage.pick(1024, 32), "bfloat16", stage.device)
     tensors = head.tensors()
     upstream_N = torch.randn(tokens, device=stage.device)
-    with mock.patch.object(linear_head, "BLOCK", block), mock.patch.object(logprobs, "BLOCK", block):
+    width = logprobs.block_width if block is None else lambda device, tokens, max_logits: block
+    with mock.patch.object(logprobs, "block_width", width):
         run("token_scores", tensors, upstream_N)
         seconds = {
             name: seconds_of(functools.partial(run, "token_scores", tensors, upstream), 5)
             for name, upstream in (("forward_s", None), ("forward_backward_s", upstream_N))
         }
-    stage.add(label=f"blocks of {block}", tokens=tokens, **seconds, peak_gib=stage.peak_gib())
+    stage.add(label=f"blocks of {block or 'its own choice'}", tokens=tokens, **seconds, peak_gib=stage.peak_gib())
 
 
 def hybrid(stage: Stage) -> None:
-    """A Qwen3.5 shape (three of four layers are linear attention): parity, and scoring and updates by method."""
-    note = missing("fla", "flash-linear-attention")
-    stage.add(label="delta rule", kernels="fla" if note is None else "transformers' own, in PyTorch")
-    stage.measure("parity", _hybrid_parity, stage)
-    for name in ("repeated, padded", "cascade"):
-        stage.measure(f"hybrid, {name}", _hybrid_speed, stage, name)
+    """A Qwen3.5 shape (three of four layers are linear attention): parity, and scoring and updates by method.
+
+    With the kernels of flash-linear-attention and causal-conv1d if they are installed, and with transformers' own.
+    """
+    notes = [missing("fla", "flash-linear-attention"), missing("causal_conv1d", "causal-conv1d")]
+    stage.add(label="kernels", installed=not any(notes), missing="; ".join(note for note in notes if note))
+    # Products in IEEE float32, as the tolerances of float32 assume; Triton's default is TF32.
+    with mock.patch.dict(os.environ, TRITON_F32_DEFAULT="ieee"):
+        stage.measure("parity", _hybrid_parity, stage, torch.float32)
+    stage.measure("parity in bfloat16", _hybrid_parity, stage, torch.bfloat16)
+    arms: list[tuple[str, AbstractContextManager[Any]]] = [("as installed", nullcontext())]
+    if len([note for note in notes if note]) < 2:
+        arms.append(("transformers' own", _own_kernels()))
+    for kernels, patch in arms:
+        with patch:
+            for name in ("cascade", "repeated, padded"):
+                stage.measure(f"hybrid, {name}, {kernels}", _hybrid_speed, stage, name, kernels)
+
+
+@contextmanager
+def _own_kernels() -> Iterator[None]:
+    """Run transformers' own functions in PyTorch, although packages with kernels are installed."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    names = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    own = {name: inspect.unwrap(getattr(modeling_qwen3_5, name)) for name in names}
+    with mock.patch.multiple(modeling_qwen3_5, **own):
+        yield
 
 
 def _hybrid_model(stage: Stage, dtype: torch.dtype, layers: int) -> Any:
@@ -568,15 +593,15 @@ def _hybrid_model(stage: Stage, dtype: torch.dtype, layers: int) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
-def _hybrid_parity(stage: Stage) -> None:
-    report = check_parity(_hybrid_model(stage, torch.float32, 4), padded_rows=False)
+def _hybrid_parity(stage: Stage, dtype: torch.dtype) -> None:
+    report = check_parity(_hybrid_model(stage, dtype, 4), padded_rows=False)
     stage.add(
-        label="parity", passed=report.passed, logprobs=report.max_logprob_difference,
+        label="parity", dtype=str(dtype), passed=report.passed, logprobs=report.max_logprob_difference,
         gradients=report.gradient_difference,
     )  # fmt: skip
 
 
-def _hybrid_speed(stage: Stage, name: str) -> None:
+def _hybrid_speed(stage: Stage, name: str, kernels: str) -> None:
     prefix, rollout = stage.pick((2048, 256), (24, 8))
     case = stage.case(QWEN3_0_6B, prefix=prefix, rollout=rollout, group_size=8)
     model = _hybrid_model(stage, torch.bfloat16, stage.pick(24, 4))
@@ -585,7 +610,7 @@ def _hybrid_speed(stage: Stage, name: str) -> None:
     with prepared.patched():
         prepared.update()
         stage.add(
-            label=f"hybrid, {name}", P=prefix, G=8, R=rollout, scoring_s=seconds_of(prepared.score),
+            label=f"hybrid, {name}", kernels=kernels, P=prefix, G=8, R=rollout, scoring_s=seconds_of(prepared.score),
             update_s=seconds_of(prepared.update), peak_gib=stage.peak_gib(),
         )  # fmt: skip
 

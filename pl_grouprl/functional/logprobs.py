@@ -25,16 +25,18 @@ from pl_grouprl.functional.softmax import (
     ScoreOptions,
     Softmax,
     Sums,
-    Targets,
+    add_block,
     check_targets,
     finish,
     mark_detached,
-    sum_block,
 )
 from pl_grouprl.utilities.options import check_options
 
 BLOCK = 4096
 """Token ids per block: enough for matrix products at full speed."""
+
+DEVICE_LOGITS = 2**25
+"""Logits per block on a GPU, at least `BLOCK` per token: enough to take longer than the launches of the kernels."""
 
 
 class TokenScores(NamedTuple):
@@ -108,14 +110,15 @@ def token_scores(
         height = max(max_logits // min(BLOCK, len(weight_VD)), 1)
         for start in range(0, max(len(hidden_ND), 1), height):
             part_MD, targets_M = hidden_ND[start : start + height], targets_N[start : start + height]
+            width = block_width(device, len(part_MD), max_logits)
             if not torch.is_grad_enabled():
-                parts.append(Head(part_MD, weight_VD, dtype).scores(targets_M, options)[1])
+                parts.append(Head(part_MD, weight_VD, dtype, width).scores(targets_M, options)[1])
             elif weight_VD.requires_grad or entropy_grad:
                 # Backward starts with the last part, so only its logits are kept.
                 max_kept = max_logits if start + height >= len(hidden_ND) else 0
-                parts.append(LinearHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, max_kept))
+                parts.append(LinearHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, width, max_kept))
             else:
-                parts.append(FrozenHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options))
+                parts.append(FrozenHeadScores.apply(part_MD, weight_VD, targets_M, dtype, options, width))
     else:
         # split instead of slicing: its backward concatenates the gradients of all chunks once.
         chunks = list(zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True))
@@ -137,6 +140,12 @@ def _score_chunk(
     return LogitsScores.apply(logits_MV, targets_M, hidden_MD.detach(), options)
 
 
+def block_width(device: str, tokens: int, max_logits: int) -> int:
+    """Token ids per block of logits on a type of device: on a GPU, the fewer tokens, the wider."""
+    limit = 0 if device == "cpu" else min(DEVICE_LOGITS, max_logits)
+    return max(limit // max(tokens, 1) // BLOCK, 1) * BLOCK
+
+
 class Head:
     """Computes logits from hidden states and the head's weight, one block of the vocabulary at a time.
 
@@ -144,17 +153,18 @@ class Head:
         hidden_ND: Hidden states, shape [N, D].
         weight_VD: The head's weight, shape [V, D].
         dtype: Of the matrix products and the logits.
+        width: Token ids per block.
     """
 
-    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> None:
-        self.hidden_ND, self.weight_VD, self.dtype = hidden_ND, weight_VD, dtype
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, dtype: torch.dtype, width: int) -> None:
+        self.hidden_ND, self.weight_VD, self.dtype, self.width = hidden_ND, weight_VD, dtype, width
         self.states_ND = hidden_ND.to(dtype)
-        self.starts = range(0, len(weight_VD), BLOCK)
+        self.starts = range(0, len(weight_VD), width)
         self._buffer: Tensor | None = None
 
     def rows(self, start: int) -> Tensor:
         """Return the block's rows of the weight, shape [C, D]."""
-        return self.weight_VD[start : start + BLOCK].to(self.dtype)
+        return self.weight_VD[start : start + self.width].to(self.dtype)
 
     def logits(self, start: int, *, new: bool = False) -> Tensor:
         """Return the block's logits, shape [N, C], in new memory or in a buffer that the next call overwrites."""
@@ -164,7 +174,7 @@ class Head:
             out_NC = self.states_ND.new_empty(size)
         else:
             if self._buffer is None:
-                self._buffer = self.states_ND.new_empty(size[0] * min(BLOCK, len(self.weight_VD)))
+                self._buffer = self.states_ND.new_empty(size[0] * min(self.width, len(self.weight_VD)))
             out_NC = self._buffer[: size[0] * size[1]].view(size)
         return torch.mm(self.states_ND, rows_CD.T, out=out_NC)
 
@@ -192,21 +202,16 @@ class Head:
         vocabulary = len(self.weight_VD)
         check_targets(targets_N, vocabulary)
         signs_VS = options.signs(self.states_ND, vocabulary)
-        others, target_N = None, None
+        sums = None
         for start in self.starts:
             kept = keep is not None and start >= first_kept
             logits_NC = self.logits(start, new=kept)
-            targets = Targets(targets_N, start, logits_NC.shape[1])
-            sums, z_N = sum_block(logits_NC, targets, options, signs_VS, start, keep_exp=mean_row)
-            if mean_row:
-                sums.row_ND = (logits_NC @ self.rows(start)).to(z_N.dtype)
+            rows_CD = self.rows(start) if mean_row else None
+            sums = add_block(sums, logits_NC, targets_N, options, start=start, signs_VS=signs_VS, rows_CD=rows_CD)
             if keep is not None and kept:
                 keep(start, logits_NC)
-            others = sums if others is None else others.add_(sums)
-            target_N = z_N if target_N is None else torch.where(targets.inside_N1[:, 0], z_N, target_N)
-        assert others is not None  # vocabularies are not empty
-        assert target_N is not None
-        return *finish(others, target_N, options, self.hidden_ND, targets_N, vocabulary), others
+        assert sums is not None  # vocabularies are not empty
+        return *finish(sums, options, self.hidden_ND, targets_N, vocabulary), sums
 
 
 class LinearHeadScores(torch.autograd.Function):
@@ -224,17 +229,18 @@ class LinearHeadScores(torch.autograd.Function):
         targets_N: Tensor,
         dtype: torch.dtype,
         options: ScoreOptions,
+        width: int,
         max_kept: int,
     ) -> Outputs:
-        """Score the targets; `dtype` is that of the products, `max_kept` the number of logits kept for backward."""
-        head = Head(hidden_ND, weight_VD, dtype)
-        blocks = max_kept // max(len(hidden_ND) * BLOCK, 1)
+        """Score the targets; see `Head` for `dtype` and `width`. At most `max_kept` logits are kept for backward."""
+        head = Head(hidden_ND, weight_VD, dtype, width)
+        blocks = max_kept // max(len(hidden_ND) * width, 1)
         first_kept = head.starts[-blocks] if 0 < blocks <= len(head.starts) else 0
         ctx.kept = {}
         keep = ctx.kept.__setitem__ if blocks else None
         softmax, outputs, _ = head.scores(targets_N, options, keep=keep, first_kept=first_kept)
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, *softmax)
-        ctx.options, ctx.dtype = options, dtype
+        ctx.options, ctx.dtype, ctx.width = options, dtype, width
         mark_detached(ctx, outputs, options)
         return outputs
 
@@ -243,27 +249,27 @@ class LinearHeadScores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to hidden states and weight."""
         hidden_ND, weight_VD, targets_N, *saved = ctx.saved_tensors
-        softmax, head = Softmax(*saved), Head(hidden_ND, weight_VD, ctx.dtype)
-        by_hidden_ND = torch.zeros_like(hidden_ND, dtype=softmax.logprobs_N.dtype) if ctx.needs_input_grad[0] else None
+        head = Head(hidden_ND, weight_VD, ctx.dtype, ctx.width)
+        by_logits = Softmax(*saved).gradient(ctx.options.temperature, *gradients[:2])
+        by_hidden_ND = torch.zeros_like(hidden_ND, dtype=by_logits.target_N.dtype) if ctx.needs_input_grad[0] else None
         by_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         for start in head.starts:
             logits_NC = ctx.kept.pop(start, None)  # popped: it is overwritten
             if logits_NC is None:
                 logits_NC = head.logits(start)
-            targets = Targets(targets_N, start, logits_NC.shape[1])
-            softmax.write_gradient(logits_NC, logits_NC, targets, ctx.options.temperature, gradients[0], gradients[1])
+            by_logits.write(logits_NC, logits_NC, targets_N, start)
             if by_hidden_ND is not None and by_hidden_ND.dtype == logits_NC.dtype:
                 by_hidden_ND.addmm_(logits_NC, head.rows(start))
             elif by_hidden_ND is not None:
                 by_hidden_ND.add_(logits_NC @ head.rows(start))
             if by_weight_VD is not None:
-                part_CD = by_weight_VD[start : start + BLOCK]
+                part_CD = by_weight_VD[start : start + head.width]
                 if part_CD.dtype == logits_NC.dtype:
                     torch.mm(logits_NC.T, head.states_ND, out=part_CD)
                 else:
                     part_CD.copy_(logits_NC.T @ head.states_ND)
         by_hidden = None if by_hidden_ND is None else by_hidden_ND.to(hidden_ND.dtype)
-        return by_hidden, by_weight_VD, None, None, None, None
+        return by_hidden, by_weight_VD, None, None, None, None, None
 
 
 class FrozenHeadScores(torch.autograd.Function):
@@ -276,10 +282,16 @@ class FrozenHeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, options: ScoreOptions
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        dtype: torch.dtype,
+        options: ScoreOptions,
+        width: int,
     ) -> Outputs:
         """See `LinearHeadScores.forward`."""
-        head = Head(hidden_ND, weight_VD, dtype)
+        head = Head(hidden_ND, weight_VD, dtype, width)
         softmax, outputs, others = head.scores(targets_N, options, mean_row=True)
         assert others.row_ND is not None
         # W_a - sum_v p_v W_v without the cancellation of W_a and p_a W_a
@@ -296,4 +308,4 @@ class FrozenHeadScores(torch.autograd.Function):
         """Return the gradient with respect to the hidden states."""
         (unit_ND,) = ctx.saved_tensors
         by_hidden_ND = None if gradients[0] is None else (unit_ND * gradients[0][:, None]).to(unit_ND.dtype)
-        return by_hidden_ND, None, None, None, None
+        return by_hidden_ND, None, None, None, None, None

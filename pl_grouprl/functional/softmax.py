@@ -115,7 +115,8 @@ class Sums:
     """Sums over some token ids, for each token.
 
     Attributes:
-        max_N: m, the largest z, at least -1e30.
+        target_N: z of the target; -inf if it is not among these token ids.
+        max_N: m, the largest z of the others, at least -1e30.
         exp_N: Sum of e^(z-m).
         square_N: Sum of e^2(z-m); None unless requested, like the rest.
         moment_N: Sum of (z-m) e^(z-m).
@@ -123,6 +124,7 @@ class Sums:
         row_ND: Sum of e^(z-m) times the token id's row of the head's weight.
     """
 
+    target_N: Tensor
     max_N: Tensor
     exp_N: Tensor
     square_N: Tensor | None = None
@@ -147,6 +149,7 @@ class Sums:
 
     def add_(self, other: Sums) -> Sums:
         """Add the sums over other token ids; consumes `other`."""
+        self.target_N = torch.maximum(self.target_N, other.target_N)
         max_N = torch.maximum(self.max_N, other.max_N)
         self.scale_(max_N)
         other.scale_(max_N)
@@ -190,36 +193,57 @@ class Targets:
         block_NC.scatter_(1, self.column_N1, entry_N1)
 
 
+def add_block(
+    sums: Sums | None,
+    logits_NC: Tensor,
+    targets_N: Tensor,
+    options: ScoreOptions,
+    *,
+    start: int = 0,
+    signs_VS: Tensor | None = None,
+    rows_CD: Tensor | None = None,
+) -> Sums:
+    """Add a block to the sums that the scores need. On CUDA this takes one kernel launch, unless a sketch is requested.
+
+    Args:
+        sums: The sums over earlier blocks, overwritten; None for the first block.
+        logits_NC: The block, shape [N, C]; overwritten if `rows_CD` is given.
+        targets_N: Token ids.
+        options: The requested scores.
+        start: The block's first token id.
+        signs_VS: Signs of all token ids, if a sketch is requested.
+        rows_CD: The block's rows of the head's weight, to sum them, too.
+    """
+    kernels = fused(logits_NC)
+    if kernels is None or signs_VS is not None:
+        block = sum_block(logits_NC, Targets(targets_N, start, logits_NC.shape[1]), options, signs_VS, start, rows_CD)
+        return block if sums is None else sums.add_(block)
+    if sums is None:
+        target_N, max_N, *more = logits_NC.new_zeros(5, len(targets_N), dtype=torch.float32).unbind()
+        sums = Sums(target_N.fill_(-torch.inf), max_N.fill_(LOWEST), *more)
+        sums.square_N = sums.square_N if options.score_norm else None
+        sums.moment_N = sums.moment_N if options.entropy else None
+    scale_N = None if rows_CD is None else torch.empty_like(sums.max_N)
+    running = (sums.target_N, sums.max_N, sums.exp_N, sums.square_N, sums.moment_N)
+    kernels.add_rows(logits_NC, targets_N, start, options.temperature, *running, scale_N)
+    if rows_CD is not None and scale_N is not None:
+        row_ND = (logits_NC @ rows_CD).to(scale_N.dtype)
+        sums.row_ND = row_ND if sums.row_ND is None else sums.row_ND.mul_(scale_N[:, None]).add_(row_ND)
+    return sums
+
+
 def sum_block(
     logits_NC: Tensor,
     targets: Targets,
     options: ScoreOptions,
-    signs_VS: Tensor | None = None,
-    start: int = 0,
-    *,
-    keep_exp: bool = False,
-) -> tuple[Sums, Tensor]:
-    """Compute the sums over a block that the scores need, excluding the targets.
-
-    Args:
-        logits_NC: The block, shape [N, C].
-        targets: The block's targets.
-        options: The requested scores.
-        signs_VS: Signs of all token ids, if a sketch is requested.
-        start: The block's first token id.
-        keep_exp: Leave e^(z-m) in `logits_NC`, 0 in the target's place.
-
-    Returns:
-        The sums, and z of each target, arbitrary if the target is in another block.
-    """
+    signs_VS: Tensor | None,
+    start: int,
+    rows_CD: Tensor | None,
+) -> Sums:
+    """Compute the sums over a block by PyTorch's operators; see `add_block`."""
     square, moment, temperature = options.score_norm, options.entropy, options.temperature
     dtype = torch.promote_types(logits_NC.dtype, torch.float32)
     own_N1 = targets.get(logits_NC).to(dtype) / temperature
-    kernels = fused(logits_NC)
-    if kernels is not None and signs_VS is None:
-        column_N = torch.where(targets.inside_N1, targets.column_N1, -1).squeeze(1)
-        max_N, exp_N, square_N, moment_N = kernels.sum_rows(logits_NC, column_N, temperature, keep_exp)
-        return Sums(max_N, exp_N, square_N if square else None, moment_N if moment else None), own_N1.squeeze(1)
     signs_CS = None if signs_VS is None else signs_VS[start : start + logits_NC.shape[1]].to(dtype)
     without_N1 = own_N1.masked_fill(targets.inside_N1, -torch.inf)
     max_N, exp_N, square_N, moment_N = own_N1.new_empty(4, len(own_N1)).unbind()
@@ -239,9 +263,11 @@ def sum_block(
             torch.linalg.vector_norm(e_RC, dim=1, out=square_N[rows]).square_()
         if signed_NS is not None and signs_CS is not None:
             torch.mm(e_RC, signs_CS, out=signed_NS[rows])
-        if keep_exp:
+        if rows_CD is not None:
             logits_NC[rows] = e_RC
-    return Sums(max_N, exp_N, square_N if square else None, moment_N if moment else None, signed_NS), own_N1.squeeze(1)
+    row_ND = None if rows_CD is None else (logits_NC @ rows_CD).to(dtype)
+    target_N = own_N1.masked_fill(~targets.inside_N1, -torch.inf).squeeze(1)
+    return Sums(target_N, max_N, exp_N, square_N if square else None, moment_N if moment else None, signed_NS, row_ND)
 
 
 def fused(block_NC: Tensor) -> ModuleType | None:
@@ -287,69 +313,80 @@ class Softmax(NamedTuple):
     other_N: Tensor
     entropy_N: Tensor | None
 
-    def write_gradient(
-        self,
-        logits_NC: Tensor,
-        result_NC: Tensor,
-        targets: Targets,
-        temperature: float,
-        grad_N: Tensor | None,
-        entropy_grad_N: Tensor | None,
-    ) -> None:
-        """Write the gradient with respect to a block of logits.
+    def gradient(self, temperature: float, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> LogitsGradient:
+        """Return the gradient with respect to the logits.
 
         With the upstream gradients g of the log-probability and k of the entropy H,
             dL/dlogit_v = (g (1[v = a] - p_v) - k p_v (log p_v + H)) / temperature
 
         Args:
-            logits_NC: The block.
-            result_NC: Output; may be `logits_NC`.
-            targets: The block's targets.
             temperature: Divides the logits.
             grad_N: g; zero if None.
             entropy_grad_N: k; zero if None.
         """
-        g_N1 = (torch.zeros_like(self.log_total_N) if grad_N is None else grad_N)[:, None] / temperature
-        target_grad_N1, factor_N1, entropy_factor_N1 = g_N1 * self.other_N[:, None], -g_N1, None
+        g_N = (torch.zeros_like(self.log_total_N) if grad_N is None else grad_N) / temperature
+        target_N, factor_N, entropy_factor_N = g_N * self.other_N, -g_N, None
         if entropy_grad_N is not None and self.entropy_N is not None:
-            k_N1, entropy_N1 = entropy_grad_N[:, None] / temperature, self.entropy_N[:, None]
-            logprobs_N1 = self.logprobs_N.clamp(min=LOWEST)[:, None]
-            target_grad_N1 -= k_N1 * logprobs_N1.exp() * (logprobs_N1 + entropy_N1)
-            factor_N1, entropy_factor_N1 = -g_N1 - k_N1 * entropy_N1, -k_N1
+            k_N = entropy_grad_N / temperature
+            logprobs_N = self.logprobs_N.clamp(min=LOWEST)
+            target_N -= k_N * logprobs_N.exp() * (logprobs_N + self.entropy_N)
+            factor_N, entropy_factor_N = -g_N - k_N * self.entropy_N, -k_N
+        return LogitsGradient(self.log_total_N, temperature, target_N, factor_N, entropy_factor_N)
+
+
+class LogitsGradient(NamedTuple):
+    """The gradient with respect to the logits: p (a + b log p), with p = e^(z - log_total), except for the target.
+
+    Attributes:
+        log_total_N: Log of the sum of e^z over the vocabulary.
+        temperature: Divides the logits.
+        target_N: The gradient with respect to the target's logit.
+        factor_N: a.
+        entropy_factor_N: b; zero if None.
+    """
+
+    log_total_N: Tensor
+    temperature: float
+    target_N: Tensor
+    factor_N: Tensor
+    entropy_factor_N: Tensor | None
+
+    def write(self, logits_NC: Tensor, result_NC: Tensor, targets_N: Tensor, start: int = 0) -> None:
+        """Write the gradient with respect to a block of logits, whose first token id is `start`, to `result_NC`.
+
+        `result_NC` may be `logits_NC`. On CUDA this takes one kernel launch.
+        """
         kernels, dtype = fused(logits_NC), self.log_total_N.dtype
         if kernels is not None:
-            entropy_factor_N = None if entropy_factor_N1 is None else entropy_factor_N1.flatten()
-            kernels.write_rows(
-                logits_NC, result_NC, self.log_total_N, temperature, factor_N1.flatten(), entropy_factor_N
-            )
-        else:  # as if no token id were a target
-            spare_RC = None if entropy_factor_N1 is None else tile_like(logits_NC, dtype)
-            for rows, z_RC in tiles(logits_NC, dtype, temperature):
-                z_RC.sub_(self.log_total_N[rows, None])
-                if entropy_factor_N1 is None or spare_RC is None:
-                    z_RC.exp_().mul_(factor_N1[rows])
-                else:
-                    p_RC = torch.exp(z_RC.clamp_(min=LOWEST), out=spare_RC[: len(z_RC)])
-                    z_RC.mul_(entropy_factor_N1[rows]).add_(factor_N1[rows]).mul_(p_RC)
-                result_NC[rows] = z_RC
-        targets.put(result_NC, target_grad_N1)
+            kernels.write_rows(logits_NC, result_NC, targets_N, start, *self)
+            return
+        # as if no token id were a target
+        spare_RC = None if self.entropy_factor_N is None else tile_like(logits_NC, dtype)
+        for rows, z_RC in tiles(logits_NC, dtype, self.temperature):
+            z_RC.sub_(self.log_total_N[rows, None])
+            if self.entropy_factor_N is None or spare_RC is None:
+                z_RC.exp_().mul_(self.factor_N[rows, None])
+            else:
+                p_RC = torch.exp(z_RC.clamp_(min=LOWEST), out=spare_RC[: len(z_RC)])
+                z_RC.mul_(self.entropy_factor_N[rows, None]).add_(self.factor_N[rows, None]).mul_(p_RC)
+            result_NC[rows] = z_RC
+        Targets(targets_N, start, logits_NC.shape[1]).put(result_NC, self.target_N[:, None])
 
 
 def finish(
-    others: Sums, target_N: Tensor, options: ScoreOptions, hidden_ND: Tensor, targets_N: Tensor, vocabulary: int
+    others: Sums, options: ScoreOptions, hidden_ND: Tensor, targets_N: Tensor, vocabulary: int
 ) -> tuple[Softmax, Outputs]:
     """Add the targets to the sums over all other token ids, and compute the scores.
 
     Args:
         others: The sums over all other token ids; overwritten.
-        target_N: z of each target.
         options: The requested scores.
         hidden_ND: Hidden states, for the sketch.
         targets_N: Token ids.
         vocabulary: V.
     """
-    others.scale_(torch.maximum(others.max_N, target_N))
-    above_N = target_N - others.max_N
+    others.scale_(torch.maximum(others.max_N, others.target_N))
+    above_N = others.target_N - others.max_N
     exp_N = above_N.exp()
     total_N = others.exp_N + exp_N
     log_N = total_N.log()
@@ -383,8 +420,8 @@ class LogitsScores(torch.autograd.Function):
         vocabulary = logits_NV.shape[1]
         check_targets(targets_N, vocabulary)
         signs_VS = options.signs(hidden_ND, vocabulary)
-        others, target_N = sum_block(logits_NV, Targets(targets_N, 0, vocabulary), options, signs_VS)
-        softmax, outputs = finish(others, target_N, options, hidden_ND, targets_N, vocabulary)
+        sums = add_block(None, logits_NV, targets_N, options, signs_VS=signs_VS)
+        softmax, outputs = finish(sums, options, hidden_ND, targets_N, vocabulary)
         ctx.save_for_backward(logits_NV, targets_N, *softmax)
         ctx.options = options
         mark_detached(ctx, outputs, options)
@@ -395,7 +432,6 @@ class LogitsScores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient with respect to the logits."""
         logits_NV, targets_N, *saved = ctx.saved_tensors
-        targets = Targets(targets_N, 0, logits_NV.shape[1])
         result_NV = torch.empty_like(logits_NV)
-        Softmax(*saved).write_gradient(logits_NV, result_NV, targets, ctx.options.temperature, *gradients[:2])
+        Softmax(*saved).gradient(ctx.options.temperature, *gradients[:2]).write(logits_NV, result_NV, targets_N)
         return result_NV, None, None, None

@@ -1,4 +1,4 @@
-"""Triton kernels for a block of logits: read and write each logit once, compute in float32.
+"""Triton kernels for a block of logits: one launch per block and pass, computed in float32.
 
 Legend: N tokens, C columns (token ids) of one block.
 """
@@ -18,44 +18,67 @@ except ModuleNotFoundError:
     triton = tl = Absent("triton")
 
 _WIDTH = 4096
-"""Logits per program: 16 for each of its 256 threads."""
+"""Logits of a row per step of a program: 16 for each of its 256 threads."""
 
 
-def sum_rows(logits_NC: Tensor, column_N: Tensor, temperature: float, keep_exp: bool) -> tuple[Tensor, ...]:
-    """Return max, exp, square and moment of `softmax.Sums`, each [N] in float32.
+def add_rows(
+    logits_NC: Tensor,
+    targets_N: Tensor,
+    start: int,
+    temperature: float,
+    target_N: Tensor,
+    max_N: Tensor,
+    exp_N: Tensor,
+    square_N: Tensor | None,
+    moment_N: Tensor | None,
+    scale_N: Tensor | None,
+) -> None:
+    """Add a block to running sums, in place; see `softmax.Sums`. All are in float32, contiguous.
 
     Args:
-        logits_NC: The block, contiguous along C.
-        column_N: Column of each row's target, which is excluded; any invalid column if it is in another block.
+        logits_NC: The block, contiguous along C; e^(z-m) overwrites it, 0 in the target's place, if `scale_N` is given.
+        targets_N: Token ids.
+        start: The block's first token id.
         temperature: Divides the logits.
-        keep_exp: Leave e^(z-m) in `logits_NC`, 0 in the target's place.
+        target_N: z of the targets.
+        max_N: m.
+        exp_N: Sum of e^(z-m).
+        square_N: Sum of e^2(z-m), if requested.
+        moment_N: Sum of (z-m) e^(z-m), if requested.
+        scale_N: Output, e^(m' - m) with the earlier maximum m', by which further sums over earlier blocks shrink.
     """
     rows, width = logits_NC.shape
-    sums = logits_NC.new_empty(4, rows, dtype=torch.float32).unbind()
     if rows:
         with torch.cuda.device_of(logits_NC):
-            _sum_rows[(rows,)](
-                logits_NC, column_N, *sums, width, logits_NC.stride(0), temperature,
-                KEEP=keep_exp, WIDTH=min(_WIDTH, triton.next_power_of_2(width)), num_warps=8,
+            _add_rows[(rows,)](
+                logits_NC, targets_N.contiguous(), target_N, max_N, exp_N, square_N, moment_N, scale_N,
+                start, width, logits_NC.stride(0), temperature,
+                SQUARE=square_N is not None, MOMENT=moment_N is not None, KEEP=scale_N is not None,
+                WIDTH=min(_WIDTH, triton.next_power_of_2(width)), num_warps=8,
             )  # fmt: skip
-    return sums
 
 
 def write_rows(
     logits_NC: Tensor,
     result_NC: Tensor,
+    targets_N: Tensor,
+    start: int,
     log_total_N: Tensor,
     temperature: float,
+    target_N: Tensor,
     factor_N: Tensor,
     entropy_factor_N: Tensor | None,
 ) -> None:
-    """Write p (a + b z') with z' = z - log_total and p = e^z' to `result_NC`, which may be `logits_NC`.
+    """Write the gradient with respect to a block of logits; see `softmax.LogitsGradient` for the last five arguments.
 
     Args:
         logits_NC: The block, contiguous along C.
-        result_NC: Output, with the same strides.
-        log_total_N: Log of the sum of e^z over the vocabulary.
+        result_NC: Output, contiguous along C; may be `logits_NC`.
+        targets_N: Token ids.
+        start: The block's first token id.
+        log_total_N: Like the other tensors of the gradient, in float32, contiguous.
         temperature: Divides the logits.
+        target_N: The gradient with respect to the target's logit.
         factor_N: a.
         entropy_factor_N: b; zero if None.
     """
@@ -63,21 +86,29 @@ def write_rows(
     if rows:
         with torch.cuda.device_of(logits_NC):
             _write_rows[(rows, triton.cdiv(width, _WIDTH))](
-                logits_NC, result_NC, log_total_N, factor_N.contiguous(), entropy_factor_N,
-                width, logits_NC.stride(0), result_NC.stride(0), temperature,
+                logits_NC, result_NC, targets_N.contiguous(), log_total_N, target_N, factor_N, entropy_factor_N,
+                start, width, logits_NC.stride(0), result_NC.stride(0), temperature,
                 MOMENT=entropy_factor_N is not None, WIDTH=min(_WIDTH, triton.next_power_of_2(width)), num_warps=8,
             )  # fmt: skip
 
 
 @triton.jit
-def _sum_rows(  # type: ignore[no-untyped-def]
-    logits, columns, out_max, out_exp, out_square, out_moment, width, stride, temperature,
-    KEEP: tl.constexpr, WIDTH: tl.constexpr,
+def _add_rows(  # type: ignore[no-untyped-def]
+    logits, targets, sum_target, sum_max, sum_exp, sum_square, sum_moment, out_scale,
+    block_start, width, stride, temperature,
+    SQUARE: tl.constexpr, MOMENT: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    own = tl.load(columns + row)
+    own = tl.load(targets + row) - block_start
     start_of_row = logits + row * stride
-    largest, total, square, moment = -1e30, 0.0, 0.0, 0.0
+    if (own >= 0) & (own < width):
+        tl.store(sum_target + row, tl.load(start_of_row + own).to(tl.float32) / temperature)
+    before = tl.load(sum_max + row)
+    largest, total, square, moment = before, tl.load(sum_exp + row), 0.0, 0.0
+    if SQUARE:
+        square = tl.load(sum_square + row)
+    if MOMENT:
+        moment = tl.load(sum_moment + row)
     for start in range(0, width, WIDTH):
         column = start + tl.arange(0, WIDTH)
         z = tl.load(start_of_row + column, mask=column < width, other=-float("inf")).to(tl.float32) / temperature
@@ -87,15 +118,20 @@ def _sum_rows(  # type: ignore[no-untyped-def]
         scale = tl.exp(below)
         z = z - new
         e = tl.exp(z)
-        moment = (moment + below * total) * scale + tl.sum(e * tl.maximum(z, -1e30), 0)
-        square = square * scale * scale + tl.sum(e * e, 0)
+        if MOMENT:
+            moment = (moment + below * total) * scale + tl.sum(e * tl.maximum(z, -1e30), 0)
+        if SQUARE:
+            square = square * scale * scale + tl.sum(e * e, 0)
         total = total * scale + tl.sum(e, 0)
         largest = new
-    tl.store(out_max + row, largest)
-    tl.store(out_exp + row, total)
-    tl.store(out_square + row, square)
-    tl.store(out_moment + row, moment)
+    tl.store(sum_max + row, largest)
+    tl.store(sum_exp + row, total)
+    if SQUARE:
+        tl.store(sum_square + row, square)
+    if MOMENT:
+        tl.store(sum_moment + row, moment)
     if KEEP:
+        tl.store(out_scale + row, tl.exp(before - largest))
         for start in range(0, width, WIDTH):
             column = start + tl.arange(0, WIDTH)
             z = tl.load(start_of_row + column, mask=column < width, other=-float("inf")).to(tl.float32) / temperature
@@ -105,7 +141,8 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write_rows(  # type: ignore[no-untyped-def]
-    logits, result, log_total, factor, entropy_factor, width, stride, result_stride, temperature,
+    logits, result, targets, log_total, by_target, factor, entropy_factor,
+    block_start, width, stride, result_stride, temperature,
     MOMENT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -116,5 +153,6 @@ def _write_rows(  # type: ignore[no-untyped-def]
     gradient = tl.load(factor + row)
     if MOMENT:
         gradient = gradient + tl.load(entropy_factor + row) * tl.maximum(z, -1e30)
-    gradient = gradient * tl.exp(z)
+    own = tl.load(targets + row) - block_start
+    gradient = tl.where(column == own, tl.load(by_target + row), gradient * tl.exp(z))
     tl.store(result + row * result_stride + column, gradient.to(result.dtype.element_ty), mask=inside)

@@ -106,7 +106,7 @@ def pack(
     path: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> ScoringBatch:
-    """Lay groups out for one decoder call, in the caller's order.
+    """Lay groups out for one decoder call, in the caller's order; on CUDA all prompts of text come before all rollouts.
 
     With `shared`, each prompt is encoded once, and so are tokens that rollouts of a group share after it, such as
     earlier turns of branched episodes, or equal rollouts.
@@ -134,7 +134,11 @@ def pack(
     if sharing == "repeated":
         share_across_groups, min_saved_tokens = False, None
     forest = lay_out_forest(
-        groups, share_across_groups=share_across_groups, min_saved_tokens=min_saved_tokens, path=path
+        groups,
+        share_across_groups=share_across_groups,
+        min_saved_tokens=min_saved_tokens,
+        path=path,
+        prompts_first=torch.device(device).type == "cuda" and not any(group.media for group in groups),
     )
     layout = forest.layout
     tokens = _int64(forest.token_ids)[None]

@@ -43,7 +43,8 @@ class SharedPrefixLayout:
 
     A token sees its own segment causally and all of every ancestor segment; its position id counts the tokens of its
     ancestors and the earlier tokens of its segment. A GRPO group is a root (the prompt) with one child per rollout.
-    Segments are in depth-first order: each parent is directly followed by its descendants.
+    Segments are in depth-first order: each parent is directly followed by its descendants. Where no segment has
+    grandchildren, parents only have to come before their children, so all prompts may come first.
 
     Args:
         lengths: Tokens of each segment, in row order.
@@ -54,9 +55,10 @@ class SharedPrefixLayout:
 
     Attributes:
         num_tokens: T.
+        depth_first: Whether each parent is directly followed by its descendants.
 
     Raises:
-        ValueError: If the arguments differ in length, a length is negative, the order is not depth-first, or
+        ValueError: If the arguments differ in length, a length is negative, the order is another one, or
             `num_prefilled` is another number.
     """
 
@@ -70,6 +72,8 @@ class SharedPrefixLayout:
     ) -> None:
         segments: list[Segment] = []
         open_path: list[int] = []
+        roots = {index for index, parent in enumerate(parents) if parent is None}
+        self.depth_first = True
         start = 0
         names = [None] * len(lengths) if group_ids is None else group_ids
         for index, (length, parent, name) in enumerate(zip(lengths, parents, names, strict=True)):
@@ -78,7 +82,9 @@ class SharedPrefixLayout:
             while open_path and open_path[-1] != parent:
                 open_path.pop()
             if parent is not None and not open_path:
-                raise ValueError(f"parents[{index}] is {parent}, no open segment there; list segments depth-first.")
+                if parent >= index or not all(above is None or above in roots for above in parents):
+                    raise ValueError(f"parents[{index}] is {parent}, no open segment there; list segments depth-first.")
+                self.depth_first = False
             open_path.append(index)
             above = None if parent is None else segments[parent]
             if group_ids is None:
@@ -137,9 +143,28 @@ class SharedPrefixLayout:
         return self.memo(("position_ids", device), lambda: self.position_ids.to(device))
 
     @cached_property
+    def depth_first_order(self) -> tuple[int, ...]:
+        """Indices of the segments, each directly followed by its descendants, shape [S]."""
+        roots = [index if segment.parent is None else segment.parent for index, segment in enumerate(self.segments)]
+        order = range(len(roots))
+        return tuple(order if self.depth_first else sorted(order, key=roots.__getitem__))
+
+    @cached_property
+    def depth_first_places(self) -> Tensor:
+        """Index of each token if the row were in depth-first order, shape [T], int64."""
+        moves, place = [0] * len(self.segments), 0
+        for index in self.depth_first_order:
+            moves[index] = place - self.segments[index].start
+            place += self.segments[index].length
+        return torch.arange(self.num_tokens) + self.per_token(moves)
+
+    @cached_property
     def subtree_stops(self) -> tuple[int, ...]:
-        """Index after the last token of each segment and its descendants, shape [S]."""
-        stops = [segment.stop for segment in self.segments]
+        """Index after the last token of each segment and its descendants, in depth-first order, shape [S]."""
+        stops, place = [0] * len(self.segments), 0
+        for index in self.depth_first_order:
+            place += self.segments[index].length
+            stops[index] = place
         for index in reversed(range(len(self.segments))):
             parent = self.segments[index].parent
             if parent is not None:
@@ -229,15 +254,17 @@ class SharedPrefixLayout:
             so it can be compiled.
         """
 
-        def bounds() -> tuple[Tensor, Tensor]:
-            starts, stops = [segment.start for segment in self.segments], self.subtree_stops
-            return self.per_token(starts).to(device), self.per_token(stops).to(device)
+        def bounds() -> tuple[Tensor, Tensor, Tensor | None]:
+            places_T, stops_T = self.depth_first_places, self.per_token(self.subtree_stops)
+            starts_T = places_T - torch.arange(self.num_tokens) + self.per_token([s.start for s in self.segments])
+            return starts_T.to(device), stops_T.to(device), None if self.depth_first else places_T.to(device)
 
-        starts_T, stops_T = self.memo(("subtree_bounds", device), bounds)
+        starts_T, stops_T, places_T = self.memo(("subtree_bounds", device), bounds)
 
         def sees(query: Tensor, key: Tensor) -> Tensor:
             # In depth-first order, a segment's descendants lie between its start and its subtree's stop.
-            return (query >= starts_T[key]) & (query < stops_T[key]) & (key <= query)
+            place = query if places_T is None else places_T[query]
+            return (place >= starts_T[key]) & (place < stops_T[key]) & (key <= query)
 
         return sees
 
@@ -249,18 +276,18 @@ class SharedPrefixLayout:
 
 
 def draw_forest(layout: SharedPrefixLayout) -> str:
-    """Draw a layout as a tree of its segments' lengths, one line per segment, in row order."""
+    """Draw a layout as a tree of its segments' lengths, one line per segment, depth-first."""
     last_child = {segment.parent: index for index, segment in enumerate(layout.segments)}
     lines: list[str] = []
-    margins: list[str] = []  # of each segment's children
-    for index, segment in enumerate(layout.segments):
-        branch = margin = ""
+    margins: dict[int, str] = {}  # of each segment's children
+    for index in layout.depth_first_order:
+        segment, branch, margin = layout.segments[index], "", ""
         if segment.parent is not None:
             is_last = last_child[segment.parent] == index
             branch = margins[segment.parent] + ("└─ " if is_last else "├─ ")
             margin = margins[segment.parent] + ("   " if is_last else "│  ")
         lines.append(f"{branch}{segment.length}")
-        margins.append(margin)
+        margins[index] = margin
     return "\n".join(lines)
 
 

@@ -237,9 +237,17 @@ class Forest(NamedTuple):
 
 
 def lay_out_forest(
-    groups: Sequence[RolloutGroup], *, share_across_groups: bool, min_saved_tokens: int | None, path: Tokens
+    groups: Sequence[RolloutGroup],
+    *,
+    share_across_groups: bool,
+    min_saved_tokens: int | None,
+    path: Tokens,
+    prompts_first: bool = False,
 ) -> Forest:
-    """Lay out each prompt once, followed by its rollouts, which share their common tokens; arguments as in `pack`."""
+    """Lay out each prompt once, and after it its rollouts, which share their common tokens; arguments as in `pack`.
+
+    With `prompts_first`, all prompts come before all rollouts, unless a segment has grandchildren.
+    """
     if share_across_groups and any(group.media for group in groups):
         raise ValueError("share_across_groups=True compares only tokens, and these prompts have images; pass False.")
     lengths: list[int] = []
@@ -272,8 +280,15 @@ def lay_out_forest(
             tokens = after_path[own.sequence][own.start : own.stop]
             add(tokens, root if own.parent is None else first + own.parent, number)
         ends[number] = segments[-1], [first + leaf for leaf in trie.leaves]
+    num_response_tokens = sum(lengths) - sum(lengths[segment] for segment in segments)
+    if prompts_first and all(parent is None or parents[parent] is None for parent in parents):
+        order = sorted(range(len(lengths)), key=lambda index: parents[index] is not None)
+        lengths, token_ids = [lengths[index] for index in order], [token_ids[index] for index in order]
+        group_ids, above = [group_ids[index] for index in order], [parents[index] for index in order]
+        places = {index: place for place, index in enumerate(order)}
+        parents = [None if parent is None else places[parent] for parent in above]
+        ends = {group: (places[last], [places[leaf] for leaf in leaves]) for group, (last, leaves) in ends.items()}
     layout = SharedPrefixLayout(lengths, parents, group_ids)
-    num_response_tokens = layout.num_tokens - sum(lengths[segment] for segment in segments)
     return Forest(layout, token_ids, *_places(layout, groups, ends, num_response_tokens))
 
 

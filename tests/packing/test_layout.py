@@ -113,7 +113,8 @@ def test_group_ids_of_the_wrong_length():
     ("lengths", "parents", "message"),
     [
         ([2, -1], [None, 0], r"lengths\[1\]"),
-        ([1, 1, 1, 1], [None, None, 0, 1], r"parents\[2\]"),
+        ([1, 1, 1, 1, 1], [None, None, 0, 1, 2], r"parents\[2\]"),
+        ([1, 1, 1], [None, 2, None], r"parents\[1\]"),
         ([1, 1, 1, 1], [None, 0, 0, 1], r"parents\[3\]"),
         ([1, 1], [None, 1], r"parents\[1\]"),
         ([1], [0], r"parents\[0\]"),

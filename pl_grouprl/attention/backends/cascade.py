@@ -151,6 +151,11 @@ def _forest_calls(
     for depth in sorted({chains[number].depth for number in below}):
         numbers = [number for number in sorted(below) if chains[number].depth == depth]
         alone = [n for n in numbers if len(below[n]) == 1 and _length(below[n]) >= long_run]
+        if len(alone) < len(numbers):  # one call is on slices, too, if all prompts come before all rollouts
+            of_all = _call([below[n] for n in numbers], [chains[n].keys for n in numbers], causal=False)
+            if isinstance(of_all.queries, slice) and isinstance(of_all.keys, slice):
+                others.append(of_all)
+                continue
         together = [number for number in numbers if number not in alone]
         for group in [*([number] for number in alone), *([together] if together else [])]:
             others.append(_call([below[n] for n in group], [chains[n].keys for n in group], causal=False))

@@ -199,27 +199,30 @@ FLEX = Backend("flex", _attend_flex, _flex_refusal, in_compiled_layers=False, pr
 def _attend_prefix_grouper(
     query: Tensor, key: Tensor, value: Tensor, layout: SharedPrefixLayout, rule: AttentionRule
 ) -> Tensor:
-    def plan() -> tuple[Any, Tensor]:
+    def plan() -> tuple[Any, Tensor, tuple[Tensor, ...]]:
         from prefix_grouper import PrefixGrouper
 
         groups: list[list[int]] = []
-        for segment in layout.segments:
+        for index in layout.depth_first_order:
+            segment = layout.segments[index]
             if segment.parent is None:
                 groups.append([])
             groups[-1].append(segment.length)
         # The package needs a child, so a root alone gets an empty one.
         groups = [group if len(group) > 1 else [*group, 0] for group in groups]
         grouper = PrefixGrouper(groups, device=query.device, padding_mode="right")
-        return grouper, grouper.padding_mask
+        places_T = layout.depth_first_places.to(query.device)
+        kept_PL: Tensor = grouper.padding_mask
+        return grouper, kept_PL, tuple(index[places_T] for index in kept_PL.nonzero(as_tuple=True))
 
-    grouper, kept_PL = layout.memo(("prefix_grouper", query.device), plan)
+    grouper, kept_PL, places = layout.memo(("prefix_grouper", query.device), plan)
     padded = []
     for tensor in (query, key, value):
         batch = tensor.new_zeros(*kept_PL.shape, tensor.shape[1], tensor.shape[3])
-        batch = batch.index_put(kept_PL.nonzero(as_tuple=True), tensor[0].transpose(0, 1))
+        batch = batch.index_put(places, tensor[0].transpose(0, 1))
         padded.append(batch.transpose(1, 2))
     out_PLHD = grouper.forward(_sdpa, *padded, scale=rule.scale)
-    return out_PLHD[kept_PL][None]
+    return out_PLHD[places][None]
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scale: float) -> Tensor:
