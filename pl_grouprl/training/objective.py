@@ -264,6 +264,11 @@ class PolicyObjective:
         modes = f"one of {', '.join(LOSS_AGG_MODES)}"
         check_options({"loss_agg_mode": (loss_agg_mode, loss_agg_mode in LOSS_AGG_MODES, modes)})
         self.policy_loss = make_policy_loss(policy_loss, **options)
+        if self.policy_loss.uses_importance_weights and importance_sampling.mode.startswith("sequence"):
+            raise ValueError(
+                f"importance_sampling.mode is {importance_sampling.mode!r}, but policy_loss={policy_loss!r} multiplies "
+                "the weights of tokens; use 'token_truncate' or 'token_mask'."
+            )
         self.loss_agg_mode = loss_agg_mode
         self.kl = kl
         self.entropy_coef = entropy_coef
@@ -321,10 +326,7 @@ class PolicyObjective:
         # With one update per batch of rollouts, no old log-probabilities are stored, which saves a forward: they are
         # equal to the policy's, the ratio is 1, and nothing is clipped.
         old_logprobs_N = batch.tokens.get("old_logprobs", logprobs_N.detach())
-        loss = self.policy_loss(logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts)
-        loss_N = loss.per_token_N
-        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
-        extremes: Mapping[str, Tensor] = {}
+        weights = None
         if "rollout_logprobs" in batch.tokens:
             correction = self.importance_sampling
             weights = importance_weights(
@@ -336,14 +338,21 @@ class PolicyObjective:
                 high=correction.high,
                 **rollouts,
             )
-            loss_N = loss_N * weights.weights_N  # 1 unless importance_sampling is set; the ratios are logged anyway
-            metrics |= weights.metrics
-            extremes = weights.extremes
         elif self.corrects_sampling:
             raise ValueError(
                 f"importance_sampling.mode is {self.importance_sampling.mode!r}, but the engine reports no "
                 "log-probabilities; use another engine, or 'none'."
             )
+        weights_N = None if weights is None else weights.weights_N  # 1 if importance_sampling is off
+        inputs = logprobs_N, old_logprobs_N, advantages_N
+        loss = self.policy_loss(*inputs, mask_N=mask_N, importance_weights_N=weights_N, **rollouts)
+        loss_N = loss.per_token_N
+        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
+        extremes: Mapping[str, Tensor] = {}
+        if weights is not None:  # the ratios are logged even if nothing is corrected
+            loss_N = loss_N if self.policy_loss.uses_importance_weights else loss_N * weights.weights_N
+            metrics |= weights.metrics
+            extremes = weights.extremes
         assert scores.entropy_N is not None
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
         if self.kl.in_loss:

@@ -30,6 +30,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo seq-mean-token-mean": (GRPO, COMMON | {"loss_agg_mode": "seq-mean-token-mean", "scale_rewards": "batch"}),
     "dr_grpo": (GRPO, COMMON | {"loss_type": "dr_grpo"}),
     "gspo": (GRPO, COMMON | {"loss_type": "gspo"}),
+    "luspo": (GRPO, COMMON | {"loss_type": "luspo"}),
+    "vespo": (GRPO, COMMON | {"loss_type": "vespo", "importance_sampling": {"mode": "token_truncate"}}),
     "grpo truncated importance": (
         GRPO,
         COMMON | {"importance_sampling": {"mode": "token_truncate"}, "kl": {"type": "k3"}},

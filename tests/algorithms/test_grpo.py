@@ -477,6 +477,7 @@ LOSSES = {
     "gpg": ("gpg_policy_loss", {}),
     "dro": ("dro_policy_loss", {"dro_beta": 0.5}),
     "sapo": ("sapo_policy_loss", {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}),
+    "vespo": ("vespo_policy_loss", {"vespo_k_pos": 1.5}),
     "clip_cov": ("clip_cov_policy_loss", {"clip_cov_ratio": 0.2, "clip_cov_lb": -5.0, "clip_cov_ub": 5.0}),
     "kl_cov": ("kl_cov_policy_loss", {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}),
     "dppo_tv": ("dppo_tv_policy_loss", {"epsilon": 0.01, "clip_ratio_c": 1.05}),
