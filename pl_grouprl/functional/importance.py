@@ -14,6 +14,8 @@ over a rollout's trained tokens:
 Both probabilities are at the sampling temperature over the whole vocabulary, so the weights correct for numerics and
 older weights, not for tokens that top-k, top-p or min-p never sample; on-policy they are 1.
 
+`off_policy_sequence_mask` instead drops whole rollouts that the policy has moved away from.
+
 `low` and `high` are TRL's `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` (once
 `vllm_importance_sampling_cap`). Multiply the policy loss of each token by its weight; a KL penalty is not weighted.
 
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.masked import check_flat, masked_sum, sum_per_rollout
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_finite, check_options
 
 ImportanceKind = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 IMPORTANCE_KINDS: tuple[str, ...] = get_args(ImportanceKind)
@@ -50,6 +52,8 @@ class ImportanceSampling:
         mode: A kind of the table.
         low: Lower bound of the ratio of trainer to sampler; no bound if None.
         high: Its upper bound; no bound if None. With `none`, leave the default.
+        off_policy_mask_threshold: Largest mean of log(p of the sampler / p of the policy) over the tokens of a rollout
+            with a negative advantage, in nats; see `off_policy_sequence_mask`. No rollout is masked if None.
 
     Raises:
         ValueError: If the mode is unknown, `none` has a lower bound or an upper bound other than the default, another
@@ -59,9 +63,11 @@ class ImportanceSampling:
     mode: ImportanceKind = "none"
     low: float | None = None
     high: float | None = DEFAULT_HIGH
+    off_policy_mask_threshold: float | None = None
 
     def __post_init__(self) -> None:
         mode, low, high, name = self.mode, self.low, self.high, "importance_sampling"
+        check_finite(**{f"{name}.off_policy_mask_threshold": self.off_policy_mask_threshold})
         check_options(
             {
                 f"{name}.mode": (mode, mode in IMPORTANCE_KINDS, f"one of {', '.join(IMPORTANCE_KINDS)}"),
@@ -158,6 +164,46 @@ def importance_weights(
         "sampling/importance_sampling_ratio/min": -_maximum(-ratios.masked_fill(~is_counted, math.inf), -math.inf),
     }
     return ImportanceWeights(weights_N.masked_fill(~mask_N, 0), mask_N & keep_N, metrics, extremes)
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    policy_logprobs_N: Tensor,
+    sampling_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    threshold: float,
+    mask_N: Tensor,
+    rollout_index_N: Tensor,
+    num_rollouts: int,
+) -> Tensor:
+    """Keep the tokens of rollouts that are good or near the policy ("DeepSeek-V3.2", arXiv:2512.02556, section 3.1).
+
+    A token is dropped if its advantage is negative and the mean of log(q / p) over its rollout's trained tokens is
+    above the threshold, with p its probability under the policy and q that at sampling. Zero the policy loss of the
+    others; as in TRL (`off_policy_mask_threshold`), they still count in the denominator, and in a KL penalty.
+
+    Args:
+        policy_logprobs_N: Log-probabilities under the policy now, shape [N].
+        sampling_logprobs_N: Those of the sampler, or the trainer's before the update, shape [N].
+        advantages_N: Advantage of each token, shape [N].
+        threshold: In nats per token.
+        mask_N: True for trained tokens, bool, shape [N]; values elsewhere may be NaN.
+        rollout_index_N: Rollout of each token, int64, shape [N]. Rollouts must be complete.
+        num_rollouts: B.
+
+    Returns:
+        True for tokens to keep, bool, shape [N]; always False outside the mask.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_flat(policy_logprobs_N=policy_logprobs_N, sampling_logprobs_N=sampling_logprobs_N, mask_N=mask_N)
+    check_flat(advantages_N=advantages_N, rollout_index_N=rollout_index_N, mask_N=mask_N)
+    difference_N = (sampling_logprobs_N - policy_logprobs_N).masked_fill(~mask_N, 0)
+    lengths_B = sum_per_rollout(mask_N.to(difference_N.dtype), rollout_index_N, num_rollouts)
+    mean_B = sum_per_rollout(difference_N, rollout_index_N, num_rollouts) / lengths_B.clamp(min=1)
+    return mask_N & ((advantages_N >= 0) | (mean_B <= threshold)[rollout_index_N])
 
 
 def _bounded(log_ratio: Tensor, kind: str, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.importance import ImportanceSampling, importance_weights
-from pl_grouprl.functional.kl import MAX_ERROR, KLController, check_kl_kind, kl_estimate
+from pl_grouprl.functional.importance import ImportanceSampling, importance_weights, off_policy_sequence_mask
+from pl_grouprl.functional.kl import MAX_ERROR, KLController, bias_corrected_kl, check_kl_kind, kl_estimate
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.masked import masked_sum
@@ -113,6 +113,7 @@ class KLOptions:
         place: Where the penalty goes: into the `loss`, or into the `reward` of each token.
         target: KL per rollout, in nats, that an adaptive coefficient aims at; fixed if None.
         horizon: Rollouts over which the adaptive coefficient moves; defaults to 10,000.
+        use_bias_correction: Weight a penalty in the loss by the importance ratio, see `bias_corrected_kl`.
 
     Raises:
         ValueError: If an option is out of range, or there is a horizon without a target.
@@ -122,6 +123,7 @@ class KLOptions:
     place: Literal["loss", "reward"] = "loss"
     target: float | None = None
     horizon: int | None = None
+    use_bias_correction: bool = False
 
     def __post_init__(self) -> None:
         check_kl_kind(self.type, "kl.type")
@@ -135,6 +137,11 @@ class KLOptions:
         )
         if horizon is not None and target is None:
             raise ValueError(f"kl.horizon is {horizon} and kl.target is None; a fixed beta ignores it. Set kl.target.")
+        if self.use_bias_correction and (place == "reward" or self.type.endswith("+")):
+            raise ValueError(
+                f"kl.use_bias_correction is true, kl.place {place!r} and kl.type {self.type!r}; it is for a penalty in "
+                "the loss, of a type without '+'."
+            )
 
 
 _KL = KLOptions()
@@ -165,6 +172,8 @@ class KLPenalty:
                 f"kl.target is {options.target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an "
                 "initial beta."
             )
+        if options.use_bias_correction and beta == 0:
+            raise ValueError("kl.use_bias_correction is true and beta is 0, so there is no penalty; set beta.")
         self.options = options
         self.controller = KLController(beta, target=options.target, horizon=options.horizon)
         self.is_used = beta > 0
@@ -279,7 +288,8 @@ class PolicyObjective:
     @property
     def compares_tokens_of_rollouts(self) -> bool:
         """Whether the loss of a token depends on the other tokens of its rollout."""
-        sequence_ratios = self.importance_sampling.mode.startswith("sequence")
+        correction = self.importance_sampling
+        sequence_ratios = correction.mode.startswith("sequence") or correction.off_policy_mask_threshold is not None
         return self.loss_agg_mode != "token-mean" or self.policy_loss.uses_rollouts or sequence_ratios
 
     @property
@@ -353,10 +363,25 @@ class PolicyObjective:
             loss_N = loss_N if self.policy_loss.uses_importance_weights else loss_N * weights.weights_N
             metrics |= weights.metrics
             extremes = weights.extremes
+        if self.importance_sampling.off_policy_mask_threshold is not None:
+            kept_N = off_policy_sequence_mask(
+                logprobs_N,
+                batch.tokens.get("rollout_logprobs", old_logprobs_N),
+                advantages_N,
+                threshold=self.importance_sampling.off_policy_mask_threshold,
+                mask_N=mask_N,
+                **rollouts,
+            )
+            loss_N = loss_N.masked_fill(~kept_N, 0)
+            metrics["sampling/off_policy_masked"] = ((mask_N & ~kept_N).sum(), mask_N.sum())
         assert scores.entropy_N is not None
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
         if self.kl.in_loss:
-            kl_N = kl_estimate(logprobs_N, batch.tokens["ref_logprobs"], self.kl.options.type)
+            ref_logprobs_N, kind = batch.tokens["ref_logprobs"], self.kl.options.type
+            if self.kl.options.use_bias_correction:
+                kl_N = bias_corrected_kl(logprobs_N, old_logprobs_N, ref_logprobs_N, kind)
+            else:
+                kl_N = kl_estimate(logprobs_N, ref_logprobs_N, kind)
             loss_N = loss_N + self.kl.coef * kl_N
             metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
         if self.entropy_coef > 0:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional.importance import IMPORTANCE_KINDS, importance_weights
+from pl_grouprl.functional.importance import IMPORTANCE_KINDS, importance_weights, off_policy_sequence_mask
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 RATIO = "sampling/importance_sampling_ratio"
@@ -46,6 +46,22 @@ def test_by_hand(kind, bounds, weights, kept, ratio_sum, count, most, least):
     assert float(total) == pytest.approx(5 * math.log(2))  # |ln 2| + |ln 1/4| + |ln 4| + |ln 1|
     assert number == 4
     assert float(result.extremes[f"{DIFFERENCE}/max"]) == pytest.approx(2 * math.log(2))
+
+
+def test_the_off_policy_mask_by_hand():
+    """Mean log(q / p): -ln 2 / 2 in rollout 0, -ln 2 in rollout 1 (without the masked token), 0 in rollout 2."""
+    rollouts = torch.tensor([0, 0, 1, 1, 1, 2])
+    mask = torch.tensor([True, True, True, False, True, True])
+    difference = torch.tensor([1.0, -2.0, -1.0, math.nan, -1.0, 0.0], dtype=torch.float64) * math.log(2)
+    axis = {"mask_N": mask, "rollout_index_N": rollouts, "num_rollouts": 3}
+    for advantages, threshold, kept in [
+        ([-1.0] * 6, -0.1, [0, 1, 2, 4]),
+        ([-1.0] * 6, -0.5, [2, 4]),
+        ([-1.0] * 6, 0.0, [0, 1, 2, 4, 5]),
+        ([0.0, -1.0, -1.0, -1.0, 1.0, -1.0], -1.0, [0, 4]),
+    ]:
+        inputs = -difference, torch.zeros(6, dtype=torch.float64), torch.tensor(advantages)
+        assert off_policy_sequence_mask(*inputs, threshold=threshold, **axis).nonzero().flatten().tolist() == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -13,7 +13,7 @@ from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_PRESETS
 from pl_grouprl.training.micro_batches import MicroBatch, RowOptions, lay_out
-from pl_grouprl.training.objective import KLPenalty, PolicyObjective
+from pl_grouprl.training.objective import KLOptions, KLPenalty, PolicyObjective
 from pl_grouprl.types import Rollout, RolloutGroup
 
 LENGTHS = [6, 4, 5, 1]
@@ -36,7 +36,7 @@ def loss_of(loss_type, *, beta=0.0, epsilon=0.2, epsilon_high=0.28, **options):
         "advantages": advantages[:, None].expand(B, L),
         "loss_mask": MASK,
     }
-    if "importance_sampling" in options:
+    if options.get("importance_sampling", MASK_ALONE) != MASK_ALONE:
         quantities["rollout_logprobs"] = old - 0.2 * (2.9 * PLACE + 2).cos()
     groups = [RolloutGroup([1], [Rollout([1] * length, reward=0.0) for length in LENGTHS])]
     rows, preset = RowOptions("shared", None, torch.device("cpu")), LOSS_PRESETS[loss_type]
@@ -51,6 +51,7 @@ def loss_of(loss_type, *, beta=0.0, epsilon=0.2, epsilon_high=0.28, **options):
 
 
 TRUNCATED = ImportanceSampling("token_truncate", high=1.1)
+MASK_ALONE = ImportanceSampling(off_policy_mask_threshold=0.05)
 CASES = {
     "luspo": (
         {"loss_type": "luspo", "epsilon": 0.05, "epsilon_high": 0.1},
@@ -64,6 +65,18 @@ CASES = {
     "vespo, masked": (
         {"loss_type": "vespo", "importance_sampling": ImportanceSampling("token_mask", high=1.1)},
         (-0.0489626278212008, 0.482425251603159, 0),
+    ),
+    "off-policy mask": (
+        {"loss_type": "dapo", "importance_sampling": MASK_ALONE},
+        (-0.130759154407593, 0.0722774675052472, 0),
+    ),
+    "off-policy mask, sampler": (
+        {"loss_type": "dapo", "importance_sampling": ImportanceSampling("token_truncate", None, 1.1, 0.05)},
+        (-0.126766541445079, 0.106266054879514, 0),
+    ),
+    "corrected k3": (
+        {"loss_type": "dapo", "kl": KLPenalty(0.3, KLOptions(use_bias_correction=True))},
+        (-0.0816127724123692, 0.113746894907962, 0),
     ),
     "k3": ({"loss_type": "dapo", "beta": 0.3}, (-0.0817897262718252, -0.0373740223574807, 0)),
 }
