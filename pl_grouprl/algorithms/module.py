@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 
 from pl_grouprl.callbacks.checkpoints import stop_together
@@ -36,6 +37,7 @@ from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.distributed.lost_ranks import RankWatchdog
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.episodes.tools import EnvironmentFactory
+from pl_grouprl.functional.entropy import EntropyOptions, high_entropy_mask
 from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.adapters import (
@@ -91,7 +93,7 @@ from pl_grouprl.training.update import Optimization, Scorer, Updater, check_weig
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import find_last, verify_loads
 from pl_grouprl.utilities.describe import lineage, private_copy
-from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain
 from pl_grouprl.utilities.loggers import forget_numbers, log_every_step, place_default_logger, prepare_loggers
 from pl_grouprl.utilities.modes import naming_memory, seed_torch
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
@@ -165,7 +167,8 @@ class RLModule(pl.LightningModule, ABC):
         epsilon_high: How far it may rise above 1; defaults to `epsilon`.
         beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
         kl: The penalty's estimator and place, and how its coefficient adapts.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus, or a mapping of all its options, such as a target that it adapts to,
+            or the fraction of the tokens, those of highest entropy, that are trained.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a
             micro-batch (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per
             rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
@@ -187,7 +190,7 @@ class RLModule(pl.LightningModule, ABC):
         ValueError: If an option is out of range, unknown, or has no effect together with another.
     """
 
-    starts_over: ClassVar[dict[str, str]] = {"kl_controller": "beta"}
+    starts_over: ClassVar[dict[str, str]] = {"kl_controller": "beta", "entropy_controller": "entropy_coef.coef"}
     free_options: ClassVar[frozenset[str]] = FREE_OPTIONS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -224,7 +227,7 @@ class RLModule(pl.LightningModule, ABC):
         epsilon_high: float | None = None,
         beta: float = 0.0,
         kl: KLOptions = _KL,
-        entropy_coef: float = 0.0,
+        entropy_coef: float | EntropyOptions = 0.0,
         router_aux_loss_coef: float = 0.0,
         importance_sampling: ImportanceSampling = _IMPORTANCE_SAMPLING,
         guards: GuardOptions = _GUARDS,
@@ -380,11 +383,12 @@ class RLModule(pl.LightningModule, ABC):
         Not needed if the policy does not change between the updates of a batch of rollouts.
         """
         steps_between_updates = self.trainer.accumulate_grad_batches % self.updates_per_rollout != 0
-        return steps_between_updates or self.kl_penalty.needs_old_logprobs
+        is_selective = self.objective.entropy.options.top_quantile < 1
+        return steps_between_updates or self.kl_penalty.needs_old_logprobs or is_selective
 
     def old_score_options(self) -> dict[str, Any]:
         """Keyword arguments of `score` for what to compute in the same forward as old log-probabilities."""
-        return {}
+        return {"entropy": True} if self.objective.entropy.options.top_quantile < 1 else {}
 
     # Before anything is loaded.
 
@@ -564,9 +568,15 @@ class RLModule(pl.LightningModule, ABC):
         return scores
 
     def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Put rewards per token into the buffer, and the targets computed from them."""
+        """Put rewards per token into the buffer, and the targets computed from them; choose tokens of high entropy."""
         buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))  # adapts the coefficient, too
         buffer.put("token_rewards", rewards_per_token(buffer) - buffer.joined("kl_penalty"))
+        if (quantile := self.objective.entropy.options.top_quantile) < 1:
+            assert scores is not None
+            assert scores.entropy_N is not None
+            mask_N = buffer.joined("loss_mask")
+            gather = lambda own: torch.cat(gather_plain(own, self.device))  # noqa: E731
+            buffer.put("high_entropy", high_entropy_mask(scores.entropy_N, mask_N, quantile, gather=gather))
         self.compute_targets(buffer, scores)
 
     def optimizer_step(
@@ -608,6 +618,9 @@ class RLModule(pl.LightningModule, ABC):
             skips_zero_advantages=self.skips_zero_advantages and objective.is_zero_without_advantages,
             whole_episodes=custom or objective.compares_tokens_of_rollouts,
         )
+        if objective.entropy.adapts and "entropy" in metrics:
+            objective.entropy.measure(metrics["entropy"])
+            metrics["entropy_coef"] = objective.entropy.applied
         buffer.updates_done = batch.update_index + 1
         if buffer.updates_done == self.updates_per_rollout:
             self.micro_batcher.cache.clear()
@@ -641,6 +654,7 @@ class RLModule(pl.LightningModule, ABC):
             parts, self.support, accumulated=accumulated, device=self.device, step=step
         )
         self.log_dict(norms, batch_size=1)
+        self.objective.entropy.step()
         self.is_stepping = True
 
     def configure_gradient_clipping(

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pl_grouprl.functional.entropy import EntropyController, EntropyOptions
 from pl_grouprl.functional.importance import ImportanceSampling, importance_weights, off_policy_sequence_mask
 from pl_grouprl.functional.kl import MAX_ERROR, KLController, bias_corrected_kl, check_kl_kind, kl_estimate
 from pl_grouprl.functional.logprobs import TokenScores
@@ -247,7 +248,7 @@ class PolicyObjective:
         loss_agg_mode: How token losses are aggregated, by verl's names.
         kl: The KL penalty.
         max_new_tokens: Divisor of `seq-mean-token-sum-norm`.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus, or all its options.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts.
         importance_sampling: The correction for the sampler's log-probabilities.
 
@@ -263,13 +264,12 @@ class PolicyObjective:
         loss_agg_mode: str,
         kl: KLPenalty,
         max_new_tokens: int,
-        entropy_coef: float = 0.0,
+        entropy_coef: float | EntropyOptions = 0.0,
         router_aux_loss_coef: float = 0.0,
         importance_sampling: ImportanceSampling = _NO_CORRECTION,
     ) -> None:
-        coefficients = {"entropy_coef": entropy_coef, "router_aux_loss_coef": router_aux_loss_coef}
-        non_negative = "0 (off) or a larger finite number"
-        check_options({name: (value, 0 <= value < math.inf, non_negative) for name, value in coefficients.items()})
+        valid = 0 <= router_aux_loss_coef < math.inf
+        check_options({"router_aux_loss_coef": (router_aux_loss_coef, valid, "0 (off) or a larger finite number")})
         modes = f"one of {', '.join(LOSS_AGG_MODES)}"
         check_options({"loss_agg_mode": (loss_agg_mode, loss_agg_mode in LOSS_AGG_MODES, modes)})
         self.policy_loss = make_policy_loss(policy_loss, **options)
@@ -280,7 +280,7 @@ class PolicyObjective:
             )
         self.loss_agg_mode = loss_agg_mode
         self.kl = kl
-        self.entropy_coef = entropy_coef
+        self.entropy = EntropyController(EntropyOptions.of(entropy_coef))
         self.router_aux_loss_coef = router_aux_loss_coef
         self.importance_sampling = importance_sampling
         self._norm = float(max_new_tokens) if loss_agg_mode == "seq-mean-token-sum-norm" else None
@@ -295,7 +295,7 @@ class PolicyObjective:
     @property
     def is_zero_without_advantages(self) -> bool:
         """Whether nothing trains a rollout whose advantages are all 0."""
-        others = self.kl.in_loss or self.entropy_coef > 0 or self.router_aux_loss_coef > 0
+        others = self.kl.in_loss or self.entropy.is_used or self.router_aux_loss_coef > 0
         return self.policy_loss.is_zero_without_advantages and not others
 
     @property
@@ -306,7 +306,7 @@ class PolicyObjective:
     @property
     def score_options(self) -> dict[str, Any]:
         """Keyword arguments of `models.score` for what the loss needs besides log-probabilities."""
-        return {"entropy": True, "entropy_grad": self.entropy_coef > 0}
+        return {"entropy": True, "entropy_grad": self.entropy.applied > 0}
 
     def recorded_routers(self, policy: Any) -> AbstractContextManager[RouterLogits | None]:
         """Record the policy's router logits if they have a loss."""
@@ -322,7 +322,8 @@ class PolicyObjective:
         """Compute the loss sums.
 
         Args:
-            batch: With `advantages` and, if there are any, `old_logprobs`, `ref_logprobs` and `rollout_logprobs`.
+            batch: With `advantages` and, if there are any, `old_logprobs`, `ref_logprobs`, `rollout_logprobs` and
+                `high_entropy`.
             scores: Scores of the policy, with gradient, shape [N].
             policy: The model; only needed for the routers' loss.
             routers: Router logits of the same forward.
@@ -376,6 +377,9 @@ class PolicyObjective:
             metrics["sampling/off_policy_masked"] = ((mask_N & ~kept_N).sum(), mask_N.sum())
         assert scores.entropy_N is not None
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
+        chosen_N = batch.tokens.get("high_entropy", mask_N)
+        if "high_entropy" in batch.tokens:
+            loss_N = loss_N.masked_fill(~chosen_N, 0)
         if self.kl.in_loss:
             ref_logprobs_N, kind = batch.tokens["ref_logprobs"], self.kl.options.type
             if self.kl.options.use_bias_correction:
@@ -384,8 +388,8 @@ class PolicyObjective:
                 kl_N = kl_estimate(logprobs_N, ref_logprobs_N, kind)
             loss_N = loss_N + self.kl.coef * kl_N
             metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
-        if self.entropy_coef > 0:
-            loss_N = loss_N - self.entropy_coef * scores.entropy_N
+        if self.entropy.applied > 0:
+            loss_N = loss_N - self.entropy.applied * scores.entropy_N.masked_fill(~chosen_N, 0)
         # A sum alone: `Optimization.divide` divides it by the denominator of the whole optimizer step.
         numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=self._norm, **rollouts)
         denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)

@@ -81,6 +81,8 @@ def scored(monkeypatch):
         ({"importance_sampling": {"mode": "token_truncate"}, "num_iterations": 2}, 1),  # the policy before the updates
         ({"beta": 0.1, "kl": {"place": "reward"}}, 2),
         ({"beta": 0.1, "kl": {"target": 1.0}}, 2),
+        ({"entropy_coef": {"coef": 0.1, "target": 1.0}}, 0),
+        ({"entropy_coef": {"top_quantile": 0.2}}, 1),
     ],
 )
 def test_forwards_before_the_updates(fit, scored, options, forwards):
@@ -663,6 +665,39 @@ def test_an_adaptive_coefficient(fit_late, kl_in, target, error):
     assert run.module.beta == pytest.approx(moved, rel=1e-5)
     # In the reward the coefficient is that of before the move, in the loss the one after it.
     assert run.steps[0]["kl_coef"] == pytest.approx(0.5 if kl_in == "reward" else moved, rel=1e-5)
+
+
+def test_an_adaptive_entropy_bonus(fit, fit_late):
+    """From the second step on, while the entropy is below its target; a resumed run continues with it."""
+    options = {"entropy_coef": {"coef": 0.1, "target": 5.0, "coef_delta": 0.02}}
+    run = fit_late(3, save=True, **options)
+    assert [step["entropy_coef"] for step in run.steps] == pytest.approx([0.0, 0.12, 0.14])
+    plain = fit_late(1)
+    assert plain.steps[0]["loss"] == run.steps[0]["loss"]
+    bonus = 0.12 * run.steps[1]["entropy"]
+    assert run.steps[1]["loss"] < -0.5 * bonus
+    resumed = fit_late(3, resume=2, **options)
+    assert resumed.steps[0]["entropy_coef"] == pytest.approx(0.14)
+    assert resumed.module.objective.entropy.coef == run.module.objective.entropy.coef == pytest.approx(0.16)
+    two = fit(engine=LateEngine(), num_mini_batches=2, trainer={"accumulate_grad_batches": 2}, **options)
+    assert two.module.objective.entropy.coef == pytest.approx(0.12)
+
+
+def test_tokens_of_high_entropy_alone(fit_late):
+    """They are chosen once, among all tokens before the updates."""
+    found = []
+
+    class Kept(GRPO):
+        def prepare_updates(self, buffer, scores):
+            super().prepare_updates(buffer, scores)
+            found.append(scores.entropy_N)
+
+    run = fit_late(2, Kept, num_iterations=2, entropy_coef={"top_quantile": 0.25})
+    chosen_N, mask_N = run.buffer.joined("high_entropy"), run.buffer.joined("loss_mask")
+    (entropy_N,) = found
+    assert entropy_N[chosen_N].min() > entropy_N[mask_N & ~chosen_N].max()
+    assert 0.25 * mask_N.sum() <= chosen_N.sum() < 0.5 * mask_N.sum()  # some are equal
+    assert not chosen_N[~mask_N].any()
 
 
 def test_a_loss_that_compares_tokens_warns_of_a_budget(fit):

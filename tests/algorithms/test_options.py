@@ -109,6 +109,8 @@ GRPO_OPTIONS = [
     ({"beta": 0.1, "kl": {"target": 0.0}}, "target"),
     ({"beta": 0.1, "kl": {"horizon": 100}}, "kl.horizon is 100 and kl.target is None"),
     ({"entropy_coef": -1.0}, "entropy_coef"),
+    ({"entropy_coef": {"coef": 0.1, "coef_delta": 0.1}}, "entropy_coef has .* but no target"),
+    ({"entropy_coef": {"top_quantile": 2}}, "entropy_coef.top_quantile"),
     ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef"),
     ({"loss_type": "dpo"}, "loss_type"),
     ({"policy_loss": "dpo"}, "policy_loss"),

@@ -9,6 +9,7 @@ Legend: B rollouts, L padded response length.
 import pytest
 import torch
 
+from pl_grouprl.functional.entropy import EntropyOptions, high_entropy_mask
 from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_PRESETS
@@ -38,6 +39,9 @@ def loss_of(loss_type, *, beta=0.0, epsilon=0.2, epsilon_high=0.28, **options):
     }
     if options.get("importance_sampling", MASK_ALONE) != MASK_ALONE:
         quantities["rollout_logprobs"] = old - 0.2 * (2.9 * PLACE + 2).cos()
+    if "entropy_coef" in options:
+        chosen = high_entropy_mask(entropy[RESPONSE], MASK[RESPONSE], options["entropy_coef"].top_quantile)
+        quantities["high_entropy"] = torch.zeros(B, L, dtype=torch.bool).masked_scatter(RESPONSE, chosen)
     groups = [RolloutGroup([1], [Rollout([1] * length, reward=0.0) for length in LENGTHS])]
     rows, preset = RowOptions("shared", None, torch.device("cpu")), LOSS_PRESETS[loss_type]
     tokens = {name: matrix[RESPONSE] for name, matrix in quantities.items()}
@@ -77,6 +81,23 @@ CASES = {
     "corrected k3": (
         {"loss_type": "dapo", "kl": KLPenalty(0.3, KLOptions(use_bias_correction=True))},
         (-0.0816127724123692, 0.113746894907962, 0),
+    ),
+    "top entropy": (
+        {"loss_type": "dapo", "beta": 0.3, "entropy_coef": EntropyOptions(top_quantile=0.4)},
+        (-0.147743804196886, -0.241181102208233, 0),
+    ),
+    "top entropy, bonus": (  # TRL divides the bonus by the 6 tokens that get it, not by all 15
+        {"loss_type": "dapo", "entropy_coef": EntropyOptions(0.07 * 15 / 6, top_quantile=0.4)},
+        (-0.320341989911963, -0.131529612345506, -0.618333333333333),
+    ),
+    "all": (
+        {
+            "loss_type": "dapo",
+            "kl": KLPenalty(0.3, KLOptions(use_bias_correction=True)),
+            "importance_sampling": ImportanceSampling("token_truncate", None, 1.1, 0.05),
+            "entropy_coef": EntropyOptions(0.07 * 15 / 6, top_quantile=0.4),
+        },
+        (-0.315367373611086, -0.214597338635756, -0.618333333333333),
     ),
     "k3": ({"loss_type": "dapo", "beta": 0.3}, (-0.0817897262718252, -0.0373740223574807, 0)),
 }
