@@ -46,7 +46,14 @@ from pl_grouprl.models.adapters import (
     has_adapters,
     leave_frozen_parameters_out_of_checkpoints,
 )
-from pl_grouprl.models.policy import PolicySource, as_policy_source, fingerprint, frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.models.policy import (
+    PolicySource,
+    as_policy_source,
+    fingerprint,
+    frozen_copy,
+    leave_out_of_checkpoints,
+    mix_into_reference,
+)
 from pl_grouprl.models.score import check_balanced, score
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
@@ -177,9 +184,9 @@ class RLModule(pl.LightningModule, ABC):
 
     Attributes:
         policy: The model, once `configure_model` has run.
-        reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start
-            and never part of a checkpoint. A policy with an adapter needs none, see `reference_policy`; its frozen
-            weights are not part of a checkpoint either.
+        reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start,
+            and part of a checkpoint only if `kl.ref_model_sync_steps` moves it. A policy with an adapter needs none,
+            see `reference_policy`; its frozen weights are not part of a checkpoint either.
         last_rollouts: The latest training rollouts with their rewards and advantages; None while others are collected.
         is_stepping: Whether the gradients of this batch are finished, so that its optimizer step may have begun.
         starts_over: Maps parts of the saved state to the option with their initial value: if a resumed run changes the
@@ -246,7 +253,8 @@ class RLModule(pl.LightningModule, ABC):
         self.max_staleness = max_staleness
         self.policy: Any = None
         self.reference: Any = None
-        leave_out_of_checkpoints(self, "reference")
+        if kl.ref_model_sync_steps is None:
+            leave_out_of_checkpoints(self, "reference")
         self.last_rollouts: RolloutBuffer | None = None
         self.is_stepping = False
         self.num_tokens = 0
@@ -437,6 +445,11 @@ class RLModule(pl.LightningModule, ABC):
         self.policy = self.policy_source.load().train()
         check_adapters(self.policy, "policy", trained=True)
         self.device_choices.checkpoint_activations()
+        if self.kl.ref_model_sync_steps and (has_adapters(self.policy) or not self.support.keeps_shapes):
+            raise ValueError(
+                f"kl.ref_model_sync_steps is {self.kl.ref_model_sync_steps}; a reference moves only with all weights "
+                "trained, on one device, with ddp or fsdp2."
+            )
         if has_adapters(self.policy):
             leave_frozen_parameters_out_of_checkpoints(self, "policy")
             self.run_checkpoint.reference_fingerprint = fingerprint(self.policy, frozen_only=True)
@@ -582,7 +595,7 @@ class RLModule(pl.LightningModule, ABC):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Make the step, and end the run if it leaves NaN or infinity in a weight."""
+        """Make the step, and end the run if it leaves NaN or infinity in a weight; then move the reference if asked."""
 
         def update() -> Any:  # training_step and the last backward, which DeepSpeed's engine runs
             assert optimizer_closure is not None
@@ -596,7 +609,10 @@ class RLModule(pl.LightningModule, ABC):
         ):
             super().optimizer_step(epoch, batch_idx, optimizer, update)
             check_weights(self)
-        self.timer.mark()  # before callbacks save checkpoints
+        # Before callbacks save checkpoints.
+        if (steps := self.kl.ref_model_sync_steps) and (self.global_step + 1) % steps == 0:
+            mix_into_reference(self.reference, self.policy, self.kl.ref_model_mixup_alpha)
+        self.timer.mark()
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         """Train one mini-batch of the rollouts; return the loss of its last micro-batch, for Lightning's backward."""

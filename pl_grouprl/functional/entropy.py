@@ -56,8 +56,8 @@ class EntropyOptions:
         )
         if target is None and (low, high, delta) != (0.0, 1.0, 0.005):
             raise ValueError(
-                f"entropy_coef has coef_min {low}, coef_max {high} and coef_delta {delta}, but no target, so they would "
-                "be ignored."
+                f"entropy_coef has coef_min {low}, coef_max {high} and coef_delta {delta}, but no target, so it would "
+                "ignore them."
             )
 
     @classmethod

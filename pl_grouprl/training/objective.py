@@ -114,6 +114,9 @@ class KLOptions:
         place: Where the penalty goes: into the `loss`, or into the `reward` of each token.
         target: KL per rollout, in nats, that an adaptive coefficient aims at; fixed if None.
         horizon: Rollouts over which the adaptive coefficient moves; defaults to 10,000.
+        ref_model_sync_steps: Optimizer steps after which the reference moves towards the policy, each time; it stays
+            the initial policy if None. On one device, with DDP and with FSDP2, and not with an adapter.
+        ref_model_mixup_alpha: How far it moves: 1 is the whole way; see `models.policy.mix_into_reference`.
         use_bias_correction: Weight a penalty in the loss by the importance ratio, see `bias_corrected_kl`.
 
     Raises:
@@ -125,19 +128,28 @@ class KLOptions:
     target: float | None = None
     horizon: int | None = None
     use_bias_correction: bool = False
+    ref_model_sync_steps: int | None = None
+    ref_model_mixup_alpha: float = 0.6
 
     def __post_init__(self) -> None:
         check_kl_kind(self.type, "kl.type")
         place, target, horizon = self.place, self.target, self.horizon
+        steps, alpha = self.ref_model_sync_steps, self.ref_model_mixup_alpha
         check_options(
             {
                 "kl.place": (place, place in ("loss", "reward"), "'loss' or 'reward'"),
                 "kl.target": (target, target is None or target > 0, "larger than 0, or None"),
                 "kl.horizon": (horizon, horizon is None or horizon > 0, "larger than 0, or None"),
+                "kl.ref_model_sync_steps": (steps, steps is None or steps >= 1, "at least 1, or None"),
+                "kl.ref_model_mixup_alpha": (alpha, 0 < alpha <= 1, "in (0, 1]"),
             }
         )
         if horizon is not None and target is None:
             raise ValueError(f"kl.horizon is {horizon} and kl.target is None; a fixed beta ignores it. Set kl.target.")
+        if steps is None and alpha != 0.6:
+            raise ValueError(
+                f"kl.ref_model_mixup_alpha is {alpha} and the reference is never moved; set kl.ref_model_sync_steps."
+            )
         if self.use_bias_correction and (place == "reward" or self.type.endswith("+")):
             raise ValueError(
                 f"kl.use_bias_correction is true, kl.place {place!r} and kl.type {self.type!r}; it is for a penalty in "
@@ -173,8 +185,9 @@ class KLPenalty:
                 f"kl.target is {options.target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an "
                 "initial beta."
             )
-        if options.use_bias_correction and beta == 0:
-            raise ValueError("kl.use_bias_correction is true and beta is 0, so there is no penalty; set beta.")
+        if beta == 0 and (options.use_bias_correction or options.ref_model_sync_steps is not None):
+            name = "use_bias_correction" if options.use_bias_correction else "ref_model_sync_steps"
+            raise ValueError(f"kl.{name} is set and beta is 0, so there is no penalty; set beta.")
         self.options = options
         self.controller = KLController(beta, target=options.target, horizon=options.horizon)
         self.is_used = beta > 0

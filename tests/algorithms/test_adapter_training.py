@@ -100,6 +100,12 @@ def test_other_ways_of_the_penalty(make_module, make_data, make_trainer, adapted
     assert metrics.steps[-1]["kl"] > 0
 
 
+def test_its_base_does_not_follow_the_policy(make_module, adapted):
+    module = make_module(policy=adapted(), beta=0.05, kl={"ref_model_sync_steps": 2})
+    with pytest.raises(ValueError, match=r"kl\.ref_model_sync_steps is 2; a reference moves only with all weights"):
+        module.load_models()
+
+
 def test_without_a_penalty_the_base_is_not_scored(make_module, make_data, make_trainer, adapted, monkeypatch):
     monkeypatch.setattr(GRPO, "reference_policy", lambda self: pytest.fail("no reference is needed"))
     make_trainer(max_steps=2).fit(make_module(policy=adapted()), make_data())

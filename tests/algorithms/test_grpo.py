@@ -667,6 +667,25 @@ def test_an_adaptive_coefficient(fit_late, kl_in, target, error):
     assert run.steps[0]["kl_coef"] == pytest.approx(0.5 if kl_in == "reward" else moved, rel=1e-5)
 
 
+def test_a_reference_that_follows_the_policy(fit_late):
+    """After every second step, 0.3 of the way, as TRL's callback does; a resumed run has the same one."""
+    options = {"beta": 0.1, "kl": {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3}}
+    run = fit_late(4, save=True, **options)
+    weights = [{name: w.double() for name, w in step.items()} for step in run.weights]
+    names = [name.removeprefix("policy.") for name in weights[0] if name.startswith("policy.")]
+    moved = 0
+    for before, after, is_synced in zip(weights[:-1], weights[1:], (True, False, True), strict=True):
+        for name in names:
+            expected = before[f"reference.{name}"]
+            if is_synced:
+                expected = 0.7 * expected + 0.3 * after[f"policy.{name}"]
+            torch.testing.assert_close(after[f"reference.{name}"], expected, rtol=1e-6, atol=1e-8)
+            moved += float((after[f"reference.{name}"] - before[f"reference.{name}"]).abs().sum())
+    assert moved > 0.1
+    resumed = fit_late(4, resume=3, **options)
+    assert same(resumed.weights[-1], run.weights[-1], "reference")
+
+
 def test_an_adaptive_entropy_bonus(fit, fit_late):
     """From the second step on, while the entropy is below its target; a resumed run continues with it."""
     options = {"entropy_coef": {"coef": 0.1, "target": 5.0, "coef_delta": 0.02}}
