@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 30_993,
+    "lines of code": 31_068,
     "files": 184,
     "files under 40 lines": 28,
     "private helpers used once": 163,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_437,
+    "lines of raise statements": 1_442,
 }
 
 

@@ -391,8 +391,8 @@ class RLModule(pl.LightningModule, ABC):
         Not needed if the policy does not change between the updates of a batch of rollouts.
         """
         steps_between_updates = self.trainer.accumulate_grad_batches % self.updates_per_rollout != 0
-        is_selective = self.objective.entropy.options.top_quantile < 1
-        return steps_between_updates or self.kl_penalty.needs_old_logprobs or is_selective
+        selects_tokens = self.objective.entropy.options.top_quantile < 1 or self.importance_sampling.rollout_rs
+        return steps_between_updates or self.kl_penalty.needs_old_logprobs or bool(selects_tokens)
 
     def old_score_options(self) -> dict[str, Any]:
         """Keyword arguments of `score` for what to compute in the same forward as old log-probabilities."""
@@ -581,7 +581,8 @@ class RLModule(pl.LightningModule, ABC):
         return scores
 
     def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Put rewards per token into the buffer, and the targets computed from them; choose tokens of high entropy."""
+        """Put rewards per token into the buffer, and the targets computed from them; choose the tokens to train."""
+        self.objective.reject(buffer, self.device)
         buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))  # adapts the coefficient, too
         buffer.put("token_rewards", rewards_per_token(buffer) - buffer.joined("kl_penalty"))
         if (quantile := self.objective.entropy.options.top_quantile) < 1:

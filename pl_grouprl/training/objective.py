@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.entropy import EntropyController, EntropyOptions
-from pl_grouprl.functional.importance import ImportanceSampling, importance_weights, off_policy_sequence_mask
+from pl_grouprl.functional.importance import (
+    ImportanceSampling,
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
 from pl_grouprl.functional.kl import MAX_ERROR, KLController, bias_corrected_kl, check_kl_kind, kl_estimate
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES, aggregate, loss_denominator
@@ -324,6 +329,39 @@ class PolicyObjective:
     def recorded_routers(self, policy: Any) -> AbstractContextManager[RouterLogits | None]:
         """Record the policy's router logits if they have a loss."""
         return record_router_logits(policy) if self.router_aux_loss_coef > 0 else nullcontext()
+
+    def reject(self, buffer: RolloutBuffer, device: torch.device) -> None:
+        """Take tokens out of the loss mask at which sampler and trainer differ too much, if asked (`rollout_rs`).
+
+        Args:
+            buffer: With `old_logprobs`; the fraction of rejected tokens is added to its metrics.
+            device: Device for communication.
+
+        Raises:
+            ValueError: If the engine reports no log-probabilities.
+        """
+        correction = self.importance_sampling
+        if correction.rollout_rs is None:
+            return
+        if "rollout_logprobs" not in buffer.values:
+            raise ValueError(
+                f"importance_sampling.rollout_rs is {correction.rollout_rs!r}, but the engine reports no "
+                "log-probabilities; use another engine, or None."
+            )
+        assert correction.rollout_rs_threshold is not None
+        mask_N, lengths_E = buffer.joined("loss_mask"), buffer.episode_lengths
+        kept_N = rejection_mask(
+            buffer.joined("old_logprobs"),
+            buffer.joined("rollout_logprobs"),
+            kind=correction.rollout_rs,
+            threshold=correction.rollout_rs_threshold,
+            mask_N=mask_N,
+            rollout_index_N=torch.arange(len(lengths_E)).repeat_interleave(lengths_E),
+            num_rollouts=len(lengths_E),
+        )
+        buffer.put("loss_mask", kept_N)
+        rejected, tokens = sum_over_ranks([(mask_N & ~kept_N).sum(), mask_N.sum()], device)
+        buffer.metrics["sampling/rejected"] = rejected / max(tokens, 1.0)
 
     def denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
         """Trained tokens or rollouts, depending on `loss_agg_mode`."""

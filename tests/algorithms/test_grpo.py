@@ -686,6 +686,20 @@ def test_a_reference_that_follows_the_policy(fit_late):
     assert same(resumed.weights[-1], run.weights[-1], "reference")
 
 
+def test_rejected_tokens_are_not_trained(fit_late):
+    """The engine's log-probabilities fall by 0.2 with each token: a bound rejects the late ones."""
+    rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": math.exp(0.5)}
+    plain, run = fit_late(num_iterations=2), fit_late(importance_sampling=rejection)
+    before_N, after_N = plain.buffer.joined("loss_mask"), run.buffer.joined("loss_mask")
+    differences_N = (run.buffer.joined("old_logprobs") - run.buffer.joined("rollout_logprobs")).abs()
+    assert torch.equal(after_N, before_N & (differences_N <= 0.5))
+    assert 0 < after_N.sum() < before_N.sum()
+    assert run.steps[0]["sampling/rejected"] == pytest.approx(1 - float(after_N.sum() / before_N.sum()))
+    assert run.steps[0]["sampling/sampling_logp_difference/max"] <= 0.5
+    with pytest.raises(ValueError, match="rollout_rs is 'token_k1', but the engine reports no"):
+        fit_late(engine=LateEngine(reports=False), importance_sampling=rejection)
+
+
 def test_an_adaptive_entropy_bonus(fit, fit_late):
     """From the second step on, while the entropy is below its target; a resumed run continues with it."""
     options = {"entropy_coef": {"coef": 0.1, "target": 5.0, "coef_delta": 0.02}}
