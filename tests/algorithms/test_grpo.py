@@ -686,6 +686,16 @@ def test_a_reference_that_follows_the_policy(fit_late):
     assert same(resumed.weights[-1], run.weights[-1], "reference")
 
 
+@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+def test_algorithms_with_a_critic_choose_tokens_too(fit_late, cls):
+    rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": math.exp(0.5)}
+    run = fit_late(1, cls, entropy_coef={"top_quantile": 0.25}, importance_sampling=rejection)
+    chosen_N, mask_N = run.buffer.joined("high_entropy"), run.buffer.joined("loss_mask")
+    assert 0 < run.steps[0]["sampling/rejected"] < 1
+    assert 0 < chosen_N.sum() < mask_N.sum()
+    assert not chosen_N[~mask_N].any()
+
+
 def test_rejected_tokens_are_not_trained(fit_late):
     """The engine's log-probabilities fall by 0.2 with each token: a bound rejects the late ones."""
     rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": math.exp(0.5)}
