@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 31_496,
-    "files": 187,
+    "lines of code": 31_798,
+    "files": 188,
     "files under 40 lines": 28,
     "private helpers used once": 164,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_422,
+    "lines of raise statements": 1_448,
 }
 
 

@@ -144,9 +144,8 @@ class GroupPPO(PPO):
 
     def old_score_options(self) -> dict[str, Any]:
         """Request the score norm."""
-        if self.sketch is not None:
-            return {"sketch": self.sketch}
-        return {"score_norm": self.score_norm == "logit"}
+        own = {"score_norm": self.score_norm == "logit"} if self.sketch is None else {"sketch": self.sketch}
+        return super().old_score_options() | own
 
     def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
         """Split each response into token groups, and estimate one advantage for each."""

@@ -29,7 +29,7 @@ from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.options import drop_none, join_options
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo"]
+LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo", "luspo", "vespo"]
 
 
 class GRPO(RLModule):

@@ -37,6 +37,7 @@ from pl_grouprl.data.loaders import PromptBatch
 from pl_grouprl.distributed.lost_ranks import RankWatchdog
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.episodes.tools import EnvironmentFactory
+from pl_grouprl.functional.entropy import EntropyOptions, high_entropy_mask
 from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.models.adapters import (
@@ -45,7 +46,14 @@ from pl_grouprl.models.adapters import (
     has_adapters,
     leave_frozen_parameters_out_of_checkpoints,
 )
-from pl_grouprl.models.policy import PolicySource, as_policy_source, fingerprint, frozen_copy, leave_out_of_checkpoints
+from pl_grouprl.models.policy import (
+    PolicySource,
+    as_policy_source,
+    fingerprint,
+    frozen_copy,
+    leave_out_of_checkpoints,
+    mix_into_reference,
+)
 from pl_grouprl.models.score import check_balanced, score
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.rewards import RewardFunction, Weighted
@@ -92,7 +100,7 @@ from pl_grouprl.training.update import Optimization, Scorer, Updater, check_weig
 from pl_grouprl.types import Prompt, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import find_last, verify_loads
 from pl_grouprl.utilities.describe import lineage, private_copy
-from pl_grouprl.utilities.distributed import derive_seed
+from pl_grouprl.utilities.distributed import derive_seed, gather_plain
 from pl_grouprl.utilities.loggers import forget_numbers, log_every_step, place_default_logger, prepare_loggers
 from pl_grouprl.utilities.modes import naming_memory, seed_torch
 from pl_grouprl.utilities.options import check_options, drop_none, join_options
@@ -158,7 +166,7 @@ class RLModule(pl.LightningModule, ABC):
             of one micro-batch (`clip_cov`, `kl_cov`, the routers' loss). Defaults to all at once; on a GPU, to as many
             as its free memory allows.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
-            `gmpo`, `gpg`, `dro`, `clip_cov`, `kl_cov`, `dppo_tv`, `dppo_kl`, or one that you registered
+            `gmpo`, `vespo`, `gpg`, `dro`, `clip_cov`, `kl_cov`, `dppo_tv`, `dppo_kl`, or one that you registered
             (`register_policy_loss`). Or a mapping with its `name` and options: `{name: ppo, delta: 3}`.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
@@ -166,7 +174,8 @@ class RLModule(pl.LightningModule, ABC):
         epsilon_high: How far it may rise above 1; defaults to `epsilon`.
         beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
         kl: The penalty's estimator and place, and how its coefficient adapts.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus, or a mapping of all its options, such as a target that it adapts to,
+            or the fraction of the tokens, those of highest entropy, that are trained.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a
             micro-batch (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per
             rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
@@ -175,9 +184,9 @@ class RLModule(pl.LightningModule, ABC):
 
     Attributes:
         policy: The model, once `configure_model` has run.
-        reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start
-            and never part of a checkpoint. A policy with an adapter needs none, see `reference_policy`; its frozen
-            weights are not part of a checkpoint either.
+        reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start,
+            and part of a checkpoint only if `kl.ref_model_sync_steps` moves it. A policy with an adapter needs none,
+            see `reference_policy`; its frozen weights are not part of a checkpoint either.
         last_rollouts: The latest training rollouts with their rewards and advantages; None while others are collected.
         is_stepping: Whether the gradients of this batch are finished, so that its optimizer step may have begun.
         starts_over: Maps parts of the saved state to the option with their initial value: if a resumed run changes the
@@ -188,7 +197,7 @@ class RLModule(pl.LightningModule, ABC):
         ValueError: If an option is out of range, unknown, or has no effect together with another.
     """
 
-    starts_over: ClassVar[dict[str, str]] = {"kl_controller": "beta"}
+    starts_over: ClassVar[dict[str, str]] = {"kl_controller": "beta", "entropy_controller": "entropy_coef.coef"}
     free_options: ClassVar[frozenset[str]] = FREE_OPTIONS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -225,7 +234,7 @@ class RLModule(pl.LightningModule, ABC):
         epsilon_high: float | None = None,
         beta: float = 0.0,
         kl: KLOptions = _KL,
-        entropy_coef: float = 0.0,
+        entropy_coef: float | EntropyOptions = 0.0,
         router_aux_loss_coef: float = 0.0,
         importance_sampling: ImportanceSampling = _IMPORTANCE_SAMPLING,
         guards: GuardOptions = _GUARDS,
@@ -244,7 +253,8 @@ class RLModule(pl.LightningModule, ABC):
         self.max_staleness = max_staleness
         self.policy: Any = None
         self.reference: Any = None
-        leave_out_of_checkpoints(self, "reference")
+        if kl.ref_model_sync_steps is None:
+            leave_out_of_checkpoints(self, "reference")
         self.last_rollouts: RolloutBuffer | None = None
         self.is_stepping = False
         self.num_tokens = 0
@@ -382,11 +392,12 @@ class RLModule(pl.LightningModule, ABC):
         Not needed if the policy does not change between the updates of a batch of rollouts.
         """
         steps_between_updates = self.trainer.accumulate_grad_batches % self.updates_per_rollout != 0
-        return steps_between_updates or self.kl_penalty.needs_old_logprobs
+        selects_tokens = self.objective.entropy.options.top_quantile < 1 or self.importance_sampling.rollout_rs
+        return steps_between_updates or self.kl_penalty.needs_old_logprobs or bool(selects_tokens)
 
     def old_score_options(self) -> dict[str, Any]:
         """Keyword arguments of `score` for what to compute in the same forward as old log-probabilities."""
-        return {}
+        return {"entropy": True} if self.objective.entropy.options.top_quantile < 1 else {}
 
     # Before anything is loaded.
 
@@ -435,6 +446,11 @@ class RLModule(pl.LightningModule, ABC):
         self.policy = self.policy_source.load().train()
         check_adapters(self.policy, "policy", trained=True)
         self.device_choices.checkpoint_activations()
+        if self.kl.ref_model_sync_steps and (has_adapters(self.policy) or not self.support.keeps_shapes):
+            raise ValueError(
+                f"kl.ref_model_sync_steps is {self.kl.ref_model_sync_steps}; a reference moves only with all weights "
+                "trained, on one device, with ddp or fsdp2."
+            )
         if has_adapters(self.policy):
             leave_frozen_parameters_out_of_checkpoints(self, "policy")
             self.run_checkpoint.reference_fingerprint = fingerprint(self.policy, frozen_only=True)
@@ -572,15 +588,22 @@ class RLModule(pl.LightningModule, ABC):
         return scores
 
     def prepare_updates(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Put rewards per token into the buffer, and the targets computed from them."""
+        """Put rewards per token into the buffer, and the targets computed from them; choose the tokens to train."""
+        self.objective.reject(buffer, self.device)
         buffer.put("kl_penalty", self.kl_penalty.of_rewards(buffer, self.device))  # adapts the coefficient, too
         buffer.put("token_rewards", rewards_per_token(buffer) - buffer.joined("kl_penalty"))
+        if (quantile := self.objective.entropy.options.top_quantile) < 1:
+            assert scores is not None
+            assert scores.entropy_N is not None
+            mask_N = buffer.joined("loss_mask")
+            gather = lambda own: torch.cat(gather_plain(own, self.device))  # noqa: E731
+            buffer.put("high_entropy", high_entropy_mask(scores.entropy_N, mask_N, quantile, gather=gather))
         self.compute_targets(buffer, scores)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Make the step, and end the run if it leaves NaN or infinity in a weight."""
+        """Make the step, and end the run if it leaves NaN or infinity in a weight; then move the reference if asked."""
 
         def update() -> Any:  # training_step and the last backward, which DeepSpeed's engine runs
             assert optimizer_closure is not None
@@ -594,7 +617,10 @@ class RLModule(pl.LightningModule, ABC):
         ):
             super().optimizer_step(epoch, batch_idx, optimizer, update)
             check_weights(self)
-        self.timer.mark()  # before callbacks save checkpoints
+        # Before callbacks save checkpoints.
+        if (steps := self.kl.ref_model_sync_steps) and (self.global_step + 1) % steps == 0:
+            mix_into_reference(self.reference, self.policy, self.kl.ref_model_mixup_alpha)
+        self.timer.mark()
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         """Train one mini-batch of the rollouts; return the loss of its last micro-batch, for Lightning's backward."""
@@ -616,6 +642,9 @@ class RLModule(pl.LightningModule, ABC):
             skips_zero_advantages=self.skips_zero_advantages and objective.is_zero_without_advantages,
             whole_episodes=custom or objective.compares_tokens_of_rollouts,
         )
+        if objective.entropy.adapts and "entropy" in metrics:
+            objective.entropy.measure(metrics["entropy"])
+            metrics["entropy_coef"] = objective.entropy.applied
         buffer.updates_done = batch.update_index + 1
         if buffer.updates_done == self.updates_per_rollout:
             self.micro_batcher.cache.clear()
@@ -649,6 +678,7 @@ class RLModule(pl.LightningModule, ABC):
             parts, self.support, accumulated=accumulated, device=self.device, step=step
         )
         self.log_dict(norms, batch_size=1)
+        self.objective.entropy.step()
         self.is_stepping = True
 
     def configure_gradient_clipping(

@@ -12,6 +12,8 @@ With x = ref_logp - logp and the token sampled from the policy (J. Schulman, "Ap
 
 The values of `k1` and `k3` are unbiased, so `k3+` has an unbiased value of low variance and an unbiased gradient.
 
+`bias_corrected_kl` multiplies an estimate by the importance ratio.
+
 TRL has only `k3`, without any clamp. verl has all of these; in `k3` it clamps x to [-20, 20] and then the value to at
 most 10. Here x is clamped the same way (e^20 is 4.9e8; beyond it TRL's value differs), but the value only with
 `max_value=10.0`. Where a clamp is active, the gradient of a kind without `+` is zero.
@@ -71,6 +73,32 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
         return value
     surrogate = 0.5 * difference.square()
     return value.detach() + (surrogate - surrogate.detach())
+
+
+def bias_corrected_kl(logp: Tensor, old_logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
+    """Weight the estimate by the importance ratio ("DeepSeek-V3.2", arXiv:2512.02556, section 3.1, eq. 7).
+
+    With r = p / p before the update, r times `kl_estimate`, where r has its gradient. For `k1` and `k3`, value and
+    gradient are then unbiased for KL(policy || reference) even off-policy; on-policy the value stays, and the gradient
+    of a token gains its value times the gradient of logp. TRL's `use_bias_correction_kl`, with the ratio of the token
+    (TRL: of the sequence with `importance_sampling_level="sequence"`).
+
+    Args:
+        logp: Log-probabilities of the sampled tokens under the policy, in nats, any shape.
+        old_logp: The same before the update, without gradient, same shape.
+        ref_logp: The same under the reference, same shape.
+        kind: As in `kl_estimate`, without `+`, whose gradient needs no correction.
+
+    Returns:
+        One estimate per token, in nats, in the shape of `logp`.
+
+    Raises:
+        ValueError: If the shapes differ, or the kind is unknown or ends in `+`.
+    """
+    if kind.endswith("+"):
+        raise ValueError(f"kind is {kind!r}, which has the gradient of k2; a bias correction needs a kind without '+'.")
+    ratio = (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ratio * kl_estimate(logp, ref_logp, kind)
 
 
 def check_kl_kind(kind: str, argument: str = "kind") -> str:

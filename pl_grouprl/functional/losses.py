@@ -56,15 +56,19 @@ LOSS_PRESETS: dict[str, LossPreset] = {
     "cispo": LossPreset("group", "cispo", "token-mean"),
     "sapo": LossPreset("group", "sapo", "seq-mean-token-mean"),
     "gspo": LossPreset("group", "gspo", "seq-mean-token-mean"),
+    "luspo": LossPreset("group", "gspo", "seq-mean-token-sum"),
+    "vespo": LossPreset("group", "vespo", "token-mean"),
 }
 """TRL's `loss_type` names. Where they differ from TRL:
 
 - `scale_rewards` is a separate option in TRL, `group` for every loss. Here `dr_grpo` implies `none`, as in its paper.
-- `grpo`, `sapo`, `dr_grpo`, `bnpo`: TRL averages the averages of micro-batches and ranks; here the denominator is the
-  step's. With equal numbers of rollouts per micro-batch, this is the same for the first three, but not for `bnpo`,
-  which is an alias of `dapo` here.
+- `grpo`, `sapo`, `luspo`, `dr_grpo`, `bnpo`: TRL averages the averages of micro-batches and ranks; here the
+  denominator is the step's. With equal numbers of rollouts per micro-batch, this is the same for the first four, but
+  not for `bnpo`, which is an alias of `dapo` here.
 - `gspo` is not a `loss_type` in TRL but `importance_sampling_level="sequence"` with `loss_type="grpo"`.
 - `cispo`: TRL's `epsilon_high` is the upper bound of the weight itself, here named `epsilon_max`.
+- `luspo` (Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261) multiplies GSPO's loss of each sequence by
+  its length, which is the sum over its tokens. In TRL it also needs `importance_sampling_level="sequence"`.
 """
 
 

@@ -15,6 +15,7 @@ advantage, and s the ratio of its sequence, the geometric mean of the tokens' r:
 | `sapo` | -A gate(r), see `sapo_policy_loss` | `sapo` | `sapo` |
 | `clip_cov` | `ppo`, but 0 for a few tokens, see `clip_cov_policy_loss` | | `clip_cov` |
 | `kl_cov` | -r A and a penalty for a few tokens, see `kl_cov_policy_loss` | | `kl_cov` |
+| `vespo` | -phi(product of the sequence's r) A log p, see `vespo_policy_loss` | `vespo` | |
 | `dppo_tv`, `dppo_kl` | -min(r, c) A log p up to a divergence, see `dppo_tv_policy_loss` | | same names |
 
 TRL's sequence level is `importance_sampling_level="sequence"`.
@@ -26,7 +27,9 @@ All losses take the same tensors, and return a `PolicyLoss`; their other argumen
 - `advantages_N`: advantage of each token, shape [N];
 - `mask_N`: True for tokens to train, bool, shape [N];
 - `rollout_index_N`, `num_rollouts`: for losses of whole sequences, the rollout of each token, int64, shape [N], and B.
-  Rollouts must be complete.
+  Rollouts must be complete;
+- `importance_weights_N`: for losses that fold the sampler's correction into their own ratio, `importance_weights` of a
+  token kind, shape [N], or None for no correction. All other losses are multiplied by them.
 
 They raise a ValueError if shapes differ or an option is out of range.
 
@@ -39,6 +42,7 @@ Legend: B rollouts, N response tokens of all rollouts, concatenated (flat, no pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -70,6 +74,7 @@ __all__ = [
     "make_policy_loss",
     "register_policy_loss",
     "sapo_policy_loss",
+    "vespo_policy_loss",
 ]
 
 MAX_LOG_RATIO = 20.0
@@ -77,6 +82,8 @@ MAX_LOG_RATIO = 20.0
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """Limit of a sequence's mean log-ratio, in nats."""
+
+_LEAST_LOG_WEIGHT = math.log(1e-8)
 
 
 class PolicyLoss(NamedTuple):
@@ -113,12 +120,17 @@ class PolicyLossFunction(RegisteredFunction):
     is_zero_without_advantages: bool = False
 
     argument: ClassVar[str] = "policy_loss"
-    data: ClassVar[tuple[str, ...]] = ("mask_N", "rollout_index_N", "num_rollouts")
+    data: ClassVar[tuple[str, ...]] = ("mask_N", "rollout_index_N", "num_rollouts", "importance_weights_N")
 
     @property
     def uses_rollouts(self) -> bool:
         """Whether the loss of a token depends on its rollout."""
         return "rollout_index_N" in self.needs
+
+    @property
+    def uses_importance_weights(self) -> bool:
+        """Whether the loss applies the correction for the sampler itself."""
+        return "importance_weights_N" in self.needs
 
     def __call__(
         self, policy_logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, **data: Any
@@ -533,10 +545,10 @@ def sapo_policy_loss(
     return finish(-gate_N * advantages_N, mask_N)
 
 
-# Losses with one ratio per sequence: GSPO, GSPO-token and GMPO.
+# Losses with one ratio per sequence: GSPO, GSPO-token, GMPO and VESPO.
 #
-# All three use the mean of a rollout's log-ratios, the logarithm of the geometric mean of its tokens' ratios. GSPO
-# clips that mean; GMPO clips each token, then takes the mean. Every token has its rollout's loss, so
+# The first three use the mean of a rollout's log-ratios, the logarithm of the geometric mean of its tokens' ratios.
+# GSPO clips that mean; GMPO clips each token, then takes the mean. Every token has its rollout's loss, so
 # `seq-mean-token-mean` gives the mean over rollouts of both papers.
 
 
@@ -649,6 +661,57 @@ def gmpo_policy_loss(
     mean_B, _ = mean_per_rollout(clipped_N, mask_N, rollout_index_N, num_rollouts)
     loss_N = -advantages_N * mean_B.exp()[rollout_index_N]
     return finish(loss_N, mask_N, clip_flags(log_ratio_N, advantages_N, -low, high))
+
+
+@register_policy_loss("vespo", is_zero_without_advantages=True)
+def vespo_policy_loss(
+    policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    mask_N: Tensor,
+    rollout_index_N: Tensor,
+    num_rollouts: int,
+    importance_weights_N: Tensor | None = None,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> PolicyLoss:
+    """Weight each sequence smoothly by its ratio W (VESPO, arXiv:2602.10693).
+
+    From "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training", the gamma
+    kernel: L = -sg[phi(W)] A log p with phi(W) = W^k exp(lambda (1 - W)), which is 1 on-policy and falls on both
+    sides. W is the product of the ratios of all trained tokens of the rollout, not their geometric mean, times their
+    importance weights if the sampler is corrected for. k and lambda depend on the sign of A. Like TRL, limits W and
+    each importance weight to [1e-8, e^20].
+
+    Options:
+        vespo_k_pos: k where the advantage is 0 or larger: how fast small W lose weight.
+        vespo_lambda_pos: lambda there: how fast large W lose weight.
+        vespo_k_neg: k where the advantage is negative.
+        vespo_lambda_neg: lambda there.
+
+    Returns:
+        The loss of each token; TRL's aggregation is `token-mean`. The metric `vespo/phi_seq_mean` is the mean weight
+        over tokens, as in TRL.
+    """
+    check_positive(vespo_lambda_pos=vespo_lambda_pos, vespo_lambda_neg=vespo_lambda_neg)
+    check_positive(vespo_k_pos=vespo_k_pos, vespo_k_neg=vespo_k_neg)
+    log_ratio_N, advantages_N = masked_inputs(policy_logprobs_N, old_logprobs_N, advantages_N, mask_N)
+    log_weight_N = log_ratio_N.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if importance_weights_N is not None:
+        weights_N = importance_weights_N.masked_fill(~mask_N, 1)
+        log_weight_N = log_weight_N + weights_N.log().clamp(_LEAST_LOG_WEIGHT, MAX_LOG_RATIO)
+    log_weight_B = sum_per_rollout(log_weight_N, rollout_index_N, num_rollouts)
+    log_weight_N = log_weight_B.clamp(_LEAST_LOG_WEIGHT, MAX_LOG_RATIO)[rollout_index_N]
+    is_negative_N = advantages_N < 0
+    k_N = torch.full_like(log_weight_N, vespo_k_pos).masked_fill(is_negative_N, vespo_k_neg)
+    lambda_N = torch.full_like(log_weight_N, vespo_lambda_pos).masked_fill(is_negative_N, vespo_lambda_neg)
+    phi_N = (k_N * log_weight_N - lambda_N * log_weight_N.expm1()).exp()
+    loss_N = -phi_N * advantages_N * policy_logprobs_N.masked_fill(~mask_N, 0)
+    metrics = {"vespo/phi_seq_mean": phi_N.masked_fill(~mask_N, 0).sum()}
+    return PolicyLoss(loss_N.masked_fill(~mask_N, 0), metrics, mask_N.sum())
 
 
 def mean_per_rollout(

@@ -27,7 +27,8 @@ class RegisteredFunction:
         function: Takes data, and its options as keyword arguments.
         options: By name; complete once `with_options` has set them.
         argument: The option of an algorithm that takes the name.
-        data: Names of all keyword arguments for data. `reduce` may be None; all others must be given if needed.
+        data: Names of all keyword arguments for data. All must be given if needed, except those of `optional`.
+        optional: Names of data that may be None.
     """
 
     name: str
@@ -36,6 +37,7 @@ class RegisteredFunction:
 
     argument: ClassVar[str]
     data: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ("reduce", "importance_weights_N")
 
     @cached_property
     def needs(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ class RegisteredFunction:
         Raises:
             ValueError: If data that it needs is missing.
         """
-        if missing := [name for name in self.needs if data.get(name) is None and name != "reduce"]:
+        if missing := [name for name in self.needs if data.get(name) is None and name not in self.optional]:
             raise ValueError(f"{missing[0]} is None, but {self.argument}={self.name!r} needs it; pass it by name.")
         return self.function(*tensors, **{name: data.get(name) for name in self.needs}, **self.options)
 

@@ -27,6 +27,7 @@ from pl_grouprl.models.adapters import (
 )
 from pl_grouprl.models.loading import load_gguf_config, load_gguf_tokenizer, load_model, split_gguf_path
 from pl_grouprl.utilities import internals, optional
+from pl_grouprl.utilities.distributed import local_shard
 from pl_grouprl.utilities.options import as_options, drop_none
 from pl_grouprl.utilities.text import first_names
 
@@ -266,6 +267,22 @@ def zero_dropout(config: PretrainedConfig) -> None:
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Copy a model and freeze the copy. Keeps its mode; put it in evaluation mode before scoring."""
     return copy.deepcopy(model).requires_grad_(False)
+
+
+@torch.no_grad()
+def mix_into_reference(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """Move a reference to alpha times the policy plus 1 - alpha times itself, in place, weight by weight.
+
+    The soft update of TR-DPO ("Learn Your Reference Model for Real Good Alignment", arXiv:2404.09656), as TRL's
+    `sync_ref_model`; alpha = 1 is its hard update.
+
+    Args:
+        reference: A copy of the policy's initial state, sharded like it.
+        policy: The same model, trained.
+        alpha: `ref_model_mixup_alpha`.
+    """
+    for own, new in zip(reference.parameters(), policy.parameters(), strict=True):
+        local_shard(own).lerp_(local_shard(new), alpha)
 
 
 @contextmanager

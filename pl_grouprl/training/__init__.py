@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pl_grouprl.functional.entropy import EntropyOptions
     from pl_grouprl.functional.importance import ImportanceSampling
     from pl_grouprl.training.checks import GuardOptions
     from pl_grouprl.training.evaluation import EvaluationOptions
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pl_grouprl.training.sampler import EpisodeOptions
 
 _HOMES = {
+    "EntropyOptions": "functional.entropy",
     "EpisodeOptions": "training.sampler",
     "EvaluationOptions": "training.evaluation",
     "GuardOptions": "training.checks",
@@ -25,6 +27,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "EntropyOptions",
     "EpisodeOptions",
     "EvaluationOptions",
     "GuardOptions",

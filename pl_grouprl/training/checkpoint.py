@@ -87,6 +87,7 @@ class RunCheckpoint:
             "rollouts": self._unfinished,
             "rollout_queue": module.collector.ahead_state,
             "kl_controller": module.kl_penalty.controller,
+            "entropy_controller": module.objective.entropy,
         }
 
     def save(self, checkpoint: dict[str, Any]) -> None:

@@ -19,8 +19,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.importance import ImportanceSampling, importance_weights
-from pl_grouprl.functional.kl import MAX_ERROR, KLController, check_kl_kind, kl_estimate
+from pl_grouprl.functional.entropy import EntropyController, EntropyOptions
+from pl_grouprl.functional.importance import (
+    ImportanceSampling,
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
+from pl_grouprl.functional.kl import MAX_ERROR, KLController, bias_corrected_kl, check_kl_kind, kl_estimate
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import LOSS_AGG_MODES, aggregate, loss_denominator
 from pl_grouprl.functional.masked import masked_sum
@@ -113,6 +119,10 @@ class KLOptions:
         place: Where the penalty goes: into the `loss`, or into the `reward` of each token.
         target: KL per rollout, in nats, that an adaptive coefficient aims at; fixed if None.
         horizon: Rollouts over which the adaptive coefficient moves; defaults to 10,000.
+        ref_model_sync_steps: Optimizer steps after which the reference moves towards the policy, each time; it stays
+            the initial policy if None. On one device, with DDP and with FSDP2, and not with an adapter.
+        ref_model_mixup_alpha: How far it moves: 1 is the whole way; see `models.policy.mix_into_reference`.
+        use_bias_correction: Weight a penalty in the loss by the importance ratio, see `bias_corrected_kl`.
 
     Raises:
         ValueError: If an option is out of range, or there is a horizon without a target.
@@ -122,19 +132,34 @@ class KLOptions:
     place: Literal["loss", "reward"] = "loss"
     target: float | None = None
     horizon: int | None = None
+    use_bias_correction: bool = False
+    ref_model_sync_steps: int | None = None
+    ref_model_mixup_alpha: float = 0.6
 
     def __post_init__(self) -> None:
         check_kl_kind(self.type, "kl.type")
         place, target, horizon = self.place, self.target, self.horizon
+        steps, alpha = self.ref_model_sync_steps, self.ref_model_mixup_alpha
         check_options(
             {
                 "kl.place": (place, place in ("loss", "reward"), "'loss' or 'reward'"),
                 "kl.target": (target, target is None or target > 0, "larger than 0, or None"),
                 "kl.horizon": (horizon, horizon is None or horizon > 0, "larger than 0, or None"),
+                "kl.ref_model_sync_steps": (steps, steps is None or steps >= 1, "at least 1, or None"),
+                "kl.ref_model_mixup_alpha": (alpha, 0 < alpha <= 1, "in (0, 1]"),
             }
         )
         if horizon is not None and target is None:
             raise ValueError(f"kl.horizon is {horizon} and kl.target is None; a fixed beta ignores it. Set kl.target.")
+        if steps is None and alpha != 0.6:
+            raise ValueError(
+                f"kl.ref_model_mixup_alpha is {alpha} and the reference is never moved; set kl.ref_model_sync_steps."
+            )
+        if self.use_bias_correction and (place == "reward" or self.type.endswith("+")):
+            raise ValueError(
+                f"kl.use_bias_correction is true, kl.place {place!r} and kl.type {self.type!r}; it is for a penalty in "
+                "the loss, of a type without '+'."
+            )
 
 
 _KL = KLOptions()
@@ -165,6 +190,9 @@ class KLPenalty:
                 f"kl.target is {options.target} and beta is 0; an adaptive beta that starts at 0 stays 0. Set an "
                 "initial beta."
             )
+        if beta == 0 and (options.use_bias_correction or options.ref_model_sync_steps is not None):
+            name = "use_bias_correction" if options.use_bias_correction else "ref_model_sync_steps"
+            raise ValueError(f"kl.{name} is set and beta is 0, so there is no penalty; set beta.")
         self.options = options
         self.controller = KLController(beta, target=options.target, horizon=options.horizon)
         self.is_used = beta > 0
@@ -238,7 +266,7 @@ class PolicyObjective:
         loss_agg_mode: How token losses are aggregated, by verl's names.
         kl: The KL penalty.
         max_new_tokens: Divisor of `seq-mean-token-sum-norm`.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus, or all its options.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts.
         importance_sampling: The correction for the sampler's log-probabilities.
 
@@ -254,19 +282,23 @@ class PolicyObjective:
         loss_agg_mode: str,
         kl: KLPenalty,
         max_new_tokens: int,
-        entropy_coef: float = 0.0,
+        entropy_coef: float | EntropyOptions = 0.0,
         router_aux_loss_coef: float = 0.0,
         importance_sampling: ImportanceSampling = _NO_CORRECTION,
     ) -> None:
-        coefficients = {"entropy_coef": entropy_coef, "router_aux_loss_coef": router_aux_loss_coef}
-        non_negative = "0 (off) or a larger finite number"
-        check_options({name: (value, 0 <= value < math.inf, non_negative) for name, value in coefficients.items()})
+        valid = 0 <= router_aux_loss_coef < math.inf
+        check_options({"router_aux_loss_coef": (router_aux_loss_coef, valid, "0 (off) or a larger finite number")})
         modes = f"one of {', '.join(LOSS_AGG_MODES)}"
         check_options({"loss_agg_mode": (loss_agg_mode, loss_agg_mode in LOSS_AGG_MODES, modes)})
         self.policy_loss = make_policy_loss(policy_loss, **options)
+        if self.policy_loss.uses_importance_weights and importance_sampling.mode.startswith("sequence"):
+            raise ValueError(
+                f"importance_sampling.mode is {importance_sampling.mode!r}, but policy_loss={policy_loss!r} multiplies "
+                "the weights of tokens; use 'token_truncate' or 'token_mask'."
+            )
         self.loss_agg_mode = loss_agg_mode
         self.kl = kl
-        self.entropy_coef = entropy_coef
+        self.entropy = EntropyController(EntropyOptions.of(entropy_coef))
         self.router_aux_loss_coef = router_aux_loss_coef
         self.importance_sampling = importance_sampling
         self._norm = float(max_new_tokens) if loss_agg_mode == "seq-mean-token-sum-norm" else None
@@ -274,13 +306,14 @@ class PolicyObjective:
     @property
     def compares_tokens_of_rollouts(self) -> bool:
         """Whether the loss of a token depends on the other tokens of its rollout."""
-        sequence_ratios = self.importance_sampling.mode.startswith("sequence")
+        correction = self.importance_sampling
+        sequence_ratios = correction.mode.startswith("sequence") or correction.off_policy_mask_threshold is not None
         return self.loss_agg_mode != "token-mean" or self.policy_loss.uses_rollouts or sequence_ratios
 
     @property
     def is_zero_without_advantages(self) -> bool:
         """Whether nothing trains a rollout whose advantages are all 0."""
-        others = self.kl.in_loss or self.entropy_coef > 0 or self.router_aux_loss_coef > 0
+        others = self.kl.in_loss or self.entropy.is_used or self.router_aux_loss_coef > 0
         return self.policy_loss.is_zero_without_advantages and not others
 
     @property
@@ -291,11 +324,44 @@ class PolicyObjective:
     @property
     def score_options(self) -> dict[str, Any]:
         """Keyword arguments of `models.score` for what the loss needs besides log-probabilities."""
-        return {"entropy": True, "entropy_grad": self.entropy_coef > 0}
+        return {"entropy": True, "entropy_grad": self.entropy.applied > 0}
 
     def recorded_routers(self, policy: Any) -> AbstractContextManager[RouterLogits | None]:
         """Record the policy's router logits if they have a loss."""
         return record_router_logits(policy) if self.router_aux_loss_coef > 0 else nullcontext()
+
+    def reject(self, buffer: RolloutBuffer, device: torch.device) -> None:
+        """Take tokens out of the loss mask at which sampler and trainer differ too much, if asked (`rollout_rs`).
+
+        Args:
+            buffer: With `old_logprobs`; the fraction of rejected tokens is added to its metrics.
+            device: Device for communication.
+
+        Raises:
+            ValueError: If the engine reports no log-probabilities.
+        """
+        correction = self.importance_sampling
+        if correction.rollout_rs is None:
+            return
+        if "rollout_logprobs" not in buffer.values:
+            raise ValueError(
+                f"importance_sampling.rollout_rs is {correction.rollout_rs!r}, but the engine reports no "
+                "log-probabilities; use another engine, or None."
+            )
+        assert correction.rollout_rs_threshold is not None
+        mask_N, lengths_E = buffer.joined("loss_mask"), buffer.episode_lengths
+        kept_N = rejection_mask(
+            buffer.joined("old_logprobs"),
+            buffer.joined("rollout_logprobs"),
+            kind=correction.rollout_rs,
+            threshold=correction.rollout_rs_threshold,
+            mask_N=mask_N,
+            rollout_index_N=torch.arange(len(lengths_E)).repeat_interleave(lengths_E),
+            num_rollouts=len(lengths_E),
+        )
+        buffer.put("loss_mask", kept_N)
+        rejected, tokens = sum_over_ranks([(mask_N & ~kept_N).sum(), mask_N.sum()], device)
+        buffer.metrics["sampling/rejected"] = rejected / max(tokens, 1.0)
 
     def denominators(self, tokens: dict[str, Tensor], rollouts: dict[str, Any]) -> dict[str, Tensor]:
         """Trained tokens or rollouts, depending on `loss_agg_mode`."""
@@ -307,7 +373,8 @@ class PolicyObjective:
         """Compute the loss sums.
 
         Args:
-            batch: With `advantages` and, if there are any, `old_logprobs`, `ref_logprobs` and `rollout_logprobs`.
+            batch: With `advantages` and, if there are any, `old_logprobs`, `ref_logprobs`, `rollout_logprobs` and
+                `high_entropy`.
             scores: Scores of the policy, with gradient, shape [N].
             policy: The model; only needed for the routers' loss.
             routers: Router logits of the same forward.
@@ -321,10 +388,7 @@ class PolicyObjective:
         # With one update per batch of rollouts, no old log-probabilities are stored, which saves a forward: they are
         # equal to the policy's, the ratio is 1, and nothing is clipped.
         old_logprobs_N = batch.tokens.get("old_logprobs", logprobs_N.detach())
-        loss = self.policy_loss(logprobs_N, old_logprobs_N, advantages_N, mask_N=mask_N, **rollouts)
-        loss_N = loss.per_token_N
-        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
-        extremes: Mapping[str, Tensor] = {}
+        weights = None
         if "rollout_logprobs" in batch.tokens:
             correction = self.importance_sampling
             weights = importance_weights(
@@ -336,22 +400,47 @@ class PolicyObjective:
                 high=correction.high,
                 **rollouts,
             )
-            loss_N = loss_N * weights.weights_N  # 1 unless importance_sampling is set; the ratios are logged anyway
-            metrics |= weights.metrics
-            extremes = weights.extremes
         elif self.corrects_sampling:
             raise ValueError(
                 f"importance_sampling.mode is {self.importance_sampling.mode!r}, but the engine reports no "
                 "log-probabilities; use another engine, or 'none'."
             )
+        weights_N = None if weights is None else weights.weights_N  # 1 if importance_sampling is off
+        inputs = logprobs_N, old_logprobs_N, advantages_N
+        loss = self.policy_loss(*inputs, mask_N=mask_N, importance_weights_N=weights_N, **rollouts)
+        loss_N = loss.per_token_N
+        metrics = {name: (total, loss.metric_count) for name, total in loss.metrics.items()}
+        extremes: Mapping[str, Tensor] = {}
+        if weights is not None:  # the ratios are logged even if nothing is corrected
+            loss_N = loss_N if self.policy_loss.uses_importance_weights else loss_N * weights.weights_N
+            metrics |= weights.metrics
+            extremes = weights.extremes
+        if self.importance_sampling.off_policy_mask_threshold is not None:
+            kept_N = off_policy_sequence_mask(
+                logprobs_N,
+                batch.tokens.get("rollout_logprobs", old_logprobs_N),
+                advantages_N,
+                threshold=self.importance_sampling.off_policy_mask_threshold,
+                mask_N=mask_N,
+                **rollouts,
+            )
+            loss_N = loss_N.masked_fill(~kept_N, 0)
+            metrics["sampling/off_policy_masked"] = ((mask_N & ~kept_N).sum(), mask_N.sum())
         assert scores.entropy_N is not None
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
+        chosen_N = batch.tokens.get("high_entropy", mask_N)
+        if "high_entropy" in batch.tokens:
+            loss_N = loss_N.masked_fill(~chosen_N, 0)
         if self.kl.in_loss:
-            kl_N = kl_estimate(logprobs_N, batch.tokens["ref_logprobs"], self.kl.options.type)
+            ref_logprobs_N, kind = batch.tokens["ref_logprobs"], self.kl.options.type
+            if self.kl.options.use_bias_correction:
+                kl_N = bias_corrected_kl(logprobs_N, old_logprobs_N, ref_logprobs_N, kind)
+            else:
+                kl_N = kl_estimate(logprobs_N, ref_logprobs_N, kind)
             loss_N = loss_N + self.kl.coef * kl_N
             metrics["kl"] = (masked_sum(kl_N.detach(), mask_N), mask_N.sum())
-        if self.entropy_coef > 0:
-            loss_N = loss_N - self.entropy_coef * scores.entropy_N
+        if self.entropy.applied > 0:
+            loss_N = loss_N - self.entropy.applied * scores.entropy_N.masked_fill(~chosen_N, 0)
         # A sum alone: `Optimization.divide` divides it by the denominator of the whole optimizer step.
         numerator = aggregate(loss_N, mask_N, mode=self.loss_agg_mode, denominator=1.0, norm=self._norm, **rollouts)
         denominator = loss_denominator(mask_N, mode=self.loss_agg_mode, **rollouts)

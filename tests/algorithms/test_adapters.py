@@ -96,6 +96,12 @@ def test_other_ways_of_the_penalty(fit, monkeypatch, kl):
     assert run.steps[-1].get("kl", 1) > 0
 
 
+def test_its_base_does_not_follow_the_policy(make_module):
+    module = make_module(policy=Adapted(), beta=0.05, kl={"ref_model_sync_steps": 2})
+    with pytest.raises(ValueError, match=r"kl\.ref_model_sync_steps is 2; a reference moves only with all weights"):
+        module.load_models()
+
+
 @pytest.mark.parametrize(
     ("adapter", "gradient_checkpointing"),
     sweep_pairs([(LORA, False), (LORA, True), (DORA, False), (DORA, True)], quick=[(LORA, False), (DORA, True)]),

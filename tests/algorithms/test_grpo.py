@@ -81,6 +81,8 @@ def scored(monkeypatch):
         ({"importance_sampling": {"mode": "token_truncate"}, "num_iterations": 2}, 1),  # the policy before the updates
         ({"beta": 0.1, "kl": {"place": "reward"}}, 2),
         ({"beta": 0.1, "kl": {"target": 1.0}}, 2),
+        ({"entropy_coef": {"coef": 0.1, "target": 1.0}}, 0),
+        ({"entropy_coef": {"top_quantile": 0.2}}, 1),
     ],
 )
 def test_forwards_before_the_updates(fit, scored, options, forwards):
@@ -477,6 +479,7 @@ LOSSES = {
     "gpg": ("gpg_policy_loss", {}),
     "dro": ("dro_policy_loss", {"dro_beta": 0.5}),
     "sapo": ("sapo_policy_loss", {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}),
+    "vespo": ("vespo_policy_loss", {"vespo_k_pos": 1.5}),
     "clip_cov": ("clip_cov_policy_loss", {"clip_cov_ratio": 0.2, "clip_cov_lb": -5.0, "clip_cov_ub": 5.0}),
     "kl_cov": ("kl_cov_policy_loss", {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}),
     "dppo_tv": ("dppo_tv_policy_loss", {"epsilon": 0.01, "clip_ratio_c": 1.05}),
@@ -662,6 +665,82 @@ def test_an_adaptive_coefficient(fit_late, kl_in, target, error):
     assert run.module.beta == pytest.approx(moved, rel=1e-5)
     # In the reward the coefficient is that of before the move, in the loss the one after it.
     assert run.steps[0]["kl_coef"] == pytest.approx(0.5 if kl_in == "reward" else moved, rel=1e-5)
+
+
+def test_a_reference_that_follows_the_policy(fit_late):
+    """After every second step, 0.3 of the way, as TRL's callback does; a resumed run has the same one."""
+    options = {"beta": 0.1, "kl": {"ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3}}
+    run = fit_late(4, save=True, **options)
+    weights = [{name: w.double() for name, w in step.items()} for step in run.weights]
+    names = [name.removeprefix("policy.") for name in weights[0] if name.startswith("policy.")]
+    moved = 0
+    for before, after, is_synced in zip(weights[:-1], weights[1:], (True, False, True), strict=True):
+        for name in names:
+            expected = before[f"reference.{name}"]
+            if is_synced:
+                expected = 0.7 * expected + 0.3 * after[f"policy.{name}"]
+            torch.testing.assert_close(after[f"reference.{name}"], expected, rtol=1e-6, atol=1e-8)
+            moved += float((after[f"reference.{name}"] - before[f"reference.{name}"]).abs().sum())
+    assert moved > 0.1
+    resumed = fit_late(4, resume=3, **options)
+    assert same(resumed.weights[-1], run.weights[-1], "reference")
+
+
+@pytest.mark.parametrize("cls", [PPO, GroupPPO])
+def test_algorithms_with_a_critic_choose_tokens_too(fit_late, cls):
+    rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": math.exp(0.5)}
+    run = fit_late(1, cls, entropy_coef={"top_quantile": 0.25}, importance_sampling=rejection)
+    chosen_N, mask_N = run.buffer.joined("high_entropy"), run.buffer.joined("loss_mask")
+    assert 0 < run.steps[0]["sampling/rejected"] < 1
+    assert 0 < chosen_N.sum() < mask_N.sum()
+    assert not chosen_N[~mask_N].any()
+
+
+def test_rejected_tokens_are_not_trained(fit_late):
+    """The engine's log-probabilities fall by 0.2 with each token: a bound rejects the late ones."""
+    rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": math.exp(0.5)}
+    plain, run = fit_late(num_iterations=2), fit_late(importance_sampling=rejection)
+    before_N, after_N = plain.buffer.joined("loss_mask"), run.buffer.joined("loss_mask")
+    differences_N = (run.buffer.joined("old_logprobs") - run.buffer.joined("rollout_logprobs")).abs()
+    assert torch.equal(after_N, before_N & (differences_N <= 0.5))
+    assert 0 < after_N.sum() < before_N.sum()
+    assert run.steps[0]["sampling/rejected"] == pytest.approx(1 - float(after_N.sum() / before_N.sum()))
+    assert run.steps[0]["sampling/sampling_logp_difference/max"] <= 0.5
+    with pytest.raises(ValueError, match="rollout_rs is 'token_k1', but the engine reports no"):
+        fit_late(engine=LateEngine(reports=False), importance_sampling=rejection)
+
+
+def test_an_adaptive_entropy_bonus(fit, fit_late):
+    """From the second step on, while the entropy is below its target; a resumed run continues with it."""
+    options = {"entropy_coef": {"coef": 0.1, "target": 5.0, "coef_delta": 0.02}}
+    run = fit_late(3, save=True, **options)
+    assert [step["entropy_coef"] for step in run.steps] == pytest.approx([0.0, 0.12, 0.14])
+    plain = fit_late(1)
+    assert plain.steps[0]["loss"] == run.steps[0]["loss"]
+    bonus = 0.12 * run.steps[1]["entropy"]
+    assert run.steps[1]["loss"] < -0.5 * bonus
+    resumed = fit_late(3, resume=2, **options)
+    assert resumed.steps[0]["entropy_coef"] == pytest.approx(0.14)
+    assert resumed.module.objective.entropy.coef == run.module.objective.entropy.coef == pytest.approx(0.16)
+    two = fit(engine=LateEngine(), num_mini_batches=2, trainer={"accumulate_grad_batches": 2}, **options)
+    assert two.module.objective.entropy.coef == pytest.approx(0.12)
+
+
+def test_tokens_of_high_entropy_alone(fit_late):
+    """They are chosen once, among all tokens before the updates."""
+    found = []
+
+    class Kept(GRPO):
+        def prepare_updates(self, buffer, scores):
+            super().prepare_updates(buffer, scores)
+            found.append(scores.entropy_N)
+
+    run = fit_late(2, Kept, num_iterations=2, entropy_coef={"top_quantile": 0.25})
+    chosen_N, mask_N = run.buffer.joined("high_entropy"), run.buffer.joined("loss_mask")
+    (entropy_N,) = found
+    assert entropy_N[chosen_N].min() > entropy_N[mask_N & ~chosen_N].max()
+    assert 0.25 * mask_N.sum() <= chosen_N.sum() < 0.5 * mask_N.sum()  # some are equal
+    assert not chosen_N[~mask_N].any()
 
 
 def test_a_loss_that_compares_tokens_warns_of_a_budget(fit):

@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional.importance import IMPORTANCE_KINDS, importance_weights
+from pl_grouprl.functional.importance import (
+    IMPORTANCE_KINDS,
+    REJECTION_KINDS,
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 RATIO = "sampling/importance_sampling_ratio"
@@ -46,6 +52,54 @@ def test_by_hand(kind, bounds, weights, kept, ratio_sum, count, most, least):
     assert float(total) == pytest.approx(5 * math.log(2))  # |ln 2| + |ln 1/4| + |ln 4| + |ln 1|
     assert number == 4
     assert float(result.extremes[f"{DIFFERENCE}/max"]) == pytest.approx(2 * math.log(2))
+
+
+# What `compute_rollout_rejection_mask` of verl 0.9.1 keeps of four rollouts of 6, 4, 5 and 1 tokens, one masked.
+REJECTION = {
+    "token_k1": (1.4, [0, 10, 13, 15]),
+    "token_k2": (0.1, [0, 1, 5, 6, 10, 13, 14, 15]),
+    "token_k3": (0.1, [0, 1, 5, 7, 10, 13, 14, 15]),
+    "seq_sum_k1": (2.0, [6, 7, 8, 9, 15]),
+    "seq_sum_k2": (0.5, [6, 7, 8, 9, 15]),
+    "seq_sum_k3": (0.5, [6, 7, 8, 9, 15]),
+    "seq_mean_k1": (1.2, [6, 7, 8, 9, 15]),
+    "seq_mean_k2": (0.1, [15]),
+    "seq_mean_k3": (0.1, [15]),
+    "seq_max_k2": (0.2, [6, 7, 8, 9, 15]),
+    "seq_max_k3": (0.2, [6, 7, 8, 9, 15]),
+}
+
+
+@pytest.mark.parametrize("kind", REJECTION_KINDS)
+def test_rejection_keeps_what_verl_keeps(kind):
+    threshold, kept = REJECTION[kind]
+    place = torch.arange(24, dtype=torch.float64).reshape(4, 6)
+    shift = torch.tensor([[0.3], [0.0], [-0.2], [0.1]], dtype=torch.float64)
+    log_ratio = 0.5 * (2.9 * place + 2).cos() + shift * (place % 5)
+    rollouts = torch.arange(4).repeat_interleave(torch.tensor([6, 4, 5, 1]))
+    response = torch.arange(6) < torch.tensor([6, 4, 5, 1])[:, None]
+    mask = torch.arange(16) != 2
+    log_ratio_N = log_ratio[response].masked_fill(~mask, math.nan)
+    inputs = log_ratio_N - 2, torch.full((16,), -2.0, dtype=torch.float64)
+    axis = {"mask_N": mask, "rollout_index_N": rollouts, "num_rollouts": 5}
+    found = rejection_mask(*inputs, kind=kind, threshold=threshold, **axis)
+    assert found.nonzero().flatten().tolist() == kept
+
+
+def test_the_off_policy_mask_by_hand():
+    """Mean log(q / p): -ln 2 / 2 in rollout 0, -ln 2 in rollout 1 (without the masked token), 0 in rollout 2."""
+    rollouts = torch.tensor([0, 0, 1, 1, 1, 2])
+    mask = torch.tensor([True, True, True, False, True, True])
+    difference = torch.tensor([1.0, -2.0, -1.0, math.nan, -1.0, 0.0], dtype=torch.float64) * math.log(2)
+    axis = {"mask_N": mask, "rollout_index_N": rollouts, "num_rollouts": 3}
+    for advantages, threshold, kept in [
+        ([-1.0] * 6, -0.1, [0, 1, 2, 4]),
+        ([-1.0] * 6, -0.5, [2, 4]),
+        ([-1.0] * 6, 0.0, [0, 1, 2, 4, 5]),
+        ([0.0, -1.0, -1.0, -1.0, 1.0, -1.0], -1.0, [0, 4]),
+    ]:
+        inputs = -difference, torch.zeros(6, dtype=torch.float64), torch.tensor(advantages)
+        assert off_policy_sequence_mask(*inputs, threshold=threshold, **axis).nonzero().flatten().tolist() == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

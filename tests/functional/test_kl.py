@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.functional.kl import KLController, kl_estimate
+from pl_grouprl.functional.kl import KLController, bias_corrected_kl, kl_estimate
 
 # ref_logp - logp = log 2, 0, -1
 LOGP = torch.tensor([-2.0, -1.0, -0.5], dtype=torch.float64)
@@ -60,6 +60,21 @@ def test_expected_value_and_gradient_over_a_vocabulary():
     swapped = (ref.exp() * (ref - logp)).sum()
     (swapped_gradient,) = torch.autograd.grad(swapped, logits)
     torch.testing.assert_close(gradient, swapped_gradient)
+
+
+def test_a_corrected_estimate_is_unbiased_off_policy():
+    """Enumerated under another sampler: value and gradient of k1 and k3 are those of the KL, without '+'."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    ref, old = (torch.tensor(x, dtype=torch.float64).log_softmax(-1) for x in ([0.0, 0.5, -0.2, 1.0], [1.0, 0, 0, -1]))
+    logp = logits.log_softmax(-1)
+    exact = (logp.exp() * (logp - ref)).sum()
+    (exact_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for kind in ("k1", "k3"):
+        estimate = (old.exp() * bias_corrected_kl(logp, old, ref, kind)).sum()
+        (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        torch.testing.assert_close((estimate, gradient), (exact, exact_gradient))
+    with pytest.raises(ValueError, match=r"'k3\+'.*without '\+'"):
+        bias_corrected_kl(logp, old, ref, "k3+")
 
 
 def test_log_ratio_is_clamped_and_value_only_on_request():

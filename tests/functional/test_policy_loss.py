@@ -19,6 +19,7 @@ from pl_grouprl.functional.policy_loss import (
     kl_cov_policy_loss,
     make_policy_loss,
     sapo_policy_loss,
+    vespo_policy_loss,
 )
 
 LOW, HIGH, REGION, DELTA, COV = (f"clip_ratio/{name}_mean" for name in ("low", "high", "region", "delta", "cov"))
@@ -81,7 +82,7 @@ def test_on_policy_gradient_is_that_of_the_plain_policy_gradient(name):
     result = make_policy_loss(name)(policy, policy.detach(), advantages, **options)
     (gradient,) = torch.autograd.grad(result.per_token_N.sum(), policy)
     torch.testing.assert_close(gradient, -advantages)
-    assert all(value == 0 for value in result.metrics.values())
+    assert all(value == 0 for metric, value in result.metrics.items() if metric.startswith("clip_ratio"))
 
 
 def test_gspo_by_hand():
@@ -253,6 +254,21 @@ def test_kl_cov_by_hand():
     assert result.per_token_N[2].item() == pytest.approx(third + 0.2)
 
 
+def test_vespo_by_hand():
+    """Rollout 0 has W = 2 x 1/4 = 1/2, rollout 1 has W = 3 and a masked token; phi is W^2 e^(3(1 - W)) if A > 0."""
+    policy, old = _logprobs([2.0, 3.0, 0.25, 100.0])
+    axis = {"rollout_index_N": torch.tensor([0, 1, 0, 1]), "num_rollouts": 2}
+    mask, advantages = torch.tensor([True, True, True, False]), _tensor([2.0, -1.0, 2.0, -1.0])
+    result = vespo_policy_loss(policy, old, advantages, mask_N=mask, **axis)
+    phi = _tensor([math.exp(1.5) / 4, 27 * math.exp(-4), math.exp(1.5) / 4, 0.0])
+    _check(result, policy, (-phi * advantages * policy).tolist(), (-phi * advantages).tolist())
+    assert result.metrics["vespo/phi_seq_mean"] == pytest.approx(phi.sum())
+    weights = _tensor([1.0, 1 / 3, 4.0, math.nan])  # of the sampler: W = 2 and 1
+    phi = _tensor([4 * math.exp(-3), 1.0, 4 * math.exp(-3), 0.0])
+    result = vespo_policy_loss(policy, old, advantages, mask_N=mask, importance_weights_N=weights, **axis)
+    _check(result, policy, (-phi * advantages * policy).tolist(), (-phi * advantages).tolist())
+
+
 def test_clip_cov_by_hand():
     policy, old, advantages = _covariance_case()
     first, second, third = 2 * math.exp(0.5), math.exp(0.1), 3 * math.exp(-0.2)
@@ -321,6 +337,7 @@ def test_a_loss_by_name_equals_the_function(name):
         ("sapo", {"sapo_temperature_pos": 0}, "sapo_temperature_pos"),
         ("sapo", {"sapo_temperature_neg": -1}, "sapo_temperature_neg"),
         ("gmpo", {"epsilon_high": -0.1}, "epsilon_high"),
+        ("vespo", {"vespo_lambda_neg": 0}, "vespo_lambda_neg"),
         ("gspo_token", {"epsilon": math.nan}, "epsilon"),
         ("dppo_tv", {"epsilon": -1}, "epsilon"),
         ("dppo_kl", {"clip_ratio_c": 0}, "clip_ratio_c"),

@@ -75,6 +75,16 @@ CASES: dict[str, tuple[Any, Options]] = {
         GRPO,
         {**COMMON, "importance_sampling": {"mode": "token_truncate"}, "kl": {"type": "k3"}},
     ),
+    "vespo": (GRPO, {**COMMON, "loss_type": "vespo", "importance_sampling": {"mode": "token_truncate"}}),
+    "high entropy, masked": (
+        GRPO,
+        {
+            **COMMON,
+            "importance_sampling": {"off_policy_mask_threshold": -0.01},
+            "kl": {"use_bias_correction": True},
+            "entropy_coef": {"coef": 0.05, "top_quantile": 0.3},
+        },
+    ),
     "reinforce_plus_plus": (
         GRPO,
         {**COMMON, "advantage_estimator": "reinforce_plus_plus", "kl": {"type": "k1", "place": "reward"}},

@@ -21,6 +21,7 @@ from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
 from pl_grouprl.rewards import LeadingCorrectCharacters
 from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 from pl_grouprl.training import (
+    EntropyOptions,
     EpisodeOptions,
     EvaluationOptions,
     GuardOptions,
@@ -73,6 +74,7 @@ OPTIONS = {
     "model.init_args.evaluation": parameters(EvaluationOptions),
     "model.init_args.reward_calls": parameters(RewardCallOptions),
     "model.init_args.kl": parameters(KLOptions),
+    "model.init_args.entropy_coef": parameters(EntropyOptions),
     "model.init_args.importance_sampling": parameters(ImportanceSampling),
     "model.init_args.guards": parameters(GuardOptions),
     "model.init_args.policy_loss": {"delta", "epsilon_max"},

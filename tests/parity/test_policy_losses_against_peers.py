@@ -201,6 +201,17 @@ def oracle_dppo_kl(batch, **options):
     return oracle_dppo(batch, kl, **options)
 
 
+def oracle_vespo(batch, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg):
+    losses = {}
+    for row in batch.rows():
+        product = math.exp(sum(float(batch.log_ratio(p).detach()) for p in row))
+        for p in row:
+            positive = batch.advantages[p] >= 0
+            k, scale = (vespo_k_pos, vespo_lambda_pos) if positive else (vespo_k_neg, vespo_lambda_neg)
+            losses[p] = -(product**k) * math.exp(scale * (1 - product)) * batch.advantages[p] * batch.policy[p]
+    return losses
+
+
 CLIPPING = {"epsilon": 0.2, "epsilon_high": 0.28}
 CASES = {
     "ppo": (oracle_ppo, CLIPPING),
@@ -211,6 +222,10 @@ CASES = {
     "gpg": (oracle_gpg, {}),
     "dro": (oracle_dro, {"dro_beta": 0.7}),
     "sapo": (oracle_sapo, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.5}),
+    "vespo": (
+        oracle_vespo,
+        {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.2},
+    ),
     "clip_cov": (oracle_clip_cov, CLIPPING | {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.8}),
     "kl_cov": (oracle_kl_cov, {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7}),
     "dppo_tv": (oracle_dppo_tv, {"epsilon": 0.05, "epsilon_high": 0.1, "clip_ratio_c": 1.5}),

@@ -262,6 +262,8 @@ def test_a_mean_of_sequences_by_hand():
 def test_which_losses_need_whole_episodes(mode, name, kind, whole):
     objective = objective_of(name, loss_agg_mode=mode, importance_sampling=ImportanceSampling(kind))
     assert objective.compares_tokens_of_rollouts is whole
+    masks = ImportanceSampling(kind, off_policy_mask_threshold=0.1)
+    assert objective_of(name, loss_agg_mode=mode, importance_sampling=masks).compares_tokens_of_rollouts
 
 
 def test_metrics_count_episodes():
