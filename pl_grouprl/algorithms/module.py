@@ -491,6 +491,7 @@ class RLModule(pl.LightningModule, ABC):
                 "max_grad_norm, so it would clip nothing; omit one of them."
             )
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
+        self.device_choices.fuse_layers(self.sharing.verify)
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()
