@@ -35,10 +35,10 @@ from benchmarks.operators import WAITS
 from benchmarks.options import write_json
 from benchmarks.step_parts import StepParts
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.checks import check_parity
 from pl_grouprl.functional import logprobs
 from pl_grouprl.functional import logprobs as linear_head
+from pl_grouprl.models.kernels import apply_kernels, compile_layers
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
@@ -293,7 +293,7 @@ def update(stage: Stage) -> None:
         stage.measure(label, _update, stage, label, prefix, **options)
     for kind in ("plain", "saved attention"):
         stage.measure(f"gradient, {kind}", _checkpointing_error, stage, kind)
-    for prefix in (long, short):  # at the end: liger patches the module of all models
+    for prefix in (long, short):
         stage.measure("liger layers", _update, stage, "liger layers", prefix, liger_layers, needs=("liger_kernel",))
 
 
@@ -304,13 +304,9 @@ def compiled_update(stage: Stage) -> None:
 
 
 def liger_layers(model: Any) -> None:
-    """Replace a Qwen3 model's RMSNorm, rotary positions and SwiGLU by liger's kernels; nothing on a CPU."""
+    """Let a model run liger-kernel's layers, as `kernels="liger"` of a policy does; nothing on a CPU."""
     if model.device.type == "cuda":
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-
-        apply_liger_kernel_to_qwen3(
-            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
-        )
+        apply_kernels(model, "liger")
 
 
 def _update(
