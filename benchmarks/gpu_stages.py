@@ -42,10 +42,10 @@ from benchmarks.operators import WAITS
 from benchmarks.stage import FIRST_WORD, PAD, Stage, liger_layers, seconds_of
 from benchmarks.vs_trl import Run
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.callbacks import RunSummary
 from pl_grouprl.checks import check_parity
 from pl_grouprl.functional import logprobs
+from pl_grouprl.models.kernels import compile_layers
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
@@ -271,7 +271,7 @@ def update(stage: Stage) -> None:
         stage.measure(label, _update, stage, label, prefix, **options)
     for kind in ("plain", "saved attention"):
         stage.measure(f"gradient, {kind}", _checkpointing_error, stage, kind)
-    for prefix in (long, short):  # at the end: liger patches the module of all models
+    for prefix in (long, short):
         stage.measure("liger layers", _update, stage, "liger layers", prefix, liger_layers, needs=("liger_kernel",))
 
 

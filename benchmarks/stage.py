@@ -20,6 +20,7 @@ from benchmarks.cases import Case
 from benchmarks.measure import Conditions, now
 from benchmarks.methods import missing
 from benchmarks.options import write_json
+from pl_grouprl.models.kernels import apply_kernels
 
 TINY = {
     "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "vocabulary": 500,
@@ -124,10 +125,6 @@ def seconds_of(function: Callable[[], Any], times: int = 1) -> float:
 
 
 def liger_layers(model: Any) -> None:
-    """Replace a Qwen3 model's RMSNorm, rotary positions and SwiGLU by liger's kernels; nothing on a CPU."""
+    """Let a model run liger-kernel's layers, as `kernels="liger"` of a policy does; nothing on a CPU."""
     if model.device.type == "cuda":
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-
-        apply_liger_kernel_to_qwen3(
-            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
-        )
+        apply_kernels(model, "liger")

@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 31_798,
-    "files": 188,
+    "lines of code": 31_935,
+    "files": 189,
     "files under 40 lines": 28,
     "private helpers used once": 164,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_448,
+    "lines of raise statements": 1_451,
 }
 
 

@@ -511,6 +511,7 @@ class RLModule(pl.LightningModule, ABC):
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         self.throughput.open(self.scored_models(), device_name, self.sharing.min_saved_tokens)
+        self.device_choices.fuse_layers(self.sharing.verify)
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()

@@ -82,7 +82,7 @@ def register(backend_name: str, wrapped: str) -> str:
         if call.shards is not None or scales_by_row(module) or not backend.in_compiled_layers:
             raise NotImplementedError(
                 f"{type(module).__name__} scales queries by their index in the row, uses sequence_parallel_size, or "
-                f"attention backend {backend.name!r} does not run inside compiled layers; omit compile_layers."
+                f"attention backend {backend.name!r} does not run inside compiled layers; omit kernels='compile'."
             )
         if attention_mask is None:
             raise own_mask("a compiled layer")

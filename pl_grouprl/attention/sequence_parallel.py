@@ -87,7 +87,7 @@ def check_sequence_parallel(model: PreTrainedModel, sequence_parallel_size: int)
     elif has_dynamic_rope(decoder):
         reason = "its rotary frequencies depend on the largest position, which differs between the parts of a row"
     elif any(getattr(module, "_compiled_call_impl", None) is not None for module in decoder.modules()):
-        reason = "its layers are compiled, where tokens cannot be exchanged (compile_layers)"
+        reason = "its layers are compiled, where tokens cannot be exchanged (kernels='compile')"
     if reason is not None:
         raise NotImplementedError(
             f"sequence_parallel_size={sequence_parallel_size} for {type(decoder).__name__}: {reason}."

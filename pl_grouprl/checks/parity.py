@@ -234,7 +234,7 @@ def check_parity(
     tokens = torch.stack([laid_out(*sequence) for sequence in sequences]).to(model.device)
     mask = torch.stack([laid_out([1] * len(prompt), [1] * len(completion)) for prompt, completion in sequences])
     mask = mask.to(model.device)
-    weights, patch = _compared_weights(model), shared_prefix(model, backend)
+    weights, patch = compared_weights(model), shared_prefix(model, backend)
 
     def run(context: AbstractContextManager[Any]) -> Results:
         with context:
@@ -242,7 +242,7 @@ def check_parity(
             logprobs_N = token_logprobs(logits[:, start - 1 : -1], tokens[:, start:])[mask[:, start:].bool()]
             return logprobs_N.detach(), torch.autograd.grad(weighted_sum(logprobs_N), weights, allow_unused=True)
 
-    with _comparable_mode(model), torch.enable_grad():
+    with comparable_mode(model), torch.enable_grad():
         expected, found = run(sharing_paused(model)), run(patch)
         call = (in_force(model) or patch).last_call  # an outer context, if any, runs the calls
     reason = None if call is None else call.reason
@@ -282,7 +282,7 @@ def compare_paths(
         )
     batch = pack(groups, min_saved_tokens=get_backend(backend).min_saved_tokens, device=model.device)
     longest = max(batch.layout.repeated_lengths)
-    weights, dtype, patch = _compared_weights(model), computing_dtype(model), shared_prefix(model, backend)
+    weights, dtype, patch = compared_weights(model), computing_dtype(model), shared_prefix(model, backend)
 
     def repeated() -> Tensor:
         parts = []
@@ -310,7 +310,7 @@ def compare_paths(
             patch.only = None
         return _compared(found, expected)
 
-    with _comparable_mode(model), torch.enable_grad():
+    with comparable_mode(model), torch.enable_grad():
         expected = run(repeated)
         with patch:
             overall = shared(None)
@@ -354,7 +354,8 @@ def random_groups(
     return [RolloutGroup(tokens(prefix), [Rollout(tokens(n)) for n in suffixes]) for prefix, suffixes in shapes]
 
 
-def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+def compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The trained weights whose gradients a check compares: all, or those of two layers of a large model."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if not weights:
         raise ValueError("model has no parameter that requires a gradient, which parity compares; unfreeze some.")
@@ -364,7 +365,7 @@ def _compared_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     return [weight for layer in (layers[0], layers[-1]) for weight in layer.parameters() if weight.requires_grad]
 
 
-def _comparable_mode(model: PreTrainedModel) -> AbstractContextManager[None]:
+def comparable_mode(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Evaluation mode if the model's mode is not deterministic, or its checkpointing only supports `backward`."""
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     attention_drops = any(

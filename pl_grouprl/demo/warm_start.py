@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.models.adapters import LoRAAdapter
+from pl_grouprl.models.kernels import Kernels, apply_kernels
 from pl_grouprl.models.loading import load_model
 from pl_grouprl.utilities.describe import field_values
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
@@ -77,7 +77,7 @@ class WarmStartedPolicy:
         progress_bar: Print a line at the start of the supervised training, at every tenth of it and at its end.
         adapter: As in `PretrainedPolicy`: train low-rank layers on top of the warm-started weights, which stay frozen.
             The warm start itself trains all weights.
-        compile_layers: As in `PretrainedPolicy`. The warm start itself runs uncompiled.
+        kernels: As in `PretrainedPolicy`. The warm start itself runs transformers' code.
     """
 
     demonstrations: Demonstrations
@@ -90,7 +90,7 @@ class WarmStartedPolicy:
     cache_dir: str = ".cache/warm_start"
     progress_bar: bool = True
     adapter: LoRAAdapter | None = None
-    compile_layers: bool = False
+    kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
         if "model_type" not in self.architecture:
@@ -109,7 +109,7 @@ class WarmStartedPolicy:
     def folder(self) -> Path:
         """Folder of the finished policy, which may not exist yet. Its name has a hash of all that determines it."""
         options = asdict(self)
-        for name in ("demonstrations", "cache_dir", "progress_bar", "adapter", "compile_layers"):
+        for name in ("demonstrations", "cache_dir", "progress_bar", "adapter", "kernels"):
             del options[name]
         parts = {
             "format": FORMAT_VERSION,
@@ -138,8 +138,7 @@ class WarmStartedPolicy:
         model = load_model("AutoModelForCausalLM", str(folder), owner=owner, dtype=torch.float32)
         if self.adapter is not None:
             self.adapter.add_to(model)
-        if self.compile_layers:
-            compile_layers(model)
+        apply_kernels(model, self.kernels)
         return model
 
     def load_config(self) -> PretrainedConfig:

@@ -305,8 +305,8 @@ class ShardedSupport(StrategySupport):
                 f"critic is a {type(critic).__name__}, which shares the storage of whole weights with the policy, and "
                 f"{strategy} shards them; use PolicyCopyCritic or SharedTrunkCritic, or the strategy ddp."
             )
-        if getattr(getattr(module, "policy_source", None), "compile_layers", False):
-            raise ValueError(f"policy has compile_layers=True, which {strategy} does not support; omit it, or use ddp.")
+        if getattr(getattr(module, "policy_source", None), "kernels", None) == "compile":
+            raise ValueError(f"policy has kernels='compile', which {strategy} does not support; omit it, or use ddp.")
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm of the gradients over all ranks' shards, a scalar. Collective."""

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from pl_grouprl.attention import find_decoder
-from pl_grouprl.attention.support import compile_layers
 from pl_grouprl.media.rows import language_model_class
 from pl_grouprl.models.adapters import (
     FourBit,
@@ -25,6 +24,7 @@ from pl_grouprl.models.adapters import (
     is_quantized,
     prepare_for_training,
 )
+from pl_grouprl.models.kernels import Kernels, apply_kernels
 from pl_grouprl.models.loading import load_gguf_config, load_gguf_tokenizer, load_model, split_gguf_path
 from pl_grouprl.utilities import internals, optional
 from pl_grouprl.utilities.distributed import local_shard
@@ -91,8 +91,12 @@ class PretrainedPolicy:
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         adapter: Train low-rank layers on frozen weights. The reference is then the policy with the adapter off, and
             checkpoints contain only the adapter.
-        compile_layers: Compile each decoder layer for sequences of any length (`torch.compile`). Needs a C++ compiler
-            or Triton, and slows the first steps. Rollouts and copies of the policy (reference, critic) run uncompiled.
+        kernels: What runs RMSNorm, rotary positions and gated MLPs. `liger`: liger-kernel's Triton kernels, in the
+            policy, its copies, and rollouts; needs a GPU and the extra `liger`. `compile`: `torch.compile`, of each
+            decoder layer, for sequences of any length; needs a C++ compiler or Triton, slows the first steps, and
+            leaves rollouts and copies (reference, critic) uncompiled. `none`: transformers' code. Defaults to `liger`
+            for a fit on a GPU if it is installed. When a fit starts, liger's layers are compared with the model's own,
+            and stay only if rounding explains the difference.
         gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` defaults to
             False.
         allow_mismatched_weights: Names or glob patterns of weights that may be missing from the folder, unexpected in
@@ -117,7 +121,7 @@ class PretrainedPolicy:
     revision: str | None = None
     trust_remote_code: bool = False
     adapter: LoRAAdapter | None = None
-    compile_layers: bool = False
+    kernels: Kernels | None = None
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     allow_mismatched_weights: tuple[str, ...] = ()
     gguf_file: str | None = None
@@ -131,12 +135,12 @@ class PretrainedPolicy:
             optional.require(optional.GGUF_AVAILABLE, f"gguf_file {self.gguf_file!r}", "gguf")
         if self.gradient_checkpointing_kwargs is not None and not self.gradient_checkpointing:
             raise ValueError("gradient_checkpointing_kwargs is set, but gradient_checkpointing is off; switch it on.")
-        if self.quantization is not None and (self.gguf_file is not None or self.compile_layers):
-            other = "compile_layers" if self.gguf_file is None else "gguf_file"
+        if self.quantization is not None and (self.gguf_file is not None or self.kernels == "compile"):
+            other = "kernels='compile'" if self.gguf_file is None else "gguf_file"
             raise ValueError(f"quantization does not work with {other}; omit one of them.")
 
     def load(self) -> nn.Module:
-        """Load the weights, including any vision tower, add the adapter, and compile.
+        """Load the weights, including any vision tower, add the adapter, and apply `kernels`.
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
@@ -149,8 +153,7 @@ class PretrainedPolicy:
         if self.adapter is not None:
             self.adapter.add_to(model)
             self._check_gradients(model)
-        if self.compile_layers:
-            compile_layers(model)
+        apply_kernels(model, self.kernels)
         return model
 
     def load_config(self) -> PretrainedConfig:

@@ -23,6 +23,7 @@ from pl_grouprl.attention.support import is_classifier, score_head
 from pl_grouprl.chat.format import ControlTokens, tokens_around
 from pl_grouprl.checks.model_introspection import check_causal, check_score_head
 from pl_grouprl.models.adapters import check_adapters
+from pl_grouprl.models.kernels import fuse_if_exact
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
@@ -144,6 +145,10 @@ class FrozenModelReward:
                 device = available if self.device == "auto" else self.device
                 model = self._checkpoint.load_as(f"AutoModelFor{self.kind}").to(device)
             model.eval()
+            if model.device.type == "cuda":
+                reason = fuse_if_exact(find_decoder(model))
+                how = "with liger-kernel's layers" if reason is None else f"without liger-kernel: {reason}"
+                log.info("%r runs %s.", self, how)
             check_adapters(model, repr(self))
             head = score_head(model, self.kind)
             if self.sharing == "shared":

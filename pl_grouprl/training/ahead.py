@@ -28,6 +28,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.data.loaders import PromptBatch
+from pl_grouprl.models.kernels import fuse_layers, is_fused
 from pl_grouprl.models.policy import frozen_copy
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import RolloutEngine, SamplerLostError, SyncedRolloutEngine, declares
@@ -408,6 +409,8 @@ class PolicyCopy:
     def __init__(self, run: Run, engine: RolloutEngine, load_policy: Callable[[], Any]) -> None:
         self._run, self._device = run, run.device
         whole = frozen_copy(run.policy) if run.support.keeps_plain_weights else load_policy().requires_grad_(False)
+        if is_fused(run.policy) and not is_fused(whole):
+            fuse_layers(whole)
         self._policy = whole.to(self._device).eval()
         self._engine: RolloutEngine = copy.copy(engine)
         self._engine.bind(self._policy, copy.deepcopy(run.tokenizer))  # threads must not share a tokenizer

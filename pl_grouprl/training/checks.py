@@ -24,6 +24,7 @@ from pl_grouprl.attention import shared_prefix
 from pl_grouprl.checks import ParityReport
 from pl_grouprl.data.loaders import PromptBatch, TrainPromptLoader
 from pl_grouprl.distributed.lost_ranks import check_rank_timeout
+from pl_grouprl.models.kernels import is_fused, unfuse_layers
 from pl_grouprl.models.policy import PolicySource
 from pl_grouprl.rollout.engine import declares, length_limits, vocabulary
 from pl_grouprl.training.ahead import check_max_staleness
@@ -32,7 +33,7 @@ from pl_grouprl.training.optimizer import OptimizerConfig
 from pl_grouprl.training.run import Run
 from pl_grouprl.types import Prompt, SamplingConfig
 from pl_grouprl.utilities.checkpoint_files import refuse_unloadable
-from pl_grouprl.utilities.distributed import num_ranks
+from pl_grouprl.utilities.distributed import num_ranks, reduce_over_ranks
 from pl_grouprl.utilities.modes import naming_memory
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.progress import PROGRESS
@@ -367,7 +368,7 @@ def refuse_compiled(modules: Mapping[str, Any]) -> None:
         if compiled or getattr(part, "_compiler_ctx", None) is not None:
             raise ValueError(
                 f"{name} is compiled, which is not supported; omit torch.compile({name}) and {name}.compile(). The "
-                "policy's decoder layers can be compiled: compile_layers of its source."
+                "policy's decoder layers can be compiled: kernels='compile' of its source."
             )
 
 
@@ -419,6 +420,12 @@ class PrefixSharing:
             memory = naming_memory("the check of shared prefixes before training", "sharing.verify=False skips it")
             with PROGRESS.during("Checking shared prefixes"), memory, self._run.support.forward_context():
                 found = reports()
+                failed = torch.tensor(float(not all(report.passed for report in found)))
+                if any(map(is_fused, models.values())) and reduce_over_ranks(failed, self._run.device, "max"):
+                    for model in models.values():
+                        unfuse_layers(model)
+                    rank_zero_info("All layers run without liger-kernel: sharing prefixes is not exact with it.")
+                    found = reports()
             for report in found:
                 report.raise_if_failed()
                 rank_zero_info(str(report))

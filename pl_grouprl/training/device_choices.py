@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from pl_grouprl.models.kernels import fuse_if_exact
 from pl_grouprl.utilities.device_defaults import (
     GIB,
     FastFloat32,
@@ -37,6 +38,23 @@ class DeviceChoices:
         setting = getattr(module.policy_source, "gradient_checkpointing", False)
         if setting is None and checkpoints_activations(setting, device_type) and enable is not None:
             enable(module.policy)
+
+    def fuse_layers(self, verify: bool) -> None:
+        """Let the models that read rollouts run liger-kernel's layers, as their sources say, or on a GPU by default.
+
+        Args:
+            verify: Whether to compare them with the models' own layers.
+        """
+        module, told = self._module, dict[str | None, list[str]]()
+        for name, model in module.scored_models().items():
+            source = getattr(module, f"{name}_source", None)
+            kernels = getattr(source if hasattr(source, "kernels") else module.policy_source, "kernels", None)
+            if kernels == "liger" or (kernels is None and module.device.type == "cuda"):
+                with module.support.whole_weights(model), module.support.forward_context():
+                    told.setdefault(fuse_if_exact(model, verify=verify), []).append(name)
+        for reason, names in told.items():
+            how = "run liger-kernel's fused kernels" if reason is None else f"run without liger-kernel: {reason}"
+            rank_zero_info(f"The layers of {' and '.join(names)} {how}.")
 
     def fused(self) -> bool | None:
         """`fused` of the run's AdamW."""

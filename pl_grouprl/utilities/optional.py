@@ -11,6 +11,7 @@ from pl_grouprl.utilities.processes import require_system
 BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 DATASETS_AVAILABLE = find_spec("datasets") is not None
 GGUF_AVAILABLE = find_spec("gguf") is not None and find_spec("accelerate") is not None
+LIGER_AVAILABLE = find_spec("liger_kernel") is not None
 MATH_VERIFY_AVAILABLE = find_spec("math_verify") is not None
 PEFT_AVAILABLE = find_spec("peft") is not None
 REASONING_GYM_AVAILABLE = find_spec("reasoning_gym") is not None

@@ -11,12 +11,13 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
-from pl_grouprl.attention import support as compiling
+from pl_grouprl.attention.support import decoder_layers
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.demo.warm_start import WarmStartedPolicy
+from pl_grouprl.models import kernels as compiling
 from pl_grouprl.models.adapters import LoRAAdapter
 from pl_grouprl.models.policy import PretrainedPolicy
 from pl_grouprl.types import SamplingConfig
@@ -104,7 +105,7 @@ def test_grpo_with_shared_prefixes(folder, graphs, tmp_path):
     """Two passes over each batch of rollouts, so that they are scored without gradient too; checked at the start."""
     expected = fit(PretrainedPolicy(folder), tmp_path, num_iterations=2)
     assert not graphs
-    found = fit(PretrainedPolicy(folder, compile_layers=True), tmp_path, num_iterations=2)
+    found = fit(PretrainedPolicy(folder, kernels="compile"), tmp_path, num_iterations=2)
     assert_same_run(found, expected)
     assert 1 <= len(graphs) <= 3
     exported = PretrainedPolicy(str(tmp_path / "exported")).load().state_dict()
@@ -125,7 +126,7 @@ def test_grpo_with_shared_prefixes(folder, graphs, tmp_path):
 )
 def test_grpo_with(policy, options, folder, graphs, tmp_path):
     expected = fit(PretrainedPolicy(folder, **policy), tmp_path, **options)
-    found = fit(PretrainedPolicy(folder, compile_layers=True, **policy), tmp_path, **options)
+    found = fit(PretrainedPolicy(folder, kernels="compile", **policy), tmp_path, **options)
     assert_same_run(found, expected)
     assert 1 <= len(graphs) <= 3
     assert (tmp_path / "exported" / "model.safetensors").is_file()
@@ -134,7 +135,7 @@ def test_grpo_with(policy, options, folder, graphs, tmp_path):
 def test_rollouts_compile_nothing(folder, graphs):
     from pl_grouprl.rollout import HFRolloutEngine
 
-    plain, policy = (PretrainedPolicy(folder, compile_layers=on).load() for on in (False, True))
+    plain, policy = (PretrainedPolicy(folder, kernels=kernels).load() for kernels in ("none", "compile"))
     prompts, sampling = [[5, 6, 7], [8, 9]], SamplingConfig(max_new_tokens=4)
     expected, found = (
         HFRolloutEngine(model).generate(prompts, sampling, num_generations=2, seed=0) for model in (plain, policy)
@@ -144,7 +145,7 @@ def test_rollouts_compile_nothing(folder, graphs):
 
 
 def test_the_layers_and_nothing_else_are_compiled(folder):
-    policy = PretrainedPolicy(folder, compile_layers=True).load()
+    policy = PretrainedPolicy(folder, kernels="compile").load()
     compiled = [name for name, module in policy.named_modules() if module._compiled_call_impl is not None]
     assert compiled == ["model.layers.0", "model.layers.1"]
     assert policy.state_dict().keys() == PretrainedPolicy(folder).load().state_dict().keys()
@@ -160,7 +161,7 @@ def test_the_layers_and_nothing_else_are_compiled(folder):
 )
 def test_layers_are_found(family, sizes):
     model = tiny_model(family, **sizes)
-    layers = compiling.decoder_layers(model)
+    layers = decoder_layers(model)
     assert len(layers) == 2
     assert all("Layer" in type(layer).__name__ or "Block" in type(layer).__name__ for layer in layers)
 
@@ -177,7 +178,7 @@ def test_a_warm_started_policy(graphs, tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
     architecture = {"model_type": "qwen3", "num_hidden_layers": 1, "num_key_value_heads": 1, **sizes}
     options = {"steps": 1, "batch_size": 2, "cache_dir": str(tmp_path), "progress_bar": False}
-    source = WarmStartedPolicy(task, architecture, compile_layers=True, **options)
+    source = WarmStartedPolicy(task, architecture, kernels="compile", **options)
     policy = source.load()
     assert isinstance(policy.model.layers, nn.ModuleList)
     assert policy.model.layers[0]._compiled_call_impl is not None
@@ -192,6 +193,6 @@ def test_the_compilers_own_backend(folder, tmp_path, monkeypatch):
     torch._dynamo.reset()
     expected = fit(PretrainedPolicy(folder), tmp_path, num_iterations=2)
     assert compiling.COMPILER_BACKEND == "inductor"
-    found = fit(PretrainedPolicy(folder, compile_layers=True), tmp_path, num_iterations=2)
+    found = fit(PretrainedPolicy(folder, kernels="compile"), tmp_path, num_iterations=2)
     assert_same_run(found, expected)
     torch._dynamo.reset()

@@ -159,8 +159,8 @@ def test_copies_compute_the_same(model):
 def test_incompatible_options_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="4 bits"):
         PretrainedPolicy(folder, quantization=FLOAT).load()
-    with pytest.raises(ValueError, match="compile_layers"):
-        quantized_policy(folder, compile_layers=True)
+    with pytest.raises(ValueError, match="kernels"):
+        quantized_policy(folder, kernels="compile")
     with pytest.raises(ValueError, match="gguf_file"):
         quantized_policy(str(tmp_path), gguf_file="own.gguf")
     model = PretrainedPolicy(folder).load_as("AutoModelForCausalLM")

@@ -91,7 +91,7 @@ def of_fsdp2(tensor_parallel=1):
     return FSDP2Support(SimpleNamespace(strategy=SimpleNamespace(device_mesh=mesh), world_size=2))
 
 
-SHARDED, COMPILED = (of_fsdp1, of_fsdp2), PretrainedPolicy("gpt2", compile_layers=True)
+SHARDED, COMPILED = (of_fsdp1, of_fsdp2), PretrainedPolicy("gpt2", kernels="compile")
 
 
 def test_fsdp1_wraps_only_decoder_layers(tiny_llama):
@@ -114,10 +114,7 @@ def test_fsdp1_wraps_only_decoder_layers(tiny_llama):
         (of_fsdp1, lambda: PPO("gpt2", reward, critic_warmup_steps=3), "critic_warmup_steps is 3"),
         (of_fsdp1, lambda: GRPO(PretrainedPolicy("gpt2", adapter=LoRAAdapter(r=2)), reward), "adapter is LoRAAdapter"),
         *((own, lambda: PPO("gpt2", reward, critic=LoRACritic()), "critic is a LoRACritic") for own in SHARDED),
-        *(
-            (own, lambda: GRPO(PretrainedPolicy("gpt2", compile_layers=True), reward), "compile_layers")
-            for own in SHARDED
-        ),
+        *((own, lambda: GRPO(PretrainedPolicy("gpt2", kernels="compile"), reward), "kernels") for own in SHARDED),
         (lambda: of_fsdp2(tensor_parallel=2), lambda: GRPO("gpt2", reward), "tensor_parallel_size=1"),
         (lambda: of_fsdp1(use_orig_params=False), lambda: GRPO("gpt2", reward), "use_orig_params=False"),
     ],
