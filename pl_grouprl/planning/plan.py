@@ -23,7 +23,7 @@ from pl_grouprl.planning.memory import (
     plan_models,
 )
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.utilities.device_defaults import sequences_at_once
+from pl_grouprl.utilities.device_defaults import Checkpointing, sequences_at_once
 
 _SAMPLE = 256
 """Number of prompts, evenly spaced by length, over which operations are averaged."""
@@ -208,12 +208,15 @@ class RunPlan:
 
     def step_operations(self) -> tuple[float, float]:
         """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
-        forward = self.workload.operations(self.models.cost, "shared" if self.workload.shares else "repeated")
-        sampled = self.workload.operations(self.models.cost, "shared")
+        work, models, sharing = self.workload, self.models, "shared" if self.workload.shares else "repeated"
+        forward = work.operations(models.cost, sharing)
+        recomputed = forward if models.checkpointing else 0.0
+        if models.checkpointing == "attention":
+            recomputed -= work.operations(models.cost.attention, sharing)
         # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
-        update = 1 + (1 if self.models.has_adapter else 2) + self.models.checkpointing
-        critic = (1 + update) * self.models.has_critic
-        return sampled, forward * (self.passes + update * self.workload.num_iterations + critic)
+        update = forward * (2 if models.has_adapter else 3) + recomputed
+        critic = (forward + update) * models.has_critic
+        return work.operations(models.cost, "shared"), forward * self.passes + update * work.num_iterations + critic
 
     def step_seconds(self) -> tuple[float, float] | None:
         """Minimum seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
@@ -298,7 +301,7 @@ def plan_run(module: Any, data: Any, hardware: Hardware) -> RunPlan:
     return RunPlan(type(module).__name__, models, work, hardware, passes + hasattr(module, "teacher_source"))
 
 
-def room_for(work: Workload, held: Footprint, gib: float, checkpointing: bool) -> tuple[int, int]:
+def room_for(work: Workload, held: Footprint, gib: float, checkpointing: Checkpointing) -> tuple[int, int]:
     """Largest token budget of a micro-batch, and number of sequences sampled at once, that fit on a device.
 
     The budget is 0 if that is less than the data needs. A prompt counts once per sequence, as in a split group; there
@@ -326,6 +329,7 @@ def rounded(tokens: int) -> int:
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
     work, memory = plan.workload, plan.memory
     checkpointing = "gradient checkpointing" if plan.models.checkpointing else "no gradient checkpointing"
+    checkpointing += ", attention saved" if plan.models.checkpointing == "attention" else ""
     labels = {
         "weights": "weights",
         "gradients": "gradients",

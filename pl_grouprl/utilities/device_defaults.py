@@ -51,7 +51,11 @@ def fuses_adamw(parameters: Iterable[Tensor], scaler: Any = None) -> bool | None
     return True if on_gpu and scaler is None else None
 
 
-def checkpoints_activations(setting: bool | None, device_type: str) -> bool:
+Checkpointing = bool | Literal["attention"]
+"""Whether layers recompute their activations; `attention` for all but the outputs of attention."""
+
+
+def checkpoints_activations(setting: Checkpointing | None, device_type: str) -> Checkpointing:
     """Whether a policy recomputes activations: as set, else on a GPU, as in TRL."""
     return device_type == "cuda" if setting is None else setting
 
@@ -119,11 +123,11 @@ def cached_by_layer(config: Any, width: int) -> list[tuple[int, int | None]]:
             heads = _size(layer, "num_key_value_heads") or _size(layer, "num_attention_heads")
             window = _size(layer, "sliding_window") or _size(layer, "attention_chunk_size") or None
             is_whole = kind in ("attention", "full_attention")
-            found.append((width * heads * _key_and_value(layer), None if is_whole else window))
+            found.append((width * heads * sum(_head_sizes(layer)), None if is_whole else window))
     return found
 
 
-def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
+def activation_bytes(config: Any, width: int, checkpointing: Checkpointing) -> int:
     """Upper estimate of the bytes that a token takes at the peak of a decoder's forward and backward.
 
     Layers of Qwen3 keep 26 D + 10 (N + K) H + 8 I bytes under `bf16-mixed`, those of Gemma 3 a quarter more (D hidden
@@ -133,12 +137,24 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
     Args:
         config: The decoder's config.
         width: Bytes of a number in matrix products: 2 or 4.
-        checkpointing: Whether layers recompute their activations.
+        checkpointing: How layers recompute their activations.
     """
     layers, kept = _layers(config), kept_bytes(config, width)
     if checkpointing:
-        return sum(4 * _size(layer, "hidden_size") for layer in layers) + 2 * max(kept)
+        saved = attended_bytes(config, width) if checkpointing == "attention" else 0
+        return sum(4 * _size(layer, "hidden_size") for layer in layers) + saved + 2 * max(kept)
     return sum(kept) + max(kept)
+
+
+def attended_bytes(config: Any, width: int) -> int:
+    """Bytes of a token's output and log-sum-exp in all layers with attention: what checkpointing `attention` saves."""
+    layers = _layers(config)
+    kinds = getattr(config, "layer_types", None) or ["attention"] * len(layers)
+    return sum(
+        _size(layer, "num_attention_heads") * (width * _head_sizes(layer)[1] + 4)
+        for layer, kind in zip(layers, kinds, strict=False)
+        if "attention" in kind and "linear" not in kind
+    )
 
 
 def kept_bytes(config: Any, width: int) -> list[int]:
@@ -149,7 +165,7 @@ def kept_bytes(config: Any, width: int) -> list[int]:
         heads += _size(layer, "num_key_value_heads") or heads
         dense, chosen = _size(layer, "intermediate_size"), _size(layer, "num_experts_per_tok")
         inner = max(dense, chosen * (_size(layer, "moe_intermediate_size") or dense)) or 4 * hidden
-        kept = 40 * hidden + 6 * heads * _key_and_value(layer) + 10 * inner
+        kept = 40 * hidden + 6 * heads * sum(_head_sizes(layer)) + 10 * inner
         if chosen:  # a token is copied for each of its experts
             kept += 24 * chosen * hidden + 10 * inner
         has_state = any("mamba" in name or "linear_num" in name for name in vars(layer))
@@ -163,7 +179,7 @@ def layer_sizes(config: Any) -> list[tuple[int, int, int]]:
     for layer in _layers(config):
         hidden, dense = _size(layer, "hidden_size"), _size(layer, "intermediate_size")
         experts = _size(layer, "num_experts_per_tok") * (_size(layer, "moe_intermediate_size") or dense)
-        queries = _size(layer, "num_attention_heads") * _key_and_value(layer) // 2
+        queries = _size(layer, "num_attention_heads") * sum(_head_sizes(layer)) // 2
         sizes.append((hidden, queries, max(dense, experts) or 4 * hidden))
     return sizes
 
@@ -173,10 +189,10 @@ def _layers(config: Any) -> list[Any]:
     return list(getattr(config, "per_layer_config", None) or [config] * _size(config, "num_hidden_layers"))
 
 
-def _key_and_value(layer: Any) -> int:
-    """Sizes of a head of keys and of one of values together."""
+def _head_sizes(layer: Any) -> tuple[int, int]:
+    """Sizes of a head of keys and of one of values."""
     head = _size(layer, "head_dim") or _size(layer, "hidden_size") // max(_size(layer, "num_attention_heads"), 1)
-    return sum(_size(layer, name) or head for name in ("qk_head_dim", "v_head_dim"))
+    return _size(layer, "qk_head_dim") or head, _size(layer, "v_head_dim") or head
 
 
 def _size(config: Any, name: str) -> int:

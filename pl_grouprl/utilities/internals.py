@@ -75,11 +75,10 @@ def router_recorders(decoder: Any) -> list[Any]:
     return recorders if isinstance(recorders, list) else [recorders]
 
 
-def checkpoints_reentrantly(module: Any) -> bool:
-    """Whether a module runs with reentrant gradient checkpointing."""
+def checkpointing_options(module: Any) -> dict[str, Any]:
+    """The arguments with which a module checkpoints its activations; empty if it does not."""
     function = getattr(module, "_gradient_checkpointing_func", None)
-    asked = bool(getattr(function, "keywords", {}).get("use_reentrant"))
-    return asked and bool(getattr(module, "gradient_checkpointing", False))
+    return getattr(function, "keywords", {}) if getattr(module, "gradient_checkpointing", False) else {}
 
 
 def requires_input_gradients(model: Any) -> bool:

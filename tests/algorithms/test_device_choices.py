@@ -9,6 +9,7 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl import PPO, OptimizerConfig, PretrainedPolicy
+from pl_grouprl.attention.backends.saved import checkpointing_of
 from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import PretrainedCritic
 from pl_grouprl.rollout import HFRolloutEngine
@@ -70,13 +71,15 @@ def on_a_gpu(module):
     return module
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, True), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("setting", "expected"), [(None, True), (False, False), (True, True), ("attention", "attention")]
+)
 def test_activations_are_recomputed_on_a_gpu_unless_it_is_set(setting, expected, folder, make_module):
     policy = PretrainedPolicy(folder, gradient_checkpointing=setting)
     module = on_a_gpu(make_module(PPO, policy, critic=PretrainedCritic(folder)))
     module.load_models()
-    assert module.policy.is_gradient_checkpointing == expected
-    assert module.critic.trunk.is_gradient_checkpointing == expected
+    assert checkpointing_of(module.policy) == expected
+    assert checkpointing_of(module.critic.trunk) == expected
     on_cpu = make_module(policy=policy)
     on_cpu.load_models()
     assert on_cpu.policy.is_gradient_checkpointing == bool(setting)
@@ -162,12 +165,14 @@ def test_float32_on_a_gpu_is_warned_of(pretend, caplog):
         module.device_choices.describe()
 
 
-def test_the_first_lines_of_a_run_say_how_it_computes(make_module, make_data, make_trainer, caplog):
+def test_the_first_lines_of_a_run_say_how_it_computes(folder, make_module, make_data, make_trainer, caplog):
+    policy = PretrainedPolicy(folder, gradient_checkpointing="attention")
     with caplog.at_level("INFO"):
         trainer = make_trainer(max_steps=1, precision="bf16-mixed")
-        trainer.fit(make_module(engine=HFRolloutEngine()), make_data())
+        trainer.fit(make_module(policy=policy, engine=HFRolloutEngine()), make_data())
     lines = [record.message for record in caplog.records if record.message.startswith("On cpu")]
-    assert lines == ["On cpu: computes in bfloat16 (precision bf16-mixed), samples in float32."]
+    computes = "computes in bfloat16 (precision bf16-mixed), samples in float32"
+    assert lines == [f"On cpu: {computes}, recomputes activations except those of attention."]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The plan of a run has the figures of the run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,12 @@ def test_an_update_is_a_forward_and_two_of_backward(path):
     assert plan.step_operations() == pytest.approx((forward, forward * (2 * 3 + 2)))  # old scores, reference
     lora = planned(GRPO(PretrainedPolicy(path, adapter=LoRAAdapter(r=4), gradient_checkpointing=True), zero))
     assert lora.step_operations() == pytest.approx((forward, forward * 3))
+    saving = planned(GRPO(PretrainedPolicy(path, gradient_checkpointing="attention"), zero))
+    attention = plan.workload.operations(plan.models.cost, "shared") - plan.workload.operations(
+        replace(plan.models.cost, per_pair={}), "shared"
+    )
+    assert saving.step_operations() == pytest.approx((forward, forward * 4 - attention))
+    assert "gradient checkpointing, attention saved" in str(saving)
 
 
 @pytest.mark.parametrize(
