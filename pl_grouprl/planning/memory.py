@@ -440,9 +440,8 @@ class LayerBytes:
         if not checkpointing:
             return self.kept.total, working
         saved = self.kept.attended if checkpointing == "attention" else 0
-        return self.kept.inputs + saved, self.kept.largest + working - saved // len(
-            sizes
-        )  # of that layer, counted twice
+        own = saved // len(sizes)  # of that layer, which `largest` has already
+        return self.kept.inputs + saved, self.kept.largest - own + working
 
     @property
     def head(self) -> int:

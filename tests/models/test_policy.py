@@ -95,8 +95,8 @@ def test_arguments_of_checkpointing(qwen):
     options = {"preserve_rng_state": False, "determinism_check": "none"}
     policy = PretrainedPolicy(qwen, gradient_checkpointing=True, gradient_checkpointing_kwargs=options).load()
     assert policy.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False, **options}
+    options = {"context_fn": print, "use_reentrant": False}
     with pytest.raises(ValueError, match="context_fn and use_reentrant"):
-        options = {"context_fn": print, "use_reentrant": False}
         PretrainedPolicy(qwen, gradient_checkpointing="attention", gradient_checkpointing_kwargs=options)
 
 
