@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -66,11 +66,6 @@ class ModelCost:
             per_pair[size] = per_pair.get(size, 0.0) + per_layer
         # A tied head may itself be an embedding.
         return cls(2.0 * weights, per_pair, 2.0 * _weights(head, None) if head is not None else 0.0)
-
-    @property
-    def attention(self) -> ModelCost:
-        """The part of attention alone."""
-        return replace(self, per_token=0.0, per_prediction=0.0)
 
     def shared(self, layout: SharedPrefixLayout) -> float:
         """Operations of the decoder for the packed row."""

@@ -54,18 +54,21 @@ class DeviceRates(NamedTuple):
         gib: Memory in GiB.
         operations: Dense 16-bit operations per second.
         bandwidth: Bytes read from its memory per second.
+        flash: Share of `operations` that FlashAttention-2 reaches, and FlashAttention-3 on Hopper, as their papers say
+            (arXiv:2307.08691, arXiv:2407.08608).
     """
 
     gib: int
     operations: float
     bandwidth: float
+    flash: tuple[float, float] = (1.0, 1.0)
 
 
 DEVICES: dict[str, DeviceRates] = {
     "a10": DeviceRates(24, 125e12, 600e9),
-    "a100": DeviceRates(80, 312e12, 2039e9),
-    "h100": DeviceRates(80, 989e12, 3350e9),
-    "h200": DeviceRates(141, 989e12, 4800e9),
+    "a100": DeviceRates(80, 312e12, 2039e9, (0.73, 0.73)),
+    "h100": DeviceRates(80, 989e12, 3350e9, (0.35, 0.75)),
+    "h200": DeviceRates(141, 989e12, 4800e9, (0.35, 0.75)),
     "l4": DeviceRates(24, 121e12, 300e9),
     "l40s": DeviceRates(48, 362e12, 864e9),
     "rtx4090": DeviceRates(24, 165e12, 1008e9),

@@ -208,25 +208,40 @@ class RunPlan:
 
     def step_operations(self) -> tuple[float, float]:
         """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
-        work, models, sharing = self.workload, self.models, "shared" if self.workload.shares else "repeated"
-        forward = work.operations(models.cost, sharing)
-        recomputed = forward if models.checkpointing else 0.0
-        if models.checkpointing == "attention":
-            recomputed -= work.operations(models.cost.attention, sharing)
-        # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
-        update = forward * (2 if models.has_adapter else 3) + recomputed
-        critic = (forward + update) * models.has_critic
-        return work.operations(models.cost, "shared"), forward * self.passes + update * work.num_iterations + critic
+        sampled = self.workload.operations(self.models.cost, "shared")
+        return sampled, sum(self._trained_operations())
 
-    def step_seconds(self) -> tuple[float, float] | None:
+    def _trained_operations(self) -> tuple[float, float]:
+        """Of scoring and updates: those outside attention, and those of attention."""
+        work, models = self.workload, self.models
+        # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
+        # Checkpointing adds one forward, or only its part outside attention.
+        update = 2 if models.has_adapter else 3
+
+        def total(part: ModelCost, recomputes: bool) -> float:
+            forward = work.operations(part, "shared" if work.shares else "repeated")
+            critic = (1 + update + recomputes) * models.has_critic
+            return forward * (self.passes + (update + recomputes) * work.num_iterations + critic)
+
+        outside = total(replace(models.cost, per_pair={}), bool(models.checkpointing))
+        attention = replace(models.cost, per_token=0.0, per_prediction=0.0)
+        return outside, total(attention, models.checkpointing is True)
+
+    def step_seconds(self, *, newest_flash: bool = False) -> tuple[float, float] | None:
         """Minimum seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
 
-        A decoding step takes at least the time to read all weights and the KV caches of its sequences.
+        Attention in scoring and updates runs at the published rate of FlashAttention. A decoding step takes at least
+        the time to read all weights and the KV caches of its sequences.
+
+        Args:
+            newest_flash: Whether FlashAttention-3 is installed, which Hopper runs instead of FlashAttention-2.
         """
         if self.hardware.device is None or not self.hardware.precision.startswith(("bf16", "16")):
             return None
         rates, work = DEVICES[self.hardware.device], self.workload
-        sampled, trained = (total / self.hardware.processes / rates.operations for total in self.step_operations())
+        rate = rates.operations * self.hardware.processes
+        sampled, (outside, attention) = self.step_operations()[0] / rate, self._trained_operations()
+        trained = (outside + attention / rates.flash[newest_flash]) / rate
         all_sequences = math.ceil(work.batch_size / work.processes) * work.num_generations
         waves = math.ceil(all_sequences / work.sequences)
         prompts = all_sequences / work.num_generations * work.mean_prompt
@@ -389,3 +404,6 @@ def _time_lines(plan: RunPlan) -> Iterator[str]:
     rollout, update = seconds
     yield f"  at least {rollout:.2g} s for rollouts and {update:.2g} s for scoring and updates,"
     yield f"  at the peak rates in {plan.hardware.device}'s data sheet, of which runs reach a fraction"
+    _, newest = plan.step_seconds(newest_flash=True) or seconds
+    if newest < update:
+        yield f"  and attention at FlashAttention-2's; with FlashAttention-3 installed, {newest:.2g} s for the latter"

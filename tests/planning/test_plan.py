@@ -121,8 +121,13 @@ def test_a_rate_gives_a_least_time(path):
     data.setup("fit")
     known = plan_run(module, data, Hardware("bf16-mixed", device="h100"))
     _, trained = known.step_operations()
-    assert known.step_seconds()[1] == pytest.approx(trained / 989e12)
+    attention = known.workload.operations(replace(known.models.cost, per_token=0, per_prediction=0), "shared")
+    # Checkpointed on a GPU: 4 forwards.
+    for newest, share in ((False, 0.35), (True, 0.75)):
+        expected = (trained + 4 * attention * (1 / share - 1)) / 989e12
+        assert known.step_seconds(newest_flash=newest)[1] == pytest.approx(expected)
     assert "h100" in str(known)
+    assert "with FlashAttention-3 installed" in str(known)
     assert plan_run(module, data, Hardware("32-true", device="h100")).step_seconds() is None
 
 
