@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 30_770,
-    "files": 183,
+    "lines of code": 30_948,
+    "files": 184,
     "files under 40 lines": 28,
-    "private helpers used once": 163,
+    "private helpers used once": 164,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_416,
+    "lines of raise statements": 1_418,
 }
 
 

@@ -170,6 +170,7 @@ NAMES = {
     "torch.distributed.distributed_c10d": "_get_default_store _world",  # the watchdog's store and counters
     "torch.distributed.PrefixStore": "_underlying_non_prefix_store",  # the watchdog's store
     "torch.distributed.ProcessGroup": "_get_sequence_number_for_group",  # the watchdog's counters
+    "torch.Tensor": "_version",  # whether a saved output was changed in place
     "torch.UntypedStorage": "_cdata",  # whether two tensors share memory
     "deepspeed.runtime.engine.DeepSpeedEngine": "_backward_prologue",  # several backward passes a step
     # skipping a group; evaluation under ZeRO-3

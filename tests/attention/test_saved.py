@@ -12,9 +12,10 @@ from pl_grouprl.attention import shared_prefix
 from pl_grouprl.attention import support as compiling
 from pl_grouprl.attention.backends import cascade
 from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel
-from pl_grouprl.attention.backends.saved import SAVED, checkpointing_of, save_attention
+from pl_grouprl.attention.backends.saved import SAVED, checkpointing_of, once, save_attention
+from pl_grouprl.attention.call import PACKED_ROW, LayoutCall
 from pl_grouprl.models.score import score
-from pl_grouprl.packing import pack
+from pl_grouprl.packing import SharedPrefixLayout, pack
 
 OPTIONS = {
     "off": None,
@@ -128,6 +129,23 @@ def test_compiled_layers(calls, monkeypatch):
     torch._dynamo.reset()
     assert all(torch.equal(saved[1][name], gradient) for name, gradient in plain[1].items())
     assert (plain[3], saved[3]) == (plain[2], 0)
+
+
+def test_an_output_that_the_model_changes_is_refused():
+    def layer(query, changes):
+        (out,) = once(lambda: (query.detach() * 2,))
+        return query * (out.mul_(3) if changes else out)
+
+    query = torch.ones(4, requires_grad=True)
+    PACKED_ROW.set(LayoutCall(SharedPrefixLayout([4], [None])))
+    try:
+        kept, changed = (checkpoint(layer, query, changes, **OPTIONS["attention"]).sum() for changes in (False, True))
+    finally:
+        PACKED_ROW.set(None)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(kept, query, retain_graph=True)[0], torch.full((4,), 2.0))
+    with pytest.raises(RuntimeError, match="in place"):
+        changed.backward()
 
 
 # PyTorch's attention on a GPU, and that of packages: the operators on CPU, as stubs that count.

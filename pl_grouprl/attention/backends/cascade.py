@@ -42,7 +42,7 @@ from pl_grouprl.attention.backends.kernels import (
     put,
     take,
 )
-from pl_grouprl.attention.backends.saved import as_one_operator
+from pl_grouprl.attention.backends.saved import once
 from pl_grouprl.packing import SharedPrefixLayout
 
 _HAS_TRITON = find_spec("triton") is not None  # it comes with PyTorch for CUDA
@@ -331,7 +331,7 @@ class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, sinks_H, ctx.plan, ctx.kernel = inputs
-        out, lse = as_one_operator(partial(cascade_forward, *inputs), query)
+        out, lse = once(partial(cascade_forward, *inputs))
         ctx.save_for_backward(query, key, value, sinks_H, out, lse)
         return out
 

@@ -2,29 +2,30 @@
 
 The backward pass of attention reads its output and the log-sum-exp of its scores, which take b + 4 / D bytes per number
 of a query (b bytes of the dtype, heads of size D) and the time of a forward pass to recompute. `save_attention` keeps
-them, by PyTorch's selective checkpointing: operators named in `SAVED` run once. Whatever else computes attention runs
-again, which changes nothing but time: FlexAttention, whose operators PyTorch compiles into one function; plain matrix
-products outside the cascade (`eager`, PyTorch's math kernel, backend `reference`); layers with a state.
+them. On a packed row the cascade does so itself, at no cost. Elsewhere, and in compiled layers, it is PyTorch's
+selective checkpointing, in which each operator passes through Python: those named in `SAVED` run once.
+
+Whatever else computes attention runs again, which changes nothing but time: backends `flex`, `prefix_grouper` and
+`reference` outside compiled layers, PyTorch's math kernel, `eager`, and layers with a state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from pl_grouprl.attention.call import PACKED_ROW
 from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.device_defaults import Checkpointing
 
 SAVED = frozenset(
     {
-        "pl_grouprl::saved_attention",  # the cascade
         "pl_grouprl::packed_attention",  # any backend in compiled layers
         "aten::_scaled_dot_product_flash_attention",  # also FlashAttention-3 and 4, which PyTorch puts in its place
         "aten::_scaled_dot_product_efficient_attention",
@@ -56,66 +57,56 @@ def save_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
         >>> options = {"use_reentrant": False, "context_fn": save_attention}
         >>> model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # doctest: +SKIP
     """
-    forward, recomputation = create_selective_checkpoint_contexts(_policy)
-    if torch.compiler.is_compiling():  # which takes PyTorch's own contexts only; compiled attention is one operator
-        return forward, recomputation
-    return _Saving(forward), _Saving(recomputation)
+    row = PACKED_ROW.get()
+    if row is None or row.dense or is_compiling():
+        return create_selective_checkpoint_contexts(_policy)
+    results: list[_Result] = []
+    return _Saving(results, replays=False), _Saving(results, replays=True)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator.name() in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@cache
-def _is_saved(operator: Any) -> bool:
-    return operator.name() in SAVED
-
-
-_SAVES = ContextVar("saves", default=False)  # per thread: the backward pass has one for each GPU
+_Result = tuple[tuple[Tensor, int], ...]
+"""Tensors, and the number of changes in place that each had seen when it was saved."""
 
 
 class _Saving:
-    """A context of selective checkpointing, within which `as_one_operator` does what it says."""
+    """A context in which `once` saves its results, or returns saved ones in the same order."""
 
-    def __init__(self, selective: AbstractContextManager[Any]) -> None:
-        self._selective = selective
-        self._token: Token[bool] | None = None
+    def __init__(self, results: list[_Result], *, replays: bool) -> None:
+        self.results, self._replays = results, replays
+        self.saved: Iterator[_Result] | None = None
+        self._token: Token[_Saving | None] | None = None
 
     def __enter__(self) -> None:
-        self._selective.__enter__()
-        self._token = _SAVES.set(True)
+        self.saved = iter(self.results) if self._replays else None
+        self._token = _SAVING.set(self)
 
-    def __exit__(self, *error: Any) -> bool | None:
+    def __exit__(self, *error: Any) -> None:
         assert self._token is not None
-        _SAVES.reset(self._token)
-        return self._selective.__exit__(*error)
+        _SAVING.reset(self._token)
 
 
-_COMPUTE: ContextVar[Callable[[], tuple[Tensor, Tensor]]] = ContextVar("compute")
+_SAVING: ContextVar[_Saving | None] = ContextVar("saving", default=None)
+"""Of the layer that runs in this thread; the backward pass has a thread for each GPU."""
 
 
-def as_one_operator(compute: Callable[[], tuple[Tensor, Tensor]], query: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute an output and its log-sum-exp; under `save_attention` once, inside an operator that is saved as a whole.
+def once(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Compute new tensors without a gradient, or return them if the layer that is recomputed has them.
 
-    Otherwise the parts that are merged into an output would be saved, and those without a fused kernel recomputed.
-
-    Args:
-        compute: The computation; returns new tensors and records no gradient.
-        query: Any tensor that it reads, by which PyTorch finds the operator.
+    Raises:
+        RuntimeError: If the model changed them in place.
     """
-    if not _SAVES.get():
+    saving = _SAVING.get()
+    if saving is None:
         return compute()
-    token = _COMPUTE.set(compute)
-    try:
-        return torch.ops.pl_grouprl.saved_attention(query)
-    finally:
-        _COMPUTE.reset(token)
-
-
-def _saved_attention(query: Tensor) -> tuple[Tensor, Tensor]:
-    return _COMPUTE.get()()
-
-
-_LIBRARY = torch.library.Library("pl_grouprl", "FRAGMENT")
-_LIBRARY.define("saved_attention(Tensor query) -> (Tensor, Tensor)")
-_LIBRARY.impl("saved_attention", _saved_attention, "CompositeExplicitAutograd")
+    if saving.saved is None:
+        tensors = compute()
+        saving.results.append(tuple((tensor.detach(), tensor._version) for tensor in tensors))
+        return tensors
+    result = next(saving.saved)
+    if any(tensor._version != version for tensor, version in result):
+        raise RuntimeError("the model changes the output of attention in place; use gradient_checkpointing: true.")
+    return tuple(tensor.detach() for tensor, _ in result)
