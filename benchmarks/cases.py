@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from pl_grouprl.attention.backends.saved import save_attention
 from pl_grouprl.models import ModelCost
 from pl_grouprl.packing import SharedPrefixLayout, Sharing
 from pl_grouprl.types import Rollout, RolloutGroup
+from pl_grouprl.utilities.device_defaults import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Case:
         vocabulary: Tokens that the head predicts.
         dtype: Of weights and activations.
         device: Where it runs.
-        checkpointing: Whether all methods use activation checkpointing.
+        checkpointing: How all methods recompute activations, as in `PretrainedPolicy.gradient_checkpointing`.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Case:
     vocabulary: int = 4096
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda", "meta"] = "cpu"
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
 
     @property
     def rollout_lengths(self) -> list[int]:
@@ -97,7 +99,8 @@ class Case:
         with torch.device(self.device):
             model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
         if self.checkpointing and self.device != "meta":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            saving = {"context_fn": save_attention} if self.checkpointing == "attention" else {}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False} | saving)
         return model.train()
 
     @property

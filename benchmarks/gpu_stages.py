@@ -51,15 +51,7 @@ from pl_grouprl.packing import pack
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.hf import step_graph
 from pl_grouprl.types import SamplingConfig
-
-SAVED = (
-    "_flash_attention_forward",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)
-"""Operators of aten whose outputs selective checkpointing saves."""
+from pl_grouprl.utilities.device_defaults import Checkpointing
 
 REAL_RUN = 60
 """Seconds that the real run trains."""
@@ -263,14 +255,14 @@ def update(stage: Stage) -> None:
     long, short = stage.pick((4096, 512), (32, 16))
     for prefix, label, options in (
         (long, "as is", {}),
-        (long, "saved attention", {"save_attention": True}),
+        (long, "saved attention", {"checkpointing": "attention"}),
         (long, "bf16-mixed", {"dtype": "float32"}),
         (long, "unfused AdamW", {"fused": False}),
         (short, "as is", {}),
     ):
         stage.measure(label, _update, stage, label, prefix, **options)
-    for kind in ("plain", "saved attention"):
-        stage.measure(f"gradient, {kind}", _checkpointing_error, stage, kind)
+    for kind, checkpointing in (("plain", True), ("saved attention", "attention")):
+        stage.measure(f"gradient, {kind}", _checkpointing_error, stage, kind, checkpointing)
     for prefix in (long, short):
         stage.measure("liger layers", _update, stage, "liger layers", prefix, liger_layers, needs=("liger_kernel",))
 
@@ -289,15 +281,16 @@ def _update(
     *,
     dtype: Any = "bfloat16",
     fused: bool = True,
-    save_attention: bool = False,
+    checkpointing: Checkpointing = True,
 ) -> None:
     """Time forward, backward and AdamW of one packed batch, and scoring; float32 weights compute under autocast."""
     rollout = stage.pick(512, 8)
     groups = stage.pick(max(1, 8192 // (prefix + 8 * rollout)), 1)
-    case = stage.case(QWEN3_4B, layers=12, prefix=prefix, rollout=rollout, group_size=8, groups=groups, dtype=dtype)
+    case = stage.case(
+        QWEN3_4B, layers=12, prefix=prefix, rollout=rollout, group_size=8, groups=groups, dtype=dtype,
+        checkpointing=checkpointing,
+    )  # fmt: skip
     model = case.make_model().train()
-    if save_attention:
-        _save_attention(model)
     prepare(model)
     optimizer = make_optimizer(model) if fused else _unfused(model)
     batch = pack(case.make_groups(), "shared", device=case.device)
@@ -332,36 +325,21 @@ def _unfused(model: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _save_attention(model: Any) -> None:
-    """Activation checkpointing that saves the outputs of attention and recomputes the rest."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    saved = [getattr(torch.ops.aten, name).default for name in SAVED if hasattr(torch.ops.aten, name)]
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
-
-
-def _checkpointing_error(stage: Stage, kind: str) -> None:
+def _checkpointing_error(stage: Stage, kind: str, checkpointing: Checkpointing) -> None:
     """Relative error of the gradient against a run without checkpointing."""
     case = stage.case(
         QWEN3_0_6B, layers=4, prefix=stage.pick(600, 24), rollout=stage.pick(200, 8), group_size=4, groups=2,
         checkpointing=False,
     )  # fmt: skip
 
-    def gradient(checkpointing: bool) -> torch.Tensor:
+    def gradient(checkpointing: Checkpointing) -> torch.Tensor:
         model = replace(case, checkpointing=checkpointing).make_model()
-        if checkpointing and kind == "saved attention":
-            _save_attention(model)
         with shared_prefix(model, "cascade"):
             score(model, pack(case.make_groups(), "shared", device=case.device)).logprobs_N.sum().backward()
         return torch.cat([parameter.grad.flatten().float() for parameter in model.parameters()])
 
     expected = gradient(False)
-    error = (gradient(True) - expected).norm() / expected.norm()
+    error = (gradient(checkpointing) - expected).norm() / expected.norm()
     stage.add(label=f"gradient, {kind}", relative_error=error.item())
 
 

@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 31_935,
-    "files": 189,
-    "files under 40 lines": 28,
-    "private helpers used once": 164,
+    "lines of code": 32_113,
+    "files": 190,
+    "files under 40 lines": 27,
+    "private helpers used once": 165,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_451,
+    "lines of raise statements": 1_453,
 }
 
 

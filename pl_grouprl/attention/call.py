@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +61,13 @@ class LayoutCall:
         counts = Counter(self.ran.values())
         return {kind: (backend, counts[kind, backend]) for kind, backend in sorted(counts)}
 
+
+PACKED_ROW: ContextVar[LayoutCall | None] = ContextVar("packed_row", default=None)
+"""The call on a packed row that a decoder is running; None in an ordinary call.
+
+A global suffices for what is decided once per call: masks are created before the layers, and a layer's contexts of
+checkpointing before its forward pass, never when it is recomputed.
+"""
 
 # Layer states with which later calls continue earlier tokens, so that a group need not fit into one call: the keys and
 # values of attention layers, and final states of stateful layers. A call on the prompt fills a `PrefixStates`; calls

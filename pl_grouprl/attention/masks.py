@@ -17,7 +17,6 @@ Legend: T tokens of the packed row, S of them that run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention.backends.interface import AttentionRule, cannot_share, visibility_function
-from pl_grouprl.attention.call import LayoutCall
+from pl_grouprl.attention.call import PACKED_ROW, LayoutCall
 from pl_grouprl.packing import SharedPrefixLayout
 
 
@@ -193,12 +192,6 @@ class MarkedLayer:
     rule: MaskRule
 
 
-_PACKED_ROW: ContextVar[LayoutCall | None] = ContextVar("packed_row", default=None)
-"""The call on a packed row whose masks are being created; None in an ordinary call.
-
-A global suffices: masks are created once, before the layers, never when a layer is recomputed.
-"""
-
 _MARKED: WeakValueDictionary[int, MarkedLayer] = WeakValueDictionary()
 """By a marker's number, for as long as the marker lives."""
 
@@ -207,7 +200,7 @@ _NUMBERS = count(1)
 
 def set_packed_row(call: LayoutCall | None) -> None:
     """From now on, make `mask_function` return the masks of a packed row; ordinary masks if None."""
-    _PACKED_ROW.set(call)
+    PACKED_ROW.set(call)
 
 
 def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -215,7 +208,7 @@ def mask_function(wrapped: Callable[..., Any] | None) -> Callable[..., Any]:
 
     @torch.compiler.disable(reason="reads the model's mask function in Python")
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        call = _PACKED_ROW.get()
+        call = PACKED_ROW.get()
         if call is None:
             return None if wrapped is None else wrapped(*args, **kwargs)
         rule = read_mask_function(kwargs["mask_function"])

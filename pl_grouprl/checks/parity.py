@@ -371,7 +371,7 @@ def comparable_mode(model: PreTrainedModel) -> AbstractContextManager[None]:
     attention_drops = any(
         getattr(model.config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
     )
-    reentrant = any(internals.checkpoints_reentrantly(module) for module in model.modules())
+    reentrant = any(internals.checkpointing_options(module).get("use_reentrant") for module in model.modules())
     return evaluating(model) if drops or attention_drops or reentrant else nullcontext()
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder, in_force
+from pl_grouprl.attention.backends.saved import checkpointing_of
 from pl_grouprl.attention.support import is_classifier, score_head
 from pl_grouprl.checks import ParityReport, compare_paths
 from pl_grouprl.checks.model_introspection import check_causal, check_score_head, hidden_size
@@ -31,6 +32,7 @@ from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.types import RolloutGroup
+from pl_grouprl.utilities.device_defaults import Checkpointing
 from pl_grouprl.utilities.distributed import derive_seed
 from pl_grouprl.utilities.options import check_options
 
@@ -268,7 +270,7 @@ class PretrainedCritic:
         path: Name on the model hub or a local folder. Its vocabulary must be the policy's.
         dtype: See `PretrainedPolicy`, also for the options down to `trust_remote_code`.
         attn_implementation: As in transformers.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass. Defaults to the policy's.
+        gradient_checkpointing: As in `PretrainedPolicy`. Defaults to the policy's.
         disable_dropout: Set every dropout rate of the config to 0.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
@@ -281,7 +283,7 @@ class PretrainedCritic:
     path: str
     dtype: Dtype = "float32"
     attn_implementation: str | None = None
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: Checkpointing | None = None
     disable_dropout: bool = True
     revision: str | None = None
     trust_remote_code: bool = False
@@ -318,8 +320,8 @@ class PretrainedCritic:
         available, needed = (model.get_input_embeddings().num_embeddings for model in both)
         if available < needed:
             raise ValueError(f"{owner} has embeddings for {available} tokens and the policy for {needed}.")
-        if self.gradient_checkpointing is None and getattr(policy, "is_gradient_checkpointing", False):
-            self._checkpoint.enable_checkpointing(trunk)
+        if self.gradient_checkpointing is None and (mode := checkpointing_of(policy)):
+            replace(self._checkpoint, gradient_checkpointing=mode).enable_checkpointing(trunk)
         return Critic(trunk, head).train()
 
     def load_config(self) -> PretrainedConfig:

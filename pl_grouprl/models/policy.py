@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pl_grouprl.attention import find_decoder
+from pl_grouprl.attention.backends.saved import save_attention
 from pl_grouprl.media.rows import language_model_class
 from pl_grouprl.models.adapters import (
     FourBit,
@@ -27,6 +28,7 @@ from pl_grouprl.models.adapters import (
 from pl_grouprl.models.kernels import Kernels, apply_kernels
 from pl_grouprl.models.loading import load_gguf_config, load_gguf_tokenizer, load_model, split_gguf_path
 from pl_grouprl.utilities import internals, optional
+from pl_grouprl.utilities.device_defaults import Checkpointing
 from pl_grouprl.utilities.distributed import local_shard
 from pl_grouprl.utilities.options import as_options, drop_none
 from pl_grouprl.utilities.text import first_names
@@ -84,7 +86,8 @@ class PretrainedPolicy:
             weights; `bf16-true` casts them to bfloat16 regardless. `auto` is the checkpoint's dtype.
         attn_implementation: As in transformers (`sdpa`, `flash_attention_2`, `eager`); defaults to its choice. Prefix
             sharing wraps it.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass. Defaults to True on a GPU.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass; with `attention`, all but
+            what attention computes, which takes more memory and less time. Defaults to True on a GPU.
         disable_dropout: Set every dropout rate of the config to 0; training rejects a model with another, since old
             and new log-probabilities would not be comparable.
         revision: Branch, tag or commit on the hub.
@@ -98,7 +101,7 @@ class PretrainedPolicy:
             for a fit on a GPU if it is installed. When a fit starts, liger's layers are compared with the model's own,
             and stay only if rounding explains the difference.
         gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` defaults to
-            False.
+            False. With `attention`, it and `context_fn` are set.
         allow_mismatched_weights: Names or glob patterns of weights that may be missing from the folder, unexpected in
             it, or of another shape; any other mismatch is an error. These are initialized at random, identically in
             every run.
@@ -116,7 +119,7 @@ class PretrainedPolicy:
     path: str
     dtype: Dtype = "float32"
     attn_implementation: str | None = None
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: Checkpointing | None = None
     disable_dropout: bool = True
     revision: str | None = None
     trust_remote_code: bool = False
@@ -135,6 +138,9 @@ class PretrainedPolicy:
             optional.require(optional.GGUF_AVAILABLE, f"gguf_file {self.gguf_file!r}", "gguf")
         if self.gradient_checkpointing_kwargs is not None and not self.gradient_checkpointing:
             raise ValueError("gradient_checkpointing_kwargs is set, but gradient_checkpointing is off; switch it on.")
+        given = {"use_reentrant", "context_fn"} & set(self.gradient_checkpointing_kwargs or {})
+        if self.gradient_checkpointing == "attention" and given:
+            raise ValueError(f"gradient_checkpointing 'attention' sets {' and '.join(sorted(given))}; omit that.")
         if self.quantization is not None and (self.gguf_file is not None or self.kernels == "compile"):
             other = "kernels='compile'" if self.gguf_file is None else "gguf_file"
             raise ValueError(f"quantization does not work with {other}; omit one of them.")
@@ -242,7 +248,8 @@ class PretrainedPolicy:
 
     @property
     def _checkpointing_options(self) -> dict[str, Any]:
-        return {"use_reentrant": False} | (self.gradient_checkpointing_kwargs or {})
+        saving = {"context_fn": save_attention} if self.gradient_checkpointing == "attention" else {}
+        return {"use_reentrant": False} | saving | (self.gradient_checkpointing_kwargs or {})
 
     @property
     def _hub_options(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.utilities import internals
 from pl_grouprl.utilities.device_defaults import (
     DEVICES,
+    Checkpointing,
+    attended_bytes,
     cached_by_layer,
     cached_bytes,
     checkpoints_activations,
@@ -238,11 +240,13 @@ class KeptBytes:
         total: The whole decoder, without checkpointing.
         largest: The layer that keeps most.
         inputs: The inputs of all layers, which checkpointing keeps.
+        attended: The outputs and log-sum-exps of attention, which `gradient_checkpointing: attention` keeps as well.
     """
 
     total: int
     largest: int
     inputs: int
+    attended: int
 
 
 def count_kept(model: Any, *, autocast: bool) -> KeptBytes:
@@ -264,6 +268,7 @@ def count_kept(model: Any, *, autocast: bool) -> KeptBytes:
         return _FusedAttention.apply(query, key, value), None
 
     decoder = find_decoder(model).train()
+    width = 2 if autocast else model.dtype.itemsize
     AttentionInterface.register("pl_grouprl_counted", attend)
     AttentionMaskInterface.register("pl_grouprl_counted", lambda *args, **kwargs: None)
     internals.set_attention_implementation(decoder.config, "pl_grouprl_counted")
@@ -283,7 +288,7 @@ def count_kept(model: Any, *, autocast: bool) -> KeptBytes:
     extra = _LENGTHS[1] - _LENGTHS[0]
     kept = [(after - before) // extra for before, after in zip(short[0], long[0], strict=True)]
     inputs = (sum(long[1]) - sum(short[1])) // extra
-    return KeptBytes(sum(kept), max(kept[:-1]), inputs)
+    return KeptBytes(sum(kept), max(kept[:-1]), inputs, attended_bytes(decoder.config, width))
 
 
 def _saved(decoder: Any, length: int, autocast: bool) -> tuple[list[int], list[int]]:
@@ -394,18 +399,25 @@ class LayerBytes:
         try:
             return cls(config, count_kept(model, autocast=autocast), trains_all, width)
         except TypeError:
-            kept = kept_bytes(config, 2 if autocast else model.dtype.itemsize)
+            bytes_each = 2 if autocast else model.dtype.itemsize
+            kept = kept_bytes(config, bytes_each)
             if not kept:
                 raise
             inputs = sum(4 * hidden for hidden, *_ in layer_sizes(config))
-            return cls(config, KeptBytes(sum(kept), max(kept), inputs), trains_all, width, is_counted=False)
+            estimate = KeptBytes(sum(kept), max(kept), inputs, attended_bytes(config, bytes_each))
+            return cls(config, estimate, trains_all, width, is_counted=False)
 
-    def activations(self, checkpointing: bool) -> tuple[int, int]:
+    def activations(self, checkpointing: Checkpointing) -> tuple[int, int]:
         """Bytes that the forward pass leaves behind, and the extra bytes while a layer is in its backward pass."""
-        hidden, queries, inner = (max(sizes) for sizes in zip(*layer_sizes(self.config), strict=True))
+        sizes = layer_sizes(self.config)
+        hidden, queries, inner = (max(each) for each in zip(*sizes, strict=True))
         # The gradients inside that layer.
         working = 8 * hidden + 2 * queries + 4 * inner if self.trains_all else 14 * hidden + 6 * inner
-        return (self.kept.inputs, self.kept.largest + working) if checkpointing else (self.kept.total, working)
+        if not checkpointing:
+            return self.kept.total, working
+        saved = self.kept.attended if checkpointing == "attention" else 0
+        own = saved // len(sizes)  # of that layer, which `largest` has already
+        return self.kept.inputs + saved, self.kept.largest - own + working
 
     @property
     def head(self) -> int:
@@ -460,23 +472,23 @@ class Footprint:
         """Bytes of weights in another dtype during updates."""
         return self.policy.copies + self.critic.copies
 
-    def activations(self, tokens: int, checkpointing: bool) -> int:
+    def activations(self, tokens: int, checkpointing: Checkpointing) -> int:
         """Peak bytes of a micro-batch, without logits."""
         left, inside = self._per_token(checkpointing)
         return tokens * (left + inside)
 
-    def logits(self, tokens: int, checkpointing: bool) -> int:
+    def logits(self, tokens: int, checkpointing: Checkpointing) -> int:
         """Bytes that the head adds to that peak; the head is done before the backward pass reaches the layers."""
         left, _ = self._per_token(checkpointing)
         return max(0, tokens * left + self.layers.head - self.activations(tokens, checkpointing))
 
-    def _per_token(self, checkpointing: bool) -> tuple[int, int]:
+    def _per_token(self, checkpointing: Checkpointing) -> tuple[int, int]:
         pairs = [
             layers.activations(checkpointing) for layers in (self.layers, self.critic_layers) if layers is not None
         ]
         return sum(left for left, _ in pairs), max(inside for _, inside in pairs)
 
-    def largest_budget(self, gib: float, checkpointing: bool) -> int:
+    def largest_budget(self, gib: float, checkpointing: Checkpointing) -> int:
         """Maximum tokens of a micro-batch on a device with this many GiB; 0 or less if nothing fits."""
         room = int(gib * GIB * USABLE) - self.resident - self.copies
         left, inside = self._per_token(checkpointing)
@@ -566,7 +578,7 @@ class PlannedModels:
         cost: Operations of the policy.
         has_adapter: Whether the policy trains an adapter.
         has_critic: Whether there is a critic with its own backbone.
-        checkpointing: Whether gradient checkpointing is on.
+        checkpointing: How layers recompute their activations.
     """
 
     name: str
@@ -576,7 +588,7 @@ class PlannedModels:
     cost: ModelCost
     has_adapter: bool
     has_critic: bool
-    checkpointing: bool
+    checkpointing: Checkpointing
 
 
 def plan_models(module: Any, hardware: Hardware) -> PlannedModels:

@@ -23,7 +23,7 @@ from pl_grouprl.planning.memory import (
 )
 from pl_grouprl.planning.scaling import UTILIZATION, Lengths, Rates, StepModel, table
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.utilities.device_defaults import DEVICES, sequences_at_once
+from pl_grouprl.utilities.device_defaults import DEVICES, Checkpointing, sequences_at_once
 
 _SAMPLE = 256
 """Number of prompts, evenly spaced by length, over which operations are averaged."""
@@ -214,22 +214,40 @@ class RunPlan:
 
     def step_operations(self) -> tuple[float, float]:
         """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
-        forward = self.workload.operations(self.models.cost, "shared" if self.workload.shares else "repeated")
         sampled = self.workload.operations(self.models.cost, "shared")
-        # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
-        update = 1 + (1 if self.models.has_adapter else 2) + self.models.checkpointing
-        critic = (1 + update) * self.models.has_critic
-        return sampled, forward * (self.passes + update * self.workload.num_iterations + critic)
+        return sampled, sum(self._trained_operations())
 
-    def step_seconds(self) -> tuple[float, float] | None:
+    def _trained_operations(self) -> tuple[float, float]:
+        """Of scoring and updates: those outside attention, and those of attention."""
+        work, models = self.workload, self.models
+        # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
+        # Checkpointing adds one forward, or only its part outside attention.
+        update = 2 if models.has_adapter else 3
+
+        def total(part: ModelCost, recomputes: bool) -> float:
+            forward = work.operations(part, "shared" if work.shares else "repeated")
+            critic = (1 + update + recomputes) * models.has_critic
+            return forward * (self.passes + (update + recomputes) * work.num_iterations + critic)
+
+        outside = total(replace(models.cost, per_pair={}), bool(models.checkpointing))
+        attention = replace(models.cost, per_token=0.0, per_prediction=0.0)
+        return outside, total(attention, models.checkpointing is True)
+
+    def step_seconds(self, *, newest_flash: bool = False) -> tuple[float, float] | None:
         """Minimum seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
 
-        A decoding step takes at least the time to read all weights and the KV caches of its sequences.
+        Attention in scoring and updates runs at the published rate of FlashAttention. A decoding step takes at least
+        the time to read all weights and the KV caches of its sequences.
+
+        Args:
+            newest_flash: Whether FlashAttention-3 is installed, which Hopper runs instead of FlashAttention-2.
         """
         if self.hardware.device is None or not self.hardware.precision.startswith(("bf16", "16")):
             return None
         rates, work = DEVICES[self.hardware.device], self.workload
-        sampled, trained = (total / self.hardware.processes / rates.operations for total in self.step_operations())
+        rate = rates.operations * self.hardware.processes
+        sampled, (outside, attention) = self.step_operations()[0] / rate, self._trained_operations()
+        trained = (outside + attention / rates.flash[newest_flash]) / rate
         all_sequences = math.ceil(work.batch_size / work.processes) * work.num_generations
         waves = math.ceil(all_sequences / work.sequences)
         prompts = all_sequences / work.num_generations * work.mean_prompt
@@ -359,7 +377,7 @@ def plan_run(
     )
 
 
-def room_for(work: Workload, held: Footprint, gib: float, checkpointing: bool) -> tuple[int, int]:
+def room_for(work: Workload, held: Footprint, gib: float, checkpointing: Checkpointing) -> tuple[int, int]:
     """Largest token budget of a micro-batch, and number of sequences sampled at once, that fit on a device.
 
     The budget is 0 if that is less than the data needs. A prompt counts once per sequence, as in a split group; there
@@ -387,6 +405,7 @@ def rounded(tokens: int) -> int:
 def _memory_lines(plan: RunPlan) -> Iterator[str]:
     work, memory = plan.workload, plan.memory
     checkpointing = "gradient checkpointing" if plan.models.checkpointing else "no gradient checkpointing"
+    checkpointing += ", attention saved" if plan.models.checkpointing == "attention" else ""
     labels = {
         "weights": "weights",
         "gradients": "gradients",
@@ -446,3 +465,6 @@ def _time_lines(plan: RunPlan) -> Iterator[str]:
     rollout, update = seconds
     yield f"  at least {rollout:.2g} s for rollouts and {update:.2g} s for scoring and updates,"
     yield f"  at the peak rates in {plan.hardware.device}'s data sheet, of which runs reach a fraction"
+    _, newest = plan.step_seconds(newest_flash=True) or seconds
+    if newest < update:
+        yield f"  and attention at FlashAttention-2's; with FlashAttention-3 installed, {newest:.2g} s for the latter"

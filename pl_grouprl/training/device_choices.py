@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from pl_grouprl.attention.backends.saved import checkpointing_of
 from pl_grouprl.models.kernels import fuse_if_exact
 from pl_grouprl.utilities.device_defaults import (
     GIB,
@@ -72,9 +73,10 @@ class DeviceChoices:
             lines.append(f"samples in {sampled.removeprefix('torch.')}")
         if any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups):
             lines.append("fused AdamW")
-        if getattr(module.policy, "is_gradient_checkpointing", False):
+        if checkpointing := checkpointing_of(module.policy):
             is_default = getattr(module.policy_source, "gradient_checkpointing", True) is None
-            lines.append(f"recomputes activations{' (the default on a GPU)' if is_default else ''}")
+            saved = " except those of attention" if checkpointing == "attention" else ""
+            lines.append(f"recomputes activations{saved}{' (the default on a GPU)' if is_default else ''}")
         where = f"On {device.type}"
         if device.type == "cuda":
             where = f"On {torch.cuda.get_device_name(device)}, {free_memory(device) / GIB:.1f} GiB free"
@@ -130,7 +132,7 @@ class DeviceChoices:
         models = [m for m in module.scored_models().values() if any(p.requires_grad for p in m.parameters())]
         configs = [model.config.get_text_config(decoder=True) for model in models]
         per_token = sum(
-            activation_bytes(config, width, getattr(model, "is_gradient_checkpointing", False))
+            activation_bytes(config, width, checkpointing_of(model))
             for config, model in zip(configs, models, strict=True)
         )
         logits = sum(512 * 8 * config.vocab_size for config in configs)

@@ -33,20 +33,23 @@ class DeviceRates(NamedTuple):
         gib: Memory in GiB.
         operations: Dense 16-bit operations per second.
         bandwidth: Bytes read from its memory per second.
+        flash: Share of `operations` that FlashAttention-2 reaches, and FlashAttention-3 on Hopper, as their papers say
+            (arXiv:2307.08691, arXiv:2407.08608).
     """
 
     gib: int
     operations: float
     bandwidth: float
+    flash: tuple[float, float] = (1.0, 1.0)
 
 
 DEVICES: dict[str, DeviceRates] = {
     "a10": DeviceRates(24, 125e12, 600e9),
-    "a100": DeviceRates(80, 312e12, 2039e9),
-    "h100": DeviceRates(80, 989e12, 3350e9),
-    "h100-nvl": DeviceRates(94, 835e12, 3900e9),
-    "h100-pcie": DeviceRates(80, 756e12, 2000e9),
-    "h200": DeviceRates(141, 989e12, 4800e9),
+    "a100": DeviceRates(80, 312e12, 2039e9, (0.73, 0.73)),
+    "h100": DeviceRates(80, 989e12, 3350e9, (0.35, 0.75)),
+    "h100-nvl": DeviceRates(94, 835e12, 3900e9, (0.35, 0.75)),
+    "h100-pcie": DeviceRates(80, 756e12, 2000e9, (0.35, 0.75)),
+    "h200": DeviceRates(141, 989e12, 4800e9, (0.35, 0.75)),
     "l4": DeviceRates(24, 121e12, 300e9),
     "l40": DeviceRates(48, 181e12, 864e9),
     "l40s": DeviceRates(48, 362e12, 864e9),
@@ -90,7 +93,11 @@ def fuses_adamw(parameters: Iterable[Tensor], scaler: Any = None) -> bool | None
     return True if on_gpu and scaler is None else None
 
 
-def checkpoints_activations(setting: bool | None, device_type: str) -> bool:
+Checkpointing = bool | Literal["attention"]
+"""Whether layers recompute their activations; `attention` for all but the outputs of attention."""
+
+
+def checkpoints_activations(setting: Checkpointing | None, device_type: str) -> Checkpointing:
     """Whether a policy recomputes activations: as set, else on a GPU, as in TRL."""
     return device_type == "cuda" if setting is None else setting
 
@@ -158,11 +165,11 @@ def cached_by_layer(config: Any, width: int) -> list[tuple[int, int | None]]:
             heads = _size(layer, "num_key_value_heads") or _size(layer, "num_attention_heads")
             window = _size(layer, "sliding_window") or _size(layer, "attention_chunk_size") or None
             is_whole = kind in ("attention", "full_attention")
-            found.append((width * heads * _key_and_value(layer), None if is_whole else window))
+            found.append((width * heads * sum(_head_sizes(layer)), None if is_whole else window))
     return found
 
 
-def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
+def activation_bytes(config: Any, width: int, checkpointing: Checkpointing) -> int:
     """Upper estimate of the bytes that a token takes at the peak of a decoder's forward and backward.
 
     Layers of Qwen3 keep 26 D + 10 (N + K) H + 8 I bytes under `bf16-mixed`, those of Gemma 3 a quarter more (D hidden
@@ -172,12 +179,24 @@ def activation_bytes(config: Any, width: int, checkpointing: bool) -> int:
     Args:
         config: The decoder's config.
         width: Bytes of a number in matrix products: 2 or 4.
-        checkpointing: Whether layers recompute their activations.
+        checkpointing: How layers recompute their activations.
     """
     layers, kept = _layers(config), kept_bytes(config, width)
     if checkpointing:
-        return sum(4 * _size(layer, "hidden_size") for layer in layers) + 2 * max(kept)
+        saved = attended_bytes(config, width) if checkpointing == "attention" else 0
+        return sum(4 * _size(layer, "hidden_size") for layer in layers) + saved + 2 * max(kept)
     return sum(kept) + max(kept)
+
+
+def attended_bytes(config: Any, width: int) -> int:
+    """Bytes of a token's output and log-sum-exp in all layers with attention: what checkpointing `attention` saves."""
+    layers = _layers(config)
+    kinds = getattr(config, "layer_types", None) or ["attention"] * len(layers)
+    return sum(
+        _size(layer, "num_attention_heads") * (width * _head_sizes(layer)[1] + 4)
+        for layer, kind in zip(layers, kinds, strict=False)
+        if "attention" in kind and "linear" not in kind
+    )
 
 
 def kept_bytes(config: Any, width: int) -> list[int]:
@@ -188,7 +207,7 @@ def kept_bytes(config: Any, width: int) -> list[int]:
         heads += _size(layer, "num_key_value_heads") or heads
         dense, chosen = _size(layer, "intermediate_size"), _size(layer, "num_experts_per_tok")
         inner = max(dense, chosen * (_size(layer, "moe_intermediate_size") or dense)) or 4 * hidden
-        kept = 40 * hidden + 6 * heads * _key_and_value(layer) + 10 * inner
+        kept = 40 * hidden + 6 * heads * sum(_head_sizes(layer)) + 10 * inner
         if chosen:  # a token is copied for each of its experts
             kept += 24 * chosen * hidden + 10 * inner
         has_state = any("mamba" in name or "linear_num" in name for name in vars(layer))
@@ -202,7 +221,7 @@ def layer_sizes(config: Any) -> list[tuple[int, int, int]]:
     for layer in _layers(config):
         hidden, dense = _size(layer, "hidden_size"), _size(layer, "intermediate_size")
         experts = _size(layer, "num_experts_per_tok") * (_size(layer, "moe_intermediate_size") or dense)
-        queries = _size(layer, "num_attention_heads") * _key_and_value(layer) // 2
+        queries = _size(layer, "num_attention_heads") * sum(_head_sizes(layer)) // 2
         sizes.append((hidden, queries, max(dense, experts) or 4 * hidden))
     return sizes
 
@@ -212,10 +231,10 @@ def _layers(config: Any) -> list[Any]:
     return list(getattr(config, "per_layer_config", None) or [config] * _size(config, "num_hidden_layers"))
 
 
-def _key_and_value(layer: Any) -> int:
-    """Sizes of a head of keys and of one of values together."""
+def _head_sizes(layer: Any) -> tuple[int, int]:
+    """Sizes of a head of keys and of one of values."""
     head = _size(layer, "head_dim") or _size(layer, "hidden_size") // max(_size(layer, "num_attention_heads"), 1)
-    return sum(_size(layer, name) or head for name in ("qk_head_dim", "v_head_dim"))
+    return _size(layer, "qk_head_dim") or head, _size(layer, "v_head_dim") or head
 
 
 def _size(config: Any, name: str) -> int:

@@ -75,11 +75,10 @@ def router_recorders(decoder: Any) -> list[Any]:
     return recorders if isinstance(recorders, list) else [recorders]
 
 
-def checkpoints_reentrantly(module: Any) -> bool:
-    """Whether a module runs with reentrant gradient checkpointing."""
+def checkpointing_options(module: Any) -> dict[str, Any]:
+    """The arguments with which a module checkpoints its activations; empty if it does not."""
     function = getattr(module, "_gradient_checkpointing_func", None)
-    asked = bool(getattr(function, "keywords", {}).get("use_reentrant"))
-    return asked and bool(getattr(module, "gradient_checkpointing", False))
+    return getattr(function, "keywords", {}) if getattr(module, "gradient_checkpointing", False) else {}
 
 
 def requires_input_gradients(model: Any) -> bool:
@@ -172,6 +171,7 @@ NAMES = {
     "torch.distributed.distributed_c10d": "_get_default_store _world",  # the watchdog's store and counters
     "torch.distributed.PrefixStore": "_underlying_non_prefix_store",  # the watchdog's store
     "torch.distributed.ProcessGroup": "_get_sequence_number_for_group",  # the watchdog's counters
+    "torch.Tensor": "_version",  # whether a saved output was changed in place
     "torch.UntypedStorage": "_cdata",  # whether two tensors share memory
     "deepspeed.runtime.engine.DeepSpeedEngine": "_backward_prologue",  # several backward passes a step
     # skipping a group; evaluation under ZeRO-3

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pl_grouprl.utilities.processes import require_system
 
 BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 DATASETS_AVAILABLE = find_spec("datasets") is not None
+FLASH_ATTENTION_3_AVAILABLE = find_spec("flash_attn_interface") is not None
+FLASH_ATTENTION_4_AVAILABLE = any(  # without importing its parent, which may be the package of FlashAttention-2
+    Path(folder, "cute").is_dir()
+    for spec in [find_spec("flash_attn")]
+    for folder in (spec and spec.submodule_search_locations) or ()
+)
 GGUF_AVAILABLE = find_spec("gguf") is not None and find_spec("accelerate") is not None
 LIGER_AVAILABLE = find_spec("liger_kernel") is not None
 MATH_VERIFY_AVAILABLE = find_spec("math_verify") is not None

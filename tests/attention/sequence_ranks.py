@@ -20,6 +20,7 @@ from helpers.forests import random_forest
 from helpers.tiny_models import VOCAB, random_groups, tiny_model
 
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.attention.backends.saved import save_attention
 from pl_grouprl.attention.sequence_parallel import sequence_mesh
 from pl_grouprl.models.score import PrefixPass, hidden_states, record_router_logits, router_balancing_loss, score
 from pl_grouprl.packing import ScoringBatch, SharedPrefixLayout, pack
@@ -158,7 +159,8 @@ def main(size: int, cases: list[dict], result: Path) -> None:
         if hasattr(model.config, "num_experts_per_tok"):
             model.set_experts_implementation("eager")  # the other one knows no float64
         if case.get("checkpointing"):
-            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+            saving = {"context_fn": save_attention} if case["checkpointing"] == "attention" else {}
+            model.train().gradient_checkpointing_enable({"use_reentrant": False} | saving)
         if case.get("refused"):
             found[case["name"]] = refused(case, model, group)
         else:

@@ -26,9 +26,10 @@ CASES = [
     {"family": "llama", "forest": 1},
     {"family": "gemma3_text", "forest": 2},
     {"family": "llama", "shape": "groups", "checkpointing": True},
+    {"family": "llama", "shape": "groups", "checkpointing": "attention"},
     {"family": "qwen3_moe", "shape": "odd", "routers": True},
     {"family": "gpt_oss", "slices": True},
-    {"family": "llama", "slices": True, "options": {"num_key_value_heads": 1}, "checkpointing": True},
+    {"family": "llama", "slices": True, "options": {"num_key_value_heads": 1}, "checkpointing": "attention"},
 ]
 REFUSALS = [
     ({"family": "llama", "other_rows": True}, "different rows"),

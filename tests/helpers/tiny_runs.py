@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from pl_grouprl.algorithms import GRPO, OptimizerConfig
+from pl_grouprl.attention.backends.saved import save_attention
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.demo.tasks import digit_tokenizer
@@ -30,7 +31,7 @@ class TinyPolicy:
 
     def __init__(
         self,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Any = False,
         seed: int = 0,
         hidden_size: int = 32,
         initializer_range: float = 0.02,
@@ -60,7 +61,8 @@ class TinyPolicy:
             torch.manual_seed(self.seed)
             model = Qwen3ForCausalLM(config)
         if self.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            saving = {"context_fn": save_attention} if self.gradient_checkpointing == "attention" else {}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False} | saving)
         return model
 
     def load_tokenizer(self) -> Any:

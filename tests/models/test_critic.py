@@ -260,7 +260,7 @@ def test_options_of_a_pretrained_critic(tmp_path, policy):
 def test_activation_checkpointing_changes_no_gradient(tmp_path, family):
     tiny_model(family, seed=2).save_pretrained(tmp_path)
     batch, found = pack(random_groups(1, SHAPES)), []
-    for checkpointing in (False, True):
+    for checkpointing in (False, True, "attention"):
         source = PretrainedCritic(str(tmp_path), gradient_checkpointing=checkpointing, head_std=0.3)
         critic = source.load(tiny_model(family))
         layer = (critic.trunk.h if family == "gpt2" else critic.trunk.layers)[0].mlp
@@ -269,8 +269,9 @@ def test_activation_checkpointing_changes_no_gradient(tmp_path, family):
             layer.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
             critic.values(batch).square().sum().backward()
         found.append(gradients(critic))
-        assert len(runs) == 1 + checkpointing
+        assert len(runs) == 1 + bool(checkpointing)
     assert worst_gradient_error(found[1], found[0]) < 1e-5
+    assert all(torch.equal(found[2][name], gradient) for name, gradient in found[1].items())
 
 
 def test_a_copy_checkpoints_where_the_policy_does(policy):

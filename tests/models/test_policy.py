@@ -43,12 +43,20 @@ def qwen(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("trained", "use_reentrant"), [("adapter", True), ("last layer", True), ("all", True), ("adapter", False)]
+    ("trained", "use_reentrant", "mode"),
+    [
+        ("adapter", True, True),
+        ("last layer", True, True),
+        ("all", True, True),
+        ("adapter", False, True),
+        ("adapter", False, "attention"),
+        ("last layer", False, "attention"),
+    ],
 )
-def test_both_kinds_of_checkpointing_lose_no_gradient(qwen, trained, use_reentrant):
+def test_no_kind_of_checkpointing_loses_a_gradient(qwen, trained, use_reentrant, mode):
     """Reentrant checkpointing gives a layer gradients only where its input has one, which frozen embeddings lack."""
     found = []
-    for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}):
+    for options in ({}, {"gradient_checkpointing": mode, "gradient_checkpointing_kwargs": {"use_reentrant": True}}):
         if options and not use_reentrant:
             del options["gradient_checkpointing_kwargs"]
         policy = PretrainedPolicy(qwen, adapter=LoRAAdapter(r=2) if trained == "adapter" else None, **options).load()
@@ -87,6 +95,9 @@ def test_arguments_of_checkpointing(qwen):
     options = {"preserve_rng_state": False, "determinism_check": "none"}
     policy = PretrainedPolicy(qwen, gradient_checkpointing=True, gradient_checkpointing_kwargs=options).load()
     assert policy.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False, **options}
+    options = {"context_fn": print, "use_reentrant": False}
+    with pytest.raises(ValueError, match="context_fn and use_reentrant"):
+        PretrainedPolicy(qwen, gradient_checkpointing="attention", gradient_checkpointing_kwargs=options)
 
 
 def test_an_adapter_may_be_a_mapping(qwen):

@@ -12,6 +12,7 @@ from helpers.sweeps import sweep, sweep_pairs
 from helpers.tiny_models import random_groups
 
 from pl_grouprl.attention import shared_prefix
+from pl_grouprl.attention.backends.saved import save_attention
 from pl_grouprl.models import FourBit, LoRAAdapter, PretrainedPolicy, hidden_states, score
 from pl_grouprl.models.adapters import quantized_layers
 from pl_grouprl.packing import pack
@@ -94,7 +95,8 @@ def activations(method, layers, tokens, checkpointing, **sizes):
     """Bytes that the decoder keeps after its forward pass, and the peak of forward and backward pass."""
     model = trainable(method, layers=layers, **sizes)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        saving = {"context_fn": save_attention} if checkpointing == "attention" else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False} | saving)
     ids = torch.zeros(1, tokens, dtype=torch.long)
     with Peak(held(model)) as peak:
         with torch.autocast("cpu", torch.bfloat16):
@@ -104,14 +106,15 @@ def activations(method, layers, tokens, checkpointing, **sizes):
     return torch.tensor([kept, peak.peak])
 
 
-@pytest.mark.parametrize(("method", "checkpointing"), [(FULL, False), (FULL, True), (LORA, True)])
+@pytest.mark.parametrize(("method", "checkpointing"), [(FULL, False), (FULL, True), (LORA, True), (FULL, "attention")])
 def test_activations_are_counted(method, checkpointing, record_property):
     """Per token, so that copies of weights cancel; attention keeps no scores."""
     runs = {(n, t): activations(method, n, t, checkpointing) for n in (1, 3) for t in (TOKENS, 2 * TOKENS)}
     one, three = ((runs[n, 2 * TOKENS] - runs[n, TOKENS]) / TOKENS for n in (1, 3))
     (kept_per_layer, _), (_, peak) = (three - one) / 2, three
     if checkpointing:
-        assert kept_per_layer == (4 if method.trains_all else 2) * 96
+        saved = 6 * (2 * 32 + 4) if checkpointing == "attention" else 0
+        assert kept_per_layer == (4 if method.trains_all else 2) * 96 + saved
     else:
         one, three = (layer_bytes(config(layers), method).kept.total for layers in (1, 3))
         assert kept_per_layer == (three - one) / 2
@@ -225,7 +228,7 @@ def test_caches_by_hand():
         (mistral, (3 * 100 + 12 * 20) + 12 * 50),
         (hybrid, 3 * 100 + 12 * 20),
     ]:
-        layers = LayerBytes(config, KeptBytes(0, 0, 0), width=2)
+        layers = LayerBytes(config, KeptBytes(0, 0, 0, 0), width=2)
         assert layers.caches(3, 100, 12, 20) == number * expected
 
 

@@ -1,6 +1,7 @@
 """The plan of a run has the figures of the run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,8 +121,13 @@ def test_a_rate_gives_a_least_time(path):
     data.setup("fit")
     known = plan_run(module, data, Hardware("bf16-mixed", device="h100"))
     _, trained = known.step_operations()
-    assert known.step_seconds()[1] == pytest.approx(trained / 989e12)
+    attention = known.workload.operations(replace(known.models.cost, per_token=0, per_prediction=0), "shared")
+    # Checkpointed on a GPU: 4 forwards.
+    for newest, share in ((False, 0.35), (True, 0.75)):
+        expected = (trained + 4 * attention * (1 / share - 1)) / 989e12
+        assert known.step_seconds(newest_flash=newest)[1] == pytest.approx(expected)
     assert "h100" in str(known)
+    assert "with FlashAttention-3 installed" in str(known)
     assert plan_run(module, data, Hardware("32-true", device="h100")).step_seconds() is None
 
 
@@ -131,6 +137,12 @@ def test_an_update_is_a_forward_and_two_of_backward(path):
     assert plan.step_operations() == pytest.approx((forward, forward * (2 * 3 + 2)))  # old scores, reference
     lora = planned(GRPO(PretrainedPolicy(path, adapter=LoRAAdapter(r=4), gradient_checkpointing=True), zero))
     assert lora.step_operations() == pytest.approx((forward, forward * 3))
+    saving = planned(GRPO(PretrainedPolicy(path, gradient_checkpointing="attention"), zero))
+    attention = plan.workload.operations(plan.models.cost, "shared") - plan.workload.operations(
+        replace(plan.models.cost, per_pair={}), "shared"
+    )
+    assert saving.step_operations() == pytest.approx((forward, forward * 4 - attention))
+    assert "gradient checkpointing, attention saved" in str(saving)
 
 
 @pytest.mark.parametrize(

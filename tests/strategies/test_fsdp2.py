@@ -67,11 +67,21 @@ def test_rollouts_in_bfloat16_are_those_of_whole_weights(tmp_path):
         {"algorithm": "GroupPPO", "critic": "shared", "module": {"critic_warmup_steps": 1}},
         {"module": {"max_tokens_per_micro_batch": 32, "beta": 0.1, "num_iterations": 2}},
         {"module": {"max_tokens_per_micro_batch": 32}, "policy": {"gradient_checkpointing": True}},
+        {"module": {"max_tokens_per_micro_batch": 32}, "policy": {"gradient_checkpointing": "attention"}},
         {"adapter": {"r": 4}, "module": {"beta": 0.1}},
         {"trainer": {"accumulate_grad_batches": 2}, "module": {"num_mini_batches": 2}},
         {"algorithm": "Distillation", "module": {"max_tokens_per_micro_batch": 32, "gamma": 0.5}},
     ],
-    ids=["ppo", "shared trunk", "budget", "activation checkpointing", "adapter", "accumulation", "distillation"],
+    ids=[
+        "ppo",
+        "shared trunk",
+        "budget",
+        "checkpointing",
+        "saved attention",
+        "adapter",
+        "accumulation",
+        "distillation",
+    ],
 )
 def test_every_way_to_train(tmp_path, case):
     assert largest_difference(run(tmp_path / "ddp", "ddp", **case), run(tmp_path / "fsdp2", "fsdp2", **case)) < 1e-5

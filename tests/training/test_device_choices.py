@@ -16,6 +16,7 @@ from helpers.versions import needs
 
 from pl_grouprl import PPO, PretrainedPolicy
 from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.attention.backends.saved import checkpointing_of
 from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.models import PretrainedCritic
 from pl_grouprl.rollout import HFRolloutEngine
@@ -75,13 +76,15 @@ def on_a_gpu(module):
     return module
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, True), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("setting", "expected"), [(None, True), (False, False), (True, True), ("attention", "attention")]
+)
 def test_activations_are_recomputed_on_a_gpu_unless_it_is_set(setting, expected, folder, make_module):
     policy = PretrainedPolicy(folder, gradient_checkpointing=setting)
     module = on_a_gpu(make_module(PPO, policy, critic=PretrainedCritic(folder)))
     module.load_models()
-    assert module.policy.is_gradient_checkpointing == expected
-    assert module.critic.trunk.is_gradient_checkpointing == expected
+    assert checkpointing_of(module.policy) == expected
+    assert checkpointing_of(module.critic.trunk) == expected
     on_cpu = make_module(policy=policy)
     on_cpu.load_models()
     assert on_cpu.policy.is_gradient_checkpointing == bool(setting)
@@ -152,6 +155,16 @@ def test_float32_on_a_gpu_is_warned_of(pretend, caplog):
     module._support.autocast_dtype = lambda kind: None
     with pytest.warns(UserWarning, match="computes in float32 on a GPU.*default_precision"):
         module.device_choices.describe()
+
+
+def test_the_first_lines_of_a_run_say_how_it_computes(folder, make_module, make_data, make_trainer, caplog):
+    policy = PretrainedPolicy(folder, gradient_checkpointing="attention")
+    with caplog.at_level("INFO"):
+        trainer = make_trainer(max_steps=1, precision="bf16-mixed")
+        trainer.fit(make_module(policy=policy, engine=HFRolloutEngine()), make_data())
+    lines = [record.message for record in caplog.records if record.message.startswith("On cpu")]
+    computes = "computes in bfloat16 (precision bf16-mixed), samples in float32"
+    assert lines == [f"On cpu: {computes}, recomputes activations except those of attention."]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_adamw_is_fused_if_all_weights_are_on_a_gpu_and_no_gradient_is_scaled():
 def test_activations_are_recomputed_on_a_gpu_unless_it_is_set():
     found = [checkpoints_activations(*own) for own in ((None, "cuda"), (None, "cpu"), (False, "cuda"), (True, "cpu"))]
     assert found == [True, False, False, True]
+    assert checkpoints_activations("attention", "cpu") == "attention"
 
 
 def test_sequences_at_once():
@@ -104,6 +105,8 @@ def test_layers_of_different_sizes():
     kept = [40 * 32 + 12 * 6 * size + 10 * 8 for size in (8, 16, 64)]
     assert activation_bytes(config, 2, checkpointing=False) == sum(kept) + kept[2]
     assert activation_bytes(config, 4, checkpointing=True) == 3 * 4 * 32 + 4 * kept[2]
+    saved = 4 * (2 * 8 + 4) + 4 * (2 * 16 + 4)  # of 4 heads, in two layers
+    assert activation_bytes(config, 2, checkpointing="attention") == 3 * 4 * 32 + saved + 2 * kept[2]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from pl_grouprl.attention.backends.kernels import (
     put,
     take,
 )
+from pl_grouprl.attention.backends.saved import once
 from pl_grouprl.packing import SharedPrefixLayout
 
 _HAS_TRITON = find_spec("triton") is not None  # it comes with PyTorch for CUDA
@@ -334,7 +336,7 @@ class _Cascade(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, sinks_H, ctx.plan, ctx.kernel = inputs
-        out, lse = cascade_forward(query, key, value, sinks_H, ctx.plan, ctx.kernel)
+        out, lse = once(partial(cascade_forward, *inputs))
         ctx.save_for_backward(query, key, value, sinks_H, out, lse)
         return out
 

@@ -7,6 +7,7 @@ P groups, L tokens of the longest group.
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pl_grouprl.attention.backends.cascade import CASCADE, non_sink_share
+from pl_grouprl.attention.backends.cascade import CASCADE, has_fast_kernel, non_sink_share
 from pl_grouprl.attention.backends.interface import (
     REFERENCE,
     AttentionRule,
@@ -23,6 +24,8 @@ from pl_grouprl.attention.backends.interface import (
     visibility_function,
 )
 from pl_grouprl.packing import SharedPrefixLayout
+from pl_grouprl.utilities import optional
+from pl_grouprl.utilities.tolerances import TOLERANCES, gradient_difference
 
 
 def get_backend(name: str, argument: str = "backend") -> Backend:
@@ -76,7 +79,86 @@ def choose(
         and (preference := backend.preference(query, key, value, rule)) is not None
     ]
     ordered = sorted(candidates, key=lambda entry: -entry[0])
-    return next(backend for _, backend in ordered if backend.refusal(query, key, value, rule) is None)
+    chosen = next(backend for _, backend in ordered if backend.refusal(query, key, value, rule) is None)
+    if chosen is CASCADE and query.is_cuda and has_fast_kernel(query, key, value, rule):
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        use_newest_flash_attention(query.device, query.dtype, sizes, rule.window is not None)
+    return chosen
+
+
+# FlashAttention-3 and 4 are packages. PyTorch's switch puts their kernels in place of its own FlashAttention-2, for all
+# of the process. FlashAttention-4 has windows from PyTorch 2.13 on.
+
+_NEWER = {"FA3": optional.FLASH_ATTENTION_3_AVAILABLE, "FA4": optional.FLASH_ATTENTION_4_AVAILABLE}
+"""Whether the versions are installed, by PyTorch's names."""
+
+_RUNS_ON = {"FA3": (9,), "FA4": (9, 10)}
+"""Major compute capabilities: 9 is Hopper, 10 is Blackwell."""
+
+_SMALL = SharedPrefixLayout([40, 9, 17, 1], [None, 0, 0, None])
+
+_given_up: list[str] = []
+"""The version that failed in this process, which then keeps FlashAttention-2."""
+
+
+@cache
+def use_newest_flash_attention(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], has_window: bool
+) -> None:
+    """Let the cascade's FlashAttention be the newest one installed, if it is right for layers of this kind.
+
+    The first version that is installed for the GPU is tried on a small row, forward and backward. If it raises or
+    differs from the reference by more than rounding, now or for a later kind of layer, the process keeps PyTorch's
+    own. Another version that is active already stays. PyTorch 2.10 cannot switch back, so nothing is tried there.
+
+    Args:
+        device: The GPU.
+        dtype: Of queries, keys and values.
+        sizes: H, K, D and V.
+        has_window: Whether the layers have a window.
+    """
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+    switch: Any = torch.nn.attention
+    if not any(_NEWER.values()) or _given_up or not hasattr(switch, "restore_flash_attention_impl"):
+        return
+    major, active = torch.cuda.get_device_capability(device)[0], switch.current_flash_attention_impl()
+    name = next((name for name, installed in _NEWER.items() if installed and major in _RUNS_ON[name]), None)
+    if name is None or active not in (None, name):
+        return
+    try:
+        if active is None:
+            switch.activate_flash_attention_impl(name)
+        # A thread of its own has no autocast, no checkpointing, and records gradients.
+        with ThreadPoolExecutor(1) as thread:
+            error = thread.submit(_error_on_a_small_row, device, dtype, sizes, has_window).result()
+        tolerance = TOLERANCES[dtype].hidden
+        problem = "" if error <= tolerance else f"it differs from the reference by {error:.1e} (limit {tolerance:g})"
+    except Exception as raised:
+        problem = str(raised)
+    if problem:
+        _given_up.append(name)
+        switch.restore_flash_attention_impl()
+        rank_zero_warn(f"{name} is installed but not used, attention runs PyTorch's FlashAttention-2: {problem}.")
+    elif active is None:
+        rank_zero_info(f"Attention runs {name}, which is installed; sharing.backend: cascade keeps FlashAttention-2.")
+
+
+def _error_on_a_small_row(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], has_window: bool
+) -> float:
+    """The cascade's largest relative error among output and gradients, against the reference in float32."""
+    heads, kv_heads, key_size, value_size = sizes
+    rule = AttentionRule(key_size**-0.5, window=12 if has_window else None)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads, key_size), (kv_heads, key_size), (kv_heads, value_size)]
+    rows = [torch.randn(1, count, _SMALL.num_tokens, size, generator=generator).to(dtype) for count, size in shapes]
+    results = []
+    for backend, wide in ((CASCADE, dtype), (ORACLE, torch.float32)):
+        tensors = [row.to(device, wide).requires_grad_() for row in rows]
+        out = backend.attend(tensors[0], tensors[1], tensors[2], _SMALL, rule)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
+    return max(gradient_difference([one], [other]) for one, other in zip(*results, strict=True))
 
 
 # FlexAttention with the layout's mask. PyTorch has no backward pass for it on CPU, so there it only serves scoring. On
