@@ -83,6 +83,11 @@ class Run:
     rollouts: str = "sampled"
     steps: int = STEPS
 
+    @property
+    def kernels(self) -> str:
+        """As of a policy, which would take liger's layers on a GPU by default."""
+        return "liger" if self.liger else "none"
+
     def load(self, dtype: Any = None) -> Any:
         """Return a new model, in the dtype of `precision` by default; the weights are always the same."""
         dtype = dtype or ("float32" if self.precision == "bf16-mixed" else "bfloat16")

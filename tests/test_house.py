@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 32_113,
+    "lines of code": 32_150,
     "files": 190,
     "files under 40 lines": 27,
     "private helpers used once": 165,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_453,
+    "lines of raise statements": 1_462,
 }
 
 

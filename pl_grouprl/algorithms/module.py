@@ -511,7 +511,7 @@ class RLModule(pl.LightningModule, ABC):
         self.micro_batcher.form_sequence_groups(self.scored_models().values())
         device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         self.throughput.open(self.scored_models(), device_name, self.sharing.min_saved_tokens)
-        self.device_choices.fuse_layers(self.sharing.verify)
+        self.device_choices.fuse_layers()
         self.collector.open()
         self.optimization.reset()
         self.device_choices.describe()
@@ -643,7 +643,7 @@ class RLModule(pl.LightningModule, ABC):
             skips_zero_advantages=self.skips_zero_advantages and objective.is_zero_without_advantages,
             whole_episodes=custom or objective.compares_tokens_of_rollouts,
         )
-        if objective.entropy.adapts and "entropy" in metrics:
+        if objective.entropy.adapts and metrics.get("entropy", 0) > 0:  # 0 if no token was trained
             objective.entropy.measure(metrics["entropy"])
             metrics["entropy_coef"] = objective.entropy.applied
         buffer.updates_done = batch.update_index + 1

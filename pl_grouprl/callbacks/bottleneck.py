@@ -100,7 +100,8 @@ def _advice(
     on_server, of_step = facts.engine == "VLLMServerRolloutEngine", share("rollout", "wait_for_rollouts")
     rollouts = f"Rollouts took {of_step[1]}"
     if facts.engine == "HFRolloutEngine" and facts.device == "cuda":
-        yield of_step[0], WORK, f"{rollouts}; vLLM (--config rollout/vllm_colocate.yaml) would shorten them."
+        config = "vllm_server" if facts.max_staleness else "vllm_colocate"
+        yield of_step[0], WORK, f"{rollouts}; vLLM (--config rollout/{config}.yaml) would shorten them."
     elif facts.engine == "VLLMRolloutEngine" or (on_server and not facts.max_staleness):
         how = "max_staleness: 1" if on_server else "vLLM on other GPUs (rollout/vllm_server.yaml) with max_staleness: 1"
         if facts.longest > LONG:

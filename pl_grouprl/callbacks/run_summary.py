@@ -83,7 +83,7 @@ class RunSummary(Callback):
         if trainer.is_global_zero:
             self._write(self.options_filename, lambda: all_options(pl_module))
         self._started = self._fit_started = time.monotonic()
-        self._last_step = trainer.global_step
+        self._first_step = self._last_step = trainer.global_step
         self._seen = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -128,7 +128,7 @@ class RunSummary(Callback):
         if "step" in spent:  # a module of this package
             lengths = [statistics.get(f"completions/{name}_length", {"mean": 1.0})["mean"] for name in ("mean", "max")]
             outside = time.monotonic() - self._fit_started - spent["step"]
-            outside *= len(self.history.points["time/step"]) >= _FEW_STEPS
+            outside *= trainer.global_step - self._first_step >= _FEW_STEPS
             limited_by = find_bottleneck(spent, outside, RunFacts.of(pl_module, *lengths))
         with OptionalWrites("RunSummary").to("the console"):
             text = summary_text(statistics, trainer.global_step, self.training_seconds, self._folder, limited_by)

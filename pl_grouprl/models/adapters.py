@@ -466,10 +466,8 @@ def leave_frozen_parameters_out_of_checkpoints(module: nn.Module, child: str) ->
     )
 
 
-def drop_from_state(
-    names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """A hook that removes parameters, or whole children, from a `state_dict`."""
+def drop_from_state(names: list[str], module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """A hook that removes parameters, or whole children, from a `state_dict`, made or to be loaded."""
     left_out = {prefix + name for name in names}
     for key in list(state):
         if not left_out.isdisjoint(accumulate(key.split("."), "{}.{}".format)):  # also the scales of 4-bit weights

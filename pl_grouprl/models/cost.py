@@ -51,9 +51,10 @@ class ModelCost:
         matrices = (module for module in decoder.modules() if not isinstance(module, nn.Embedding))
         weights = sum(_weights(module, visited) for module in matrices)
 
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", 0)  # 0 for a model without attention
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         sizes = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-        per_layer = 2.0 * sum(sizes) * config.num_attention_heads
+        per_layer = 2.0 * sum(sizes) * heads
         has_window = getattr(config, "use_sliding_window", True)
         window = (getattr(config, "sliding_window", None) or None) if has_window else None
         kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)

@@ -137,12 +137,11 @@ def _replaced(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
                 yield vars(module), name
 
 
-def fuse_if_exact(model: Any, *, verify: bool = True) -> str | None:
+def fuse_if_exact(model: Any) -> str | None:
     """Fuse a model's layers, unless they then compute something else than its own layers.
 
     Args:
         model: A transformers model with whole weights on its device; one without a head is compared by hidden states.
-        verify: Whether to compare them.
 
     Returns:
         Why its layers are not fused; None if they are.
@@ -152,7 +151,7 @@ def fuse_if_exact(model: Any, *, verify: bool = True) -> str | None:
     try:
         if not is_fused(model):
             fuse_layers(model)
-        reason = why_not_exact(model) if verify else None
+        reason = why_not_exact(model)
     except Exception as error:  # of liger-kernel or Triton: the model's own layers work without them
         if is_out_of_memory(error):
             raise

@@ -309,8 +309,9 @@ def unfrozen(model: nn.Module) -> Iterator[None]:
 
 
 def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
-    """Omit a child, which is recreated from its source, from `state_dict()`; loading does not report it missing."""
+    """Omit a child, which is recreated from its source, from `state_dict()`; loading neither reads nor misses it."""
     module.register_state_dict_post_hook(partial(drop_from_state, [child]))  # not closures, which cannot be pickled
+    module.register_load_state_dict_pre_hook(partial(drop_from_state, [child]))
     module.register_load_state_dict_post_hook(partial(_ignore_missing, child))
 
 

@@ -73,6 +73,7 @@ class SharedPrefixLayout:
         segments: list[Segment] = []
         open_path: list[int] = []
         roots = {index for index, parent in enumerate(parents) if parent is None}
+        is_flat = roots.issuperset(parent for parent in parents if parent is not None)
         self.depth_first = True
         start = 0
         names = [None] * len(lengths) if group_ids is None else group_ids
@@ -82,7 +83,7 @@ class SharedPrefixLayout:
             while open_path and open_path[-1] != parent:
                 open_path.pop()
             if parent is not None and not open_path:
-                if parent >= index or not all(above is None or above in roots for above in parents):
+                if parent >= index or not is_flat:
                     raise ValueError(f"parents[{index}] is {parent}, no open segment there; list segments depth-first.")
                 self.depth_first = False
             open_path.append(index)

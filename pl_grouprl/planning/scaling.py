@@ -91,7 +91,7 @@ class Lengths:
         if rates.lengths is None:
             return cls.of_mean(rates.mean_length or limit, limit)
         lines = Path(rates.lengths).read_text(encoding="utf-8").splitlines()
-        return cls.of_recorded([int(json.loads(line)["tokens"]) for line in lines])
+        return cls.of_recorded([int(json.loads(line)["num_tokens"]) for line in lines])
 
     @property
     def mean(self) -> float:

@@ -552,6 +552,11 @@ def compare_options(changes: Changes, allowed: Sequence[str], *, has_rollouts: b
             "that; restore it, or start a new run from the exported policy."
         )
     for name, (then, now) in changes.items():
+        if name == "kl.ref_model_sync_steps" and (then is None) != (now is None):
+            raise ValueError(
+                f"{name} is {now!r}, but {then!r} in the checkpoint, which has a reference only if it moves; restore "
+                "it, or start a new run from the exported policy."
+            )
         if has_rollouts and (is_allowed(name, _OF_ROLLOUTS) or (name == "beta" and not then)):
             raise ValueError(
                 f"{name} is {now!r}, but the checkpoint has unfinished rollouts made with {then!r}; keep that value, "

@@ -132,11 +132,14 @@ def _check_fit(module: Any) -> None:
         raise ValueError(
             "dynamic_sampling=True needs more prompts than a batch holds; pass a PromptDataModule as datamodule."
         )
-    if objective.corrects_sampling and module.sampling.is_truncated and declares(module.engine, "truncates_logprobs"):
+    truncates = module.sampling.is_truncated and declares(module.engine, "truncates_logprobs")
+    if objective.needs_sampler_logprobs and truncates:
+        correction = objective.importance_sampling
         raise ValueError(
-            f"importance_sampling.mode is {objective.importance_sampling.mode!r}, but with top_k, top_p or min_p "
-            f"{engine} reports log-probabilities of the truncated distribution, not of the policy's; use 'none', drop "
-            "these filters from sampling, or sample with HFRolloutEngine."
+            f"importance_sampling (mode {correction.mode!r}, off_policy_mask_threshold "
+            f"{correction.off_policy_mask_threshold}, rollout_rs {correction.rollout_rs!r}) needs the policy's "
+            f"log-probabilities, but with top_k, top_p or min_p {engine} reports those of the truncated distribution; "
+            "drop these filters from sampling, or sample with HFRolloutEngine."
         )
     if module.max_staleness:
         check_max_staleness(module, module.engine, objective.corrects_sampling)

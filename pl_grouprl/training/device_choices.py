@@ -40,19 +40,15 @@ class DeviceChoices:
         if setting is None and checkpoints_activations(setting, device_type) and enable is not None:
             enable(module.policy)
 
-    def fuse_layers(self, verify: bool) -> None:
-        """Let the models that read rollouts run liger-kernel's layers, as their sources say, or on a GPU by default.
-
-        Args:
-            verify: Whether to compare them with the models' own layers.
-        """
+    def fuse_layers(self) -> None:
+        """Let the models that read rollouts run liger-kernel's layers, as their sources say, or on a GPU by default."""
         module, told = self._module, dict[str | None, list[str]]()
         for name, model in module.scored_models().items():
             source = getattr(module, f"{name}_source", None)
             kernels = getattr(source if hasattr(source, "kernels") else module.policy_source, "kernels", None)
             if kernels == "liger" or (kernels is None and module.device.type == "cuda"):
                 with module.support.whole_weights(model), module.support.forward_context():
-                    told.setdefault(fuse_if_exact(model, verify=verify), []).append(name)
+                    told.setdefault(fuse_if_exact(model), []).append(name)
         for reason, names in told.items():
             how = "run liger-kernel's fused kernels" if reason is None else f"run without liger-kernel: {reason}"
             rank_zero_info(f"The layers of {' and '.join(names)} {how}.")

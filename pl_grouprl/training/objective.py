@@ -322,6 +322,13 @@ class PolicyObjective:
         return self.importance_sampling.mode != "none"
 
     @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether the sampler's log-probabilities correct, mask or reject."""
+        correction = self.importance_sampling
+        masks = correction.off_policy_mask_threshold is not None
+        return self.corrects_sampling or masks or correction.rollout_rs is not None
+
+    @property
     def score_options(self) -> dict[str, Any]:
         """Keyword arguments of `models.score` for what the loss needs besides log-probabilities."""
         return {"entropy": True, "entropy_grad": self.entropy.applied > 0}
@@ -415,12 +422,17 @@ class PolicyObjective:
             loss_N = loss_N if self.policy_loss.uses_importance_weights else loss_N * weights.weights_N
             metrics |= weights.metrics
             extremes = weights.extremes
-        if self.importance_sampling.off_policy_mask_threshold is not None:
+        if (threshold := self.importance_sampling.off_policy_mask_threshold) is not None:
+            if batch.tokens.keys().isdisjoint(("rollout_logprobs", "old_logprobs")):
+                raise ValueError(
+                    f"importance_sampling.off_policy_mask_threshold is {threshold}, but the engine reports no "
+                    "log-probabilities, and with one update per batch of rollouts nothing is off-policy; omit it."
+                )
             kept_N = off_policy_sequence_mask(
                 logprobs_N,
                 batch.tokens.get("rollout_logprobs", old_logprobs_N),
                 advantages_N,
-                threshold=self.importance_sampling.off_policy_mask_threshold,
+                threshold=threshold,
                 mask_N=mask_N,
                 **rollouts,
             )

@@ -684,6 +684,8 @@ def test_a_reference_that_follows_the_policy(fit_late):
     assert moved > 0.1
     resumed = fit_late(4, resume=3, **options)
     assert same(resumed.weights[-1], run.weights[-1], "reference")
+    with pytest.raises(ValueError, match=r"kl.ref_model_sync_steps is None, but 2 in the checkpoint"):
+        fit_late(4, resume=3, beta=0.1)
 
 
 @pytest.mark.parametrize("cls", [PPO, GroupPPO])

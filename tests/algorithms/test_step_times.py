@@ -181,6 +181,15 @@ def test_a_run_says_what_limited_it(fit, clock, tmp_path, capsys):
     assert f"limited by          {sentence}" in capsys.readouterr().out
 
 
+def test_a_run_too_short_to_be_recorded_has_a_summary(fit, tmp_path):
+    logger = CSVLogger(tmp_path, name="", version=0)
+    options = {"data": {"val": True}, "trainer": {"logger": logger, "val_check_interval": 1}}
+    fit(steps=2, engine=ScriptedEngine(), callbacks=[RunSummary(every_n_steps=10)], **options)
+    metrics = json.loads((tmp_path / "version_0" / "summary.json").read_text())["metrics"]
+    assert metrics
+    assert "time/step" not in metrics
+
+
 # Model FLOPs utilization.
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -89,7 +89,6 @@ def test_other_layers_are_not_kept(monkeypatch):
     assert not is_fused(model)
     decoder = tiny_model("qwen3").model.requires_grad_(False)
     assert "differ" in fuse_if_exact(decoder)
-    assert fuse_if_exact(decoder, verify=False) is None
 
 
 def test_what_liger_raises_leaves_the_layers(liger, monkeypatch):

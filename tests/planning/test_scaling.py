@@ -34,7 +34,7 @@ def test_recorded_lengths(tmp_path):
     """Of two draws from 1 and 3, one of four pairs has no 3."""
     assert Lengths.of_recorded([1, 3]).longest(2) == pytest.approx(2.5)
     path = tmp_path / "completions.jsonl"
-    path.write_text("".join(json.dumps({"tokens": tokens, "text": "a"}) + "\n" for tokens in (1, 3)))
+    path.write_text("".join(json.dumps({"num_tokens": tokens, "text": "a"}) + "\n" for tokens in (1, 3)))
     assert Lengths.of(Rates(lengths=str(path)), 8).mean == 2
 
 

@@ -22,7 +22,7 @@ from pl_grouprl.rollout.hf.decode import DecodeRow
 from pl_grouprl.rollout.hf.kept import KeptCaches
 from pl_grouprl.rollout.hf.packed_linear import original_weights, packed_linears
 from pl_grouprl.rollout.hf.prefill import NextTokenLogits, PromptEncoder, allows_padding, cache_argument
-from pl_grouprl.rollout.hf.static_batch import MIN_SAVED_TOKENS, StaticBatch, shares_prompts
+from pl_grouprl.rollout.hf.static_batch import StaticBatch, shares_prompts
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.device_defaults import cached_bytes, free_memory, sequences_at_once
 from pl_grouprl.utilities.modes import computing_in, evaluating, is_out_of_memory, naming_memory, uncompiled
@@ -40,7 +40,7 @@ def sample_in_batches(
     max_sequences: int | None,
     max_prefill_tokens: int,
     kept: KeptCaches | None = None,
-    min_saved_tokens: float = MIN_SAVED_TOKENS,
+    min_saved_tokens: float | None = None,
 ) -> list[list[Rollout]]:
     """Sample the rollouts of every request in batches of limited size, without text.
 

@@ -22,14 +22,16 @@ from pl_grouprl.rollout.hf.attention import Columns, PromptLayer, Runs, StaticLa
 from pl_grouprl.rollout.hf.decode import DecodeBatch, DecodeRow, place_rows
 from pl_grouprl.rollout.hf.kept import EncodedPrompt, KeptSequence, filled, gather_layer, is_empty, take_row
 from pl_grouprl.rollout.hf.prefill import NextTokenLogits, why_not_shared
-from pl_grouprl.rollout.hf.step_graph import StepGraph, make_graph
+from pl_grouprl.rollout.hf.step_graph import CAPTURES, StepGraph, make_graph
 
 MIN_SAVED_TOKENS = 256
 """Copied tokens that sharing must save, per prompt and layer: about the cost of the extra call for a prompt."""
 
 
-def shares_prompts(rows: Sequence[DecodeRow], min_saved_tokens: float = MIN_SAVED_TOKENS) -> bool:
-    """Whether rows can share prompts, and that pays off."""
+def shares_prompts(rows: Sequence[DecodeRow], min_saved_tokens: float | None = None) -> bool:
+    """Whether rows can share prompts, and that pays off: on a GPU always, because only such steps are captured."""
+    if min_saved_tokens is None:
+        min_saved_tokens = 0 if rows[0].prefix.logits_PV.device.type in CAPTURES else MIN_SAVED_TOKENS
     if any(why_not_shared(prefix.cache) is not None for prefix, _, _ in place_rows(rows)):
         return False
     prompts = [row.prefix.shared[row.place] for row in rows]

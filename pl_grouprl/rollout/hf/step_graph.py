@@ -41,7 +41,7 @@ _CAN_CAPTURE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _SAID: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The last reason that was logged for a model."""
 
-_LOCK = threading.Lock()
+_STATE = "a state"
 
 
 def bucket(count: int) -> int:
@@ -54,6 +54,8 @@ def bucket(count: int) -> int:
 
 def why_not_captured(model: nn.Module) -> str | None:
     """Why a step of a model cannot be captured as a graph; None if nothing is known against it."""
+    if threading.current_thread() is not threading.main_thread():
+        return "they run beside updates, whose memory the allocator could not free during a capture"
     if not is_whole(model):
         return "its weights are sharded or quantized, and may be at other addresses in each step"
     if len({weight.device for weight in model.parameters()}) > 1:
@@ -102,13 +104,14 @@ class StepGraph:
     def __init__(self, model: nn.Module, capture: CUDACapture, states: Callable[[], Sequence[Tensor]]) -> None:
         self._model, self._capture, self._states = model, capture, states
         self._compares = model not in _CAN_CAPTURE
-        self._before: list[tuple[str, Any]] = []
+        self._before: list[tuple[str, Any]]
         self._failed = False
         self.restart()
 
     def restart(self) -> None:
         """Tell that tensors have moved, or their shapes changed."""
         self._captured, self._eager_steps = False, 2 if self._compares else 1
+        self._before = []
 
     def rows_to_keep(self, rows: int, live: int, steps_left: int) -> int:
         """How many of a batch's rows to go on with, `live` of which have not ended."""
@@ -127,24 +130,29 @@ class StepGraph:
             step()
         else:
             self._eager_steps -= 1
-            self._before = self._traced(self._capture.warm_up, step)
+            before, self._before = self._before, self._traced(self._capture.warm_up, step)
+            # Before a capture would leave states in memory that it does not compute.
+            if before and [e for e in before if e[0] == _STATE] != [e for e in self._before if e[0] == _STATE]:
+                self._give_up(RuntimeError(f"{_STATE} gets another address in each step"))
 
     def _try_capture(self, step: Callable[[], None]) -> None:
         """Capture a step; if that fails, steps of this model run eagerly from now on."""
         try:
             now = self._traced(self._capture.capture, step)
             if now != self._before:
-                changed = next(
-                    (one[0] for one, other in zip(now, self._before, strict=False) if one != other), "a state"
-                )
+                changed = next((one[0] for one, other in zip(now, self._before, strict=False) if one != other), _STATE)
                 raise RuntimeError(f"{changed} gets other shapes, addresses or numbers from the host in each step")
         except Exception as error:
-            self._failed, _CAN_CAPTURE[self._model] = True, False
-            rank_zero_warn(
-                f"Rollouts go on without a CUDA graph, which would be faster, because capture failed: {error}"
-            )
+            self._give_up(error)
         else:
             self._captured, self._compares, _CAN_CAPTURE[self._model] = True, False, True
+
+    def _give_up(self, error: Exception) -> None:
+        """Run steps eagerly from now on."""
+        self._failed = True
+        if not isinstance(error, torch.OutOfMemoryError):  # which another batch may not meet
+            _CAN_CAPTURE[self._model] = False
+        rank_zero_warn(f"Rollouts go on without a CUDA graph, which would be faster, because capture failed: {error}")
 
     def _traced(self, run: Callable[[Callable[[], None]], None], step: Callable[[], None]) -> list[tuple[str, Any]]:
         """Warm up or capture; returns what has to be the same in both, if steps are to be compared."""
@@ -154,12 +162,13 @@ class StepGraph:
             return []
 
         def traced() -> None:
+            trace.entries.clear()  # of a capture that ran out of memory
             with trace:
                 step()
 
         run(traced)
         held = (*self._model.buffers(), *self._states())
-        return [*trace.entries, *(("a state", tensor.data_ptr()) for tensor in held)]
+        return [*trace.entries, *((_STATE, tensor.data_ptr()) for tensor in held)]
 
 
 class Trace(TorchDispatchMode):
@@ -204,31 +213,41 @@ class CUDACapture:
 
     def __init__(self, device: torch.device) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []  # before the pool, whose memory is freed if no graph is left
-        with torch.cuda.device(device):
-            self._stream, self._pool = _stream(device), torch.cuda.MemPool()
+        self._pool: torch.cuda.MemPool | None = None
+        self._stream = _stream(device)
 
     def warm_up(self, step: Callable[[], None]) -> None:
         """Run a step on the stream that captures, after all work so far and before all that follows."""
         current = torch.cuda.current_stream(self._stream.device)
-        with _LOCK:
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                step()
-            current.wait_stream(self._stream)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()
+        current.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], None]) -> None:
         """Capture a step without running it."""
+        try:
+            self._capture(step)
+        except torch.OutOfMemoryError:  # a capture needs memory of its own, which updates may have left in the cache
+            torch.cuda.empty_cache()
+            self._capture(step)
+
+    def _capture(self, step: Callable[[], None]) -> None:
+        with torch.cuda.device(self._stream.device):
+            pool = self._pool = self._pool or torch.cuda.MemPool()  # which not every allocator has
         graph = torch.cuda.CUDAGraph()
-        with _LOCK, torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             try:
-                graph.capture_begin(self._pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
+                graph.capture_begin(pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
                 step()
                 graph.capture_end()
             except BaseException:
                 with suppress(RuntimeError):  # says only that the capture failed
                     graph.capture_end()
                 with suppress(RuntimeError):  # the allocator would go on to ask the dead graph about its stream
-                    torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool.id)
+                    torch._C._cuda_endAllocateToPool(self._stream.device_index, pool.id)
+                generator = torch.cuda.default_generators[self._stream.device_index]
+                generator.graphsafe_set_state(generator.clone_state())  # else torch 2.11's would go on capturing
                 raise
         self._graphs.append(graph)
 
