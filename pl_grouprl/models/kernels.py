@@ -96,6 +96,8 @@ def fuse_layers(model: Any) -> None:
         names.update(own)
     for module in decoder.modules():
         forward: Any = type(module).forward
+        for name in ("_get_name", "extra_repr"):  # liger's cannot be pickled
+            vars(module).pop(name, None)
         if type(module).__name__.endswith("Experts"):  # liger's time several block sizes, so results are not repeatable
             unfuse_layers(module)
         if rotary.keys() & set(getattr(getattr(forward, "__code__", None), "co_names", ())):

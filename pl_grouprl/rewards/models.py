@@ -143,9 +143,9 @@ class FrozenModelReward:
                     )
                 available = "cuda" if torch.cuda.is_available() else "cpu"  # "cuda" is this rank's GPU
                 device = available if self.device == "auto" else self.device
-                model = self._checkpoint.load_as(f"AutoModelFor{self.kind}").to(device)
+                model = self._checkpoint.load_as(f"AutoModelFor{self.kind}").to(device).requires_grad_(False)
             model.eval()
-            if model.device.type == "cuda":
+            if model.device.type == "cuda" and self._checkpoint is not None:
                 reason = fuse_if_exact(find_decoder(model))
                 how = "with liger-kernel's layers" if reason is None else f"without liger-kernel: {reason}"
                 log.info("%r runs %s.", self, how)

@@ -28,7 +28,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.data.loaders import PromptBatch
-from pl_grouprl.models.kernels import fuse_layers, is_fused
+from pl_grouprl.models.kernels import fuse_layers, is_fused, unfuse_layers
 from pl_grouprl.models.policy import frozen_copy
 from pl_grouprl.rollout.branching import Branching
 from pl_grouprl.rollout.engine import RolloutEngine, SamplerLostError, SyncedRolloutEngine, declares
@@ -419,6 +419,8 @@ class PolicyCopy:
     @torch.no_grad()
     def fill(self) -> None:
         """Copy the policy's weights. Collective; nothing may be sampled meanwhile."""
+        if not is_fused(self._run.policy):  # fused layers may have been given up since
+            unfuse_layers(self._policy)
         copied = dict(self._policy.named_parameters()) | dict(self._policy.named_buffers())
         for name, weight in self._run.support.named_weights(self._run.policy):
             copied[name].copy_(weight)

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from pl_grouprl.attention.backends.saved import checkpointing_of
-from pl_grouprl.models.kernels import fuse_if_exact
+from pl_grouprl.models.kernels import fuse_if_exact, unfuse_layers
 from pl_grouprl.utilities.device_defaults import (
     GIB,
     FastFloat32,
@@ -18,7 +18,7 @@ from pl_grouprl.utilities.device_defaults import (
     fuses_adamw,
     tokens_per_micro_batch,
 )
-from pl_grouprl.utilities.distributed import local_shard
+from pl_grouprl.utilities.distributed import local_shard, reduce_over_ranks
 
 
 class DeviceChoices:
@@ -48,7 +48,11 @@ class DeviceChoices:
             kernels = getattr(source if hasattr(source, "kernels") else module.policy_source, "kernels", None)
             if kernels == "liger" or (kernels is None and module.device.type == "cuda"):
                 with module.support.whole_weights(model), module.support.forward_context():
-                    told.setdefault(fuse_if_exact(model), []).append(name)
+                    reason = fuse_if_exact(model)
+                if reduce_over_ranks(torch.tensor(float(reason is not None)), module.device, "max") and not reason:
+                    unfuse_layers(model)
+                    reason = "another rank cannot"
+                told.setdefault(reason, []).append(name)
         for reason, names in told.items():
             how = "run liger-kernel's fused kernels" if reason is None else f"run without liger-kernel: {reason}"
             rank_zero_info(f"The layers of {' and '.join(names)} {how}.")
@@ -108,7 +112,10 @@ class DeviceChoices:
             )
 
     def close(self) -> None:
-        """Restore the settings of the process."""
+        """Restore the models' own layers, which also run on the CPU, and the settings of the process."""
+        if self._module.policy is not None:
+            for model in self._module.scored_models().values():
+                unfuse_layers(model)
         self._fast_float32.close()
 
     def micro_batch_tokens(self) -> int | None:

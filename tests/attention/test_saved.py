@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pl_grouprl.attention import shared_prefix
-from pl_grouprl.attention import support as compiling
 from pl_grouprl.attention.backends import cascade
 from pl_grouprl.attention.backends.kernels import CPUKernel, CUDAKernel, EagerKernel
 from pl_grouprl.attention.backends.saved import SAVED, checkpointing_of, once, save_attention
 from pl_grouprl.attention.call import PACKED_ROW, LayoutCall
+from pl_grouprl.models import kernels as compiling
 from pl_grouprl.models.score import score
 from pl_grouprl.packing import SharedPrefixLayout, pack
 
@@ -30,6 +30,10 @@ class Calls(TorchDispatchMode):
     """Counts attention: calls of the cascade's kernels, and PyTorch's operators outside them."""
 
     count, in_kernel = 0, False
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.count += operator.name() in SDPA and not self.in_kernel
@@ -126,6 +130,7 @@ def test_compiled_layers(calls, monkeypatch):
         return model
 
     plain, saved = (run(make(), OPTIONS[name], "shared", "auto", calls) for name in ("plain", "attention"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     torch._dynamo.reset()
     assert all(torch.equal(saved[1][name], gradient) for name, gradient in plain[1].items())
     assert (plain[3], saved[3]) == (plain[2], 0)

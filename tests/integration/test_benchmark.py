@@ -102,6 +102,8 @@ def test_peak_of_a_device(load, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert peak_flops("bfloat16") == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 PCIe")
+    assert peak_flops("bfloat16") == 756e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert peak_flops("bfloat16") is None
 
 

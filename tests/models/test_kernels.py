@@ -12,10 +12,10 @@ import pytest
 import torch
 from helpers import fake_liger
 from helpers.tiny_models import gradients, tiny_model, worst_gradient_error
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from transformers.models.qwen3 import modeling_qwen3
 
-from pl_grouprl.algorithms import GRPO
+from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.checks import check_parity
@@ -122,30 +122,41 @@ def share_of_letters(completions, **columns):
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
+class Fused(Callback):
+    """Notes which models run fused layers at the end of the last step."""
+
+    def on_train_end(self, trainer, module):
+        self.names = [name for name, model in module.scored_models().items() if is_fused(model)]
+
+
 def fit(policy, tmp_path, **options):
+    """Train two steps; returns the module, and the names of models with fused layers."""
     seed_everything(1, verbose=False)
     sampling = SamplingConfig(max_new_tokens=6)
-    module = GRPO(policy, share_of_letters, num_generations=3, sampling=sampling, beta=0.1, **options)
+    module = GRPO(
+        policy, share_of_letters, num_generations=3, sampling=sampling, beta=0.1,
+        optimizer=OptimizerConfig(learning_rate=1e-2), **options,
+    )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", devices=1, max_steps=2, max_epochs=-1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
-        callbacks=[ExportPolicy(folder=str(tmp_path / "exported"))],
+        callbacks=[ExportPolicy(folder=str(tmp_path / "exported")), fused := Fused()],
     )  # fmt: skip
     task = MostFrequentDigit(prompt_length=20, majority_share=0.4, train_size=16, val_size=4)
     trainer.fit(module, PromptDataModule(task, batch_size=2))
-    return module
+    return module, fused.names
 
 
 def test_a_run(folder, liger, tmp_path, caplog):
     """Update, reference and rollouts run them, and an export has the model's own names."""
-    expected = fit(PretrainedPolicy(folder), tmp_path)
-    assert not is_fused(expected.policy)
+    expected, names = fit(PretrainedPolicy(folder), tmp_path)
+    assert not names
     assert not fake_liger.LAUNCHED
     with caplog.at_level("INFO"):
-        module = fit(PretrainedPolicy(folder, kernels="liger"), tmp_path)
+        module, names = fit(PretrainedPolicy(folder, kernels="liger"), tmp_path)
     assert "The layers of policy and reference run liger-kernel's fused kernels." in caplog.text
-    assert is_fused(module.policy)
-    assert is_fused(module.reference)
+    assert names == ["policy", "reference"]
+    assert not is_fused(module.policy)  # which is on the CPU after a fit on a GPU
     state = dict(module.policy.state_dict())
     torch.testing.assert_close(state, dict(expected.policy.state_dict()), atol=1e-5, rtol=0)
     exported = PretrainedPolicy(str(tmp_path / "exported")).load().state_dict()
@@ -153,31 +164,33 @@ def test_a_run(folder, liger, tmp_path, caplog):
 
 
 def test_a_run_whose_kernels_are_wrong(folder, tmp_path, caplog, monkeypatch):
-    expected = fit(PretrainedPolicy(folder), tmp_path)
+    expected, _ = fit(PretrainedPolicy(folder), tmp_path)
     fake_liger.install(monkeypatch, wrong=0.1)
     with caplog.at_level("INFO"):
-        module = fit(PretrainedPolicy(folder, kernels="liger"), tmp_path)
+        module, _ = fit(PretrainedPolicy(folder, kernels="liger"), tmp_path)
     assert "The layers of policy run without liger-kernel: its log-probabilities differ" in caplog.text
     torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), atol=0, rtol=0)
 
 
-def test_a_run_whose_parity_fails(folder, liger, tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1, "importance_sampling": {"mode": "token_truncate"}}])
+def test_a_run_whose_parity_fails(folder, liger, tmp_path, caplog, monkeypatch, options):
     """Then the models' own layers are compared, too, and run."""
     compared = []
 
     def reports(module):
         found = [check_parity(module.policy, padded_rows=False)]
         compared.append(is_fused(module.policy))
+        fake_liger.LAUNCHED.clear()
         if compared[-1]:
             object.__setattr__(found[0], "gradient_difference", 1.0)
         return found
 
     monkeypatch.setattr(GRPO, "parity_reports", reports)
     with caplog.at_level("INFO"):
-        module = fit(PretrainedPolicy(folder, kernels="liger"), tmp_path)
+        _, names = fit(PretrainedPolicy(folder, kernels="liger"), tmp_path, **options)
     assert compared == [True, False]
-    assert not is_fused(module.policy)
-    assert not is_fused(module.reference)
+    assert not names
+    assert not fake_liger.LAUNCHED  # not in the sampler's copy, either
     assert "All layers run without liger-kernel: sharing prefixes is not exact with it." in caplog.text
     assert checks.is_fused is is_fused
 
