@@ -35,7 +35,8 @@ import torch
 from benchmarks import vs_trl
 from benchmarks.cases import QWEN3_0_6B, QWEN3_4B
 from benchmarks.config_file import build_run, read_config
-from benchmarks.head_methods import Head, run
+from benchmarks.head_methods import Head
+from benchmarks.head_methods import run as run_head
 from benchmarks.measure import in_fresh_process, now
 from benchmarks.methods import find_method, make_optimizer, missing, place_gradients
 from benchmarks.operators import WAITS
@@ -74,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-# ---- 0: the card
+# ---- the card
 
 
 def ceilings(stage: Stage) -> None:
@@ -107,7 +108,7 @@ def _copy_rate(stage: Stage, size: int) -> None:
     stage.add(label="copy", bytes=size, tb_per_s=rate / 1e12)
 
 
-# ---- 1: decoding
+# ---- decoding
 
 
 def decode(stage: Stage) -> None:
@@ -127,6 +128,10 @@ def decode(stage: Stage) -> None:
         _decoding(stage, model, method, sequences, prompt, rollout, "bfloat16")
     for method in ("graph", "eager"):
         stage.measure(f"profile, {method}", _decoding_profile, stage, model, method, stage.pick(64, 8), prompt)
+    if missing("liger_kernel") is None:
+        liger_layers(model)
+        for sequences in stage.pick((64, 256), (8,)):
+            _decoding(stage, model, "graph", sequences, prompt, rollout, "bfloat16 with liger's layers")
     stage.measure("half end early", _half_end_early, stage, model, stage.pick(128, 16), prompt, rollout)
     del model
     model = _sampled_model(stage, prompt, rollout, "float32")
@@ -226,7 +231,7 @@ def _decoding_profile(stage: Stage, model: Any, method: str, sequences: int, pro
     sample(2)
     activities = [ProfilerActivity.CPU, *([] if stage.dry else [ProfilerActivity.CUDA])]
     with profile(activities=activities) as profiler:
-        sample(20)  # two or three eager steps, a capture and replays, if it is a graph
+        sample(20)  # as a graph: one eager step, a capture and 18 replays (an earlier measurement captured this model)
         now("wall")
     events = profiler.key_averages()
     kernels = [event for event in events if event.self_device_time_total and not event.self_cpu_time_total]
@@ -247,7 +252,7 @@ def _decoding_profile(stage: Stage, model: Any, method: str, sequences: int, pro
     )  # fmt: skip
 
 
-# ---- 2: the update
+# ---- the update
 
 
 def update(stage: Stage) -> None:
@@ -265,6 +270,8 @@ def update(stage: Stage) -> None:
         stage.measure(f"gradient, {kind}", _checkpointing_error, stage, kind, checkpointing)
     for prefix in (long, short):
         stage.measure("liger layers", _update, stage, "liger layers", prefix, liger_layers, needs=("liger_kernel",))
+    both = "liger layers, saved attention"
+    stage.measure(both, _update, stage, both, long, liger_layers, checkpointing="attention", needs=("liger_kernel",))
 
 
 def compiled_update(stage: Stage) -> None:
@@ -343,7 +350,7 @@ def _checkpointing_error(stage: Stage, kind: str, checkpointing: Checkpointing) 
     stage.add(label=f"gradient, {kind}", relative_error=error.item())
 
 
-# ---- 4: whole steps, ours and TRL's
+# ---- whole steps, ours and TRL's
 
 
 def whole_step(stage: Stage) -> None:
@@ -352,6 +359,7 @@ def whole_step(stage: Stage) -> None:
     free = stage.case(QWEN3_0_6B, prefix=prefix, rollout=rollout, groups=groups, checkpointing=False)
     saving = replace(free, checkpointing=True)
     ours, theirs = vs_trl.ARMS[vs_trl.OURS], vs_trl.ARMS["TRL, padded"]
+    vs_trl.run_arm(stage, "ours, bf16-true, liger", vs_trl.ARMS[vs_trl.FUSED], Run(free), parts=True)
     plain, mixed, checkpointed = (
         vs_trl.run_arm(stage, label, ours, run, parts=True)
         for label, run in (
@@ -369,7 +377,7 @@ def whole_step(stage: Stage) -> None:
     vs_trl.run_arm(stage, "TRL, autocast, checkpointing", theirs, run)
 
 
-# ---- 5: from the start of a run to its first steps
+# ---- from the start of a run to its first steps
 
 
 def default_run(stage: Stage) -> None:
@@ -492,7 +500,7 @@ def _real_run(stage: Stage) -> None:
     )  # fmt: skip
 
 
-# ---- 6 and 7: the head's blocks, a hybrid
+# ---- the head's blocks, a hybrid
 
 
 def head_blocks(stage: Stage) -> None:
@@ -508,9 +516,9 @@ def _head_block(stage: Stage, tokens: int, block: int | None) -> None:
     upstream_N = torch.randn(tokens, device=stage.device)
     width = logprobs.block_width if block is None else lambda device, tokens, max_logits: block
     with mock.patch.object(logprobs, "block_width", width):
-        run("token_scores", tensors, upstream_N)
+        run_head("token_scores", tensors, upstream_N)
         seconds = {
-            name: seconds_of(functools.partial(run, "token_scores", tensors, upstream), 5)
+            name: seconds_of(functools.partial(run_head, "token_scores", tensors, upstream), 5)
             for name, upstream in (("forward_s", None), ("forward_backward_s", upstream_N))
         }
     stage.add(label=f"blocks of {block or 'its own choice'}", tokens=tokens, **seconds, peak_gib=stage.peak_gib())
@@ -574,8 +582,8 @@ def _hybrid_model(stage: Stage, dtype: torch.dtype, layers: int) -> Any:
 def _hybrid_parity(stage: Stage, dtype: torch.dtype) -> None:
     report = check_parity(_hybrid_model(stage, dtype, 4), padded_rows=False)
     stage.add(
-        label="parity", dtype=str(dtype), passed=report.passed, logprobs=report.max_logprob_difference,
-        gradients=report.gradient_difference,
+        label="parity" if dtype == torch.float32 else "parity in bfloat16", dtype=str(dtype), passed=report.passed,
+        logprobs=report.max_logprob_difference, gradients=report.gradient_difference,
     )  # fmt: skip
 
 
@@ -588,8 +596,8 @@ def _hybrid_speed(stage: Stage, name: str, kernels: str) -> None:
     with prepared.patched():
         prepared.update()
         stage.add(
-            label=f"hybrid, {name}", kernels=kernels, P=prefix, G=8, R=rollout, scoring_s=seconds_of(prepared.score),
-            update_s=seconds_of(prepared.update), peak_gib=stage.peak_gib(),
+            label=f"hybrid, {name}, {kernels}", kernels=kernels, P=prefix, G=8, R=rollout,
+            scoring_s=seconds_of(prepared.score), update_s=seconds_of(prepared.update), peak_gib=stage.peak_gib(),
         )  # fmt: skip
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from pl_grouprl.attention.backends.saved import checkpointing_of
+from pl_grouprl.models.kernels import is_fused
+from pl_grouprl.utilities.device_defaults import Checkpointing
+
 WAITS = 0.2
 """Share of the time above which a wait, weight sync, or what callbacks do stands out."""
 
@@ -31,7 +35,8 @@ class RunFacts:
         max_staleness: As of the module.
         reward_workers: `reward_calls.workers`.
         sends_adapter: Whether the engine takes an adapter by itself; None if the policy has none.
-        recomputes: Whether the policy recomputes activations.
+        recomputes: Which activations the policy recomputes: none, all, or all but those of `attention`.
+        fused: Whether its layers run fused kernels.
         unused_memory: Share of the GPU's memory that the run never used.
         longest: A step's longest completion over the mean.
     """
@@ -41,7 +46,8 @@ class RunFacts:
     max_staleness: int = 0
     reward_workers: int = 0
     sends_adapter: bool | None = None
-    recomputes: bool = False
+    recomputes: Checkpointing = False
+    fused: bool = False
     unused_memory: float = 0.0
     longest: float = 1.0
 
@@ -65,7 +71,8 @@ class RunFacts:
             max_staleness=module.max_staleness,
             reward_workers=module.reward_calls.workers,
             sends_adapter=None if adapter is None else getattr(engine, "adapter", "merged") == "separate",
-            recomputes=bool(getattr(module.policy, "is_gradient_checkpointing", False)),
+            recomputes=checkpointing_of(module.policy),
+            fused=is_fused(module.policy),
             unused_memory=unused,
             longest=max_length / max(mean_length, 1.0),
         )
@@ -125,6 +132,10 @@ def _advice(
             f"{100 * facts.unused_memory:.0f} % of the GPU's memory was never used; gradient_checkpointing: false of "
             "the policy would save that.",
         )
+    elif facts.device == "cuda" and not facts.fused:
+        yield part, WORK, f"Updates took {text}; fused layers (pip install 'pl-grouprl[liger]') would shorten them."
+    elif facts.recomputes is True:
+        yield part, WORK, f"Updates took {text}; gradient_checkpointing: attention of the policy would shorten them."
 
     part, text = share("wait_for_ranks")
     yield part, WAITS, f"Waiting for ranks with longer rollouts took {text}; a larger batch_size would even them out."

@@ -81,7 +81,8 @@ def token_scores(
         hidden_ND: The hidden states that predict the targets, shape [N, D]; N may be 0.
         targets_N: Token ids in [0, V), int64, shape [N].
         logits_fn: The model's head: hidden states [M, D] to logits [M, V], including soft caps, row by row. Called once
-            per chunk, and once for N = 0, so its parameters are always in the graph.
+            per chunk (again in the backward pass for all but the last), and once for N = 0, so its parameters are
+            always in the graph.
         temperature: Divides the logits before the softmax. 0 (greedy decoding) is scored as 1.
         chunk_size: Maximum number of tokens with logits in memory at a time; does not change the result.
         entropy: Also return the entropy of each distribution.
@@ -104,7 +105,7 @@ def token_scores(
     )
     options = ScoreOptions(temperature or 1.0, entropy, entropy_grad, score_norm, sketch)
     parts: list[Outputs] = []
-    if weight_VD is not None:  # as many tokens at a time as the limit allows blocks of
+    if weight_VD is not None:  # as many tokens at a time as keep a block's logits within max_logits
         device, max_logits = hidden_ND.device.type, chunk_size * len(weight_VD)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
         height = max(max_logits // min(BLOCK, len(weight_VD)), 1)
@@ -123,11 +124,14 @@ def token_scores(
         # split instead of slicing: its backward concatenates the gradients of all chunks once.
         chunks = list(zip(hidden_ND.split(chunk_size), targets_N.split(chunk_size), strict=True))
         # Backward starts with the last chunk, so its logits are kept.
-        again = len(chunks) - 1 if torch.is_grad_enabled() else 0
-        parts += [checkpoint(_score_chunk, *chunk, logits_fn, options, use_reentrant=False) for chunk in chunks[:again]]
-        parts += [_score_chunk(*chunk, logits_fn, options) for chunk in chunks[again:]]
+        num_recomputed = len(chunks) - 1 if torch.is_grad_enabled() else 0
+        parts += [
+            checkpoint(_score_chunk, *chunk, logits_fn, options, use_reentrant=False)
+            for chunk in chunks[:num_recomputed]
+        ]
+        parts += [_score_chunk(*chunk, logits_fn, options) for chunk in chunks[num_recomputed:]]
     logprobs, *others = zip(*parts, strict=True)
-    return TokenScores(torch.cat(logprobs), *[None if parts[0] is None else torch.cat(parts) for parts in others])
+    return TokenScores(torch.cat(logprobs), *[None if one[0] is None else torch.cat(one) for one in others])
 
 
 def _score_chunk(

@@ -335,14 +335,14 @@ class Softmax(NamedTuple):
 
 
 class LogitsGradient(NamedTuple):
-    """The gradient with respect to the logits: p (a + b log p), with p = e^(z - log_total), except for the target.
+    """The gradient with respect to the logits: p (alpha + beta log p), p = e^(z - log_total), except for the target.
 
     Attributes:
         log_total_N: Log of the sum of e^z over the vocabulary.
         temperature: Divides the logits.
         target_N: The gradient with respect to the target's logit.
-        factor_N: a.
-        entropy_factor_N: b; zero if None.
+        factor_N: alpha.
+        entropy_factor_N: beta; zero if None.
     """
 
     log_total_N: Tensor
@@ -360,7 +360,7 @@ class LogitsGradient(NamedTuple):
         if kernels is not None:
             kernels.write_rows(logits_NC, result_NC, targets_N, start, *self)
             return
-        # as if no token id were a target
+        # First as if no token id were a target; the targets' entries are overwritten below.
         spare_RC = None if self.entropy_factor_N is None else tile_like(logits_NC, dtype)
         for rows, z_RC in tiles(logits_NC, dtype, self.temperature):
             z_RC.sub_(self.log_total_N[rows, None])
@@ -386,20 +386,20 @@ def finish(
         vocabulary: V.
     """
     others.scale_(torch.maximum(others.max_N, others.target_N))
-    above_N = others.target_N - others.max_N
-    exp_N = above_N.exp()
+    below_N = others.target_N - others.max_N
+    exp_N = below_N.exp()
     total_N = others.exp_N + exp_N
     log_N = total_N.log()
     other_N = others.exp_N / total_N
     entropy_N = norm_N = sketch_NS = None
     if others.moment_N is not None:
-        entropy_N = log_N - (others.moment_N + above_N.clamp(min=LOWEST) * exp_N) / total_N
+        entropy_N = log_N - (others.moment_N + below_N.clamp(min=LOWEST) * exp_N) / total_N
     if others.square_N is not None:
         norm_N = other_N.square() + others.square_N / total_N.square()
     if options.sketch is not None and others.signed_NS is not None:
         mean_NS = others.signed_NS / total_N[:, None]
         sketch_NS = options.sketch.project(hidden_ND, targets_N, other_N, mean_NS, vocabulary)
-    softmax = Softmax(others.max_N + log_N, above_N - log_N, other_N, entropy_N)
+    softmax = Softmax(others.max_N + log_N, below_N - log_N, other_N, entropy_N)
     return softmax, (softmax.logprobs_N, entropy_N, norm_N, sketch_NS)
 
 

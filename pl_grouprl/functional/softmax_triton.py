@@ -79,8 +79,8 @@ def write_rows(
         log_total_N: Like the other tensors of the gradient, in float32, contiguous.
         temperature: Divides the logits.
         target_N: The gradient with respect to the target's logit.
-        factor_N: a.
-        entropy_factor_N: b; zero if None.
+        factor_N: alpha.
+        entropy_factor_N: beta; zero if None.
     """
     rows, width = logits_NC.shape
     if rows:

@@ -87,19 +87,21 @@ def fuse_layers(model: Any) -> None:
     if "rms_norm" not in options or not files:
         raise ValueError(f"kernels is 'liger', which has no layers for {decoder.config.model_type!r}; omit it.")
     unused = ("cross_entropy", "fused_linear_cross_entropy", "layer_norm")
-    names = vars(sys.modules[files[0]])
-    own = dict(names)
+    names = vars(sys.modules[files[0]])  # classes and functions of the family's file
+    before = dict(names)
     try:
         patch(model=decoder, **{name: False for name in unused if name in options})
-        rotary = {name: new for name, new in names.items() if new is not own.get(name) and inspect.isfunction(new)}
-    finally:  # it also replaces classes and functions in the family's file, for other models
-        names.update(own)
+        rotary = {name: new for name, new in names.items() if new is not before.get(name) and inspect.isfunction(new)}
+    finally:  # undo what liger replaced in the family's file, which other models use
+        names.update(before)
     for module in decoder.modules():
         forward: Any = type(module).forward
         for name in ("_get_name", "extra_repr"):  # liger's cannot be pickled
             vars(module).pop(name, None)
         if type(module).__name__.endswith("Experts"):  # liger's time several block sizes, so results are not repeatable
             unfuse_layers(module)
+        # Attention calls the rotary function by its global name, which is restored above. So its forward is rebuilt
+        # with liger's function among its globals; `__module__` lets `_replaced` find it.
         if rotary.keys() & set(getattr(getattr(forward, "__code__", None), "co_names", ())):
             defined = forward.__name__, forward.__defaults__, forward.__closure__
             rotating = FunctionType(forward.__code__, forward.__globals__ | rotary, *defined)

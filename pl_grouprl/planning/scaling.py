@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from pl_grouprl.utilities.options import check_fields
+
 GPUS_PER_NODE = 8
 
 UTILIZATION = 0.4
@@ -27,11 +29,11 @@ class Rates:
     Attributes:
         decode_step: Seconds of a decoding step of a single sequence; defaults to reading the weights at 0.4 of the
             GPU's bandwidth, which is too short for engines that wait for the host, such as `HFRolloutEngine`.
-        decode_sequence: Seconds by which another sequence prolongs a decoding step; defaults to its operations and its
+        decode_sequence: Seconds that each further sequence adds to a decoding step; defaults to its operations and its
             cache, at 0.4 of the GPU's rates.
         scoring_mfu: `perf/mfu/scoring` of a run.
         update_mfu: `perf/mfu/update` of a run.
-        transfer: Bytes per second of the weights' way to all samplers.
+        transfer: Bytes per second at which weights reach all samplers (in StepModel and StepTimes, it is seconds).
         node: Bytes per second at which a GPU exchanges gradients within a node of 8.
         network: The same, across nodes.
         mean_length: Mean tokens of a completion; defaults to `sampling.max_new_tokens`.
@@ -47,6 +49,10 @@ class Rates:
     network: float = 50e9
     mean_length: float | None = None
     lengths: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if name != "lengths" and value is not None}
+        check_fields(self, **{name: (value > 0, "above 0") for name, value in given.items()})
 
 
 class Lengths:
@@ -188,8 +194,8 @@ class StepModel:
     def predict(self, gpus: int, max_staleness: int = 0) -> StepTimes:
         """Predict a step.
 
-        With staleness k, samplers have the time of k steps for the longest completion, and each step waits for samplers
-        or trainers, whichever takes longer. The division of the GPUs is the best one.
+        With staleness k, the longest completion may take as long as k steps, and each step waits for samplers or
+        trainers, whichever takes longer. The division of the GPUs is the best one.
         """
         if not max_staleness or gpus == 1:
             parts = (*self.rollouts(gpus), *self.training(gpus), 0.0 if self.own_weights else self.transfer)
@@ -226,4 +232,4 @@ def table(model: StepModel, gpus: Sequence[int], staleness: Sequence[int]) -> It
             yield "  " + "".join(f"{cell:>10}" for cell in cells) + f"{speedup * first.gpus / number:>11.2f}"
     yield "With staleness, samplers and trainers work side by side: max_staleness, with servers as samplers."
     if gpus[-1] > model.prompts:
-        yield f"Groups stay whole: more than {model.prompts} GPUs have nothing to do without a larger batch_size."
+        yield f"Groups are not split: GPUs beyond the first {model.prompts} stay idle unless batch_size is larger."

@@ -80,8 +80,8 @@ def test_the_table_says_where_it_ends():
     assert [line.split()[:3] for line in lines[3:8]] == [
         ["1", "0", "1"], ["4", "0", "4"], ["4", "1", "2"], ["8", "0", "8"], ["8", "1", "4"],
     ]  # fmt: skip
-    assert "more than 4 GPUs" in lines[-1]
-    assert "more than 4" not in " ".join(table(model(Lengths([1.0] * 10)), (1, 4), (0, 1)))
+    assert "beyond the first 4" in lines[-1]
+    assert "beyond the first" not in " ".join(table(model(Lengths([1.0] * 10)), (1, 4), (0, 1)))
 
 
 # The plan of a run.

@@ -501,6 +501,6 @@ CASCADE = Backend(
     "cascade",
     _attend,
     _refusal,
-    preference=lambda *tensors: 3 if has_fast_kernel(*tensors) else 1,  # without fused kernels, better than dense
+    preference=lambda *layer: 3 if has_fast_kernel(*layer) else 1,  # without fused kernels, better than dense
     explicit=ExplicitGradient(_forward, _backward),
 )

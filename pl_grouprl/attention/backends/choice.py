@@ -63,6 +63,9 @@ def choose(
 ) -> Backend:
     """Choose the backend that `auto` runs for a layer: of those that serve it, the one with the highest preference.
 
+    If that is the cascade on CUDA, this also switches PyTorch to the newest FlashAttention installed, for the whole
+    process (`use_newest_flash_attention`).
+
     Args:
         query: Shape [1, H, S, D].
         key: Shape [1, K, T, D].

@@ -1,9 +1,9 @@
 """Activation checkpointing that saves what attention computes, and recomputes the rest of a layer.
 
-The backward pass of attention reads its output and the log-sum-exp of its scores, which take b + 4 / D bytes per number
-of a query (b bytes of the dtype, heads of size D) and the time of a forward pass to recompute. `save_attention` keeps
-them. On a packed row the cascade does so itself, at no cost. Elsewhere, and in compiled layers, it is PyTorch's
-selective checkpointing, in which each operator passes through Python: those named in `SAVED` run once.
+The backward pass of attention reads its output and the log-sum-exp of its scores. Keeping both takes b + 4 / D bytes
+per number of a query (b bytes of the dtype, heads of size D); recomputing them takes another forward pass of attention.
+`save_attention` keeps them. On a packed row the cascade does so itself, at no cost. Elsewhere, and in compiled layers,
+it is PyTorch's selective checkpointing, in which each operator passes through Python: those named in `SAVED` run once.
 
 Whatever else computes attention runs again, which changes nothing but time: backends `flex`, `prefix_grouper` and
 `reference` outside compiled layers, PyTorch's math kernel, `eager`, and layers with a state.

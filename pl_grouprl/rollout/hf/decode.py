@@ -93,17 +93,17 @@ class DecodeBatch:
         ordered = [rows[number] for number in self.numbers]
         self.logits_BV: Tensor | None = torch.stack([row.prefix.logits_PV[row.place] for row in ordered])
         # One entry per row; rows move when others leave.
-        self.row_B = self.int64(self.numbers)
+        self.number_B = self.int64(self.numbers)
         self.length_B = self.int64([row.length for row in ordered])  # in the cache
         self.position_B = self.int64([row.prefix.positions[row.place] for row in ordered])
         self.limit_B = self.int64([row.max_new_tokens for row in ordered])
-        self.token_B, self.count_B = torch.zeros_like(self.row_B), torch.zeros_like(self.row_B)
+        self.token_B, self.count_B = torch.zeros_like(self.number_B), torch.zeros_like(self.number_B)
         self.done_B, self.stopped_B = (
-            torch.zeros_like(self.row_B, dtype=torch.bool),
-            torch.zeros_like(self.row_B, dtype=torch.bool),
+            torch.zeros_like(self.number_B, dtype=torch.bool),
+            torch.zeros_like(self.number_B, dtype=torch.bool),
         )
-        # One entry per step and sequence.
-        self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)  # the step that is drawn next
+        # One entry per step and sequence, in the order of `rows`.
         self.uniforms_TN: Tensor | None = None
         if sampling.temperature != 0:
             numbers_NT = uniforms(seed, [row.stream for row in rows], 0, self.num_steps)
@@ -111,8 +111,11 @@ class DecodeBatch:
         self.tokens_TN = torch.zeros(self.num_steps, len(rows), dtype=torch.int64, device=self.device)
         self.logprobs_TN = torch.zeros(self.num_steps, len(rows), device=self.device)
         self._end_ids = self.int64(end_ids)
+        # On the host, one entry per sequence, in the order of `rows`.
         self._lengths = [row.length for row in rows]
-        self._counts, self._stopped, self._ended = [0] * len(rows), [False] * len(rows), [False] * len(rows)
+        self._counts, self._stopped = [0] * len(rows), [False] * len(rows)
+        # On the host, one entry per row of the batch, like `numbers`.
+        self._ended = [False] * len(rows)
         self.kept: dict[int, KeptSequence] = {}
 
     def int64(self, values: Sequence[int]) -> Tensor:
@@ -129,6 +132,7 @@ class DecodeBatch:
             FloatingPointError: If the model's logits were not finite.
         """
         assert self.logits_BV is not None
+        # A cache that further steps would change has to be taken in the step in which its row ends.
         often = bool(self.stop) or (self.keeps and self.ended_rows_change)
         self._steps_per_check = 1 if often else STEPS_PER_CHECK.get(self.device.type, _ASYNC_STEPS_PER_CHECK)
         self._draw(self.logits_BV)
@@ -173,9 +177,9 @@ class DecodeBatch:
         """Draw a token for each row, and mark rows that it ends."""
         uniforms_B = None
         if self.uniforms_TN is not None:
-            uniforms_B = self.uniforms_TN.index_select(0, self.step_1).squeeze(0).index_select(0, self.row_B)
+            uniforms_B = self.uniforms_TN.index_select(0, self.step_1).squeeze(0).index_select(0, self.number_B)
         tokens_B, logprobs_B = sample_tokens(logits_BV, self.sampling, uniforms_B)
-        entry_B = self.step_1 * self.tokens_TN.shape[1] + self.row_B
+        entry_B = self.step_1 * self.tokens_TN.shape[1] + self.number_B
         self.tokens_TN.view(-1).index_copy_(0, entry_B, tokens_B)
         self.logprobs_TN.view(-1).index_copy_(0, entry_B, logprobs_B)
         self.token_B.copy_(tokens_B)
@@ -193,7 +197,7 @@ class DecodeBatch:
         tick(self._ended.count(False))
         if self.stop:
             first = max(drawn - self.stop.window, 0)
-            found = self.stop.found(self.tokens_TN[first:drawn, self.row_B].t().tolist())
+            found = self.stop.found(self.tokens_TN[first:drawn, self.number_B].t().tolist())
             found_B = torch.tensor(
                 [hit and not ended for hit, ended in zip(found, self._ended, strict=True)], device=self.device
             )
@@ -239,7 +243,7 @@ class DecodeBatch:
         self.group_sizes, self.numbers = sizes, [self.numbers[place] for place in order]
         self._ended = [self._ended[place] for place in order]
         order_B = self.int64(order)
-        for name in ("row_B", "length_B", "position_B", "limit_B", "token_B", "count_B", "done_B", "stopped_B"):
+        for name in ("number_B", "length_B", "position_B", "limit_B", "token_B", "count_B", "done_B", "stopped_B"):
             setattr(self, name, getattr(self, name)[order_B])
         targets = [target for target, source in enumerate(order) if target != source]
         self.keep_rows(order_B, self.int64(targets), self.int64([order[target] for target in targets]))

@@ -70,27 +70,28 @@ class StaticBatch(DecodeBatch):
         self._columns: dict[MaskRule, Columns] = {}
         layers: list[Any] = []
         states: list[list[Any]] = []
-        for index, first in enumerate(firsts[0].prefix.cache.layers):
+        for index, example in enumerate(firsts[0].prefix.cache.layers):
             packed: tuple[Tensor, Tensor] | None = None
             shared: list[Any] = [None] * len(firsts)
-            if type(first) is PromptLayer:
+            if type(example) is PromptLayer:  # not PromptWindow, a subclass: windows share no prompt
                 pieces = [row.prefix.prompt_states(index, row.place) for row in firsts]
                 packed = torch.cat([keys for keys, _ in pieces]), torch.cat([values for _, values in pieces])
                 shared = list(zip(*(tensor.split(lengths) for tensor in packed), strict=True))
             states.append(shared)
-            if isinstance(first, PromptLayer):
-                layers.append(self._static_layer(index, first, packed))
+            if isinstance(example, PromptLayer):
+                layers.append(self._static_layer(index, example, packed))
             else:  # copies of the rows' states
                 parts = [(prefix.cache.layers[index], self.int64(sources)) for prefix, sources, _ in self._parts]
                 layer = gather_layer(index, parts, 0)
+                # Gathered by prefix; this puts them in the order of the batch's rows.
                 layer.reorder_cache(self.int64([row for *_, targets in self._parts for row in targets]).argsort())
                 layers.append(layer)
         self.cache = _StaticCache(layers=layers)
         self.ended_rows_change = any(not isinstance(layer, StaticLayer) and not is_empty(layer) for layer in layers)
         del self._parts
         if self.keeps:
-            for number, prompt in enumerate(groups):
-                prompt.states = [layer[number] for layer in states]
+            for index, prompt in enumerate(groups):
+                prompt.states = [layer[index] for layer in states]
 
     def _static_layer(self, index: int, first: PromptLayer, packed: tuple[Tensor, Tensor] | None) -> StaticLayer:
         """Buffers that begin with each row's tokens after its prompt, or with its last ones for a window."""

@@ -92,8 +92,9 @@ def make_graph(
 class StepGraph:
     """Runs the steps of one batch: the first of each number of rows eagerly, further ones as replays.
 
-    The first time for a model, it also compares two steps: a graph would repeat numbers that the host has passed, such
-    as a position, and would read states where they were.
+    For a model's first graph, two steps run eagerly. Their states must have the same addresses, and the capture must
+    run the operators of the second step with the same shapes and host values. Otherwise a replay would repeat a stale
+    number, such as a position, or read a state that has moved.
 
     Args:
         model: The model.
@@ -131,7 +132,7 @@ class StepGraph:
         else:
             self._eager_steps -= 1
             before, self._before = self._before, self._traced(self._capture.warm_up, step)
-            # Before a capture would leave states in memory that it does not compute.
+            # Checked before capturing: a capture runs no kernels, so a state that it allocated would hold garbage.
             if before and [e for e in before if e[0] == _STATE] != [e for e in self._before if e[0] == _STATE]:
                 self._give_up(RuntimeError(f"{_STATE} gets another address in each step"))
 
