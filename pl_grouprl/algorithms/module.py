@@ -392,8 +392,7 @@ class RLModule(pl.LightningModule, ABC):
         Not needed if the policy does not change between the updates of a batch of rollouts.
         """
         steps_between_updates = self.trainer.accumulate_grad_batches % self.updates_per_rollout != 0
-        selects_tokens = self.objective.entropy.options.top_quantile < 1 or self.importance_sampling.rollout_rs
-        return steps_between_updates or self.kl_penalty.needs_old_logprobs or bool(selects_tokens)
+        return steps_between_updates or self.kl_penalty.needs_old_logprobs or self.objective.selects_tokens
 
     def old_score_options(self) -> dict[str, Any]:
         """Keyword arguments of `score` for what to compute in the same forward as old log-probabilities."""

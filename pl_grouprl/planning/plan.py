@@ -363,7 +363,8 @@ def plan_run(
         given = f"{type(module).__name__} and {type(data).__name__}"
         raise TypeError(f"plan needs a module of pl_grouprl and a PromptDataModule with `train`, not {given}.")
     models, work = plan_models(module, hardware), Workload.of(module, data, hardware.processes)
-    passes = (module.updates_per_rollout > 1 or module.kl_penalty.needs_old_logprobs) + module.kl_penalty.is_used
+    scores_before = module.updates_per_rollout > 1 or module.kl_penalty.needs_old_logprobs
+    passes = (scores_before or module.objective.selects_tokens) + module.kl_penalty.is_used
     passes += hasattr(module, "teacher_source")
     return RunPlan(
         type(module).__name__,

@@ -329,6 +329,11 @@ class PolicyObjective:
         return self.corrects_sampling or masks or correction.rollout_rs is not None
 
     @property
+    def selects_tokens(self) -> bool:
+        """Whether the policy's scores before the update choose the tokens to train."""
+        return self.entropy.options.top_quantile < 1 or self.importance_sampling.rollout_rs is not None
+
+    @property
     def score_options(self) -> dict[str, Any]:
         """Keyword arguments of `models.score` for what the loss needs besides log-probabilities."""
         return {"entropy": True, "entropy_grad": self.entropy.applied > 0}

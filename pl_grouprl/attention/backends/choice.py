@@ -89,7 +89,7 @@ def choose(
     return chosen
 
 
-# FlashAttention-3 and 4 are packages. PyTorch's switch puts their kernels in place of its own FlashAttention-2, for all
+# FlashAttention-3 and 4 are packages. PyTorch's switch replaces its FlashAttention-2 with their kernels, for all
 # of the process. FlashAttention-4 has windows from PyTorch 2.13 on.
 
 _NEWER = {"FA3": optional.FLASH_ATTENTION_3_AVAILABLE, "FA4": optional.FLASH_ATTENTION_4_AVAILABLE}
@@ -132,7 +132,7 @@ def use_newest_flash_attention(
     try:
         if active is None:
             switch.activate_flash_attention_impl(name)
-        # A thread of its own has no autocast, no checkpointing, and records gradients.
+        # A separate thread has no autocast, no checkpointing, and records gradients.
         with ThreadPoolExecutor(1) as thread:
             error = thread.submit(_error_on_a_small_row, device, dtype, sizes, has_window).result()
         tolerance = TOLERANCES[dtype].hidden

@@ -55,7 +55,7 @@ def bucket(count: int) -> int:
 def why_not_captured(model: nn.Module) -> str | None:
     """Why a step of a model cannot be captured as a graph; None if nothing is known against it."""
     if threading.current_thread() is not threading.main_thread():
-        return "they run beside updates, whose memory the allocator could not free during a capture"
+        return "they run during updates, whose memory the allocator could not free during a capture"
     if not is_whole(model):
         return "its weights are sharded or quantized, and may be at other addresses in each step"
     if len({weight.device for weight in model.parameters()}) > 1:
@@ -76,7 +76,7 @@ def make_graph(
         model: The model.
         device: Its device.
         steps: Most steps of the batch.
-        states: Returns what the model changes in a step, beside its buffers.
+        states: Returns what the model changes in a step, besides its buffers.
     """
     if device.type not in CAPTURES or steps < MIN_STEPS or not _CAN_CAPTURE.get(model, True):
         return None
@@ -229,7 +229,7 @@ class CUDACapture:
         """Capture a step without running it."""
         try:
             self._capture(step)
-        except torch.OutOfMemoryError:  # a capture needs memory of its own, which updates may have left in the cache
+        except torch.OutOfMemoryError:  # a capture needs new memory, and cannot take what the allocator has cached
             torch.cuda.empty_cache()
             self._capture(step)
 
