@@ -107,8 +107,9 @@ class Rollout:
     Attributes:
         token_ids: The sampled tokens, the end token included where the model produced one. May be empty.
         logprobs: Log-probability of each token as the sampler computed it, at the sampling temperature (1 for greedy
-            decoding) over the whole vocabulary: before top-k, top-p and min-p, as the policy is trained. An engine that
-            can only report them after these declares `truncates_logprobs`.
+            decoding) over the whole vocabulary: after the repetition penalty, which the policy is trained without, and
+            before top-k, top-p and min-p. An engine that can only report them after these declares
+            `truncates_logprobs`.
         loss_mask: 1 where a token is trained, 0 where it is only context (tool output). None trains every token.
         finish_reason: Why the completion ended.
         reward: The combined reward, `token_rewards` included; None where no reward function applied; such a rollout is
@@ -355,6 +356,9 @@ class SamplingConfig:
         top_p: Keeps the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: Keeps the k most likely tokens; 0 keeps all.
         min_p: Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
+        repetition_penalty: Divides positive logits of tokens that occur in the prompt or the completion so far, and
+            multiplies negative ones, before the temperature and in greedy decoding too (CTRL, arXiv:1909.05858, section
+            4.1). 1 is off; below 1 encourages repetition.
         stop: Strings that end a completion. The tokens that complete the string are kept.
         stop_token_ids: Tokens that end a completion, besides the model's own end tokens and the one with which the chat
             template ends a turn. Kept in the completion.
@@ -365,6 +369,7 @@ class SamplingConfig:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
@@ -380,6 +385,7 @@ class SamplingConfig:
             top_p=(0 < self.top_p <= 1, "in (0, 1]"),
             top_k=(self.top_k >= 0, "0 (off) or larger"),
             min_p=(0 <= self.min_p <= 1, "in [0, 1]"),
+            repetition_penalty=(self.repetition_penalty > 0, "above 0; 1 is off"),
         )
 
     @property

@@ -193,8 +193,8 @@ Score = Callable[[RolloutGroup], Sequence[Tensor]]
 
 
 def can_compare(sampling: SamplingConfig) -> bool:
-    """Whether log-probabilities per token can be compared: not with top-k or min-p."""
-    return not (sampling.top_k or sampling.min_p)
+    """Whether log-probabilities per token can be compared: not with top-k, min-p or a repetition penalty."""
+    return not (sampling.top_k or sampling.min_p or sampling.repetition_penalty != 1)
 
 
 def sampler_difference(score: Score, groups: Sequence[RolloutGroup], sampling: SamplingConfig) -> float | None:

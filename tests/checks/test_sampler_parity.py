@@ -48,7 +48,10 @@ def test_the_longest_rollouts_of_the_group_are_scored():
     assert lengths == [9, 8, 7, 6, 5, 4, 3, 2]
 
 
-@pytest.mark.parametrize(("option", "says_something"), [({"top_k": 4}, False), ({"min_p": 0.1}, False), ({}, True)])
+@pytest.mark.parametrize(
+    ("option", "says_something"),
+    [({"top_k": 4}, False), ({"min_p": 0.1}, False), ({"repetition_penalty": 1.1}, False), ({}, True)],
+)
 def test_sampling_options_under_which_tokens_cannot_be_compared(option, says_something):
     assert can_compare(SamplingConfig(**option)) is says_something
 

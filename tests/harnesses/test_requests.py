@@ -8,7 +8,7 @@ from pl_grouprl.types import SamplingConfig
 
 
 def sampled(limits=None, **options):
-    sampling = SamplingConfig(max_new_tokens=10, temperature=0.7, top_k=5)
+    sampling = SamplingConfig(max_new_tokens=10, temperature=0.7, top_k=5, repetition_penalty=1.2)
     return RoundRequests(sampling, "run:1", limits or EpisodeLimits(), **{"end_ids": [2], "vocab_size": 50, **options})
 
 
@@ -28,6 +28,7 @@ def test_the_run_decides_how_turns_are_sampled():
     assert sent["token_ids"] == [3, 4]
     params = sent["sampling_params"]
     assert (params["temperature"], params["top_k"], params["max_tokens"]) == (0.7, 5, 10)
+    assert params["repetition_penalty"] == 1.2
     assert params["stop_token_ids"] == [2, 6]  # 99 is not in the vocabulary
     assert params["logit_bias"] == {9: -100.0}  # JSON makes the key a string
     assert params["ignore_eos"] is True

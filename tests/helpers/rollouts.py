@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from helpers.sampling_oracle import penalized
 
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.training.buffer import RolloutBuffer
@@ -73,6 +74,8 @@ def reference_logprobs(
 
     inputs = torch.tensor([prompt + rollout.token_ids])
     scores = model(inputs).logits[0, len(prompt) - 1 : -1].float()
+    if sampling.repetition_penalty != 1:
+        scores = penalized(scores, prompt, rollout, sampling)
     filtered = sampling.temperature > 0
     processors = [
         (sampling.temperature not in (0.0, 1.0), lambda: lp.TemperatureLogitsWarper(sampling.temperature)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,6 +84,16 @@ def tiny_decoder(family: str, **overrides: Any) -> Any:
     return model
 
 
+def penalized(logits_TV: torch.Tensor, prompt: list[int], rollout: Rollout, sampling: SamplingConfig) -> torch.Tensor:
+    """The logits of a rollout's tokens after transformers' own repetition penalty, one token at a time."""
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    penalize = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+    read = [*prompt, *rollout.token_ids]
+    rows = [penalize(torch.tensor([read[: len(prompt) + t]]), one[None]) for t, one in enumerate(logits_TV)]
+    return torch.cat(rows)
+
+
 @torch.no_grad()
 def assert_sampled(
     model: Any,
@@ -119,7 +130,10 @@ def assert_sampled(
         0, len(prompt) - 1 : -1
     ]
     logits = logits.index_fill(-1, torch.tensor(never, dtype=torch.int64), -torch.inf)
-    tokens, logprobs = sample_tokens(logits, sampling, uniforms(seed, [name], 0, count)[0])
+    if sampling.repetition_penalty != 1:
+        logits = penalized(logits, prompt, rollout, sampling)
+    plain = replace(sampling, repetition_penalty=1.0)
+    tokens, logprobs = sample_tokens(logits, plain, uniforms(seed, [name], 0, count)[0])
     assert rollout.token_ids == tokens.tolist()
     torch.testing.assert_close(torch.tensor(rollout.logprobs), logprobs, atol=1e-4, rtol=0)
     stops = [token in sampling.stop_token_ids for token in rollout.token_ids]

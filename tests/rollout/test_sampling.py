@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pl_grouprl.rollout.hf.sampling import filter_logits, sample_tokens, uniforms
+from pl_grouprl.rollout.hf.sampling import filter_logits, penalize, sample_tokens, uniforms
 from pl_grouprl.types import SamplingConfig
 
 
@@ -56,6 +56,33 @@ def test_filters_worked_by_hand():
     assert kept(top_k=3) == [True, True, True, True]
     assert kept(min_p=0.3) == [True, True, False, False]
     assert kept(top_k=2, top_p=0.6) == [True, False, False, False]  # 2/3 and 1/3 are left after top-k
+
+
+def test_the_penalty_is_that_of_transformers():
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 50, generator=generator)
+    ids = torch.randint(50, (6, 30), generator=generator)
+    seen = torch.zeros(6, 50, dtype=torch.bool).scatter_(1, ids, True)
+    for penalty in (1.3, 0.7):
+        exact = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.double())
+        torch.testing.assert_close(penalize(logits, seen, penalty), exact.float())
+        assert not torch.equal(exact, logits.double())
+
+
+def test_a_penalty_worked_by_hand():
+    logits = torch.tensor([[math.log(4.0), 0.0, -math.log(2.0), math.log(4.0)]])
+    seen = torch.tensor([[True, True, True, False]])
+    assert penalize(logits, seen, 2.0).exp().tolist() == [pytest.approx([2, 1, 0.25, 4])]
+    sampling = SamplingConfig(repetition_penalty=2.0)
+    token, logprob = sample_tokens(logits, sampling, torch.tensor([0.5], dtype=torch.float64), seen)
+    assert token.item() == 3  # 2 + 1 + 0.25 of 7.25 are before it
+    assert logprob.exp().item() == pytest.approx(4 / 7.25)
+    (greedy,) = sample_tokens(logits, SamplingConfig(temperature=0, repetition_penalty=2.0), None, seen)[0]
+    assert greedy == 3
+    with pytest.raises(ValueError, match=r"SamplingConfig.repetition_penalty is 0; it must be above 0"):
+        SamplingConfig(repetition_penalty=0)
 
 
 def test_draw_inverts_the_cumulative_distribution():

@@ -13,7 +13,8 @@ from pl_grouprl.types import SamplingConfig
 COMPARE = """
 import math
 import torch
-from pl_grouprl.rollout.hf import sampling_triton
+from unittest import mock
+from pl_grouprl.rollout.hf import sampling, sampling_triton
 from pl_grouprl.rollout.hf.sampling import sample_tokens, uniforms
 from pl_grouprl.types import SamplingConfig
 
@@ -39,6 +40,19 @@ for dtype in (torch.float32, torch.bfloat16):
                 logits[:, :33] = -math.inf  # a whole block is never drawn
                 logits[:, 40] = logits[:, 60] = 6.0  # ties
             compare(logits, temperature, uniforms(width, rows, 0, 1)[:, 0])
+
+# Filters and a penalty, on the path that a GPU takes.
+for dtype in (torch.float32, torch.bfloat16):
+    for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "top_k": 20}, {"temperature": 0.7, "top_p": 0.6}):
+        for penalty in (1.0, 1.3):
+            own = SamplingConfig(**options, repetition_penalty=penalty)
+            logits, numbers = (3 * torch.randn(6, 77)).to(dtype), uniforms(7, rows, 0, 1)[:, 0]
+            seen = torch.rand(6, 77) < 0.3
+            expected = sample_tokens(logits, own, numbers, seen)
+            with mock.patch.object(sampling, "_TRITON_DEVICE", "cpu"):
+                found = sample_tokens(logits, own, numbers, seen)
+            assert found[0].tolist() == expected[0].tolist()
+            torch.testing.assert_close(found[1], expected[1], atol=1e-6, rtol=1e-6)
 
 # The ends of the distribution: the first and the last token that has a probability.
 logits = torch.randn(2, 77)

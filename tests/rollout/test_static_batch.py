@@ -164,7 +164,7 @@ def test_sampling_after_shared_prompts_equals_a_full_forward(family, implementat
     model = tiny_decoder(family, attn_implementation=implementation)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, 24, (length,), generator=generator).tolist() for length in (41, 44, 41)]
-    sampling = SamplingConfig(max_new_tokens=9, temperature=2.0, stop_token_ids=(0, 6, 10, 14))
+    sampling = SamplingConfig(max_new_tokens=9, temperature=2.0, repetition_penalty=1.3, stop_token_ids=(0, 6, 10, 14))
     sampler = HFRolloutEngine(model)
     sampler.generate([[1]], SamplingConfig(max_new_tokens=1), num_generations=1, seed=0)  # has its first look
     kinds = []
@@ -203,7 +203,8 @@ def test_a_step_asks_nothing_and_moves_nothing(family, temperature, monkeypatch)
     monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", 8)
     model = tiny_decoder(family)
     prompts = [[1 + place % 20 for place in range(length)] for length in (60, 50)]
-    sampling = SamplingConfig(max_new_tokens=24, temperature=temperature, top_k=9, top_p=0.9, stop_token_ids=(3, 4))
+    filters = {"top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}
+    sampling = SamplingConfig(max_new_tokens=24, temperature=temperature, stop_token_ids=(3, 4), **filters)
     sampler = HFRolloutEngine(model)
     expected = sampler.generate(prompts, sampling, num_generations=6, seed=0)
     monkeypatch.setattr(attention, "attend_runs", dense_runs)

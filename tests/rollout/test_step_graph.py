@@ -123,6 +123,7 @@ def test_in_float32_the_same_buckets_give_the_same_bits(graphs):
     [
         {"sampling": SamplingConfig(max_new_tokens=30, temperature=0.0)},  # which all end at the limit
         {"sampling": SamplingConfig(max_new_tokens=40, temperature=0.8, top_k=9, top_p=0.9, stop_token_ids=(3, 4))},
+        {"sampling": SamplingConfig(max_new_tokens=40, repetition_penalty=1.3, stop_token_ids=(3,))},
         {"max_new_tokens": [5, 40, 30]},
         {"max_sequences": 20},
         {"keep": True},
@@ -490,6 +491,7 @@ def test_graphs_are_bitwise_equal_to_eager_steps_on_gpu(family, on_gpu):
         SamplingConfig(max_new_tokens=30, temperature=0.0),
         SamplingConfig(max_new_tokens=30, temperature=0.7, top_p=0.9),  # sorts the vocabulary
         SamplingConfig(max_new_tokens=30, top_k=5, min_p=0.05),
+        SamplingConfig(max_new_tokens=30, repetition_penalty=1.3),
     ],
     ids=str,
 )

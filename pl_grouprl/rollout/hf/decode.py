@@ -42,12 +42,14 @@ class DecodeRow(NamedTuple):
         place: The prompt's row there.
         stream: (prompt index, generation index), which identify its random numbers.
         max_new_tokens: Most tokens to sample.
+        token_ids: Tokens of the prompt, which a repetition penalty counts.
     """
 
     prefix: Prefix
     place: int
     stream: tuple[int, int]
     max_new_tokens: int
+    token_ids: Sequence[int] = ()
 
     @property
     def length(self) -> int:
@@ -102,6 +104,11 @@ class DecodeBatch:
             torch.zeros_like(self.number_B, dtype=torch.bool),
             torch.zeros_like(self.number_B, dtype=torch.bool),
         )
+        self.seen_BV: Tensor | None = None  # tokens of the prompt and the completion
+        if sampling.repetition_penalty != 1:
+            self.seen_BV = torch.zeros_like(self.logits_BV, dtype=torch.bool)
+            for seen_V, row in zip(self.seen_BV, ordered, strict=True):  # some models have no logit of a placeholder
+                seen_V[self.int64([token for token in row.token_ids if token < len(seen_V)])] = True
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)  # the step that is drawn next
         # One entry per step and sequence, in the order of `rows`.
         self.uniforms_TN: Tensor | None = None
@@ -178,7 +185,9 @@ class DecodeBatch:
         uniforms_B = None
         if self.uniforms_TN is not None:
             uniforms_B = self.uniforms_TN.index_select(0, self.step_1).squeeze(0).index_select(0, self.number_B)
-        tokens_B, logprobs_B = sample_tokens(logits_BV, self.sampling, uniforms_B)
+        tokens_B, logprobs_B = sample_tokens(logits_BV, self.sampling, uniforms_B, self.seen_BV)
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(-1, tokens_B[:, None], True)
         entry_B = self.step_1 * self.tokens_TN.shape[1] + self.number_B
         self.tokens_TN.view(-1).index_copy_(0, entry_B, tokens_B)
         self.logprobs_TN.view(-1).index_copy_(0, entry_B, logprobs_B)
@@ -245,6 +254,8 @@ class DecodeBatch:
         order_B = self.int64(order)
         for name in ("number_B", "length_B", "position_B", "limit_B", "token_B", "count_B", "done_B", "stopped_B"):
             setattr(self, name, getattr(self, name)[order_B])
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV[order_B]
         targets = [target for target, source in enumerate(order) if target != source]
         self.keep_rows(order_B, self.int64(targets), self.int64([order[target] for target in targets]))
         if self._graph is not None:

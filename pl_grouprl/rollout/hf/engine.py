@@ -94,7 +94,12 @@ def sample_in_batches(
         parts = encoder.select([place for place, *_ in chunk], needed_later)
         places = [(prefix, row) for prefix, rows in parts for row in rows]
         rows = [
-            DecodeRow(*place, (requests[number].index, generation), requests[number].max_new_tokens)
+            DecodeRow(
+                *place,
+                (requests[number].index, generation),
+                requests[number].max_new_tokens,
+                requests[number].token_ids,
+            )
             for place, (_, number, generation) in zip(places, chunk, strict=True)
         ]
         kind = StaticBatch if shares_prompts(rows, min_saved_tokens) else CopiedBatch

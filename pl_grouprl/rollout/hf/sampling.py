@@ -1,4 +1,4 @@
-"""Samples a token from logits: temperature, filters, random numbers, and the draw.
+"""Samples a token from logits: repetition penalty, temperature, filters, random numbers, and the draw.
 
 Shapes: B sequences that are decoded together, V vocabulary, T steps.
 
@@ -25,9 +25,25 @@ from torch import Tensor
 from pl_grouprl.types import SamplingConfig
 
 _HAS_TRITON = find_spec("triton") is not None  # it comes with PyTorch for CUDA
+_TRITON_DEVICE = "cuda"
 _FIXED_POINT = 2.0**52
 _BLOCK_SIZE = 512
 _DRAWS_PER_COUNT = 4  # Philox4x64 yields four 64-bit words per counter value
+
+
+def penalize(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Divide positive logits of tokens that occurred by a penalty, and multiply negative ones.
+
+    Args:
+        logits_BV: Logits, shape [B, V], any floating dtype.
+        seen_BV: Whether a token occurs in the prompt or the completion so far, bool [B, V].
+        penalty: See `SamplingConfig.repetition_penalty`.
+
+    Returns:
+        Logits, float32, shape [B, V], as transformers' `RepetitionPenaltyLogitsProcessor` computes them.
+    """
+    scores_BV = logits_BV.float()
+    return torch.where(seen_BV, torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty), scores_BV)
 
 
 def filter_logits(logits_BV: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -71,28 +87,38 @@ def _keep_top_p(scores_BV: Tensor, sampling: SamplingConfig) -> Tensor:
     return scores_BV.masked_fill(probs_BV < sorted_BK.gather(-1, kept_B1 - 1), -math.inf)
 
 
-def sample_tokens(logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tensor | None) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits_BV: Tensor, sampling: SamplingConfig, uniforms_B: Tensor | None, seen_BV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token per sequence.
 
     Args:
         logits_BV: Logits of the next token, shape [B, V], any floating dtype.
         sampling: How to sample. Temperature 0 takes the most likely token and ignores the filters.
         uniforms_B: Float64 in [0, 1), shape [B]; may be None for temperature 0.
+        seen_BV: See `penalize`; needed for a repetition penalty.
 
     Returns:
-        Tokens, int64 [B], and their log-probabilities at the temperature (1 for greedy tokens) without filters, as in
-        scoring, float32 [B]. NaN logits give NaN log-probabilities.
+        Tokens, int64 [B], and their log-probabilities at the temperature (1 for greedy tokens) with the penalty and
+        without filters, float32 [B]. NaN logits give NaN log-probabilities.
 
     Raises:
         ValueError: If `uniforms_B` is None and the temperature is not 0.
     """
+    if sampling.repetition_penalty != 1:
+        assert seen_BV is not None
+        logits_BV = penalize(logits_BV, seen_BV, sampling.repetition_penalty)
     if uniforms_B is None and sampling.temperature != 0:
         raise ValueError(f"uniforms_B is None at temperature={sampling.temperature}; pass one number per sequence.")
-    if _HAS_TRITON and logits_BV.is_cuda and (sampling.temperature == 0 or not sampling.is_truncated):
+    if _HAS_TRITON and logits_BV.device.type == _TRITON_DEVICE:
         from pl_grouprl.rollout.hf.sampling_triton import sample_triton
 
-        greedy = sampling.temperature == 0
-        return sample_triton(logits_BV, sampling.temperature or 1.0, None if greedy else uniforms_B)
+        if not sampling.is_truncated:
+            greedy = sampling.temperature == 0
+            return sample_triton(logits_BV, sampling.temperature or 1.0, None if greedy else uniforms_B)
+        tokens_B, _ = sample_triton(filter_logits(logits_BV, sampling), 1.0, uniforms_B)
+        scores_BV = logits_BV.float() / sampling.temperature
+        return tokens_B, scores_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - scores_BV.logsumexp(dim=-1)
     if uniforms_B is None or sampling.temperature == 0:
         logprobs_BV = logits_BV.float().log_softmax(dim=-1)
         tokens_B1 = logprobs_BV.argmax(dim=-1, keepdim=True)

@@ -45,6 +45,7 @@ def sampling_options(
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "seed": seed,
         "logprobs": 0,  # of the sampled token only
         "stop_token_ids": list(end_ids),

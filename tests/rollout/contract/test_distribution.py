@@ -27,7 +27,10 @@ OPTIONS = {
     "min-p": {"temperature": 1.3, "min_p": 0.05},
     "top-k top-p": {"top_k": 12, "top_p": 0.9},
     "all": {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    "penalty": {"temperature": 1.3, "repetition_penalty": 1.4},
+    "penalty and filters": {"top_k": 12, "top_p": 0.9, "repetition_penalty": 0.6},
     "greedy": {"temperature": 0.0},
+    "greedy with penalty": {"temperature": 0.0, "repetition_penalty": 1.4},
     "greedy with filters": {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
 }
 
@@ -36,7 +39,9 @@ def assert_logprobs_of_a_fresh_forward(subject, **options):
     sampling = {"max_new_tokens": 20, "stop_token_ids": (4, 9), **options}
     groups = subject.sample(PROMPTS, 4, seed=5, **sampling)
     is_hf = subject.engine_name == "hf"
-    whole = SamplingConfig(temperature=sampling.get("temperature", 1.0))
+    whole = SamplingConfig(
+        temperature=sampling.get("temperature", 1.0), repetition_penalty=sampling.get("repetition_penalty", 1.0)
+    )
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for rollout in group:
             own = SamplingConfig(**sampling)
