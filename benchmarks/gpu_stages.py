@@ -37,7 +37,7 @@ from benchmarks.cases import QWEN3_0_6B, QWEN3_4B
 from benchmarks.config_file import build_run, read_config
 from benchmarks.head_methods import Head
 from benchmarks.head_methods import run as run_head
-from benchmarks.measure import in_fresh_process, now
+from benchmarks.measure import in_fresh_process, now, peak_flops
 from benchmarks.methods import find_method, make_optimizer, missing, place_gradients
 from benchmarks.operators import WAITS
 from benchmarks.stage import FIRST_WORD, PAD, Stage, liger_layers, seconds_of
@@ -256,8 +256,17 @@ def _decoding_profile(stage: Stage, model: Any, method: str, sequences: int, pro
 
 
 def update(stage: Stage) -> None:
-    """An update of 12 layers of the 4B shape: as is, and with each change that could make it faster."""
+    """An update of the 4B shape with all 36 layers, then of 12 layers with each change that could make it faster."""
     long, short = stage.pick((4096, 512), (32, 16))
+    both, whole = "liger layers, saved attention", {"rollout": 1024, "group_size": 4, "layers": 36}
+    for label, prefix, sizes, goal in (
+        (f"36 layers, {both}", stage.pick(8192, 48), whole, "MFU of at least 0.38"),
+        (both, long, {}, "at most 0.220 s"),
+    ):
+        stage.measure(
+            label, _update, stage, label, prefix, liger_layers, checkpointing="attention", goal=goal,
+            needs=("liger_kernel",), **sizes,
+        )  # fmt: skip
     for prefix, label, options in (
         (long, "as is", {}),
         (long, "saved attention", {"checkpointing": "attention"}),
@@ -270,8 +279,7 @@ def update(stage: Stage) -> None:
         stage.measure(f"gradient, {kind}", _checkpointing_error, stage, kind, checkpointing)
     for prefix in (long, short):
         stage.measure("liger layers", _update, stage, "liger layers", prefix, liger_layers, needs=("liger_kernel",))
-    both = "liger layers, saved attention"
-    stage.measure(both, _update, stage, both, long, liger_layers, checkpointing="attention", needs=("liger_kernel",))
+    stage.measure("36 layers, as is", _update, stage, "36 layers, as is", stage.pick(8192, 48), **whole)
 
 
 def compiled_update(stage: Stage) -> None:
@@ -289,12 +297,16 @@ def _update(
     dtype: Any = "bfloat16",
     fused: bool = True,
     checkpointing: Checkpointing = True,
+    rollout: int = 512,
+    group_size: int = 8,
+    layers: int = 12,
+    goal: str | None = None,
 ) -> None:
     """Time forward, backward and AdamW of one packed batch, and scoring; float32 weights compute under autocast."""
-    rollout = stage.pick(512, 8)
-    groups = stage.pick(max(1, 8192 // (prefix + 8 * rollout)), 1)
+    rollout = stage.pick(rollout, 8)
+    groups = stage.pick(max(1, 8192 // (prefix + group_size * rollout)), 1)
     case = stage.case(
-        QWEN3_4B, layers=12, prefix=prefix, rollout=rollout, group_size=8, groups=groups, dtype=dtype,
+        QWEN3_4B, layers=layers, prefix=prefix, rollout=rollout, group_size=group_size, groups=groups, dtype=dtype,
         checkpointing=checkpointing,
     )  # fmt: skip
     model = case.make_model().train()
@@ -317,10 +329,11 @@ def _update(
         with torch.no_grad():
             mean = scored().float().mean().item()
             scoring = seconds_of(scored, 3)
+    rate, peak = 3 * case.operations("shared") / seconds, peak_flops("bfloat16")
     stage.add(
-        label=label, P=prefix, G=8, R=rollout, groups=groups, s=seconds, scoring_s=scoring, first_s=first,
-        second_s=second, tflops_per_s=3 * case.operations("shared") / seconds / 1e12, mean_logprob=mean,
-        peak_gib=stage.peak_gib(),
+        label=label, P=prefix, G=group_size, R=rollout, groups=groups, layers=case.layers, s=seconds,
+        mfu=rate / peak if peak and not stage.dry else None, scoring_s=scoring, first_s=first, second_s=second,
+        tflops_per_s=rate / 1e12, mean_logprob=mean, peak_gib=stage.peak_gib(), **{"goal": goal} if goal else {},
     )  # fmt: skip
 
 

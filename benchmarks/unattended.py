@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
+DRY_RUN = 10
+"""How many times longer a dry run may take, on a CPU."""
 GPU = ("--profile", "gpu")
 CUDA = ("--device", "cuda")
 
@@ -67,6 +69,8 @@ METHODS = ("--methods", "repeated, packed", "prefix_grouper", "cascade")
 CPU_METHODS = (*METHODS, "repeated, one by one")
 HEAD = ("--methods", "full logits", "token_scores", "token_scores, any head")
 SHORT = ("--prefix", "512", "--rollout", "64")
+WHOLE_4B = ("--model", "4b", "--rollouts", "sampled", "--steps", "2")
+ARMS_4B = ("--arms", "ours, liger's layers", "TRL, padded, liger", "ours", "TRL, padded")
 PROFILES = {
     "cpu": (
         Part("packing", 2, ("--batches", "20"), ()),
@@ -84,15 +88,16 @@ PROFILES = {
         Part("balance", 8, ("--rounds", "1"), ("clock",)),
     ),
     "gpu": (
-        _stage("ceilings", 30, 60),
-        _stage("first-step", 75, 110),
+        _stage("update-arms", 75, 110),
         _stage("decode", 60, 90),
         _stage("whole-step", 130, 170),
+        Part("vs-trl", 0, (*WHOLE_4B, *ARMS_4B), (), "vs-trl-4b", expected=110, limit=150),
         Part("vs-trl", 0, ("--shapes", "1024:512:8"), (), expected=70, limit=110),
-        _stage("real-run", 90, 120),
-        _stage("update-arms", 50, 80),
-        _stage("default-run", 45, 80),
+        _stage("first-step", 75, 110),
         Part("tests", 0, (), (), expected=100, limit=150),
+        _stage("real-run", 90, 120),
+        _stage("default-run", 45, 80),
+        _stage("ceilings", 30, 60),
         _stage("compiled", 40, 80),
         _stage("hybrid", 40, 70),
         _stage("head-blocks", 20, 40),
@@ -162,7 +167,7 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
     parts = [part for part in PROFILES[options.profile] if not options.only or part.label in options.only]
     if not options.dry_run:
         return parts
-    return [replace(part, limit=10 * part.limit) for part in parts if part.limit is not None]  # a CPU takes longer
+    return [replace(part, limit=DRY_RUN * part.limit) for part in parts if part.limit is not None]
 
 
 def plan(parts: Sequence[Part]) -> str:
@@ -202,6 +207,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.dry_run and options.profile != "gpu":
         parser.error("--dry-run needs --profile gpu.")
+    options.minutes *= DRY_RUN if options.dry_run else 1
     there = {part.label for part in PROFILES[options.profile]}
     if missing := [name for name in options.only or () if name not in there]:
         parser.error(f"--only {' '.join(missing)} is not a part of --profile {options.profile}.")

@@ -2,6 +2,7 @@
 
     python -m benchmarks vs-trl --output results/vs_trl                   # on recorded rollouts, the same for all arms
     python -m benchmarks vs-trl --rollouts sampled --output results/sampled  # and with `generate` and HFRolloutEngine
+    python -m benchmarks vs-trl --model 4b --rollouts sampled --output results/4b  # a whole step of a 4B model
     python -m benchmarks vs-trl --vllm --output results/vllm              # and with vLLM inside each trainer
     python -m benchmarks vs-trl --dry-run                                 # tiny shapes on a CPU
 
@@ -267,9 +268,10 @@ class Meter:
         sampling = statistics.median(self.rollouts[1 : len(self.steps)])
         rate, peak = 3 * case.operations(sharing) / (seconds - sampling), peak_flops("bfloat16")
         self.stage.add(
-            label=label, P=case.prefix, R=case.rollout, G=case.group_size, prompts=case.groups,
-            rollouts=run.rollouts, s=seconds, rollouts_s=sampling, tokens_per_s=run.num_tokens / seconds,
-            tflops_per_s=rate / 1e12, mfu=rate / peak if peak and not self.stage.dry else None,
+            label=label, model=case.name, precision=run.precision, P=case.prefix, R=case.rollout, G=case.group_size,
+            prompts=case.groups, rollouts=run.rollouts, s=seconds, rollouts_s=sampling,
+            tokens_per_s=run.num_tokens / seconds, tflops_per_s=rate / 1e12,
+            mfu=rate / peak if peak and not self.stage.dry else None,
             peak_gib=self.stage.peak_gib(), gradient_error=self.gradient_error, steps=self.steps,
             first_gradient_against=self.reference.name if self.reference else None, **more,
         )  # fmt: skip
@@ -615,7 +617,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         seconds = {row["label"]: row["s"] for row in own}
         ours = seconds.get(FUSED, seconds.get(OURS))  # liger's layers are the default where liger is installed
         lines += [
-            f"P = {shape[0]}, R = {shape[1]}, G = {shape[2]}, prompts: {shape[3]}, rollouts {own[0]['rollouts']}", "",
+            f"{own[0]['model']}, {own[0]['precision']}, P = {shape[0]}, R = {shape[1]}, G = {shape[2]}, "
+            f"prompts: {shape[3]}, rollouts {own[0]['rollouts']}",
+            "",
             "| arm | s a step | of it rollouts | tokens/s | MFU | peak GiB | gradient error | ours is faster |",
             "|---|---|---|---|---|---|---|---|",
         ]  # fmt: skip

@@ -222,6 +222,9 @@ def test_limits_leave_the_tests_their_time(load):
     assert unattended.limit_of([tests, *shares], 120) == 120
     assert unattended.limit_of(shares, 80) == 60
     assert unattended.limit_of([shares[0], tests, shares[1]], 230) == 60
+    options = unattended.parse(["--profile", "gpu", "--dry-run", "--output", "results"])  # which leaves time for all
+    parts = unattended.chosen_parts(options)
+    assert unattended.limit_of(parts, 60 * options.minutes) == parts[0].limit
 
 
 def test_a_stage_keeps_its_rows_and_goes_on(load, tmp_path, monkeypatch):
@@ -244,7 +247,7 @@ def test_a_stage_keeps_its_rows_and_goes_on(load, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_dry_run_of_the_gpu_script_goes_through_every_stage(load, tmp_path, capsys):
     unattended = load("unattended")
-    unattended.main(["--profile", "gpu", "--dry-run", "--minutes", "20", "--output", str(tmp_path)])
+    unattended.main(["--profile", "gpu", "--dry-run", "--output", str(tmp_path)])
     summary = json.loads((tmp_path / "summary.json").read_text())
     names = [part.label for part in unattended.PROFILES["gpu"] if part.limit is not None]
     assert [(own["part"], own["outcome"]) for own in summary] == [(name, "done") for name in names]
@@ -303,6 +306,7 @@ def test_attention_of_trls_tree_on_a_cpu_is_causal_from_the_end(load):
 def test_the_comparison_says_where_ours_is_slower_and_what_is_missing(load):
     vs_trl, shape = load("vs_trl"), {"P": 8, "R": 4, "G": 2, "prompts": 1, "rollouts": "recorded"}
     measured = {"rollouts_s": 0.0, "tokens_per_s": 24.0, "mfu": None, "peak_gib": 1.5, "steps": [], **shape}
+    measured |= {"model": "Qwen3-0.6B shape", "precision": "bf16-true"}
     rows = [
         {"label": "ours", "s": 2.0, "gradient_error": 0.01, **measured},
         {"label": "TRL, tree", "s": 1.0, "gradient_error": None, **measured},
