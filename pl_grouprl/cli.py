@@ -1,4 +1,4 @@
-"""The command line: `fit`, `validate`, `test`, `parity` and `plan`, configured by YAML files that can be stacked.
+"""The command line: `fit`, `validate`, `test`, `parity`, `plan`, configured by YAML files that can be stacked; `chat`.
 
 Constructor arguments are the options; see `python cli.py fit --help`. A configuration names classes to import, so it is
 code: run only files that you would run as a script.
@@ -6,8 +6,10 @@ code: run only files that you would run as a script.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
+import json
 import os
 import re
 import sys
@@ -16,10 +18,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc import locate
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile, auto_cli
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -292,7 +294,10 @@ class RLCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """A parser whose `--config` also finds names in `configs/`."""
-        kwargs.setdefault("description", "Reinforcement learning of language models with shared prefixes.")
+        kwargs.setdefault(
+            "description",
+            "Reinforcement learning of language models with shared prefixes. `chat --policy PATH` talks to a policy.",
+        )
         parser = self.parser_class(**kwargs)
         parser.add_argument(
             "-c",
@@ -398,6 +403,68 @@ class RLCLI(LightningCLI):
             sys.exit(f"no plan: {error}")
 
 
+def chat(
+    policy: str,
+    system: str | None = None,
+    max_new_tokens: int = 1024,
+    temperature: float | None = None,
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
+    trust_remote_code: bool = False,
+) -> None:
+    """Talk to a policy in the terminal: an export, an adapter, any model with a folder or a name on the hub.
+
+    Lines come from standard input, and answers are written as they are sampled. `/clear` begins a new conversation;
+    Ctrl-D ends. A tokenizer without a chat template gets each line as it is, without those before.
+
+    Args:
+        policy: Folder of an export or of an adapter, GGUF file, or name on the hub.
+        system: First message of each conversation, if any.
+        max_new_tokens: Maximum length of an answer, in tokens.
+        temperature: 0 takes the likeliest token; None leaves it to the model's `generation_config`.
+        dtype: Of the weights; `auto` is that of the files.
+        trust_remote_code: Run model code that comes with the policy.
+    """
+    import torch
+    from transformers import TextStreamer
+    from transformers.utils import find_adapter_config_file
+
+    from pl_grouprl.models.adapters import LoRAAdapter
+    from pl_grouprl.models.policy import policy_of_path
+
+    source: Any = dataclasses.replace(policy_of_path(policy), dtype=dtype, trust_remote_code=trust_remote_code)
+    tokenizer = source.load_tokenizer()
+    adapter = None if source.gguf_file else find_adapter_config_file(policy)
+    if adapter is not None:
+        base = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        source = dataclasses.replace(source, path=base, adapter=LoRAAdapter(path=policy))
+    model: Any = source.load().eval().to(torch.accelerator.current_accelerator() or "cpu")
+    sampling: dict[str, Any] = {} if temperature is None else {"do_sample": temperature > 0}
+    if temperature:
+        sampling["temperature"] = temperature
+    start = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(start)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if line.strip() == "/clear":
+            messages = list(start)
+        elif line.strip():
+            messages.append({"role": "user", "content": line})
+            if tokenizer.chat_template is None:
+                inputs = tokenizer(line, return_tensors="pt")
+            else:
+                inputs = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                )
+            inputs = inputs.to(model.device)
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
+            answer = tokens[0, inputs["input_ids"].shape[1] :]
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; the arguments default to those of the process.
 
@@ -406,7 +473,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if args is None and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    RLCLI(args)
+    given = sys.argv[1:] if args is None else list(args)
+    if given[:1] == ["chat"]:
+        auto_cli(chat, args=given[1:], as_positional=False, prog="cli.py chat")
+    else:
+        RLCLI(args)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, refuse_foreign, run_folder
+from pl_grouprl.callbacks.model_card import card_files, push, reserve_repository
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
 from pl_grouprl.models.adapters import base_of, has_adapters, merged_copy, save_adapter
 from pl_grouprl.utilities.checkpoint_files import explain_os_error, replace
@@ -34,7 +36,8 @@ class ExportPolicy(Callback):
     Works with any module that has a transformers model as an attribute, under every strategy: sharded weights are
     gathered in rank 0's main memory. Safetensors files are written next to the target, then the folder is renamed, so
     it is either complete or absent. An earlier export, recognized by its `export.json`, is replaced; anything else
-    there is an error and left untouched.
+    there is an error and left untouched. The folder gets a model card, `README.md`, with the run's base, data, options,
+    figures and versions.
 
     Attributes:
         attribute: Name of the model in the module.
@@ -43,20 +46,33 @@ class ExportPolicy(Callback):
         adapter: What to save of a model with an adapter: `merged`, a whole model that needs no PEFT, or `separate`, the
             adapter alone, for `PeftModel.from_pretrained(base, folder)`. (Transformers 5.23 loses the norms of DoRA if
             it loads the adapter's folder directly.) The trained model does not change.
+        push_to_hub: Repository on the Hugging Face Hub (`name` or `owner/name`) that gets the folder, too. It is
+            created before training, with the token of `hf auth login` or `HF_TOKEN`; of an existing one, only an
+            earlier export is replaced.
+        private: Whether only the repository's owner sees it; None is the owner's default.
 
     Raises:
-        ValueError: If `adapter` is unknown.
+        ValueError: If `adapter` is unknown, `private` is given without `push_to_hub`, or differs from what an existing
+            repository is.
         OSError: Before training, if the target is not writable or has anything but an earlier export; at the end, if
-            the export fails. An earlier export stays.
+            the export fails. An earlier export stays. Of the hub: before training, if the repository cannot be written
+            to; at the end, if the upload fails. The export stays in its folder.
     """
 
     attribute: str = "policy"
     tokenizer_attribute: str | None = "tokenizer"
     folder: str = "policy"
     adapter: Literal["merged", "separate"] = "merged"
+    push_to_hub: str | None = None
+    private: bool | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, adapter=(self.adapter in ("merged", "separate"), "merged (a whole model) or separate"))
+        check_fields(
+            self,
+            adapter=(self.adapter in ("merged", "separate"), "merged (a whole model) or separate"),
+            private=(self.private is None or self.push_to_hub is not None, "omitted without push_to_hub"),
+        )
+        self._repository: str | None = None
         self._target: Path | None = None
         self._support = StrategySupport(None)
 
@@ -79,6 +95,8 @@ class ExportPolicy(Callback):
 
             claim(trainer, self._target, self, is_export)
             on_rank_zero(trainer, check_writable, f"The policy could not be exported to {parent}")
+            if (wanted := self.push_to_hub) is not None:
+                self._repository = on_rank_zero(trainer, lambda: reserve_repository(wanted, self.private, EXPORTED))
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]  # a new list, as Lightning iterates over it
 
@@ -119,18 +137,29 @@ class ExportPolicy(Callback):
 
         def save() -> None:
             whole = merged_copy(model, state) if merges else model
-            export(whole, tokenizer, target, None if merges else state, trainer.global_step)
+            separate = has_adapters(model) and not merges
+            card = card_files(trainer, pl_module, model, self._repository or target.name, separate=separate)
+            export(whole, tokenizer, target, None if merges else state, trainer.global_step, card)
 
         with PROGRESS.during("Exporting the policy"):
             on_rank_zero(trainer, save)
         rank_zero_info(f"Policy saved in Hugging Face format: {target}")
+        if (repository := self._repository) is not None:
+            message = f"{type(pl_module).__name__}, step {trainer.global_step}"
+            with PROGRESS.during(f"Uploading the policy to {repository}"):
+                rank_zero_info(f"Policy uploaded: {on_rank_zero(trainer, lambda: push(target, repository, message))}")
 
     def _merges(self, model: Any) -> bool:
         return self.adapter == "merged" and has_adapters(model)
 
 
 def export(
-    model: Any, tokenizer: Any, target: Path, state: dict[str, Tensor] | None = None, step: int | None = None
+    model: Any,
+    tokenizer: Any,
+    target: Path,
+    state: dict[str, Tensor] | None = None,
+    step: int | None = None,
+    card: Mapping[str, bytes] | None = None,
 ) -> None:
     """Save a transformers model, and a tokenizer if given, to a folder, replacing it as a whole.
 
@@ -140,6 +169,7 @@ def export(
         target: The folder.
         state: The weights to save, consumed by the call; defaults to the model's own.
         step: Optimizer steps done, recorded in the folder.
+        card: By name, more files for the folder: its model card, and what the card shows.
     """
     from safetensors import SafetensorError
 
@@ -163,6 +193,8 @@ def export(
                     model.config.save_pretrained(unfinished)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
+            for name, content in (card or {}).items():
+                (unfinished / name).write_bytes(content)
             note = {"written_by": "pl_grouprl.callbacks.ExportPolicy", "step": step}
             (unfinished / EXPORTED).write_text(json.dumps(note) + "\n", encoding="utf-8")
         refuse_foreign(target, "ExportPolicy", is_export)

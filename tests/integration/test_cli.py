@@ -277,6 +277,7 @@ def test_parity_of_a_run_and_of_a_folder(run, small, capsys, monkeypatch):
 def test_help_imports_little_beyond_lightning():
     done = run_script(ROOT / "cli.py", "--help", cwd=ROOT)
     assert all(f"\n    {command} " in done.stdout for command in ("fit", "validate", "test", "parity", "plan"))
+    assert "chat --policy PATH" in " ".join(done.stdout.split())
     code = (
         "import sys, lightning.pytorch.cli\n"
         "before = set(sys.modules)\n"
