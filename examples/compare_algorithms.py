@@ -3,7 +3,7 @@
     python examples/compare_algorithms.py                                  # 3 algorithms x 3 seeds, on the CPU
     python examples/compare_algorithms.py --seeds 0 --steps 20             # a look
     python examples/compare_algorithms.py --resume                         # only the runs that are missing
-    python examples/compare_algorithms.py --algorithms PPO "Mine=my.yaml"  # any other configuration, with its label
+    python examples/compare_algorithms.py --algorithms PPO "Mine=ppo.yaml+my.yaml"  # others, with their labels
 
 Each run is `python cli.py fit --config ...` with one seed for everything, the model and the data set, without
 checkpoints and pictures. All runs share one process: each seeds everything itself, and threads are set once. They take
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=list(ALGORITHMS),
         metavar="NAME",
-        help=f"among {', '.join(ALGORITHMS)} (or grpo, ppo, group_ppo), or LABEL=CONFIG; default: those three",
+        help=f"among {', '.join(ALGORITHMS)} (or grpo, ppo, group_ppo), or LABEL=CONFIG[+CONFIG]; default: those three",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: those of each configuration")
@@ -115,7 +115,7 @@ def run_or_read(label: str, config: str, seed: int, options: argparse.Namespace)
     """Train, or with `--resume` read the result of an earlier run with the same options."""
     name = f"{slug(label)}-seed{seed}"
     file = options.output / "runs" / name / "result.json"
-    files = [find_config(own) for own in (config, *options.config)]
+    files = [find_config(own) for own in (*config.split("+"), *options.config)]
     told = {"configs": files, "seed": seed} | {own: getattr(options, own) for own in ("steps", "threads", "metric")}
     told["digest"] = hashlib.blake2b(b"".join(_text(own) for own in files), digest_size=8).hexdigest()
     if options.resume and file.is_file():

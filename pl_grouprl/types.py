@@ -117,8 +117,8 @@ class Rollout:
         rewards: The reward of each function by name, before weighting; the sum where it gave rewards per token.
         failed_rewards: Names of the functions that failed on this rollout; their `rewards` are None.
         reward_numbers: The further numbers in the dictionaries that functions returned, as `{function}/{key}`.
-        token_rewards: For reward functions that reward tokens, the weighted sum of what they gave each token; None (or
-            NaN) for a token without a reward.
+        token_rewards: For reward functions that reward tokens or turns, the weighted sum of what they gave each token
+            (a turn's reward is at its last token); None (or NaN) for a token without a reward.
         text: The completion as a string, without special tokens.
         messages: For an episode (see `pl_grouprl.episodes`), the completion as chat messages: the model's, with
             `tool_calls`, and the results of tools. None for a plain completion.
@@ -129,7 +129,9 @@ class Rollout:
             see `pl_grouprl.episodes.tools.ToolResult`.
         environment_reward: What the environment's `get_reward` returned, NaN if it failed; None if it has no such
             method.
-        environment_name: The class of that environment, which names its reward; None if it has no `get_reward`.
+        environment_step_rewards: For each of the episode's turns, the sum of what the environment's `get_step_reward`
+            returned after its calls, NaN if it failed; None for a turn without a reward.
+        environment_name: The class of that environment, which names its rewards; None if it gives none.
         environment_numbers: Further numbers of the environment, by name; `EnvironmentReward` logs their means.
         environment: The environment itself, for reward functions; None once the rollout has left its process.
         branch_points: For branching rollouts, where in `token_ids` the tree of the group branches along this rollout:
@@ -160,6 +162,7 @@ class Rollout:
     num_observation_tokens: int = 0
     tool_counts: dict[str, float] = field(default_factory=dict)
     environment_reward: float | None = None
+    environment_step_rewards: list[float | None] = field(default_factory=list)
     environment_name: str | None = None
     environment_numbers: dict[str, float] = field(default_factory=dict)
     environment: LiveObject | None = field(default=None, compare=False, repr=False)
@@ -278,6 +281,18 @@ class EpisodeRows:
             if row.token_rewards is not None:
                 return reward - math.fsum(self.step_rewards.values())
         return reward
+
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        """First token and end of each turn, a run of tokens that the model wrote, as positions in the rows."""
+        found: list[tuple[int, int]] = []
+        end = 0
+        for row in self.rows:
+            for written, tokens in groupby(row.loss_mask or [1] * len(row.token_ids)):
+                start, end = end, end + len(list(tokens))
+                if written:
+                    found.append((start, end))
+        return found
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,7 @@ from pl_grouprl.functional.token_groups import (
     ThresholdController,
     TokenGroups,
     find_token_groups,
+    improbable_token_groups,
     log_ratio_scores,
     signal_sums,
     token_group_advantages,
@@ -53,7 +54,11 @@ class GroupPPO(PPO):
         group_variance_threshold: tau, the ratio of variances at which a group ends; if adaptive, its initial value,
             which must be within its bounds. Defaults to 1 if fixed, and to 1 / (1 - target_compression), at most
             max_threshold, if adaptive. Values below 1 act as 1.
-        group_max_size: Maximum tokens of a group.
+        group_rule: What ends a group: its `variance`, Algorithm 2, or a token that the policy found `improbable`
+            (segmental advantage estimation, arXiv:2601.07320); the other options of the variance rule then have no use,
+            and are an error.
+        group_probability: An improbable token has less probability than this.
+        group_max_size: Maximum tokens of a group; defaults to 16 under the variance rule, otherwise to no maximum.
         group_epsilon: The variance rule ends a group only if it has this share of the batch's mean signal.
         adaptive_threshold: Move tau after each rollout towards `target_compression`.
         threshold_lr: Step of log tau.
@@ -86,7 +91,9 @@ class GroupPPO(PPO):
         rewards: None | list[Weighted | RewardFunction] | RewardFunction = None,  # noqa: RUF036 (the callable last)
         *,
         group_variance_threshold: float | None = None,
-        group_max_size: int = 16,
+        group_rule: Literal["variance", "improbable"] = "variance",
+        group_probability: float = 0.2,
+        group_max_size: int | None = None,
         group_epsilon: float = 1e-6,
         adaptive_threshold: bool = True,
         threshold_lr: float = 0.01,
@@ -103,6 +110,7 @@ class GroupPPO(PPO):
     ) -> None:
         super().__init__(policy, rewards, **kwargs)
         choices = {
+            "group_rule": (group_rule, ("variance", "improbable")),
             "score_norm": (score_norm, ("logit", "sketch", "log_ratio")),
             "boundary_signal": (boundary_signal, ("td", "gae")),
             "advantage_mode": (advantage_mode, ADVANTAGE_MODES),
@@ -111,7 +119,32 @@ class GroupPPO(PPO):
         for name, (value, known) in choices.items():
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
-        check_options({"group_epsilon": (group_epsilon, group_epsilon >= 0, "a finite number, 0 or larger")})
+        check_options(
+            {
+                "group_epsilon": (group_epsilon, group_epsilon >= 0, "a finite number, 0 or larger"),
+                "group_probability": (group_probability, 0 < group_probability <= 1, "in (0, 1]"),
+                "advantage_level": (self.advantage_level, self.advantage_level == "token", "token: groups have tokens"),
+            }
+        )
+        if group_rule == "improbable":
+            unused = {
+                "group_variance_threshold": group_variance_threshold is not None,
+                "group_epsilon": group_epsilon != 1e-6,
+                "adaptive_threshold": not adaptive_threshold,
+                "threshold_lr": threshold_lr != 0.01,
+                "min_threshold": min_threshold != 0.1,
+                "max_threshold": max_threshold != 10.0,
+                "target_compression": target_compression != 0.75,
+                "score_norm": score_norm != "logit",
+                "boundary_signal": boundary_signal != "td",
+            }
+            if given := [name for name, is_given in unused.items() if is_given]:
+                raise ValueError(f"{', '.join(given)} has no effect with group_rule='improbable'; omit it.")
+            adaptive_threshold = False
+        else:
+            group_max_size = 16 if group_max_size is None else group_max_size
+            if group_probability != 0.2:
+                raise ValueError(f"group_probability is {group_probability} with group_rule='variance'; omit it.")
         if sketch_dim is not None and score_norm != "sketch":
             raise ValueError(
                 f"sketch_dim is {sketch_dim} and score_norm is {score_norm!r}, which makes no sketch; set score_norm "
@@ -124,8 +157,10 @@ class GroupPPO(PPO):
             min_threshold=min_threshold,
             max_threshold=max_threshold,
             target_compression=target_compression,
-            max_size=group_max_size,
+            max_size=16 if group_max_size is None else group_max_size,
         )
+        self.group_rule = group_rule
+        self.group_probability = group_probability
         self.group_max_size = group_max_size
         self.group_epsilon = group_epsilon
         self.score_norm = score_norm
@@ -134,42 +169,36 @@ class GroupPPO(PPO):
         self.advantage_mode = advantage_mode
         self.critic_positions = critic_positions
         self.boundary_at_turn_ends = self.tooling.is_used if boundary_at_turn_ends is None else boundary_at_turn_ends
-        note_options(self, {"boundary_at_turn_ends": self.boundary_at_turn_ends})  # a checkpoint holds True or False
+        resolved = {"boundary_at_turn_ends": self.boundary_at_turn_ends, "group_max_size": group_max_size}
+        note_options(self, resolved)  # a checkpoint holds what they were resolved to
         self._token_groups: tuple[RolloutBuffer, TokenGroups] | None = None
 
     @property
     def needs_old_scores(self) -> bool:
-        """True: the pass for old log-probabilities also computes the score norm."""
+        """True: the pass for old log-probabilities also computes what ends a group."""
         return True
 
     def old_score_options(self) -> dict[str, Any]:
-        """Request the score norm."""
+        """Request the score norm, if the rule reads it."""
+        if self.group_rule == "improbable":
+            return super().old_score_options()
         own = {"score_norm": self.score_norm == "logit"} if self.sketch is None else {"sketch": self.sketch}
         return super().old_score_options() | own
 
     def estimate(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores | None) -> Estimate:
         """Split each response into token groups, and estimate one advantage for each."""
         assert scores is not None
-        bootstrap = rows.bootstrap_value
-        if self.boundary_signal == "td":
-            signal_ET = td_errors(rows.rewards, rows.values, rows.mask, gamma=self.gamma, bootstrap_value=bootstrap)
+        if self.group_rule == "variance":
+            groups, threshold = self._variance_groups(rows, buffer, scores), self.threshold_controller.threshold
         else:
-            signal_ET, _ = generalized_advantages(
-                rows.rewards, rows.values, rows.mask, gamma=self.gamma, lam=rows.lam, bootstrap_value=bootstrap
+            threshold = self.group_probability
+            groups = improbable_token_groups(
+                to_rows(buffer.joined("old_logprobs"), buffer.episode_lengths),
+                rows.mask,
+                probability=threshold,
+                max_size=self.group_max_size,
+                forced_ends=self._forced_ends(rows.mask, buffer),
             )
-        norms = self._score_norms(buffer, scores)
-        total, count = reduce_over_ranks(signal_sums(signal_ET, norms, rows.mask), self.device).tolist()
-        threshold = self.threshold_controller.threshold
-        groups = find_token_groups(
-            signal_ET,
-            norms,
-            rows.mask,
-            threshold=threshold,
-            max_size=self.group_max_size,
-            epsilon=self.group_epsilon,
-            forced_ends=self._forced_ends(rows.mask, buffer),
-            mean_signal=total / max(count, 1),
-        )
         assert groups.causes is not None
         for name, found in (("group_starts", groups.starts), ("group_causes", groups.causes)):
             buffer.put(name, from_rows(found, buffer.episode_lengths))
@@ -182,7 +211,7 @@ class GroupPPO(PPO):
             gamma=self.gamma,
             lam=rows.lam,
             critic_lam=self.target_lam,
-            bootstrap_value=bootstrap,
+            bootstrap_value=rows.bootstrap_value,
             mode=self.advantage_mode,
         )
         counts = token_group_counts(groups)
@@ -190,6 +219,27 @@ class GroupPPO(PPO):
         self.threshold_controller.update(1 - positions / tokens if tokens else float("nan"))
         value_mask = groups.starts if self.critic_positions == "starts" else rows.mask
         return Estimate(advantages, returns, value_mask, groups.ends if self.advantage_mode == "endpoint" else None)
+
+    def _variance_groups(self, rows: CriticRows, buffer: RolloutBuffer, scores: TokenScores) -> TokenGroups:
+        """Split each response by Algorithm 2."""
+        options: dict[str, Any] = {"gamma": self.gamma, "bootstrap_value": rows.bootstrap_value}
+        if self.boundary_signal == "td":
+            signal_ET = td_errors(rows.rewards, rows.values, rows.mask, **options)
+        else:
+            signal_ET, _ = generalized_advantages(rows.rewards, rows.values, rows.mask, lam=rows.lam, **options)
+        norms = self._score_norms(buffer, scores)
+        total, count = reduce_over_ranks(signal_sums(signal_ET, norms, rows.mask), self.device).tolist()
+        assert self.group_max_size is not None
+        return find_token_groups(
+            signal_ET,
+            norms,
+            rows.mask,
+            threshold=self.threshold_controller.threshold,
+            max_size=self.group_max_size,
+            epsilon=self.group_epsilon,
+            forced_ends=self._forced_ends(rows.mask, buffer),
+            mean_signal=total / max(count, 1),
+        )
 
     def _forced_ends(self, mask_ET: Tensor, buffer: RolloutBuffer) -> Tensor | None:
         """Where a group must end: at turn ends if asked for, and at the end of each row of an episode."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.algorithms.module import RLModule
 from pl_grouprl.checks import ParityReport
-from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam
+from pl_grouprl.functional.advantages import generalized_advantages, length_adaptive_lam, turn_advantages
 from pl_grouprl.functional.logprobs import TokenScores
 from pl_grouprl.functional.losses import clipped_value_loss, explained_variance
 from pl_grouprl.functional.masked import from_rows, masked_whiten, to_rows
@@ -33,7 +33,7 @@ from pl_grouprl.training.checks import accumulation_schedule, checked_tensor
 from pl_grouprl.training.micro_batches import MicroBatch
 from pl_grouprl.training.objective import LossSums
 from pl_grouprl.training.optimizer import OptimizerConfig
-from pl_grouprl.training.rewarder import episode_leaf_weights
+from pl_grouprl.training.rewarder import episode_leaf_weights, turn_rows
 from pl_grouprl.utilities.distributed import reduce_over_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -84,8 +84,10 @@ class PPO(RLModule):
         critic: Path or hub name of a Hugging Face model (a reward model's head becomes the value head), or another
             source: `PolicyCopyCritic`, `SharedTrunkCritic`, `LoRACritic`. Defaults to a copy of the policy.
         critic_optimizer: Options of the critic; defaults to the policy's. With `SharedTrunkCritic` it trains the head.
-        gamma: Discount per token.
-        lam: lambda of the advantages.
+        advantage_level: What a step is: a `token`, or a `turn` (Turn-PPO, arXiv:2512.17008), whose tokens all get one
+            advantage; the critic is then trained where turns begin.
+        gamma: Discount per step.
+        lam: lambda of the advantages, per step.
         critic_lam: lambda of the critic's targets; defaults to `lam`.
         lam_alpha: Makes the advantages' lambda depend on the length l of the rollout, 1 - 1 / (lam_alpha l) (VAPO,
             arXiv:2504.05118); None keeps `lam`.
@@ -113,6 +115,7 @@ class PPO(RLModule):
         *,
         critic: str | CriticSource | None = None,
         critic_optimizer: OptimizerConfig | None = None,
+        advantage_level: Literal["token", "turn"] = "token",
         gamma: float = 1.0,
         lam: float = 0.95,
         critic_lam: float | None = None,
@@ -127,6 +130,7 @@ class PPO(RLModule):
         super().__init__(policy, rewards, **kwargs)
         check_options(
             {
+                "advantage_level": (advantage_level, advantage_level in ("token", "turn"), "token or turn"),
                 "gamma": (gamma, 0 <= gamma <= 1, "in [0, 1]"),
                 "lam": (lam, 0 <= lam <= 1, "in [0, 1]"),
                 "critic_lam": (critic_lam, critic_lam is None or 0 <= critic_lam <= 1, "in [0, 1], or None"),
@@ -145,11 +149,14 @@ class PPO(RLModule):
                 "bootstrap_truncated=True applies to rollouts that mask_truncated_completions=True does not train; set "
                 "only one."
             )
+        if advantage_level == "turn" and lam_alpha is not None:
+            raise ValueError(f"lam_alpha is {lam_alpha}, for lengths in tokens, with advantage_level='turn'; set lam.")
         if isinstance(critic, str):
             critic = PretrainedCritic(critic)
         self.critic_source: CriticSource = PolicyCopyCritic() if critic is None else critic
         self.critic_optimizer = critic_optimizer or self.optimizer_config
         note_options(self, {"critic_optimizer": self.critic_optimizer})  # a checkpoint holds its options, not None
+        self.advantage_level = advantage_level
         self.gamma = gamma
         self.lam = lam
         self.critic_lam = critic_lam
@@ -228,16 +235,12 @@ class PPO(RLModule):
             buffer: The rollouts that they belong to.
             scores: The policy's scores, shape [N], if `needs_old_scores`.
         """
-        advantages, returns = generalized_advantages(
-            rows.rewards,
-            rows.values,
-            rows.mask,
-            gamma=self.gamma,
-            lam=rows.lam,
-            critic_lam=self.target_lam,
-            bootstrap_value=rows.bootstrap_value,
-        )
-        return Estimate(advantages, returns, rows.mask)
+        options: dict[str, Any] = {"gamma": self.gamma, "lam": rows.lam, "critic_lam": self.target_lam}
+        options["bootstrap_value"] = rows.bootstrap_value
+        if self.advantage_level == "turn":
+            turns, _ = turn_rows(buffer)
+            return Estimate(*turn_advantages(rows.rewards, rows.values, rows.mask, turns, **options))
+        return Estimate(*generalized_advantages(rows.rewards, rows.values, rows.mask, **options), rows.mask)
 
     @property
     def target_lam(self) -> float:

@@ -142,6 +142,7 @@ class Episode:
         finish_reason: Why it ended; None while it is open.
         counts: `calls` of tools, and failed calls by kind.
         seconds: Time spent in its tools.
+        step_rewards: See `Rollout.environment_step_rewards`.
         path: See `Rollout.branch_path`.
         points: See `Rollout.branch_points`.
     """
@@ -158,6 +159,7 @@ class Episode:
     finish_reason: FinishReason | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    step_rewards: list[float | None] = field(default_factory=list)
     path: tuple[int, ...] = ()
     points: tuple[int, ...] = ()
 
@@ -237,6 +239,7 @@ class Episode:
             branch_points=self.points,
             branch_path=self.path,
             environment_reward=self.session.reward,
+            environment_step_rewards=self.step_rewards if self.session.reward_name is not None else [],
             environment_name=self.session.reward_name,
             environment=None if self.session.environment is None else LiveObject(self.session.environment),
         )
@@ -402,6 +405,8 @@ class EpisodeLoop:
             elif sampled.token_ids:
                 message = self._chat.plain_message(sampled.token_ids)
         episode.row.add(sampled.token_ids, sampled)
+        if sampled.token_ids:
+            episode.step_rewards.append(None)
         if message:
             episode.row.messages.append(message)
         allowed, calls = self._limits.max_tool_calling_iterations, message.get("tool_calls") or []
@@ -421,6 +426,8 @@ class EpisodeLoop:
             episode.counts["calls"] += len(results)
             episode.counts.update(result.failure for result in results if result.failure is not None)
             episode.seconds += sum(result.seconds for result in results)
+            if rewards := [result.reward for result in results if result.reward is not None]:
+                episode.step_rewards[-1] = sum(rewards)
             most = smallest(
                 None if max_length is None else max_length - 1,
                 None if self._limits.max_tokens is None else self._limits.max_tokens + len(episode.row.prompt_ids),

@@ -66,7 +66,7 @@ class Session:
         observation: What `reset` returned.
         environment: The environment; None if there is none, or it lives in a worker.
         reward: After `finish`, what `get_reward` returned; NaN if it failed, None if there is no such method.
-        reward_name: The environment's class if it has `get_reward`, otherwise None.
+        reward_name: The environment's class if it has `get_reward` or `get_step_reward`, otherwise None.
         kind: The environment's name where there are several, otherwise None; see `ToolRunner.kind_of`.
     """
 
@@ -170,8 +170,12 @@ class ToolRunner:
     @property
     def reward_names(self) -> list[str]:
         """Classes of the environments that have `get_reward`, each once."""
-        names = [kind.reward_name for kind in self._kinds.values()]
-        return list(dict.fromkeys(name for name in names if name is not None))
+        return list({kind.class_name: None for kind in self._kinds.values() if kind.async_reward is not None})
+
+    @property
+    def step_reward_names(self) -> list[str]:
+        """Classes of the environments that have `get_step_reward`, each once."""
+        return list({kind.class_name: None for kind in self._kinds.values() if kind.has_step_reward})
 
     def schemas(self, environment: str | None = None) -> list[dict[str, Any]]:
         """JSON schemas of the tools in an episode, for the chat template.
@@ -281,7 +285,7 @@ class ToolRunner:
     def finish(self, sessions: Sequence[Session]) -> None:
         """End episodes and call `get_reward` where there is one. The next episodes reuse their environments."""
         running = [session for session in sessions if session._number is not None]
-        scored = [session for session in running if session.reward_name is not None]
+        scored = [session for session in running if self._kinds[session.kind].async_reward is not None]
         rewards = [
             Operation(
                 f"{session.reward_name}.get_reward",
@@ -693,6 +697,7 @@ def _ask(worker: WorkerProcess, operation: Operation) -> Any:
             value = ToolResult(**value)
             texts = (value.name, value.content, value.failure or "")
             is_readable = all(isinstance(text, str) for text in texts) and isinstance(value.seconds, float | int)
+            is_readable = is_readable and isinstance(value.reward, float | None)
             if not is_readable or value.failure not in (None, *get_args(FailureKind)):
                 raise TypeError("no result")
         elif not isinstance(value, str | float | int | None):

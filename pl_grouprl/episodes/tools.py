@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import math
 import time
 from abc import ABC
@@ -20,6 +21,8 @@ from pl_grouprl.chat.parsing import Schema
 from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.processes import exits_refused
 from pl_grouprl.utilities.text import describe_error, shorten
+
+log = logging.getLogger(__name__)
 
 FailureKind = Literal["unknown", "arguments", "raised", "timeout", "exited", "too_long", "unsupported"]
 """Why a call failed, in order: there is no such tool; the arguments do not match its signature; it raised; it took too
@@ -54,12 +57,14 @@ class ToolResult:
         content: What the model reads.
         failure: Why the call failed; None if it did not.
         seconds: How long it ran.
+        reward: What the environment's `get_step_reward` returned after the call, NaN if it failed; None without one.
     """
 
     name: str
     content: str
     failure: FailureKind | None = None
     seconds: float = 0.0
+    reward: float | None = None
 
     @classmethod
     def error(cls, name: str, message: str, failure: FailureKind, seconds: float = 0.0) -> ToolResult:
@@ -219,7 +224,8 @@ class Environment(ABC):  # noqa: B024 (recognized by its methods)
     """Any class with a method `reset`, which begins an episode; its other public methods are tools.
 
     `reset(**row)` returns None, or text that is appended to the last message of the prompt. `get_reward()`, if defined,
-    adds a reward. Like tools, environments are the user's code and run with the user's rights.
+    adds a reward. So does `get_step_reward()`, for the turn: it is called after each call of a method, even one that
+    raised, and returns a number, or None. Like tools, environments are the user's code and run with the user's rights.
 
     Inheriting from this class is optional: environments written for TRL's `GRPOTrainer` work unchanged.
     """
@@ -247,6 +253,7 @@ class EnvironmentKind:
         methods: Their tools, by name, each with the name of its attribute and no function.
         async_reset: Whether `reset` is a coroutine function.
         async_reward: Whether `get_reward` is a coroutine function; None if there is no such method.
+        has_step_reward: Whether there is a `get_step_reward`.
     """
 
     class_name: str
@@ -254,24 +261,29 @@ class EnvironmentKind:
     methods: dict[str, Tool]
     async_reset: bool
     async_reward: bool | None
+    has_step_reward: bool
 
     @property
     def reward_name(self) -> str | None:
-        """The class name if there is a `get_reward`."""
-        return None if self.async_reward is None else self.class_name
+        """The class name if there is a `get_reward` or a `get_step_reward`."""
+        return None if self.async_reward is None and not self.has_step_reward else self.class_name
 
     @classmethod
     def of(cls, factory: Callable[[], Any], instance: Any) -> EnvironmentKind:
         """Describe a factory's environments from one of them.
 
         Raises:
-            ValueError: If it has no `reset`, or a public method lacks type hints or a Google docstring.
+            ValueError: If it has no `reset`, `get_step_reward` is async, or a public method lacks type hints or a
+                Google docstring.
         """
         methods = dict(inspect.getmembers(instance, predicate=inspect.ismethod))
         reset, get_reward = methods.pop("reset", None), methods.pop("get_reward", None)
+        get_step_reward = methods.pop("get_step_reward", None)
         class_name = type(instance).__name__
         if reset is None:
             raise ValueError(f"environment_factory made a {class_name}, which has no method reset; define one.")
+        if get_step_reward is not None and is_async(get_step_reward):
+            raise ValueError(f"{class_name}.get_step_reward is async; define it with def, since it follows sync tools.")
         public = {name: method for name, method in methods.items() if not name.startswith("_")}
         try:
             tools = prepare_tools(public.values()).values()
@@ -284,7 +296,7 @@ class EnvironmentKind:
             tool.name: replace(tool, name=name, function=None) for name, tool in zip(public, tools, strict=True)
         }
         async_reward = None if get_reward is None else is_async(get_reward)
-        return cls(class_name, factory, described, is_async(reset), async_reward)
+        return cls(class_name, factory, described, is_async(reset), async_reward, get_step_reward is not None)
 
 
 class EnvironmentHost:
@@ -316,7 +328,17 @@ class EnvironmentHost:
             function = getattr(self.instances[number], method.name)
         except Exception as error:
             return ToolResult.error(name, describe_error(error), "raised")
-        return await call_tool(replace(method, name=name, function=function), arguments)
+        result = await call_tool(replace(method, name=name, function=function), arguments)
+        if not self.kinds[kind].has_step_reward:
+            return result
+        try:
+            with exits_refused():
+                reward = self.instances[number].get_step_reward()
+                return replace(result, reward=None if reward is None else float(reward))
+        except (Exception, SystemExit) as error:
+            what = f"{self.kinds[kind].class_name}.get_step_reward raised {type(error).__name__}"
+            log.warning("%s: %s; the episode has no such reward.", what, describe_error(error))
+            return replace(result, reward=math.nan)
 
     async def reset(self, number: int, kind: str | None, row: Mapping[str, Any]) -> str | None:
         """Begin an episode, in a new environment if there is none of that number.

@@ -12,6 +12,9 @@ With a score norm q per token, cross terms are dropped (the score is a martingal
 expectation): r_ppo = sum delta^2 q and r_grpo = delta_t^2 * sum q. With a score vector phi per token, the formula is
 exact: r_ppo = |sum delta phi|^2 and r_grpo = delta_t^2 * |sum phi|^2.
 
+A second rule, of segmental advantage estimation (SAE, arXiv:2601.07320), ends groups at improbable tokens; see
+`improbable_token_groups`.
+
 Legend: B rollouts, T length of the longest row, S size of a sketch.
 """
 
@@ -37,6 +40,7 @@ __all__ = [
     "ThresholdController",
     "TokenGroups",
     "find_token_groups",
+    "improbable_token_groups",
     "log_ratio_scores",
     "signal_sums",
     "token_group_advantages",
@@ -45,7 +49,7 @@ __all__ = [
 ]
 
 ENDED_BY_VARIANCE = 1
-"""Cause of an endpoint: the variance rule. Takes precedence over the other two."""
+"""Cause of an endpoint: the variance rule, or an improbable token. Takes precedence over the other two."""
 ENDED_BY_SIZE = 2
 """Cause of an endpoint: the group has `max_size` tokens. Takes precedence over `ENDED_BY_LAST`."""
 ENDED_BY_LAST = 3
@@ -123,9 +127,7 @@ def find_token_groups(
             "epsilon": (epsilon, epsilon >= 0, "0 or larger"),
         }
     )
-    if forced_ends is not None and (forced_ends.shape != mask_BT.shape or forced_ends.dtype != torch.bool):
-        given = f"shape {tuple(forced_ends.shape)} and dtype {forced_ends.dtype}"
-        raise ValueError(f"forced_ends has {given}; pass bool, shape {tuple(mask_BT.shape)}.")
+    _check_forced(forced_ends, mask_BT)
     if score_norms.dim() == 2 and (mask_BT & (score_norms < -_NEGATIVE)).any():
         raise ValueError("score_norms has negative entries; pass squared norms, such as score_norms.clamp(min=0).")
     if mean_signal is None:
@@ -154,6 +156,61 @@ def find_token_groups(
         for whole, part in zip((starts_BT, ends_BT, index_BT, causes_BT), found, strict=True):
             whole[rows] = part
     return TokenGroups(starts_BT, ends_BT, index_BT, causes_BT)
+
+
+@torch.no_grad()
+def improbable_token_groups(
+    logprobs: Tensor,
+    mask: Tensor,
+    *,
+    probability: float = 0.2,
+    max_size: int | None = None,
+    forced_ends: Tensor | None = None,
+) -> TokenGroups:
+    """End a group at each token that the policy found improbable (SAE, arXiv:2601.07320).
+
+    With `token_group_advantages` in the mode `variable_lambda`, this is segmental advantage estimation: GAE with a
+    lambda of 1 inside segments. The improbable token is its group's last, so the boundary depends on the past and the
+    present only. As the first of the next group, its own action would choose its baseline, and end the group before it,
+    which biases the gradient. (Which of them the paper means could not be checked.)
+
+    Args:
+        logprobs: Log-probability of each token when it was sampled, in nats, shape [B, T].
+        mask: True for response tokens, shape [B, T]; only these matter, as in `find_token_groups`.
+        probability: A token with less probability than this ends its group, in (0, 1]; 0.2 in the paper.
+        max_size: Maximum number of tokens per group, at least 1; no maximum if None.
+        forced_ends: True where a group must end, bool, shape [B, T].
+
+    Returns:
+        The groups; improbable tokens have the cause `ENDED_BY_VARIANCE`.
+
+    Raises:
+        ValueError: If shapes differ, an option is out of range, or the mask has other values than 0 and 1.
+    """
+    mask_BT = _check_rows(logprobs, logprobs, mask)
+    check_options(
+        {
+            "probability": (probability, 0 < probability <= 1, "larger than 0, at most 1"),
+            "max_size": (max_size, max_size is None or max_size >= 1, "1 or more, or None"),
+        }
+    )
+    _check_forced(forced_ends, mask_BT)
+    rows = compact(mask_BT)
+    improbable_BT = rows.close(logprobs < math.log(probability))
+    last_BT = rows.mask_BT & ~torch.nn.functional.pad(rows.mask_BT[:, 1:], (0, 1))
+    if forced_ends is not None:
+        last_BT |= rows.close(forced_ends)
+    # A run between two ends is cut every max_size tokens.
+    places_BT = torch.arange(mask_BT.shape[1], device=mask.device).expand_as(mask_BT)
+    follows_BT = torch.nn.functional.pad((improbable_BT | last_BT)[:, :-1], (1, 0), value=True)
+    run_BT = torch.where(follows_BT, places_BT, 0).cummax(dim=1).values
+    full_BT = rows.mask_BT & ((places_BT - run_BT + 1) % (max_size or mask_BT.shape[1] + 1) == 0)
+    causes_BT = torch.where(full_BT, ENDED_BY_SIZE, last_BT.to(torch.int8) * ENDED_BY_LAST)
+    causes_BT = torch.where(improbable_BT, ENDED_BY_VARIANCE, causes_BT).to(torch.int8)
+    starts_BT = rows.mask_BT & torch.nn.functional.pad(causes_BT[:, :-1] > 0, (1, 0), value=True)
+    starts_BT, causes_BT = rows.reopen(starts_BT), rows.reopen(causes_BT)
+    index_BT = (starts_BT.cumsum(dim=1) - 1).masked_fill(~mask_BT, -1)
+    return TokenGroups(starts_BT, causes_BT > 0, index_BT, causes_BT)
 
 
 @torch.no_grad()
@@ -190,6 +247,12 @@ def _check_rows(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
             "pass [B, T], [B, T] (or a vector per token, [B, T, S]) and [B, T]."
         )
     return bool_mask(mask)
+
+
+def _check_forced(forced_ends: Tensor | None, mask_BT: Tensor) -> None:
+    if forced_ends is not None and (forced_ends.shape != mask_BT.shape or forced_ends.dtype != torch.bool):
+        given = f"shape {tuple(forced_ends.shape)} and dtype {forced_ends.dtype}"
+        raise ValueError(f"forced_ends has {given}; pass bool, shape {tuple(mask_BT.shape)}.")
 
 
 def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from pl_grouprl.rewards.answers import ExactMatch, LeadingCorrectCharacters, Mat
 from pl_grouprl.rewards.apply import PendingRewards, Rewards, apply_rewards, check_columns, prepare_rewards
 from pl_grouprl.rewards.base import (
     EnvironmentReward,
+    EnvironmentStepReward,
     FunctionFromFile,
     RewardConfigurationError,
     RewardFunction,
@@ -39,6 +40,7 @@ __all__ = [
     "CodeTests",
     "CosineLengthReward",
     "EnvironmentReward",
+    "EnvironmentStepReward",
     "ExactMatch",
     "FunctionFromFile",
     "Judge",

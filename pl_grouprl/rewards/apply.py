@@ -32,7 +32,7 @@ from pl_grouprl.rewards.base import (
     reward_metrics,
     reward_row,
 )
-from pl_grouprl.types import LiveObject, Prompt, Rollout, RolloutGroup
+from pl_grouprl.types import EpisodeRows, LiveObject, Prompt, Rollout, RolloutGroup
 from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.processes import BackgroundLoop, OverTimeError, exits_refused, run_with_limit
@@ -114,7 +114,8 @@ def apply_rewards(
     In place of a completion's number, a function may return a list with one number per token, None or NaN for a token
     without a reward; the sum is then the completion's reward. If the function returns a list for any completion of a
     group, a single number for another completion is the reward of that completion's last token. The tokens are
-    `Rollout.completion_ids`, which begin after the environment's observation.
+    `Rollout.completion_ids`, which begin after the environment's observation. A dictionary whose `turns` is a list has
+    one number for each turn (`EpisodeRows.turns`), None for a turn without a reward: the rewards of its last token.
 
     For an episode, functions of TRL's signature get the messages as `completions`, with tool calls and results. They
     may also take `completion_mask` (per completion, 1 for each token that the model wrote and 0 for others) and, unless
@@ -123,7 +124,7 @@ def apply_rewards(
     `reads_final_answer` get the content of the last assistant message.
 
     Functions are called once per episode: where it has several rows (`RolloutGroup.episodes`), they see the last one.
-    All rows get the reward; only the last one gets `token_rewards`.
+    All rows get the reward. Rewards of tokens are of the last row, those of turns go to the rows of the turns.
 
     Args:
         groups: Any number of groups of any size; modified in place.
@@ -234,7 +235,10 @@ class PendingRewards:
         for group in self._groups:
             end = start + len(group.rows_per_episode)
             of_group = [of_function[start:end] for of_function in scores]
-            has_steps = [any(score.token_rewards is not None for score in of_function) for of_function in of_group]
+            has_steps = [
+                any((score.token_rewards, score.turn_rewards) != (None, None) for score in of_function)
+                for of_function in of_group
+            ]
             for episode, *of_episode in zip(group.episodes, *of_group, strict=True):
                 last = episode.last
                 by_name = {reward.name: score for reward, score in zip(self._rewards, of_episode, strict=True)}
@@ -243,9 +247,14 @@ class PendingRewards:
                 last.reward_numbers = {
                     f"{name}/{key}": number for name, score in by_name.items() for key, number in score.extras.items()
                 }
-                last.reward, last.token_rewards = _weighted_sum(last, self._rewards, of_episode, has_steps)
-                for row in episode.rows[:-1]:
-                    row.reward, row.rewards, row.token_rewards = last.reward, dict(last.rewards), None
+                last.reward, tokens = _weighted_sum(episode, self._rewards, of_episode, has_steps)
+                first = episode.num_tokens - len(last.token_ids)
+                last.token_rewards = None if tokens is None else tokens[first:]
+                for row in reversed(episode.rows[:-1]):
+                    row.reward, row.rewards, stop = last.reward, dict(last.rewards), first
+                    first -= len(row.token_ids)
+                    own = (tokens or [])[first:stop]
+                    row.token_rewards = own if any(value is not None for value in own) else None
             start = end
         return reward_metrics(list(map(reward_row, self._inputs.rollouts)), [reward.name for reward in self._rewards])
 
@@ -301,12 +310,12 @@ class PendingRewards:
 
 
 def _weighted_sum(
-    rollout: Rollout, prepared: Sequence[PreparedReward], scores: Sequence[Score], has_steps: Sequence[bool]
+    episode: EpisodeRows, prepared: Sequence[PreparedReward], scores: Sequence[Score], has_steps: Sequence[bool]
 ) -> tuple[float | None, list[float | None] | None]:
-    """The combined reward of a rollout and of its tokens.
+    """The combined reward of an episode, and of the tokens of its rows.
 
-    Where a function rewarded tokens of any rollout of the group (`has_steps`), a single number of it is the reward of
-    the last token.
+    Where a function rewarded tokens or turns of any rollout of the group (`has_steps`), a single number of it is the
+    reward of the last token.
     """
     counted = [item for item in zip(prepared, scores, has_steps, strict=True) if item[0].weight != 0]
     if any(score.failed for _, score, _ in counted) or all(score.value is None for _, score, _ in counted):
@@ -314,11 +323,22 @@ def _weighted_sum(
     total = 0.0
     token_rows: list[list[float | None]] = []
     for reward, score, steps in counted:
-        if score.token_rewards is not None:
-            own = [None if value is None else reward.weight * value for value in score.token_rewards]
-            token_rows.append([*[None] * rollout.num_observation_tokens, *own])
-        elif score.value is not None and steps and rollout.token_ids:
-            token_rows.append([*[None] * (len(rollout.token_ids) - 1), reward.weight * score.value])
+        given = score.token_rewards if score.turn_rewards is None else score.turn_rewards
+        if given is None and score.value is not None and steps and episode.last.token_ids:
+            given = [score.value]  # of the last token
+        if given is not None:
+            places: Sequence[int] = range(episode.num_tokens - len(given), episode.num_tokens)
+            if score.turn_rewards is not None:
+                places = [end - 1 for _, end in episode.turns]
+                if len(places) != len(given):
+                    raise ValueError(
+                        f"Reward function {reward.name!r} returned {len(given)} rewards as 'turns' for a completion of "
+                        f"{len(places)} turns; return one number or None for each."
+                    )
+            own: list[float | None] = [None] * episode.num_tokens
+            for place, value in zip(places, given, strict=True):
+                own[place] = None if value is None else reward.weight * value
+            token_rows.append(own)
         elif score.value is not None:
             total += reward.weight * score.value
     tokens: list[float | None] | None = None

@@ -427,18 +427,19 @@ class Score:
     """A function's score of one rollout; never changed.
 
     Attributes:
-        value: The reward, or the sum of the token rewards; None if the function does not apply, or failed.
+        value: The reward, or the sum of the token or turn rewards; None if the function does not apply, or failed.
         extras: Further numbers to log, by key.
         failed: Whether the function raised, or gave NaN or infinity. Numbers beyond float32, in which advantages are
             computed, count as infinite.
-        token_rewards: The reward of each token, None for a token without one; None if the reward is of the whole
-            completion.
+        token_rewards: The reward of each token, None for a token without one; None if the function rewards no tokens.
+        turn_rewards: The same for the turns of the completion.
     """
 
     value: float | None = None
     extras: dict[str, float] = field(default_factory=dict)
     failed: bool = False
     token_rewards: list[float | None] | None = None
+    turn_rewards: list[float | None] | None = None
 
 
 def read_result(
@@ -490,31 +491,37 @@ def _read_score(reward: PreparedReward, result: Any, length: int) -> Score:
     if type(result) is float and fits_float32(result):  # shortcut for what most functions return
         return Score(result)
     extras: dict[str, float] = {}
+    turns: Any = None
     if isinstance(result, Mapping):
-        if "score" not in result:
-            raise _wrong(reward, f"a dictionary with the keys {list(result)}", "one with the key 'score'")
+        turns = _as_list(result.get("turns"))
+        turns = turns if isinstance(turns, list) else None  # a number is one to log
+        if (turns is None) == ("score" not in result):
+            keys = "one with the key 'score', or with a list of rewards as 'turns'"
+            raise _wrong(reward, f"a dictionary with the keys {list(result)}", keys)
+        given = "score" if turns is None else "turns"
         for key, value in result.items():
             number = _as_float(_without_arrays(value))
-            if key != "score" and number is not None and math.isfinite(number):
+            if key != given and number is not None and math.isfinite(number):
                 extras[f"{key}_" if str(key).rstrip("_") in STATISTICS else metric_name(str(key))] = number
-        result = result["score"]
-    value, tokens = _without_arrays(result, length), None
+        result = result[given]
+    value, rewards = _without_arrays(result, length) if turns is None else turns, None
     if isinstance(value, (list, tuple)):
         if reward.convention == "verl" and isinstance(value, tuple):
             raise _wrong(reward, f"the tuple {value!r}, which is not a score", "a number, or a dictionary with 'score'")
-        if len(value) != length:
+        if turns is None and len(value) != length:
             raise _wrong(
                 reward,
                 f"{len(value)} rewards for a completion of {length} tokens",
                 "one number or None per token of completion_ids, or one number for all",
             )
         numbers = [_number(reward, _without_arrays(number)) for number in value]
-        tokens = [None if number is None or math.isnan(number) else number for number in numbers]
-        steps = [number for number in tokens if number is not None]
+        rewards = [None if number is None or math.isnan(number) else number for number in numbers]
+        steps = [number for number in rewards if number is not None]
         value = sum(steps) if all(map(fits_float32, steps)) else math.inf
     value = _number(reward, value)
     failed = value is not None and not fits_float32(value)
-    return Score(None if failed else value, extras, failed, tokens)
+    own = (rewards, None) if turns is None else (None, rewards)
+    return Score(None if failed else value, extras, failed, *own)
 
 
 def _without_arrays(value: Any, length: int = 0) -> Any:
@@ -632,5 +639,32 @@ class EnvironmentReward:
                 return None
             numbers = {re.sub("^(score_*)$", r"\1_", key): n for key, n in rollout.environment_numbers.items()}
             return {**numbers, "score": rollout.environment_reward}
+
+        return [[reward(rollout) for rollout in group.rollouts] for group in groups]
+
+
+class EnvironmentStepReward:
+    """What an environment's `get_step_reward` returned, a reward for each turn, as the reward `{class}_steps`.
+
+    Does not apply to episodes in environments of other classes. If `get_step_reward` fails, the episode has no reward.
+
+    Args:
+        name: Name of the environment's class.
+    """
+
+    stays_in_process = True
+    """The rewards are already known."""
+
+    def __init__(self, name: str) -> None:
+        self._environment_name, self.__name__ = name, f"{name}_steps"
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[list[Any]]:
+        """Return the rewards of each rollout's turns; NaN, a failure, where `get_step_reward` failed."""
+
+        def reward(rollout: Rollout) -> Any:
+            if rollout.environment_name != self._environment_name:
+                return None
+            steps = rollout.environment_step_rewards
+            return {"score": math.nan} if any(step != step for step in steps) else {"turns": steps}
 
         return [[reward(rollout) for rollout in group.rollouts] for group in groups]

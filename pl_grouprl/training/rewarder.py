@@ -374,15 +374,42 @@ def token_advantages(
     else:  # not the sums of the buffer's token_rewards, which are 0 for episodes without a trained token
         outcomes = [number_or_nan(episode.reward) for group in groups for episode in group.episodes]
         rewards = torch.tensor(outcomes).float()
+    turns = dict(zip(("turns", "states"), turn_rows(buffer), strict=True)) if "turns" in estimator.needs else {}
     advantages_ET = estimator(
         rewards,
         _group_ids(groups),
         mask=mask_ET,
         branches=branches,
+        **turns,
         score_norms=None if score_norm_N is None else to_rows(score_norm_N.cpu(), lengths_E),
         reduce=partial(reduce_over_ranks, device=device),
     )
     return from_rows(advantages_ET, lengths_E)
+
+
+def turn_rows(buffer: RolloutBuffer) -> tuple[Tensor, Tensor]:
+    """The turn of each token of an episode, and the state in which it was written.
+
+    The loss mask does not tell: tokens may be taken out of it, and two rows of an episode may adjoin.
+
+    Returns:
+        Turns, counted from 0, -1 for tokens that the model did not write; and states, the same number where the tokens
+        between the turn and the one before it are the same, in any episode of the group. Both int64, shape [E, T].
+    """
+    turns_N = torch.full((int(buffer.episode_lengths.sum()),), -1)
+    states_N = torch.zeros_like(turns_N)
+    start, known = 0, dict[Any, int]()
+    for number, group in enumerate(buffer.groups):
+        for episode in group.episodes:
+            tokens, end = [token for row in episode.rows for token in row.token_ids], 0
+            for turn, (first, stop) in enumerate(episode.turns):
+                turns_N[start + first : start + stop] = turn
+                read = (number, *tokens[end:first])
+                states_N[start + first : start + stop] = known.setdefault(read, len(known))
+                end = stop
+            start += len(tokens)
+    lengths_E = buffer.episode_lengths
+    return to_rows(turns_N + 1, lengths_E) - 1, to_rows(states_N, lengths_E)
 
 
 def episode_leaf_weights(groups: Sequence[RolloutGroup], mask_ET: Tensor, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.harnesses import Verifiers
 from pl_grouprl.models.score import rollout_logprobs
 from pl_grouprl.rewards import RewardFunction, Weighted
-from pl_grouprl.rewards.base import EnvironmentReward, as_weighted
+from pl_grouprl.rewards.base import EnvironmentReward, EnvironmentStepReward, as_weighted
 from pl_grouprl.rollout import HFRolloutEngine
 from pl_grouprl.rollout.branching import Branching, BranchLoop, PartialRollout
 from pl_grouprl.rollout.engine import (
@@ -535,6 +535,7 @@ class Tooling:
             own = [self.options.harness.reward()]
         elif self.runner is not None:
             own = [*map(EnvironmentReward, self.runner.reward_names)]
+            own += map(EnvironmentStepReward, self.runner.step_reward_names)
         if own:
             return [*([] if rewards is None else as_weighted(rewards)), *own]
         if rewards is None:

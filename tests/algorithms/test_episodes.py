@@ -187,6 +187,75 @@ def test_environments_reward_themselves(fit):
     assert run.steps[-1]["rewards/Counter/mean"] == run.steps[-1]["reward"]
 
 
+class Stepper(Counter):
+    """Rewards each call by its number, and the episode by the sum."""
+
+    def double(self, number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: Refused if negative.
+
+        Returns:
+            The sum of all doubles.
+        """
+        self.reward = float(number)
+        return super().double(number)
+
+    def get_step_reward(self):
+        reward, self.reward = getattr(self, "reward", None), None
+        return reward
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (GRPO, {"advantage_estimator": "grpo"}),
+        (GRPO, {"advantage_estimator": "gagpo", "advantage_options": {"gamma": 0.9}}),
+        (PPO, {"advantage_level": "turn", "gamma": 0.9, "critic": PolicyCopyCritic(head_std=0.3)}),
+        (GroupPPO, {"group_rule": "improbable", "critic": PolicyCopyCritic(head_std=0.3)}),
+    ],
+)
+@pytest.mark.parametrize("rewriting", [False, True])
+def test_step_rewards_are_trained(fit, cls, options, rewriting):
+    options |= REWRITING if rewriting else {}
+    options |= {} if cls is GRPO else {"whiten_advantages": False}
+    run = fit(cls, rewards=None, environment_factory=Stepper, rows=4, **options)
+    assert [reward.name for reward in run.module.rewarder.functions] == ["Stepper", "Stepper_steps"]
+    rewarded = 0
+    for groups in run.groups:
+        for episode in (episode for group in groups for episode in group.episodes):
+            last = episode.last
+            given = {
+                end - 1: reward for (_, end), reward in zip(episode.turns, last.environment_step_rewards, strict=True)
+            }
+            given = {place: reward for place, reward in given.items() if reward is not None}
+            assert episode.step_rewards == given
+            assert last.reward == pytest.approx(last.environment_reward + sum(given.values()))
+            rewarded += len(given)
+    assert rewarded > 3
+    assert run.steps[-1]["reward"] == pytest.approx(
+        run.steps[-1]["rewards/Stepper/mean"] + run.steps[-1]["rewards/Stepper_steps/mean"]
+    )
+    buffer = run.module.last_rollouts
+    advantages, rewards = (
+        to_rows(buffer.joined(name), buffer.episode_lengths) for name in ("advantages", "token_rewards")
+    )
+    level = options.get("advantage_level") == "turn" or options.get("advantage_estimator") == "gagpo"
+    for row, episode in enumerate(buffer.episodes):
+        assert rewards[row].sum().item() == pytest.approx(episode.reward, abs=1e-5)
+        for first, end in episode.turns if level else ():
+            assert len(set(advantages[row, first:end].tolist())) == 1
+    if cls is PPO:  # the critic is trained where turns begin, towards A + V
+        mask, values, returns = (
+            to_rows(buffer.joined(name), buffer.episode_lengths) for name in ("value_mask", "values", "returns")
+        )
+        for row, episode in enumerate(buffer.episodes):
+            firsts = [first for first, _ in episode.turns]
+            assert mask[row].nonzero().flatten().tolist() == firsts
+            torch.testing.assert_close(returns[row, firsts], advantages[row, firsts] + values[row, firsts])
+
+
 def total(completions, environments, **columns):
     return [float(environment.total) for environment in environments]
 

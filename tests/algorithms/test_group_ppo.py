@@ -15,7 +15,7 @@ from pl_grouprl.algorithms import PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.algorithms import ppo as ppo_module
 from pl_grouprl.callbacks.token_groups import TokenGroupMonitor
 from pl_grouprl.functional.masked import to_rows
-from pl_grouprl.functional.token_groups import token_group_counts
+from pl_grouprl.functional.token_groups import improbable_token_groups, token_group_counts
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.packing import truncate_rollouts
@@ -121,6 +121,36 @@ def test_modes_of_the_advantage(fit):
     torch.testing.assert_close(white_A, (raw_A - raw_A.mean()) / (raw_A.var() + 1e-8).sqrt())
     assert not white.joined("advantages")[causes <= 0].any()
     assert torch.equal(white.joined("group_starts"), starts)
+
+
+IMPROBABLE = {"group_rule": "improbable", "group_variance_threshold": None, "adaptive_threshold": True}
+
+
+def test_groups_that_end_at_improbable_tokens(fit):
+    run = fit(**IMPROBABLE, group_probability=0.04, boundary_at_turn_ends=False)
+    mask, starts, causes, logprobs = (
+        to_rows(run.buffer.joined(name), run.buffer.episode_lengths)
+        for name in ("loss_mask", "group_starts", "group_causes", "old_logprobs")
+    )
+    expected = improbable_token_groups(logprobs, mask, probability=0.04)
+    assert torch.equal(starts, expected.starts)
+    assert torch.equal(causes, expected.causes)
+    assert {1, 3} == set(causes[causes > 0].tolist())  # improbable, and last: no largest size
+    assert run.buffer.metrics["token_group/threshold"] == 0.04
+    assert torch.equal(run.buffer.joined("value_mask"), run.buffer.joined("group_starts"))
+    longest = max(rollout.num_sampled_tokens for rollout in run.rollouts)
+    small = fit(**IMPROBABLE, group_probability=0.04, boundary_at_turn_ends=False, group_max_size=2)
+    assert longest > 2
+    assert 2 in small.buffer.joined("group_causes")
+
+
+def test_segmental_advantages_between_those_of_ppo(fit):
+    """As probable as 1 is no token: every token ends a segment, which is PPO. With none improbable, lambda is 1."""
+    sae = IMPROBABLE | {"advantage_mode": "variable_lambda", "critic_positions": "all"}
+    every = fit(**sae, group_probability=1.0)
+    torch.testing.assert_close(every.gradients[0], fit(PlainPPO).gradients[0], rtol=1e-9, atol=1e-12)
+    none = fit(**sae, group_probability=1e-9)
+    torch.testing.assert_close(none.gradients[0], fit(PlainPPO, lam=1.0).gradients[0], rtol=1e-9, atol=1e-12)
 
 
 def scaled(completions, **columns):

@@ -76,12 +76,23 @@ GROUP_PPO = [
     ({"boundary_signal": "mc"}, "boundary_signal"),
     ({"advantage_mode": "last"}, "advantage_mode"),
     ({"critic_positions": "ends"}, "critic_positions"),
+    ({"group_rule": "entropy"}, "group_rule"),
+    ({"group_rule": "improbable", "group_probability": 0.0}, "group_probability"),
+    ({"group_rule": "improbable", "group_max_size": 0}, "group_max_size"),
+    (
+        {"group_rule": "improbable", "threshold_lr": 0.1, "score_norm": "sketch"},
+        "threshold_lr, score_norm has no effect",
+    ),
+    ({"group_probability": 0.3}, "group_probability is 0.3 with group_rule='variance'"),
+    ({"advantage_level": "turn"}, "advantage_level"),
 ]
 PPO_OPTIONS = [
     ({"gamma": 1.5}, "gamma"),
     ({"lam": -0.1}, "lam"),
     ({"critic_lam": 2}, "critic_lam"),
     ({"lam_alpha": 0}, "lam_alpha"),
+    ({"advantage_level": "episode"}, "advantage_level"),
+    ({"advantage_level": "turn", "lam_alpha": 0.05}, "lam_alpha is 0.05, for lengths in tokens"),
     ({"cliprange_value": 0}, "cliprange_value"),
     ({"vf_coef": 0}, "vf_coef"),
     ({"critic_warmup_steps": -1}, "critic_warmup_steps"),
@@ -255,8 +266,8 @@ OPTIONS = [
 ]
 
 
-CHECKED_WHEN_USED = {name for function in FUNCTIONS for name in function.known_options()} - {"gamma"}
-"""Options that algorithms pass to their loss or estimator; PPO checks gamma itself."""
+CHECKED_WHEN_USED = {name for function in FUNCTIONS for name in function.known_options()} - {"gamma", "lam"}
+"""Options that algorithms pass to their loss or estimator; PPO checks these two itself."""
 
 
 CASES = [
@@ -283,7 +294,7 @@ def test_an_option_of_a_function_that_is_not_finite_is_refused_by_name(function,
     else:
         tensors, rows = [zeros, zeros.long()], zeros[:, None]
         data = {"lengths": zeros, "greedy_rewards": zeros, "mask": rows == 0, "score_norms": rows}
-        data["branches"] = BranchPaths([(), ()], [(), ()])
+        data |= {"branches": BranchPaths([(), ()], [(), ()]), "turns": rows.long(), "states": rows.long()}
         tensors[0] = rows if function.takes_token_rewards else zeros
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match=rf"{name}\b.* is -?(nan|inf)"):

@@ -17,7 +17,7 @@ from pl_grouprl.demo.tasks import digit_tokenizer
 from pl_grouprl.functional.masked import from_rows
 from pl_grouprl.models import PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
 from pl_grouprl.models.critic import LoRACritic
-from pl_grouprl.types import SamplingConfig
+from pl_grouprl.types import EpisodeRows, SamplingConfig
 
 # Single updates against a plain implementation: loops over rollouts and tokens, in float64. Nothing of it is packed,
 # padded or vectorized, and nothing of `pl_grouprl.functional` is used.
@@ -337,6 +337,47 @@ def test_lambdas_and_where_the_reward_goes(fit_ragged):
     values, returns = (run.buffer.joined(name)[mask].double() for name in ("values", "returns"))
     expected = 1 - (returns - values).var(unbiased=False) / returns.var(unbiased=False)
     assert run.steps[0]["value/explained_variance"] == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_turns_as_steps(fit_ragged):
+    """One advantage per turn; gamma and lambda count turns, and the critic is trained where they begin."""
+    run = fit_ragged(advantage_level="turn", critic_lam=0.3, bootstrap_truncated=True)
+    buffer, lengths = run.buffer, run.buffer.rollout_lengths.tolist()
+    names = ("token_rewards", "values", "advantages", "returns", "value_mask", "loss_mask")
+    values = {name: buffer.joined(name).split(lengths) for name in names}
+    several = 0
+    for index, rollout in enumerate(run.rollouts):
+        own = {name: parts[index] for name, parts in values.items()}
+        turns = EpisodeRows((rollout,)).turns
+        steps = {
+            "token_rewards": [own["token_rewards"][first:end].sum().item() for first, end in turns],
+            "values": [own["values"][first].item() for first, _ in turns],
+        }
+        expected, targets = gae(steps, 0.9, 0.8), gae(steps, 0.9, 0.3)
+        if rollout.finish_reason == "length":
+            continue  # its value after the last token is not kept
+        several += len(turns) > 1
+        for (first, end), advantage, target in zip(turns, expected, targets, strict=True):
+            assert own["advantages"][first:end].tolist() == pytest.approx([advantage] * (end - first), abs=1e-6)
+            assert own["returns"][first].item() == pytest.approx(target + own["values"][first].item(), abs=1e-6)
+        assert own["value_mask"].nonzero().flatten().tolist() == [first for first, _ in turns]
+    assert several
+
+
+def test_tokens_out_of_the_loss_do_not_cut_a_turn(fit_ragged):
+    """Tokens that rejection takes out of the loss leave a gap in the mask, but the turn is still one."""
+    options = {"importance_sampling": {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.2}}
+    run = fit_ragged(advantage_level="turn", engine=RaggedEngine(logprobs=True), **options)
+    assert run.buffer.metrics["sampling/rejected"] > 0
+    lengths = run.buffer.rollout_lengths.tolist()
+    advantages, mask = (run.buffer.joined(name).split(lengths) for name in ("advantages", "loss_mask"))
+    cut = 0
+    for index, rollout in enumerate(run.rollouts):
+        for first, end in EpisodeRows((rollout,)).turns:
+            trained = advantages[index][first:end][mask[index][first:end]]
+            assert len(set(trained.tolist())) <= 1
+            cut += 0 < len(trained) < end - first
+    assert cut
 
 
 def test_bootstrap_of_truncated_rollouts(fit_ragged):

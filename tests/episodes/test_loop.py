@@ -8,7 +8,7 @@ from helpers.worker_tools import Counter
 
 from pl_grouprl.episodes.loop import EpisodeLimits, EpisodeLoop
 from pl_grouprl.episodes.runner import ToolRunner
-from pl_grouprl.types import Prompt, Rollout
+from pl_grouprl.types import EpisodeRows, Prompt, Rollout
 
 
 def test_environments_are_released_if_a_prompt_cannot_be_rendered():
@@ -150,3 +150,49 @@ def test_a_result_that_does_not_fit_is_not_encoded_whole(length, most, encoded, 
         runner.close()
     assert (seen, rollout.finish_reason) == (encoded, reason)
     assert len(rollout.token_ids) == (1 if reason == "length" else length + 2)
+
+
+class Game:
+    """Two calls of `meet` are worth 1 and 2, `go_on` nothing; another turn begins with 5, which ends the episode."""
+
+    def reset(self, **row):
+        self.calls, self.reward = 0, None
+
+    def meet(self) -> str:
+        """Meet."""
+        self.calls += 1
+        self.reward = self.calls
+        return "met"
+
+    def go_on(self) -> str:
+        """Go on."""
+        return "yes"
+
+    def get_step_reward(self):
+        reward, self.reward = self.reward, None
+        return reward
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_step_rewards_belong_to_turns(most):
+    class Twice(Chat):
+        def parse(self, token_ids, history, schemas):
+            message = super().parse(token_ids, history, schemas)
+            return {**message, "tool_calls": message["tool_calls"] * 2}
+
+    class Plays(Turns):
+        def sample(self, number, rollouts, limits):
+            return [Rollout([[8, 7, 7, 5][number]], finish_reason="stop") for _ in rollouts]
+
+    runner = ToolRunner(environment_factory=Game)
+    prompt = Prompt([1], prompt=[{"role": "user", "content": "Hello."}], columns={})
+    try:
+        loop = EpisodeLoop(Twice(), runner, EpisodeLimits(max_tokens=most))
+        _, ((rollout,),) = loop.run(Plays(), [prompt], [0], 8, 1)
+    finally:
+        runner.close()
+    # With room for four tokens, the results of the second turn are read, and there is none for the third.
+    turns = [None, 3.0, 7.0, None] if most is None else [None, 3.0]
+    assert rollout.environment_step_rewards == turns
+    assert len(EpisodeRows((rollout,)).turns) == len(turns)
+    assert (rollout.environment_name, rollout.environment_reward) == ("Game", None)

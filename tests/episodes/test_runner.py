@@ -12,7 +12,7 @@ import threading
 
 import pytest
 from helpers.tool_calls import add, contents, multiplied, run
-from helpers.worker_tools import HARMS, Counter, Echo, async_multiply, multiply
+from helpers.worker_tools import HARMS, Counter, Echo, Stepped, async_multiply, multiply
 
 from pl_grouprl.episodes import runner as runner_module
 from pl_grouprl.episodes.runner import ToolRunner
@@ -400,3 +400,21 @@ def test_options_out_of_range_are_refused():
         EpisodeOptions(tool_workers=-1)
     with pytest.raises(ValueError, match=r"episodes.tool_workers is 2"):
         ToolRunner([async_multiply], workers=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_rewards_steps(make, workers, caplog):
+    runner = make([multiply], Stepped, workers=workers)
+    assert (runner.reward_names, runner.step_reward_names) == ([], ["Stepped"])
+    assert [schema["function"]["name"] for schema in runner.schemas()] == ["multiply", "async_step", "step"]
+    (session,) = runner.begin([{}])
+    calls = [ToolCall("step", {"number": number}) for number in (3, 0, -1, 9)]
+    calls += [multiplied(1, 2), ToolCall("step", {}), ToolCall("async_step", {"number": 4})]
+    results = run(runner, *calls, session=session)
+    rewards = [result.reward for result in results]
+    assert rewards[:3] == [3.0, None, -1.0]  # also after a call that raised
+    assert math.isnan(rewards[3])
+    assert rewards[4:] == [None, None, 4.0]  # no environment, no step, the async call last
+    assert results[2].failure == "raised"
+    runner.finish([session])
+    assert (session.reward, session.reward_name) == (None, "Stepped")

@@ -115,6 +115,13 @@ def test_what_the_model_could_not_call_is_refused():
         def act(self, how):
             pass
 
+    class AsyncSteps:
+        def reset(self):
+            pass
+
+        async def get_step_reward(self):
+            pass
+
     for arguments, named in (
         *(([own], f"'{own.__name__}'") for own in (no_docstring, no_hint, no_description)),
         ([3], "'int'"),
@@ -122,7 +129,10 @@ def test_what_the_model_could_not_call_is_refused():
     ):
         with pytest.raises(ValueError, match=named):
             ToolRunner(arguments)
-    for factory, named in ((NoReset, "NoReset"), (NoDocstring, r"NoDocstring.*'act'"), ({}, "environment_factory")):
+    for factory, named in (
+        *((NoReset, "NoReset"), (NoDocstring, r"NoDocstring.*'act'"), ({}, "environment_factory")),
+        (AsyncSteps, "AsyncSteps.get_step_reward is async"),
+    ):
         with pytest.raises(ValueError, match=named):
             ToolRunner([], factory)
     with pytest.raises(ValueError, match="add"):

@@ -7,8 +7,8 @@ softmax of its own parameters in each state, the values are exact.
 import pytest
 import torch
 
-from pl_grouprl.functional.advantages.temporal import generalized_advantages, td_errors
-from pl_grouprl.functional.token_groups import find_token_groups, token_group_advantages
+from pl_grouprl.functional.advantages.temporal import generalized_advantages, td_errors, turn_advantages
+from pl_grouprl.functional.token_groups import find_token_groups, improbable_token_groups, token_group_advantages
 
 ACTIONS, HORIZON = 3, 5
 SETTINGS = [(1.0, 0.6), (0.9, 1.0), (0.9, 0.6), (0.9, 0.0)]  # gamma, lam
@@ -62,6 +62,7 @@ class Enumeration:
         self.probability = taken.masked_fill(~self.mask, 1).prod(1)
         self.rewards = self.rewards_SA[self.states, self.actions] * self.mask
         self.values = self.values_S[self.states] * self.mask
+        self.logprobs = taken.log().where(self.mask, torch.nan)
         self.score_norms = 1 - 2 * taken + self.policy.square().sum(-1)[self.states]
         self.errors = td_errors(self.rewards, self.values, self.mask, gamma=self.gamma)
 
@@ -75,6 +76,15 @@ class Enumeration:
         """Relative error of the expected gradient."""
         error = self.expected_gradient(weights) - self.true_gradient
         return (error.norm() / self.true_gradient.norm()).item()
+
+    def variance(self, weights):
+        """Trace of the covariance of one trajectory's estimate, in units of the squared norm of the true gradient."""
+        scores = torch.nn.functional.one_hot(self.actions, ACTIONS) - self.policy[self.states]
+        terms, places = (weights * self.mask)[:, :, None] * scores, self.states[:, :, None].expand(-1, -1, ACTIONS)
+        single = terms.new_zeros(len(weights), *self.policy.shape).scatter_add(1, places, terms).flatten(1)
+        mean = self.expected_gradient(weights).flatten()
+        of_squares = (self.probability * single.square().sum(1)).sum()
+        return ((of_squares - mean.square().sum()) / self.true_gradient.square().sum()).item()
 
     def cut(self, signal, threshold=2.0, max_size=16):
         groups = find_token_groups(
@@ -173,3 +183,65 @@ def test_other_baselines_places_and_boundaries_are_biased(mdp, gamma):
         # The same signal cannot bias groups of one token: nothing is shared.
         single = find_token_groups(ahead, world.score_norms, world.mask, max_size=1)
         assert world.deviation(world.advantages(single, 1.0) * world.discount(single, "broadcast")) < 1e-12
+
+
+def begun_by(improbable, mask):
+    """Groups of which each improbable token is the first, not the last: the end depends on the next action."""
+    ends = mask & torch.nn.functional.pad(improbable[:, 1:] | ~mask[:, 1:], (0, 1), value=True)
+    return improbable_token_groups(torch.zeros_like(mask, dtype=torch.float64), mask, forced_ends=ends)
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "variable_lambda"])
+@pytest.mark.parametrize(("gamma", "lam"), SETTINGS)
+@pytest.mark.parametrize(("probability", "max_size"), [(0.2, None), (0.4, None), (0.2, 2)])
+def test_ends_at_improbable_tokens_are_unbiased_and_starts_are_not(mdp, mode, gamma, lam, probability, max_size):
+    world = mdp(gamma)
+    groups = improbable_token_groups(world.logprobs, world.mask, probability=probability, max_size=max_size)
+    assert world.mask.sum() > 1.2 * groups.ends.sum()
+    weights = world.advantages(groups, lam, mode) * world.discount(groups, mode)
+    torch.testing.assert_close(world.expected_gradient(weights), world.true_gradient, rtol=0, atol=1e-9)
+    if max_size is None:
+        groups = begun_by(world.logprobs.exp() < probability, world.mask)
+        weights = world.advantages(groups, lam, mode) * world.discount(groups, mode)
+        # Unbiased only if an end reads no value (a lambda of 1), and a start is nobody else's baseline.
+        assert (world.deviation(weights) > 0.02) == ((lam, mode) != (1.0, "variable_lambda"))
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
+def test_turns_are_unbiased(mdp, lam):
+    """Turns of two tokens: one advantage for both, with exact values where they begin."""
+    world = mdp(1.0)
+    turns = (torch.arange(HORIZON) // 2).where(world.mask, -1)
+    weights, _, _ = turn_advantages(world.rewards, world.values, world.mask, turns, gamma=1.0, lam=lam)
+    torch.testing.assert_close(world.expected_gradient(weights), world.true_gradient, rtol=0, atol=1e-9)
+
+
+def test_both_rules_side_by_side(mdp):
+    """The table of docs/group_ppo.md: `python -m pytest -s -k side_by_side tests/functional/test_group_ppo_mdp.py`."""
+    world, found = mdp(1.0), {}
+    wrong = torch.randn(len(world.values_S), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = world.values
+    for error in (0.0, 0.5):
+        world.values = exact + error * wrong[world.states] * world.mask
+        errors = td_errors(world.rewards, world.values, world.mask, gamma=1.0)
+        every = find_token_groups(errors, world.score_norms, world.mask, max_size=1)
+        rules = {
+            "every token": every,
+            "variance, 2": world.cut(errors, 2.0),
+            "variance, 4": world.cut(errors, 4.0),
+            "improbable, 0.2": improbable_token_groups(world.logprobs, world.mask),
+            "improbable, 0.4": improbable_token_groups(world.logprobs, world.mask, probability=0.4),
+            "improbable first, 0.2": begun_by(world.logprobs.exp() < 0.2, world.mask),
+        }
+        for name, groups in rules.items():
+            for mode in ("broadcast", "variable_lambda"):
+                weights = world.advantages(groups, 0.6, mode)
+                sizes = (world.probability * world.mask.sum(1)).sum() / (world.probability * groups.ends.sum(1)).sum()
+                found[name, mode, error] = (world.deviation(weights), world.variance(weights))
+                bias, variance = found[name, mode, error]
+                print(f"{name:22} {mode:16} {error} {sizes:.2f} {bias:.3f} {variance:.2f}")
+    world.values = exact
+    for (name, _, error), (deviation, _) in found.items():
+        if error == 0:
+            assert (deviation < 1e-9) == (name != "improbable first, 0.2")
+    assert found["improbable, 0.2", "broadcast", 0.5][0] > 0.01  # groups of any kind bootstrap from wrong values

@@ -13,6 +13,7 @@ from pl_grouprl.functional.token_groups import (
     ENDED_BY_VARIANCE,
     ThresholdController,
     find_token_groups,
+    improbable_token_groups,
     log_ratio_scores,
     signal_sums,
     token_group_counts,
@@ -549,3 +550,53 @@ def test_largest_target_of_each_size_is_accepted():
         ThresholdController(target_compression=1 - 1 / size, max_size=size)
         ThresholdController(target_compression=(size - 1) / size, max_size=size)
     ThresholdController(target_compression=0.0, max_size=1)
+
+
+# Groups that end at improbable tokens.
+
+
+def improbable_loop(probabilities, mask, probability, max_size, forced):
+    """Starts and causes of one row, token by token."""
+    starts, causes, size = [False] * len(mask), [0] * len(mask), 0
+    valid = [t for t, inside in enumerate(mask) if inside]
+    for t in valid:
+        starts[t], size = size == 0, size + 1
+        if probabilities[t] < probability:
+            causes[t] = 1
+        elif size == max_size:
+            causes[t] = 2
+        elif t == valid[-1] or forced[t]:
+            causes[t] = 3
+        size = 0 if causes[t] else size
+    return starts, causes
+
+
+@pytest.mark.parametrize("max_size", [None, 1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_improbable_tokens_end_groups_as_in_a_loop(max_size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = torch.rand(6, 17, generator=generator, dtype=torch.float64)
+    mask, forced = (torch.rand(2, 6, 17, generator=generator) < torch.tensor([0.8, 0.1])[:, None, None]).unbind()
+    mask[0] = False
+    logprobs = probabilities.log().where(mask, torch.nan)
+    groups = improbable_token_groups(logprobs, mask, probability=0.3, max_size=max_size, forced_ends=forced)
+    for row in range(6):
+        arguments = probabilities[row].tolist(), mask[row].tolist(), 0.3, max_size, forced[row].tolist()
+        starts, causes = improbable_loop(*arguments)
+        assert groups.starts[row].tolist() == starts
+        assert groups.causes[row].tolist() == causes
+    assert torch.equal(groups.ends, groups.causes > 0)
+    assert torch.equal(groups.group_index, (groups.starts.cumsum(1) - 1).where(mask, -1))
+
+
+def test_improbable_tokens_in_bfloat16_and_without_rows():
+    """0.1 and 0.9 in bfloat16; a probability of exactly 0.5 is not less than 0.5."""
+    logprobs = torch.tensor([[0.9, 0.1, 0.5, 0.9]]).log().bfloat16()
+    groups = improbable_token_groups(logprobs, torch.ones(1, 4), probability=0.5)
+    assert groups.ends.tolist() == [[False, True, False, True]]
+    assert improbable_token_groups(torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool)).starts.shape == (0, 0)
+    for options, name in (({"probability": 0.0}, "probability"), ({"max_size": 0}, "max_size")):
+        with pytest.raises(ValueError, match=name):
+            improbable_token_groups(logprobs, torch.ones(1, 4), **options)
+    with pytest.raises(ValueError, match="forced_ends"):
+        improbable_token_groups(logprobs, torch.ones(1, 4), forced_ends=torch.ones(1, 4))

@@ -155,6 +155,37 @@ HARMS = {
 }
 
 
+class Stepped:
+    """Rewards each step by its number, once; step 0 has no reward, step 9 a reward that fails."""
+
+    def reset(self, **row):
+        self.reward = None
+
+    def step(self, number: int) -> str:
+        """Take a step.
+
+        Args:
+            number: Refused if negative.
+        """
+        self.reward = number or None
+        if number < 0:
+            raise ValueError("no such step")
+        return "done"
+
+    async def async_step(self, number: int) -> str:
+        """Take a step.
+
+        Args:
+            number: Refused if negative.
+        """
+        await asyncio.sleep(0)
+        return self.step(number)
+
+    def get_step_reward(self):
+        reward, self.reward = self.reward, None
+        return float("ten") if reward == 9 else reward
+
+
 class Counter:
     """Counts."""
 

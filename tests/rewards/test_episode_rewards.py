@@ -15,18 +15,20 @@ from pl_grouprl.rewards import (
     CodeTests,
     CosineLengthReward,
     EnvironmentReward,
+    EnvironmentStepReward,
     ExactMatch,
     LeadingCorrectCharacters,
     NumericAnswer,
     OverlongPenalty,
     RepetitionPenalty,
+    Weighted,
     apply_rewards,
     check_columns,
 )
 from pl_grouprl.rewards.base import completion_text, written_text
 from pl_grouprl.training.rewarder import RewardCallOptions, Rewarder
 from pl_grouprl.training.run import PlainRun
-from pl_grouprl.types import Prompt, Rollout, RolloutGroup
+from pl_grouprl.types import EpisodeRows, Prompt, Rollout, RolloutGroup
 
 
 @dataclass
@@ -238,3 +240,61 @@ def test_functions_see_environments_only_where_they_may(reads):
     rewarder = Rewarder([worker_rewards.knows_environments, has_environment], PlainRun(None), environments=reads)
     rewarder.start([group]).wait()
     assert group.rollouts[0].rewards == {"knows_environments": float(reads), "has_environment": float(reads)}
+
+
+def test_a_reward_per_turn_is_at_the_turns_last_token():
+    """Turns of make_episode: three tokens, two of a result, one token."""
+    episodes = [make_episode(observation=2), make_episode(), make_episode(), make_episode()]
+    given = returning({"turns": [0.5, 2.0], "calls": 1}, {"turns": (None, -1)}, 3.0, None)
+    group = make_group(*episodes)
+    metrics = apply_rewards([group], [Weighted(given, weight=2.0), lambda completions: [0.25] * 4])
+    assert episodes[0].token_rewards == [None] * 4 + [1.0, None, None, 4.0]
+    assert episodes[1].token_rewards == [None] * 5 + [-2.0]
+    assert episodes[2].token_rewards == [None] * 5 + [6.0]  # a number, where others have turns
+    assert [episode.reward for episode in episodes] == [5.25, -1.75, 6.25, 0.25]
+    assert [episode.outcome_reward for episode in episodes] == [0.25] * 4
+    assert [episode.rewards["given"] for episode in episodes] == [2.5, -1.0, 3.0, None]
+    assert metrics["rewards/given/calls"] == 1.0
+    assert metrics["rewards/given/mean"] == 1.5
+
+
+def test_rewards_of_turns_go_to_their_rows():
+    first = make_episode(episode="a")
+    last = make_episode(episode="a", loss_mask=[0, 0, 0, 0, 1, 1], num_observation_tokens=2)
+    whole = make_episode()
+    apply_rewards([make_group(first, last, whole)], [returning({"turns": [1.0, None, 4.0]}, {"turns": [0.0, 3.0]})])
+    assert first.token_rewards == [None, None, 1.0, None, None, None]
+    assert last.token_rewards == [None] * 5 + [4.0]
+    assert (first.reward, last.reward, whole.reward) == (5.0, 5.0, 3.0)
+    assert EpisodeRows((first, last)).step_rewards == {2: 1.0, 11: 4.0}
+    assert EpisodeRows((first, last)).turns == [(0, 3), (5, 6), (10, 12)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"turns": [1.0]}, "'given' returned 1 rewards as 'turns' for a completion of 2 turns"),
+        ({"turns": [1.0, 2.0], "score": 1.0}, r"a dictionary with the keys \['turns', 'score'\]"),
+        ({"turns": 2}, r"a dictionary with the keys \['turns'\]"),
+        ({"turns": [1.0, "two"]}, "'two' of type str as a reward"),
+    ],
+)
+def test_rewards_of_turns_that_cannot_be_placed(value, message):
+    with pytest.raises(ValueError, match=message):
+        rewards_of(returning(value), make_episode())
+
+
+def test_a_number_of_turns_is_only_logged():
+    metrics = apply_rewards([make_group(make_episode())], [returning({"turns": 2, "score": 1.0})])
+    assert metrics["rewards/given/turns"] == 2.0
+
+
+def test_the_rewards_of_an_environments_steps():
+    steps = [[0.5, None], [None, None], [math.nan, 1.0], [1.0, 1.0]]
+    episodes = [make_episode(environment_name="Room", environment_step_rewards=own) for own in steps[:3]]
+    episodes.append(make_episode(environment_name="Cave", environment_step_rewards=steps[3]))
+    metrics = apply_rewards([make_group(*episodes)], [EnvironmentStepReward("Room"), EnvironmentStepReward("Cave")])
+    assert [episode.reward for episode in episodes] == [0.5, 0.0, None, 2.0]
+    assert episodes[0].token_rewards == [None, None, 0.5, None, None, None]
+    assert episodes[2].failed_rewards == ["Room_steps"]
+    assert (metrics["rewards/Room_steps/mean"], metrics["rewards/Cave_steps/mean"]) == (0.25, 2.0)

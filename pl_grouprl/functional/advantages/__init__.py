@@ -24,6 +24,7 @@ from pl_grouprl.functional.advantages.outcomes import (
 from pl_grouprl.functional.advantages.temporal import (
     discounted_returns,
     distillation_advantages,
+    gagpo_advantages,
     generalized_advantages,
     length_adaptive_lam,
     optimal_token_baseline_advantages,
@@ -31,6 +32,7 @@ from pl_grouprl.functional.advantages.temporal import (
     reinforce_plus_plus_baseline_advantages,
     td_errors,
     tir_optimal_token_baseline_advantages,
+    turn_advantages,
 )
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "combine_rewards",
     "discounted_returns",
     "distillation_advantages",
+    "gagpo_advantages",
     "generalized_advantages",
     "gpg_advantages",
     "group_relative_advantages",
@@ -61,5 +64,6 @@ __all__ = [
     "td_errors",
     "tir_optimal_token_baseline_advantages",
     "tree_advantages",
+    "turn_advantages",
     "vine_advantages",
 ]

@@ -235,7 +235,7 @@ class AdvantageEstimator(RegisteredFunction):
     argument: ClassVar[str] = "advantage_estimator"
     data: ClassVar[tuple[str, ...]] = (
         *("group_ids", "lengths", "greedy_rewards"),
-        *("mask", "branches", "score_norms", "reduce"),  # per token
+        *("mask", "branches", "score_norms", "turns", "states", "reduce"),  # per token
     )
 
     @property
@@ -286,8 +286,9 @@ def register_advantage_estimator(
     the prompt of each rollout, shape [B]; `lengths`, generated tokens, shape [B]; `greedy_rewards`, the reward of the
     prompt's greedy rollout, shape [B]. With `per_token`: `group_ids`; `mask`, trained tokens, bool, shape [B, T];
     `branches`, how they branch, a `BranchPaths`; `score_norms`, the squared norm of the gradient of each token's
-    log-probability by the logits, shape [B, T]; `reduce`, which sums over ranks, or None on one rank. Estimators per
-    token get the rollouts of their rank, those per rollout the rollouts of all ranks.
+    log-probability by the logits, shape [B, T]; `turns`, the turn of each token, and `states`, the state in which it
+    was written, both int64, shape [B, T], see `gagpo_advantages`; `reduce`, which sums over ranks, or None on one rank.
+    Estimators per token get the rollouts of their rank, those per rollout the rollouts of all ranks.
 
     Its other keyword-only arguments are the estimator's options; it should raise a ValueError for values out of range.
 

@@ -1,4 +1,4 @@
-"""Advantages per token along time: GAE with a critic, returns and token baselines without one.
+"""Advantages along time, per token or per turn: GAE with a critic, returns and baselines without one.
 
 Every function treats a row as the sequence of its valid tokens: gaps in the mask, such as tool output, are closed
 first, so neither their length nor their contents (even NaN) matter. Conventions:
@@ -13,17 +13,20 @@ first, so neither their length nor their contents (even NaN) matter. Conventions
 `generalized_advantages` does not whiten; use `masked_whiten`. verl whitens inside its `gae`, TRL's former PPO did right
 after.
 
-Legend: B rollouts, P prompts (groups), T length of the longest row.
+Legend: B rollouts, P prompts (groups), T length of the longest row, K largest number of turns, S states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pl_grouprl.functional.advantages.base import gather_groups, register_advantage_estimator
+from pl_grouprl.functional.advantages.base import BranchPaths, gather_groups, register_advantage_estimator
+from pl_grouprl.functional.advantages.branching import leaf_weights
+from pl_grouprl.functional.advantages.outcomes import group_relative_advantages
 from pl_grouprl.functional.masked import Reduce, bool_mask, compact, differ, masked_whiten, reverse_scan
 from pl_grouprl.utilities.options import check_options
 
@@ -195,6 +198,170 @@ def lambda_rows(name: str, lam: float | Tensor, like_BT: Tensor) -> Tensor:
         raise ValueError(f"{name} has shape {tuple(lam_B.shape)}; pass one number, or one per rollout, [B].")
     check_options({name: (lam, bool(((lam_B >= 0) & (lam_B <= 1)).all()), "in [0, 1]")})
     return lam_B.to(like_BT).expand(len(like_BT))[:, None].expand_as(like_BT)
+
+
+# Turns as the steps of the decision process: what the model writes between two texts that it reads is one action.
+
+
+@torch.no_grad()
+def turn_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    turns: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+    critic_lam: float | Tensor | None = None,
+    bootstrap_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Estimate one advantage per turn (Turn-PPO, arXiv:2512.17008): GAE whose steps are the turns.
+
+        A_k = r_k + gamma V_{k+1} - V_k + gamma * lam * A_{k+1}
+
+    r_k is the sum of the turn's rewards, V_k the value before its first token. So gamma and lambda count turns, and the
+    value of no state within a turn, or at text that the model only reads, matters. With gamma = 1 and one turn, it is
+    the reward minus V_0; with one token per turn, `generalized_advantages`.
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit.
+        values: V_t, the critic's value before token t is sampled, shape [B, T], in units of the reward.
+        mask: True for trained tokens, shape [B, T]; rewards of other tokens are ignored.
+        turns: Turn of each token, counted from 0 in each row, -1 for tokens that the model did not write; int64, shape
+            [B, T]. Turns may have tokens that are not trained.
+        gamma: Discount per turn, in [0, 1].
+        lam: Decay of later errors per turn, in [0, 1]; or one per rollout, shape [B].
+        critic_lam: The same for the returns; defaults to `lam`.
+        bootstrap_value: Value after the last turn, shape [B]; defaults to 0.
+
+    Returns:
+        Advantages and returns, both [B, T]: A_k and A_k + V_k (under `critic_lam`) at all trained tokens of turn k; and
+        the trained tokens that begin a turn, bool, where the return is the critic's target.
+
+    Raises:
+        ValueError: If shapes differ, a trained token has no turn, gamma or a lambda is outside [0, 1], a reward is
+            infinite, or the mask has other values than 0 and 1.
+    """
+    mask_BT = check_rows(mask, rewards=rewards, values=values, turns=turns)
+    rows = _turn_rows(mask_BT, turns)
+    advantages_BK, returns_BK = generalized_advantages(
+        rows.sum(rewards, mask_BT),
+        rows.first(values),
+        rows.mask_BK,
+        gamma=gamma,
+        lam=lam,
+        critic_lam=critic_lam,
+        bootstrap_value=bootstrap_value,
+    )
+    starts_BT = (turns >= 0) & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0), value=-1)) & mask_BT
+    spread = [rows.spread(of_turns_BK).masked_fill(~mask_BT, 0) for of_turns_BK in (advantages_BK, returns_BK)]
+    return spread[0], spread[1], starts_BT
+
+
+class _TurnRows(NamedTuple):
+    """Rows of turns: `turns_BT` is that of each token, at least 0, and `first_BK` each turn's first token."""
+
+    turns_BT: Tensor
+    first_BK: Tensor
+    mask_BK: Tensor
+
+    def sum(self, values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        zeros_BK = torch.zeros_like(self.first_BK, dtype=torch.promote_types(values_BT.dtype, torch.float32))
+        return zeros_BK.scatter_add(1, self.turns_BT, values_BT.masked_fill(~mask_BT, 0).to(zeros_BK.dtype))
+
+    def first(self, values_BT: Tensor) -> Tensor:
+        return values_BT.gather(1, self.first_BK).masked_fill(~self.mask_BK, 0)
+
+    def spread(self, values_BK: Tensor) -> Tensor:
+        return values_BK.gather(1, self.turns_BT)
+
+
+def _turn_rows(mask_BT: Tensor, turns_BT: Tensor) -> _TurnRows:
+    if (mask_BT & (turns_BT < 0)).any():
+        raise ValueError("turns is negative at a trained token; pass the turn of each token that the model wrote.")
+    count, width = int(turns_BT.max()) + 1 if turns_BT.numel() else 0, turns_BT.shape[1]
+    places_BT = torch.arange(width, device=turns_BT.device).expand_as(turns_BT)
+    none_BK = places_BT.new_full((len(turns_BT), max(count, min(width, 1))), width)
+    places_BT, turns_BT = places_BT.masked_fill(turns_BT < 0, width), turns_BT.clamp(min=0)
+    first_BK = none_BK.scatter_reduce(1, turns_BT, places_BT, "amin")
+    return _TurnRows(turns_BT, first_BK.clamp(max=max(width - 1, 0)), first_BK < width)
+
+
+@register_advantage_estimator("gagpo", per_token=True, takes_token_rewards=True)
+@torch.no_grad()
+def gagpo_advantages(
+    rewards: Tensor,
+    group_ids: Tensor | Sequence[int],
+    mask: Tensor,
+    turns: Tensor,
+    states: Tensor,
+    branches: BranchPaths,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    scale: str = "group",
+    eps: float = 1e-6,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """Estimate one advantage per turn without a critic: a state's value is its mean return in the group (GAGPO).
+
+        V(s) = mean of r_k + gamma r_{k+1} + ... over the turns k of the group that begin in the state s
+        A_k = r_k + gamma V(s_{k+1}) - V(s_k) + gamma * lam * A_{k+1},  V = 0 after the last turn
+
+    and A_k minus its mean over all turns of the group, divided by their standard deviation (arXiv:2605.13217). With one
+    turn per rollout it equals `grpo`. A state that a single turn of the group reaches has the return of that turn as
+    its value. The gradient is biased, as a return is part of its own baseline.
+
+    V, the recursion, and that the group is normalized follow accounts of the paper; its text was not at hand, so that
+    details of the normalization and the defaults may differ. It clips the ratio of a turn, a geometric mean over its
+    tokens; here the policy loss decides (`gspo` takes that mean over the whole rollout).
+
+    Args:
+        rewards: Reward of each token, shape [B, T], any unit; NaN marks a rollout without rewards.
+        group_ids: Prompt of each rollout, shape [B], any integers, in any order; a group must not be split over ranks.
+        mask: True for trained tokens, shape [B, T].
+        turns: As for `turn_advantages`.
+        states: Where each token's turn began: equal numbers for equal states of the same group, int64, shape [B, T];
+            only those at the first token of a turn count. In a run, states are equal if the text that the model read
+            right before the turn is: the result of the tools, or the prompt.
+        branches: How the rollouts branch. Turns that several rollouts share count once in V (leaf weights).
+        gamma: Discount per turn, in [0, 1].
+        lam: Decay of later errors per turn, in [0, 1].
+        scale: `group` divides by the group's standard deviation, `none` does not.
+        eps: Added to the standard deviation, in units of the reward.
+        reduce: Sums over ranks; defaults to this rank alone.
+
+    Returns:
+        Shape [B, T], the same number for all trained tokens of a turn, leaf weights included; 0 outside the mask.
+        Exactly 0 in groups whose turns all have the same A_k.
+
+    Raises:
+        ValueError: If shapes differ, a trained token has no turn, a reward is infinite, an option is out of range, or
+            the branches of a group contradict each other.
+    """
+    check_options({"scale": (scale, scale in ("group", "none"), "group or none")})
+    mask_BT = check_rows(mask, rewards=rewards, turns=turns, states=states)
+    rows = _turn_rows(mask_BT, turns)
+    rewards_BK = rows.sum(rewards.to(torch.float64), mask_BT)
+    trained_BT = mask_BT & ~_rows_without_reward(rewards, mask_BT)
+    valid_BK = rows.mask_BK & trained_BT.any(dim=1, keepdim=True)
+    weights_B = leaf_weights(group_ids, trained_BT, branches, reduce=reduce)
+    index_BK = torch.as_tensor(group_ids, device=turns.device)[:, None].expand_as(valid_BK)
+
+    returns_BK = discounted_returns(rewards_BK, valid_BK, gamma)
+    _, state_BK = torch.stack([index_BK, rows.first(states)]).flatten(1).unique(dim=1, return_inverse=True)
+    zeros_S = returns_BK.new_zeros(state_BK.numel())  # at least as many as there are states
+    weights_BK = weights_B[:, None] * valid_BK
+    total_S = zeros_S.index_add(0, state_BK, (weights_BK * returns_BK).flatten())
+    values_S = total_S / zeros_S.index_add(0, state_BK, weights_BK.flatten()).clamp(min=1e-300)
+    values_BK = values_S[state_BK].view(valid_BK.shape)
+
+    advantages_BK, _ = generalized_advantages(rewards_BK, values_BK, valid_BK, gamma=gamma, lam=lam)
+    advantages_BK[valid_BK] = group_relative_advantages(
+        advantages_BK[valid_BK], index_BK[valid_BK], scale=scale, eps=eps
+    )
+    advantages_BT = rows.spread(advantages_BK) * weights_B[:, None]
+    return advantages_BT.masked_fill(~mask_BT, 0).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 # Baselines for each position in the group.
