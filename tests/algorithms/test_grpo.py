@@ -996,7 +996,10 @@ def test_registered_functions_train(fit, tmp_path):
     [
         ({"policy_loss": "quadratik"}, "policy_loss is 'quadratik'; it must be one of .*, ppo, quadratic, sapo"),
         ({"policy_loss": {"name": "quadratic", "delta": 3.0}}, "does not use delta; it takes epsilon, p"),
-        ({"advantage_estimator": "median"}, "advantage_estimator is 'median'; it must be one of against_median, gpg"),
+        (
+            {"advantage_estimator": "median"},
+            "advantage_estimator is 'median'; it must be one of against_median, gagpo, gpg",
+        ),
         ({"advantage_estimator": "against_median", "scale_rewards": "none"}, "does not use scale; it takes shift"),
         ({"advantage_estimator": "against_median", "num_generations": 1}, "against_median compares the rollouts"),
         (

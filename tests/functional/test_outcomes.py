@@ -264,7 +264,7 @@ def test_steps_that_do_not_differ_give_exactly_zero():
 REWARDS, GROUP_IDS = torch.tensor([0.0, 1.0, 4.0, 2.0]), torch.tensor([0, 0, 0, 1])
 LENGTHS, GREEDY = torch.tensor([1, 2, 3, 4]), torch.tensor([1.0, 1.0, 1.0, 0.0])
 WITH_NORMS = {"optimal_token_baseline", "tir_optimal_token_baseline"}
-PER_TOKEN = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "tree", "vine"} | WITH_NORMS
+PER_TOKEN = {"gagpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "tree", "vine"} | WITH_NORMS
 
 
 def test_names_and_kinds():
@@ -275,7 +275,7 @@ def test_names_and_kinds():
 
     assert set(kinds) == {"grpo", "rloo", "opo", "gpg", "grpo_passk", "remax"} | PER_TOKEN
     assert having("per_token") == PER_TOKEN
-    assert having("takes_token_rewards") == {"reinforce_plus_plus"} | WITH_NORMS
+    assert having("takes_token_rewards") == {"gagpo", "reinforce_plus_plus"} | WITH_NORMS
     assert having("needs_score_norms") == WITH_NORMS
     assert having("needs_greedy") == {"remax"}
     assert set(kinds) - having("compares_rollouts") == {"remax", "reinforce_plus_plus"}

@@ -23,7 +23,8 @@ def test_the_request_that_is_sent(policy, servers):
     ((first, _),) = sample(started(policy, server, version=3), PROMPTS[:1], num_generations=2, seed=9)
     assert first.weight_versions == [3] * 3
     common = {
-        **{"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0},
+        **{"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+        **{"repetition_penalty": 1.0, "logprobs": 0},
         **{"stop_token_ids": [4], "ignore_eos": True, "detokenize": False, "logit_bias": None},
     }
     asked = sorted(server.asked, key=lambda told: told["sampling_params"]["seed"])
