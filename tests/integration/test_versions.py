@@ -11,6 +11,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import pl_grouprl
+
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 TESTED_ALONE = {"vllm", "renderers", "verifiers", "docs", "vlm", "liger"}
@@ -125,3 +127,10 @@ def test_extras_that_errors_name_exist():
     calls = [call for call in calls if ast.unparse(call.func).split(".")[-1] == "require"]
     named = {call.args[2].value for call in calls if isinstance(call.args[2], ast.Constant)}
     assert {"bitsandbytes", "gguf", "lora", "vllm"} <= named <= requirements()[1]
+
+
+def test_one_version():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [pl_grouprl.__version__]
+    assert re.search(r"^## \[([\d.]+)\]", changelog, re.MULTILINE)[1] == pl_grouprl.__version__
