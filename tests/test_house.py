@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 32_660,
+    "lines of code": 32_690,
     "files": 191,
     "files under 40 lines": 27,
     "private helpers used once": 166,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_475,
+    "lines of raise statements": 1_480,
 }
 
 

@@ -1,4 +1,4 @@
-"""Exports the trained policy for `AutoModelForCausalLM.from_pretrained`, or its adapter in PEFT's format."""
+"""Exports the trained policy, or a critic, for transformers' `from_pretrained`, or an adapter in PEFT's format."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from pl_grouprl.callbacks.checkpoints import claim, on_rank_zero, refuse_foreign, run_folder
 from pl_grouprl.callbacks.model_card import card_files, push, reserve_repository
 from pl_grouprl.distributed.strategies import StrategySupport, support_of
+from pl_grouprl.models import Critic
 from pl_grouprl.models.adapters import base_of, has_adapters, merged_copy, save_adapter
 from pl_grouprl.utilities.checkpoint_files import explain_os_error, replace
 from pl_grouprl.utilities.options import check_fields
@@ -40,7 +41,8 @@ class ExportPolicy(Callback):
     figures and versions.
 
     Attributes:
-        attribute: Name of the model in the module.
+        attribute: Name of the model in the module. `critic` saves that of `PPO`, for
+            `AutoModelForTokenClassification.from_pretrained`, always whole.
         tokenizer_attribute: Name of the tokenizer; none is saved if None.
         folder: Name of the folder inside the run folder, or an absolute path.
         adapter: What to save of a model with an adapter: `merged`, a whole model that needs no PEFT, or `separate`, the
@@ -105,14 +107,17 @@ class ExportPolicy(Callback):
 
         Raises:
             TypeError: If it has no `save_pretrained`.
-            ValueError: If it has no adapter to save, or one that cannot be merged under the strategy.
+            ValueError: If it has no adapter to save, or one that cannot be merged under the strategy; or if it is a
+                critic whose family has no token classifier.
         """
-        model = getattr(pl_module, self.attribute)
+        model = self._model(pl_module)
         if not hasattr(model, "save_pretrained"):  # would be found out only after the training
             raise TypeError(
                 f"attribute={self.attribute!r} is a {type(model).__name__}, which has no save_pretrained; name an "
                 "attribute with a transformers model."
             )
+        if self.adapter == "separate" and isinstance(getattr(pl_module, self.attribute), Critic):
+            raise ValueError("ExportPolicy(adapter='separate') would lose the head of a critic; omit adapter.")
         if self.adapter == "separate" and not has_adapters(model):
             raise ValueError(
                 f"ExportPolicy(adapter='separate') saves an adapter, and the {type(model).__name__} has none; "
@@ -129,7 +134,7 @@ class ExportPolicy(Callback):
         target = self._target
         if target is None:
             return
-        model = getattr(pl_module, self.attribute)
+        model = self._model(pl_module)
         merges = self._merges(model)
         plain = self._support.keeps_plain_weights
         state = None if plain else self._support.full_state_dict(base_of(model) if merges else model)
@@ -148,6 +153,10 @@ class ExportPolicy(Callback):
             message = f"{type(pl_module).__name__}, step {trainer.global_step}"
             with PROGRESS.during(f"Uploading the policy to {repository}"):
                 rank_zero_info(f"Policy uploaded: {on_rank_zero(trainer, lambda: push(target, repository, message))}")
+
+    def _model(self, module: LightningModule) -> Any:
+        model = getattr(module, self.attribute)
+        return model.as_token_classifier() if isinstance(model, Critic) else model
 
     def _merges(self, model: Any) -> bool:
         return self.adapter == "merged" and has_adapters(model)

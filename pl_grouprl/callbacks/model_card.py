@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 
+from pl_grouprl.attention.support import is_classifier
 from pl_grouprl.callbacks.checkpoints import run_folder
 from pl_grouprl.callbacks.run_summary import RunSummary
 from pl_grouprl.models.adapters import has_adapters
@@ -48,9 +49,11 @@ def card_files(trainer: Trainer, module: LightningModule, model: Any, name: str,
     data = getattr(getattr(getattr(trainer, "datamodule", None), "train", None), "path", None)  # of a HubDataset
     if not isinstance(data, str) or Path(data).expanduser().exists():
         data = None
+    critic = is_classifier(model.config, "TokenClassification")
+    auto_class = f"AutoModelFor{'TokenClassification' if critic else 'CausalLM'}"
     facts = {
         "library_name": "peft" if separate else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "token-classification" if critic else "text-generation",
         "tags": ["pl_grouprl", "reinforcement-learning", algorithm.lower()],
         "base_model": base if on_hub else None,
         "base_model_relation": ("adapter" if separate else "finetune") if on_hub else None,
@@ -58,8 +61,10 @@ def card_files(trainer: Trainer, module: LightningModule, model: Any, name: str,
         "license": _license(base, on_hub),
     }
     shown = f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{Path(base).name or type(model).__name__}`"
-    usage = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    usage += [f'model = AutoModelForCausalLM.from_pretrained("{base if separate else name}", dtype="auto")']
+    if critic:
+        shown = f"The critic of {shown}"
+    usage = [f"from transformers import {auto_class}, AutoTokenizer", ""]
+    usage += [f'model = {auto_class}.from_pretrained("{base if separate else name}", dtype="auto")']
     if separate:
         usage.insert(0, "from peft import PeftModel")
         usage.append(f'model = PeftModel.from_pretrained(model, "{name}")')
@@ -70,7 +75,10 @@ def card_files(trainer: Trainer, module: LightningModule, model: Any, name: str,
         f"{shown}, trained {'with a low-rank adapter ' if has_adapters(model) else ''}by {algorithm} for "
         f"{trainer.global_step} steps{f' on [{data}](https://huggingface.co/datasets/{data})' if data else ''}.",
         "" if facts["license"] else "The license of the base model applies.",
-        "## Use\n\n```python\n" + "\n".join(usage) + f"\n```\n\nor `python -m pl_grouprl.cli chat --policy {name}`.",
+        "## Use\n\n```python\n" + "\n".join(usage) + "\n```",
+        "The logit at a token is the critic's value after it."
+        if critic
+        else f"or `python -m pl_grouprl.cli chat --policy {name}`.",
     ]
     files = {}
     summary = next((c for c in trainer.callbacks if isinstance(c, RunSummary)), None)  # type: ignore[attr-defined]

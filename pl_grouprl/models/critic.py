@@ -45,7 +45,7 @@ D = 1024 initial values are about 0.03: near zero, but not zero, or no gradient 
 
 
 class ValueHead(nn.Linear):
-    """Maps hidden states [K, D] to values [K], in float32 (float64 for float64 states) even under autocast.
+    """Maps hidden states [..., D] to values [..., 1], in float32 (float64 for float64 states) even under autocast.
 
     Weights and bias are zero until one of the two constructors below, or a checkpoint, sets them.
     """
@@ -70,7 +70,7 @@ class ValueHead(nn.Linear):
 
     @classmethod
     def from_score(cls, score: nn.Linear) -> ValueHead:
-        """Copy the head of a sequence classifier with one label."""
+        """Copy the head of a classifier with one label."""
         head = cls(score.in_features)
         with torch.no_grad():
             head.weight.copy_(score.weight)
@@ -78,12 +78,11 @@ class ValueHead(nn.Linear):
                 head.bias.copy_(score.bias)
         return head
 
-    def forward(self, states_KD: Tensor) -> Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """Return one value per state."""
-        dtype = torch.promote_types(states_KD.dtype, torch.float32)
-        with torch.autocast(states_KD.device.type, enabled=False):
-            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-            return nn.functional.linear(states_KD.to(dtype), weight, bias)[:, 0]
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        with torch.autocast(states.device.type, enabled=False):
+            return nn.functional.linear(states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 
 class Critic(nn.Module):
@@ -141,7 +140,29 @@ class Critic(nn.Module):
                 states = hidden_states(self.trunk, batch)
         elif self.detach_trunk:
             states = states.detach()
-        return self.head(states.index_select(0, batch.predict_index_N if index is None else index))
+        values_K1: Tensor = self.head(states.index_select(0, batch.predict_index_N if index is None else index))
+        return values_K1[:, 0]
+
+    def as_token_classifier(self) -> PreTrainedModel:
+        """Express the critic in transformers' names: an `AutoModelForTokenClassification` with one label.
+
+        Its logit at a position is the value after that token. It shares trunk and head with the critic, adapters
+        included; `ExportPolicy(attribute="critic")` saves it, merged.
+
+        Raises:
+            ValueError: If transformers has no token classifier for the trunk's family, such as for images.
+        """
+        from transformers import AutoModelForTokenClassification
+
+        config = copy.deepcopy(self.trunk.config)
+        config.num_labels, config.classifier_dropout = 1, 0.0
+        with torch.device("meta"):
+            model = AutoModelForTokenClassification.from_config(config)
+        setattr(model, model.base_model_prefix, self.trunk)
+        name = next(name for name, child in model.named_children() if isinstance(child, nn.Linear))
+        setattr(model, name, self.head)
+        config.architectures = [type(model).__name__]
+        return model
 
     def forward(self, batch: ScoringBatch, index: Tensor | None = None, *, states: Tensor | None = None) -> Tensor:
         """Same as `values`."""
@@ -263,8 +284,9 @@ class SharedTrunkCritic:
 class PretrainedCritic:
     """A separate critic in Hugging Face format.
 
-    The head of a sequence classifier with one label (a reward model) becomes the value head. In any other model, a new
-    head near zero replaces the head. Encoders do not work, because they see future tokens.
+    The head of a sequence classifier with one label (a reward model), or of a token classifier with one (an exported
+    critic), becomes the value head. In any other model, a new head near zero replaces the head. Encoders do not work,
+    because they see future tokens.
 
     Attributes:
         path: Name on the model hub or a local folder. Its vocabulary must be the policy's.
@@ -301,16 +323,17 @@ class PretrainedCritic:
 
         Raises:
             OSError: If `path` is neither a folder with a model nor a reachable name on the hub.
-            ValueError: If its vocabulary is smaller than the policy's, it is not causal, its head does not score a
-                sequence at the last token, or its weights do not match its config.
+            ValueError: If its vocabulary is smaller than the policy's, it is not causal, its head does not score the
+                last token's state, or its weights do not match its config.
         """
         owner = f"PretrainedCritic(path={self.path!r})"
         config = self.load_config()
-        if is_classifier(config) and config.num_labels == 1:
-            model = self._checkpoint.load_as("AutoModelForSequenceClassification")
-            trunk, score = find_decoder(model), score_head(model)
+        kinds = [kind for kind in ("SequenceClassification", "TokenClassification") if is_classifier(config, kind)]
+        if kinds and config.num_labels == 1:
+            model = self._checkpoint.load_as(f"AutoModelFor{kinds[0]}")
+            trunk, score = find_decoder(model), score_head(model, kinds[0])
             check_causal(trunk, owner)
-            check_score_head(model, score, owner)
+            check_score_head(model, score, owner, kinds[0])
             head = ValueHead.from_score(score)
         else:
             trunk = find_backbone(self._checkpoint.load_as("AutoModel"))
@@ -420,7 +443,7 @@ class TiedCritic(Critic):
     def __init__(self, trunk: Any, head: ValueHead, tied: dict[str, str]) -> None:
         super().__init__(trunk, head)
         self.tied = tied
-        leave_parameters_out_of_checkpoints(trunk, tied)
+        leave_parameters_out_of_checkpoints(self, [f"own_trunk.{name}" for name in tied])
 
     @torch.no_grad()
     def retie(self, policy: nn.Module) -> None:

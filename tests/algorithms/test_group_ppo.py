@@ -354,7 +354,7 @@ class Counts:
     def head(self, head, args, values):
         if torch.is_grad_enabled():
             self.rows.append(len(values))
-            values.register_hook(lambda gradient: self.head_gradients.append(gradient.clone()))
+            values.register_hook(lambda gradient: self.head_gradients.append(gradient[:, 0].clone()))
 
     def trunk(self, trunk, args, kwargs, output):
         if torch.is_grad_enabled():

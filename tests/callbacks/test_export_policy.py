@@ -3,13 +3,14 @@
 import peft
 import pytest
 import torch
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import random_groups, tiny_model
 from lightning.pytorch import Trainer
 
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.callbacks import ExportPolicy
 from pl_grouprl.callbacks.export_policy import export
-from pl_grouprl.models import LoRAAdapter
+from pl_grouprl.models import LoRAAdapter, LoRACritic, PolicyCopyCritic, PretrainedCritic, SharedTrunkCritic
+from pl_grouprl.packing import pack
 
 IDS = torch.tensor([[1, 2, 3]])
 
@@ -94,6 +95,36 @@ def test_experts_and_tied_weights_are_exported(fit_and_export):
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("source", [PolicyCopyCritic(), SharedTrunkCritic(), LoRACritic(r=4)])
+def test_a_critic_by_the_names_of_transformers(fit, counter, tmp_path, source):
+    from transformers import AutoModelForTokenClassification
+
+    counter.policy = LoRAAdapter(r=3).add_to(tiny_model("qwen3"))
+    counter.critic = source.load(counter.policy)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in counter.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    groups = random_groups(0, [(9, [4, 0, 7]), (3, [1])])
+    with shared_prefix(counter.critic.trunk):  # as it is until the end of a fit
+        fit(counter, ExportPolicy(attribute="critic", folder="critic", tokenizer_attribute=None), max_steps=1)
+        expected = counter.critic.values(pack(groups)).detach()
+    folder = tmp_path / "version_0" / "critic"
+    model = AutoModelForTokenClassification.from_pretrained(folder)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    group = groups[0]
+    logits = model(torch.tensor([group.prompt_ids + group.rollouts[0].token_ids])).logits
+    close = {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(logits[0, len(group.prompt_ids) - 1 : -1, 0], expected[:4], **close)
+    loaded = PretrainedCritic(str(folder)).load(tiny_model("qwen3"))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.values(pack(groups, "repeated")), expected, **close)
+    assert expected.std() > 0.01
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert 'AutoModelForTokenClassification.from_pretrained("critic"' in card
+    assert "chat" not in card
+
+
 def test_a_former_export_is_replaced_as_a_whole_or_kept(tmp_path, monkeypatch):
     first, second = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
     export(first, None, tmp_path / "policy")
@@ -124,6 +155,13 @@ def test_a_trial_exports_nothing(fit, counter, tmp_path):
             ValueError,
             "adapter='separate'.* Qwen3ForCausalLM",
         ),
+        (
+            LoRACritic(r=2).load(tiny_model("qwen3")),
+            {"adapter": "separate"},
+            ValueError,
+            "lose the head of a critic",
+        ),
+        (PolicyCopyCritic().load(tiny_model("lfm2")), {}, ValueError, "Lfm2Config"),
         (None, {"adapter": "both"}, ValueError, "adapter is 'both'"),
     ],
 )

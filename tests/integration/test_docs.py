@@ -13,7 +13,7 @@ from helpers.tiny_models import tiny_model
 from lightning.pytorch import Callback, Trainer
 
 import pl_grouprl
-from pl_grouprl import GRPO, PromptDataModule, SamplingConfig, SharedPrefixCallback
+from pl_grouprl import GRPO, PPO, PromptDataModule, SamplingConfig, SharedPrefixCallback
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
 from pl_grouprl.functional import advantages, policy_loss
@@ -167,12 +167,14 @@ def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
     assert config_of(capsys, "base.yaml", "fragment.yaml")["model"]["class_path"] == module
 
 
-def test_options_of_the_tables_exist():
-    paths = [cell for cell in here_cells("options.md") if cell.startswith(("model.", "data.", "trainer."))]
-    assert len(paths) > 50
+@pytest.mark.parametrize(("page", "count"), [("options.md", 50), ("ppo.md", 25)])
+def test_options_of_the_tables_exist(page, count):
+    options = {**OPTIONS, "model.init_args": OPTIONS["model.init_args"] | parameters(PPO if page == "ppo.md" else GRPO)}
+    paths = [cell for cell in here_cells(page) if cell.startswith(("model.", "data.", "trainer."))]
+    assert len(paths) > count
     for path in paths:
         owner, _, name = path.rpartition(".")
-        assert name in OPTIONS[owner], path
+        assert name in options[owner], path
 
 
 def test_every_option_is_on_the_page():

@@ -52,7 +52,7 @@ def test_the_head_by_hand():
     head = ValueHead(2)
     head.weight.data, head.bias.data = torch.tensor([[2.0, -1.0]]), torch.tensor([0.5])
     states = torch.tensor([[1.0, 3.0], [0.25, 0.0]])
-    assert head(states).tolist() == [-0.5, 1.0]
+    assert head(states).tolist() == [[-0.5], [1.0]]
     assert head(states.bfloat16()).dtype == torch.float32
     assert head(states.double()).dtype == torch.float64
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -95,7 +95,7 @@ def test_a_classifier_s_head_is_copied_with_its_bias():
     head = ValueHead.from_score(score)
     score.weight.data.zero_()
     score.bias.data.zero_()
-    assert head(torch.tensor([[1.0, 3.0]])).tolist() == [-0.5]
+    assert head(torch.tensor([[1.0, 3.0]])).tolist() == [[-0.5]]
     assert ValueHead.from_score(nn.Linear(2, 1, bias=False)).bias.item() == 0
 
 
@@ -229,6 +229,39 @@ def test_a_reward_model_s_head_becomes_the_value_head(tmp_path, family, batch):
         sequences = [group.prompt_ids + rollout.token_ids for group in groups for rollout in group.rollouts]
         expected = torch.stack([model(torch.tensor([tokens])).logits[0, 0] for tokens in sequences])
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def logits_of(model, groups):
+    """The logit at the position that predicts each response token, of the repeated prefixes."""
+    found = []
+    for group in groups:
+        for rollout in group.rollouts:
+            logits = model(torch.tensor([group.prompt_ids + rollout.token_ids])).logits
+            assert logits.shape[-1] == 1
+            found.append(logits[0, len(group.prompt_ids) - 1 : -1, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("source", [PolicyCopyCritic(head_std=0.3), LoRACritic(r=4, head_std=0.3)])
+def test_as_a_token_classifier(family, source, batch):
+    critic = source.load(tiny_model(family, tie_word_embeddings=True))
+    for parameter in critic.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+    model, groups = critic.as_token_classifier(), random_groups(0, SHAPES)
+    with torch.no_grad():
+        with shared_prefix(critic.trunk):
+            expected = critic.values(batch)
+        torch.testing.assert_close(logits_of(model, groups), expected, atol=1e-5, rtol=1e-4)
+        assert expected.std() > 1e-3
+        critic.head.bias.data += 1  # the weights are the critic's
+        torch.testing.assert_close(logits_of(model, groups), expected + 1, atol=1e-5, rtol=1e-4)
+
+
+def test_a_trunk_without_a_token_classifier_is_refused(policy):
+    with pytest.raises(ValueError, match="Lfm2Config"):
+        PolicyCopyCritic().load(tiny_model("lfm2")).as_token_classifier()
 
 
 def test_other_models_get_a_new_head(tmp_path, policy):

@@ -103,6 +103,8 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
             folder=str(folder / "export"), adapter=case.get("export", "separate" if "adapter" in case else "merged")
         ),
     ]
+    if case["algorithm"] == "PPO":
+        callbacks.append(ExportPolicy(attribute="critic", folder=str(folder / "critic")))
     if "poison" in case:
         callbacks.append(Poison(case["poison"]))
     trainer = Trainer(

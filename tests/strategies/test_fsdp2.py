@@ -88,6 +88,20 @@ def test_every_way_to_train(tmp_path, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "zero3"])
+def test_the_exported_critic(tmp_path, strategy):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForTokenClassification
+
+    folders = [run(tmp_path / name, name, algorithm="PPO").folder / "critic" for name in ("ddp", strategy)]
+    whole, sharded = (load_file(folder / "model.safetensors") for folder in folders)
+    assert whole.keys() == sharded.keys()
+    assert max((whole[name] - sharded[name]).abs().max().item() for name in whole) < 1e-4  # of 0.02
+    loaded = AutoModelForTokenClassification.from_pretrained(folders[1]).state_dict()
+    assert all(loaded[name].equal(sharded[name]) for name in loaded)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("optim", "tolerance"), [("torch.optim.Muon", 1e-3), ("torch.optim.SGD", 1e-5)])
 def test_another_optimizer(tmp_path, optim, tolerance):
     """Muon computes with matrices in bfloat16, which is rounded by shards: 5 % of three steps of 0.0067 on average."""
