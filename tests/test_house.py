@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 32_690,
-    "files": 191,
+    "lines of code": 32_900,
+    "files": 192,
     "files under 40 lines": 27,
-    "private helpers used once": 166,
+    "private helpers used once": 168,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_480,
+    "lines of raise statements": 1_490,
 }
 
 

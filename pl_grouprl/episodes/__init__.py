@@ -1,1 +1,3 @@
-"""Episodes of several turns: the model writes, tools or an environment respond, and the model continues."""
+"""Episodes of several turns: tools, environments, and the loop that plays them."""
+
+from pl_grouprl.episodes.mcp import MCPTools

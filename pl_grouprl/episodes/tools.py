@@ -7,14 +7,15 @@ never evaluated as code. Results and errors have the same text as with TRL's `GR
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
 import math
 import time
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 from pl_grouprl.chat.parsing import Schema
@@ -105,7 +106,7 @@ class Tool:
         described: Any = function
         name: Any = None
         bound: list[str] = []
-        while isinstance(described, functools.partial):
+        while isinstance(described, partial):
             name = name or getattr(described, "__name__", None)
             parameters = list(inspect.signature(described.func).parameters)
             bound += [*parameters[: len(described.args)], *described.keywords]
@@ -127,14 +128,23 @@ class Tool:
         return cls(name, function, is_async(function), schema)
 
 
-def prepare_tools(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
+class ToolServer(ABC):
+    """Several tools at once, in place of a function in `tools`."""
+
+    @abstractmethod
+    def tools(self) -> list[Tool]:
+        """Describe them."""
+
+
+def prepare_tools(functions: Iterable[Callable[..., Any] | ToolServer]) -> dict[str, Tool]:
     """Describe tools, by name.
 
     Raises:
         ValueError: If one lacks type hints or a Google docstring, or two have the same name.
     """
     tools: dict[str, Tool] = {}
-    for tool in map(Tool.of, functions):
+    found = [one.tools() if isinstance(one, ToolServer) else [Tool.of(one)] for one in functions]
+    for tool in chain.from_iterable(found):
         if tool.name in tools:
             raise ValueError(f"tools has two functions named {tool.name!r}; the model calls them by name: rename one.")
         tools[tool.name] = tool
@@ -235,6 +245,22 @@ class Environment(ABC):  # noqa: B024 (recognized by its methods)
         return any("reset" in vars(base) for base in other.__mro__) if cls is Environment else NotImplemented
 
 
+class ListedEnvironment(ABC):
+    """An environment whose tools are known only once it is made, such as those of a server."""
+
+    @abstractmethod
+    def reset(self, **row: Any) -> Any:
+        """Begin an episode; see `Environment`."""
+
+    @abstractmethod
+    def list_tools(self) -> list[Tool]:
+        """Describe its tools, without functions."""
+
+    @abstractmethod
+    def call_tool(self, name: str, /, **arguments: Any) -> Any:
+        """Call a tool; a coroutine if the tool is async."""
+
+
 EnvironmentFactory = Callable[[], Environment] | Callable[..., Any]
 """A class, a function that returns an instance, or (in YAML) a class with its arguments."""
 
@@ -284,6 +310,10 @@ class EnvironmentKind:
             raise ValueError(f"environment_factory made a {class_name}, which has no method reset; define one.")
         if get_step_reward is not None and is_async(get_step_reward):
             raise ValueError(f"{class_name}.get_step_reward is async; define it with def, since it follows sync tools.")
+        if isinstance(instance, ListedEnvironment):
+            listed = {tool.name: tool for tool in instance.list_tools()}
+            async_reward = None if get_reward is None else is_async(get_reward)
+            return cls(class_name, factory, listed, is_async(reset), async_reward, get_step_reward is not None)
         public = {name: method for name, method in methods.items() if not name.startswith("_")}
         try:
             tools = prepare_tools(public.values()).values()
@@ -325,7 +355,9 @@ class EnvironmentHost:
             return ToolResult.error(name, "The environment of this episode was lost.", "exited")
         method = self.kinds[kind].methods[name]
         try:
-            function = getattr(self.instances[number], method.name)
+            instance = self.instances[number]
+            is_listed = isinstance(instance, ListedEnvironment)
+            function = partial(instance.call_tool, name) if is_listed else getattr(instance, method.name)
         except Exception as error:
             return ToolResult.error(name, describe_error(error), "raised")
         result = await call_tool(replace(method, name=name, function=function), arguments)

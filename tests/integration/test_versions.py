@@ -68,7 +68,7 @@ def test_the_oldest_constraints_are_the_lower_bounds():
 
 
 @pytest.mark.parametrize(
-    "package", ["torch", "transformers", "lightning", "peft", "deepspeed", "bitsandbytes", "jsonargparse"]
+    "package", ["torch", "transformers", "lightning", "peft", "deepspeed", "bitsandbytes", "jsonargparse", "mcp"]
 )
 def test_the_table_has_the_lower_bound_and_what_is_developed_with(package):
     assert table()[package] == (bounds()[package], pins("constraints.txt")[package])
