@@ -8,7 +8,7 @@ PYTHON_OLDEST ?= python3.10
 # Each worker of the tests computes with one thread, and keeps a core busy.
 WORKERS := --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-oldest test-newest test-verifiers test-vllm test-real-model test-all strategies docs audit lint types wheel clean
+.PHONY: demo test test-oldest test-newest test-verifiers test-openenv test-vllm test-real-model test-all strategies docs audit lint types wheel clean
 
 demo: .venv/installed
 	$(BIN)/python cli.py fit --config grpo_pg.yaml
@@ -19,6 +19,10 @@ test: .venv/installed lint types
 # Samples with vLLM's CPU build, in an environment of its own: the package never depends on that build.
 test-verifiers: .venv-verifiers/installed .venv-vllm/installed
 	.venv-verifiers/bin/python -m pytest tests/harnesses -m 'not gpu'
+
+# openenv needs mcp below 2.
+test-openenv: .venv-openenv/installed
+	.venv-openenv/bin/python -m pytest tests/episodes/test_openenv.py tests/episodes/test_mcp.py
 
 test-vllm: .venv-vllm/installed
 	$(VLLM)/python -m pytest -m 'vllm and not gpu'
@@ -96,6 +100,12 @@ types: .venv/installed
 	.venv-verifiers/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,verifiers]'
 	touch $@
 
+.venv-openenv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-openenv
+	grep -v mcp constraints.txt > .venv-openenv/constraints.txt
+	.venv-openenv/bin/pip install --quiet --constraint .venv-openenv/constraints.txt --editable '.[dev,openenv]'
+	touch $@
+
 # The site is built from the sources: neither the package nor torch is needed.
 .venv-docs/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-docs
@@ -113,4 +123,4 @@ types: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-oldest .venv-newest .venv-audit .venv-build .venv-docs .cache build dist runs
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-oldest .venv-newest .venv-audit .venv-build .venv-docs .cache build dist runs

@@ -10,10 +10,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 32_900,
-    "files": 192,
+    "lines of code": 33_020,
+    "files": 193,
     "files under 40 lines": 27,
-    "private helpers used once": 168,
+    "private helpers used once": 167,
     "parameters of the largest constructor": 30,
     "lines of raise statements": 1_490,
 }

@@ -47,9 +47,11 @@ class PromptDataModule(LightningDataModule):
     Args:
         train: A path to a .jsonl, .json or .parquet file, a pattern with *, a list of these; an object with
             `rows(split)`; or rows in memory (a list of dictionaries, a `datasets.Dataset`). Not needed if an
-            environment writes the prompts (its `reset` returns them); an epoch is then one batch.
+            environment writes the prompts (its `reset` returns them).
         val: The same, for validation; no validation if None.
         test: The same, for the test stage. The predict stage uses it too, or `val` if it is None.
+        steps_per_epoch: Number of batches of prompts in an epoch, if an environment writes them; only without `train`,
+            and then 1 by default.
         batch_size: Prompts per rollout, over all ranks (verl's `train_batch_size`); not necessarily a multiple of the
             number of ranks.
         val_batch_size: Maximum number of prompts in a validation or test batch, over all ranks.
@@ -82,6 +84,7 @@ class PromptDataModule(LightningDataModule):
         val: str | list[str] | PromptSource | Sequence[dict[str, Any]] | None = None,
         test: str | list[str] | PromptSource | Sequence[dict[str, Any]] | None = None,
         *,
+        steps_per_epoch: int | None = None,
         batch_size: int = 8,
         val_batch_size: int = 64,
         prompt_column: str = "prompt",
@@ -101,14 +104,17 @@ class PromptDataModule(LightningDataModule):
         processor_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        in_range = steps_per_epoch is None or (steps_per_epoch >= 1 and train is None)
         check_options(
             {
+                "PromptDataModule.steps_per_epoch": (steps_per_epoch, in_range, "at least 1, and None with train"),
                 "PromptDataModule.batch_size": (batch_size, batch_size >= 1, "at least 1"),
                 "PromptDataModule.val_batch_size": (val_batch_size, val_batch_size >= 1, "at least 1"),
                 "PromptDataModule.seed": (seed, seed >= 0, "0 or larger"),
             }
         )
         self.sources = {"train": train, "val": val, "test": test}
+        self.steps_per_epoch = steps_per_epoch or 1
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size
         self.shuffle = shuffle
@@ -289,10 +295,10 @@ class PromptDataModule(LightningDataModule):
         return options
 
     def _source(self, split: str) -> Any:
-        """Return the source of a split; without training data, a batch of rows that an environment fills."""
+        """Return the source of a split; without training data, rows that an environment fills."""
         source = self.sources[split]
         if split == "train" and source is None and self._chat().writes_data:
-            return [{} for _ in range(self.batch_size)]
+            return [{} for _ in range(self.steps_per_epoch * self.batch_size)]
         return source
 
     def _tokenizer(self) -> Any:

@@ -15,7 +15,7 @@ import pl_grouprl
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-TESTED_ALONE = {"vllm", "renderers", "verifiers", "docs", "vlm", "liger"}
+TESTED_ALONE = {"vllm", "renderers", "verifiers", "openenv", "docs", "vlm", "liger"}
 """Extras that need an environment of their own, a newer Python, a GPU, or nothing of the package."""
 ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake"}
 BROUGHT_ALONG = {"triton"}
