@@ -10,8 +10,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 33_020,
-    "files": 193,
+    "lines of code": 33_170,
+    "files": 194,
     "files under 40 lines": 27,
     "private helpers used once": 167,
     "parameters of the largest constructor": 30,

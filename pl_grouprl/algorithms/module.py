@@ -91,6 +91,7 @@ from pl_grouprl.training.device_choices import DeviceChoices
 from pl_grouprl.training.evaluation import EvaluationOptions, Evaluator
 from pl_grouprl.training.metrics import StepTimer, Throughput
 from pl_grouprl.training.micro_batches import MicroBatch, MicroBatcher, SharingOptions
+from pl_grouprl.training.mismatch import Mismatch
 from pl_grouprl.training.objective import KLOptions, KLPenalty, LossSums, PolicyObjective
 from pl_grouprl.training.optimizer import OptimizerConfig, build_optimizer, parameters_by_part
 from pl_grouprl.training.rewarder import RewardCallOptions, Rewarder, rewards_per_token
@@ -317,6 +318,7 @@ class RLModule(pl.LightningModule, ABC):
             router_aux_loss_coef=router_aux_loss_coef,
             importance_sampling=importance_sampling,
         )
+        self.mismatch = Mismatch(self, sampling)
         self.optimization = Optimization(guards.max_nonfinite_steps)
         count_update = partial(self.throughput.count, "update", model=None)
         self.updater = Updater(self, self.micro_batcher, self.optimization, count_update)
@@ -642,6 +644,7 @@ class RLModule(pl.LightningModule, ABC):
             skips_zero_advantages=self.skips_zero_advantages and objective.is_zero_without_advantages,
             whole_episodes=custom or objective.compares_tokens_of_rollouts,
         )
+        metrics = self.mismatch.finish(metrics)
         if objective.entropy.adapts and metrics.get("entropy", 0) > 0:  # 0 if no token was trained
             objective.entropy.measure(metrics["entropy"])
             metrics["entropy_coef"] = objective.entropy.applied

@@ -180,6 +180,12 @@ class RolloutsAhead:
         )
         return sample_with(ThreadEngine(self._sampler.engine)) if self._copy is None else self._copy.sample(sample_with)
 
+    @property
+    def version(self) -> int:
+        """Version of the weights that are trained now."""
+        assert self._queue is not None
+        return self._queue.version
+
     def measure(self, groups: Sequence[RolloutGroup]) -> Staleness:
         """Staleness of the groups that are trained now."""
         assert self._queue is not None

@@ -27,6 +27,7 @@ from pl_grouprl.training.buffer import (
 )
 from pl_grouprl.training.checkpoint import PerRankState
 from pl_grouprl.training.metrics import StepTimer, count_tokens, rollout_metrics, summarize
+from pl_grouprl.training.mismatch import mark_tokens
 from pl_grouprl.training.rewarder import Rewarder
 from pl_grouprl.training.run import Run
 from pl_grouprl.training.sampler import Sampler
@@ -191,7 +192,9 @@ class Collector:
             mini_batches=mini_batches,
             mask_truncated=self._mask_truncated,
         )
-        if not has_logprobs:  # ranks must exchange the same metrics in every step
+        if has_logprobs:
+            mark_tokens(collected.buffer, None if self.ahead is None else self.ahead.version)
+        else:  # ranks must exchange the same metrics in every step
             collected.buffer.values.pop("rollout_logprobs", None)
         return collected
 

@@ -34,6 +34,7 @@ from pl_grouprl.functional.policy_loss import make_policy_loss
 from pl_grouprl.models.score import RouterLogits, record_router_logits, router_balancing_loss
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.micro_batches import MicroBatch
+from pl_grouprl.training.mismatch import mismatch_sums
 from pl_grouprl.utilities.distributed import sum_over_ranks
 from pl_grouprl.utilities.options import check_options
 
@@ -444,6 +445,9 @@ class PolicyObjective:
             loss_N = loss_N.masked_fill(~kept_N, 0)
             metrics["sampling/off_policy_masked"] = ((mask_N & ~kept_N).sum(), mask_N.sum())
         assert scores.entropy_N is not None
+        if "turn" in batch.tokens:  # marked by the collector
+            sampler_logprobs_N = batch.tokens["rollout_logprobs"]
+            metrics |= mismatch_sums(old_logprobs_N, sampler_logprobs_N, scores.entropy_N.detach(), batch)
         metrics["entropy"] = (masked_sum(scores.entropy_N.detach(), mask_N), mask_N.sum())
         chosen_N = batch.tokens.get("high_entropy", mask_N)
         if "high_entropy" in batch.tokens:
