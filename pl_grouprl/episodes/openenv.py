@@ -31,8 +31,8 @@ class OpenEnv(ListedEnvironment):
             rollouts in a batch (`max_concurrent_envs` of `create_app`).
         reward: The episode's reward: that of the `last` step that had one, or their `sum`; 0 without any. With `steps`
             each is the reward of its turn instead, as by `get_step_reward`.
-        observation_key: Field of an observation that the model reads. If None, it reads all, as JSON, or as text if
-            there is only one.
+        observation_key: Field of an observation that the model reads. If None, it reads all that are not null, as JSON,
+            or as text if there is only one.
         reset_columns: Columns of a row that the server's reset gets, if the row has them.
         timeout: Maximum seconds of a reply of the server.
         headers: HTTP headers, such as `Authorization`.
@@ -136,9 +136,9 @@ class OpenEnv(ListedEnvironment):
 
     def _read(self, observation: Mapping[str, Any]) -> str:
         """What the model reads of an observation."""
+        fields = {name: value for name, value in observation.items() if name not in _HIDDEN and value is not None}
         if self._key is not None:
-            return _as_text(observation[self._key])
-        fields = {name: value for name, value in observation.items() if name not in _HIDDEN}
+            return _as_text(fields.get(self._key, ""))
         return _as_text(next(iter(fields.values()), "") if len(fields) <= 1 else fields)
 
     @property

@@ -62,6 +62,7 @@ def test_the_model_reads_the_observations(make, address):
     assert first.observation == '{"text": "The sum is 4.", "left": 6}'
     assert second.observation == '{"text": "The sum is 0.", "left": 10}'
     assert contents(run(runner, step(1), session=first)) == [("step", '{"text": "Now 5.", "left": 5}', None)]
+    assert contents(run(runner, step(5), session=first)) == [("step", "Now 10.", None)]  # without the null
     assert contents(run(runner, step(1), session=second)) == [("step", '{"text": "Now 1.", "left": 9}', None)]
     runner.finish([first, second])
     assert runner.begin([{"seed": 2}])[0].observation == '{"text": "The sum is 2.", "left": 8}'

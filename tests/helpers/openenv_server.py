@@ -35,7 +35,7 @@ class Adding:
     def add(self, number):
         self.total += number
         reward = None if number == 0 else number / 10
-        return {"text": f"Now {self.total}.", "left": 10 - self.total}, reward, self.total >= 10
+        return {"text": f"Now {self.total}.", "left": 10 - self.total or None}, reward, self.total >= 10
 
 
 def fake_library(environments):
@@ -107,7 +107,7 @@ def serving(kind):
 
     class Sum(Observation):
         text: str
-        left: int
+        left: int | None
 
     class AddingEnvironment(Environment):
         SUPPORTS_CONCURRENT_SESSIONS = True

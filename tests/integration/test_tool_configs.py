@@ -2,10 +2,13 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 import yaml
+from helpers import mcp_server, openenv_server
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.scripted_engine import ScriptedEngine
 from helpers.small_lookup import SMALL_LOOKUP
@@ -13,6 +16,7 @@ from helpers.small_lookup import SMALL_LOOKUP
 from pl_grouprl.chat.format import read_template
 from pl_grouprl.cli import main
 from pl_grouprl.demo.warm_start import build_model
+from pl_grouprl.episodes import openenv
 from pl_grouprl.rollout import HFRolloutEngine
 
 LOGGER = "[{{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {folder}, name: run}}}}]"
@@ -91,19 +95,62 @@ def test_the_qwen3_run_on_a_tiny_model(tmp_path):
     assert max(metrics["completions/max_length"].values()) <= 6
 
 
-def test_the_qwen3_run_calls_the_calculator(tmp_path, monkeypatch):
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """Lets the tiny Qwen3 write these turns in each episode."""
     save_tiny_qwen(tmp_path / "tiny")
     write_gsm8k(tmp_path)
-    turns = ['<tool_call>\n{"name": "calculate", "arguments": {"expression": "3 * (4 + 10)"}}\n</tool_call>', "#### 42"]
-    scripted = ScriptedEngine(lambda prompt, index, turn: turns[turn])
-    monkeypatch.setattr(HFRolloutEngine, "bind", lambda self, model, tokenizer=None: scripted.bind(model, tokenizer))
-    monkeypatch.setattr(HFRolloutEngine, "generate", lambda self, *args, **options: scripted.generate(*args, **options))
+
+    def use(*turns):
+        engine = ScriptedEngine(lambda prompt, index, turn: turns[turn])
+        monkeypatch.setattr(HFRolloutEngine, "bind", lambda self, model, tokenizer=None: engine.bind(model, tokenizer))
+        monkeypatch.setattr(HFRolloutEngine, "generate", lambda self, *args, **more: engine.generate(*args, **more))
+
+    return use
+
+
+def test_the_qwen3_run_calls_the_calculator(tmp_path, scripted):
+    scripted(call("calculate", expression="3 * (4 + 10)"), "#### 42")
 
     metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN, "--trainer.max_steps", "1")
 
     assert metrics["tools/call_frequency"] == {1: 1}
     assert metrics["tools/failure_frequency"] == {1: 0}
     assert metrics["rewards/correct/mean"] == {1: 0.5}  # 42 pens in one row, 45 in the other
+
+
+def test_the_qwen3_run_calls_the_tools_of_an_mcp_server(tmp_path, scripted):
+    scripted(call("calculate", expression="40 + 1"), call("add", a=41), "#### 42")
+    server = json.dumps([sys.executable, mcp_server.__file__])
+    one = f"{{class_path: pl_grouprl.episodes.MCPTools, init_args: {{command: {server}, include: [add]}}}}"
+    tools = f"[pl_grouprl.demo.tasks.calculate, {one}]"
+    more = ["--config", "tools/mcp.yaml", "--model.init_args.tools", tools, "--trainer.max_steps", "1"]
+
+    metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN, *more)
+
+    assert metrics["tools/call_frequency"] == {1: 2}
+    assert metrics["tools/failure_frequency"] == {1: 0}
+
+
+def test_the_qwen3_run_in_an_openenv_environment_that_owns_the_prompts(tmp_path, scripted, monkeypatch):
+    kinds = {"http://localhost:8000": "adding"}
+    for name, module in openenv_server.fake_library(kinds).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(openenv, "OPENENV_AVAILABLE", True)
+    monkeypatch.setattr(httpx2, "get", openenv_server.fake_get(kinds))
+    scripted(call("step", number=4) + "\n" + call("step", number=-1), call("step", number=3), "Done.")
+    rows = "    train: {folder}/rows.jsonl\n    val: {folder}/rows.jsonl\n    test: null\n"
+    assert rows in SMALL_QWEN
+    more = ["--config", "tools/openenv.yaml", "--data.init_args.steps_per_epoch", "1", "--trainer.max_epochs", "2"]
+
+    metrics = fit(tmp_path, "grpo_qwen3_tools.yaml", SMALL_QWEN.replace(rows, ""), *more)
+
+    assert metrics["rewards/OpenEnv_steps/mean"] == pytest.approx({1: 0.7, 2: 0.7})
+    assert metrics["tools/failure_frequency"] == pytest.approx({1: 1 / 3, 2: 1 / 3})
 
 
 def test_the_configurations_of_both_runs_agree_with_their_relatives():
