@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 33_170,
+    "lines of code": 33_360,
     "files": 194,
     "files under 40 lines": 27,
-    "private helpers used once": 167,
+    "private helpers used once": 170,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_490,
+    "lines of raise statements": 1_510,
 }
 
 

@@ -279,6 +279,7 @@ class RoundRequests:
         end_ids: Tokens that end a turn, in addition to the harness's.
         never: Tokens that are never sampled.
         vocab_size: Size of the vocabulary: larger token ids would crash the server. None if unknown.
+        model: Name of the adapter to sample with; None for the server's own model.
     """
 
     sampling: SamplingConfig
@@ -288,6 +289,7 @@ class RoundRequests:
     end_ids: Sequence[int] = ()
     never: Sequence[int] = ()
     vocab_size: int | None = None
+    model: str | None = None
     _usage: dict[str, _Usage] = field(default_factory=dict)
     _asked: Counter[tuple[int, bytes]] = field(default_factory=Counter)
     _exchanges: set[bytes] = field(default_factory=set)
@@ -331,7 +333,7 @@ class RoundRequests:
         end_ids = sorted(token for token in {*self.end_ids, *params.get("stop_token_ids", ())} if token < size)
         limited = replace(self.sampling, max_new_tokens=room)
         sent = sampling_options(limited, end_ids=end_ids, never=self.never, seed=seed)
-        return {"token_ids": token_ids, "sampling_params": sent}
+        return {"token_ids": token_ids, "sampling_params": sent} | ({"model": self.model} if self.model else {})
 
     def answer(self, episode: str, token_ids: Sequence[int], answered: Mapping[str, Any]) -> dict[str, Any]:
         """The server's answer in the form that the library `renderers` reads.

@@ -192,6 +192,7 @@ class Verifiers:
             end_ids=[token for token in end_token_ids(policy, tokenizer, sampling) if token < vocab_size],
             never=[token for token in sorted(placeholder_ids(policy).values()) if token < vocab_size],
             vocab_size=vocab_size,
+            model=engine.served_model,
         )
         if self._stage is None:
             config, renderer = read_config(self.taskset, self.config), renderer_config(tokenizer, self.renderer)

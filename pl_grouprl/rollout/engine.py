@@ -228,6 +228,7 @@ class SyncedRolloutEngine(RolloutEngine, Protocol):
 
     Attributes:
         adapter: `merged`: takes weights with adapters merged; `separate`: takes the base once, then only the adapter.
+            `bind` may change it.
         version: Version of the weights that it has, as far as this process knows; None if none were sent.
     """
 

@@ -130,11 +130,12 @@ class WeightSync:
         self._version = 1 + max(version for _, _, version in states)
 
         def send() -> dict[str, float]:
-            separate = engine.adapter == "separate"
-            passes = [owner.support.named_weights(policy) for _ in range(1 + (separate and with_base))]
             # Lightning validates in inference mode, but inference tensors cannot be written to later.
-            with torch.inference_mode(False), torch.no_grad(), read_to_the_end(*passes) as streams:
+            with torch.inference_mode(False), torch.no_grad(), ExitStack() as reading:
                 engine.bind(policy, owner.tokenizer)
+                separate = engine.adapter == "separate"
+                passes = [owner.support.named_weights(policy) for _ in range(1 + (separate and with_base))]
+                streams = reading.enter_context(read_to_the_end(*passes))
                 if not separate:
                     return engine.update_weights(checkpoint_weights(policy, streams[0]), version=self._version)
                 new_base = base_weights(policy, streams[0]) if with_base else iter(())

@@ -33,6 +33,7 @@ def test_the_run_decides_how_turns_are_sampled():
     assert params["logit_bias"] == {9: -100.0}  # JSON makes the key a string
     assert params["ignore_eos"] is True
     assert "model" not in sent
+    assert sampled(model="policy-3").request("a", ask([3]))["model"] == "policy-3"
 
 
 def test_each_turn_has_its_seed():

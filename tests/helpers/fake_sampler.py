@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from safetensors.torch import load_file
@@ -20,6 +22,7 @@ class FakeSampler:
     Attributes:
         label: The label of its weights.
         weights: What it was sent.
+        adapters: Names of adapters, and what vLLM reads of each from its folder: config and weights.
         asked: Requests for rollouts.
         calls: Paths of the other calls, in order.
         paused: Mode of the pause, or None.
@@ -34,11 +37,11 @@ class FakeSampler:
         self._own_folder = tempfile.TemporaryDirectory()
         self.info = {
             **{"instance": instance or secrets.token_hex(8), "folder": folder or self._own_folder.name},
-            **{"backend": "pl_grouprl", "logprobs_mode": "processed_logprobs"},
+            **{"backend": "pl_grouprl", "logprobs_mode": "processed_logprobs", "device": "cpu", "max_lora_rank": None},
             **{**model, **info},
         }
         self.label, self.owner, self.paused, self.updating = "default", None, None, False
-        self.weights, self.asked, self.calls, self.headers = {}, [], [], {}
+        self.weights, self.adapters, self.asked, self.calls, self.headers = {}, {}, [], [], {}
         self.spoil = self.before = lambda _: None
         fake = self
 
@@ -80,14 +83,15 @@ class FakeSampler:
 
     def restart(self) -> None:
         """Forget everything, as a process that was killed and started again."""
-        self.label, self.owner, self.paused, self.updating, self.weights = "default", None, None, False, {}
+        self.label, self.owner, self.paused, self.updating = "default", None, None, False
+        self.weights, self.adapters = {}, {}
         self.info["instance"] += " again"
 
     def answer(self, path, query, body):
         if path == "/weight_info":
             return {"weight_version": self.label}
         name = path.strip("/").replace("/", "_")
-        if name not in ("inference_v1_generate", "health"):
+        if name not in ("inference_v1_generate", "health", "v1_models"):
             self.calls.append(body.get("method", name))
         return getattr(self, f"_{name}", lambda *_: {"message": "done"})(query, body)
 
@@ -121,6 +125,20 @@ class FakeSampler:
         self.spoil(self.weights)
         return {"message": "Weight update finished"}
 
+    def _v1_models(self, query, body):
+        return {"data": [{"id": "model"}, *({"id": name} for name in self.adapters)]}
+
+    def _v1_unload_lora_adapter(self, query, body):
+        del self.adapters[body["lora_name"]]
+        return 200, b"Success"
+
+    def _v1_load_lora_adapter(self, query, body):
+        assert body["lora_name"] not in self.adapters
+        folder = Path(body["lora_path"])
+        config = json.loads(Path(folder, "adapter_config.json").read_text())
+        self.adapters[body["lora_name"]] = config, load_file(folder / "adapter_model.safetensors")
+        return 200, b"Success"
+
     def _reset_prefix_cache(self, query, body):
         return {"success": True}
 
@@ -145,7 +163,25 @@ class FakeSampler:
     def weight_checksums(self, names):
         return [[name, [name], checksum(value), "sum"] for name, value in self.weights.items()]
 
+    def receive_adapter(self, owner, file, contents, is_start):
+        assert owner == self.owner
+        folder = Path(self.info["folder"], "adapter")
+        folder.mkdir(exist_ok=True)
+        with Path(folder, file).open("wb" if is_start else "ab") as written:
+            written.write(base64.b64decode(contents))
+
+    def adapter_checksums(self, names):
+        ((config, weights),) = self.adapters.values()
+        self.spoil(weights)
+        scaled = {
+            name: weight * (config["lora_alpha"] / config["r"] if "lora_B" in name else 1)
+            for name, weight in weights.items()
+        }
+        return [[name, [name], checksum(value), "sum"] for name, value in scaled.items()]
+
     def generate(self, body):
+        if body.get("model", "model") not in ("model", *self.adapters):
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist.", "param": "model"}}
         self.asked.append(body)
         options, size = body["sampling_params"], self.info["vocab_size"]
         seed = options["seed"]

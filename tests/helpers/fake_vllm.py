@@ -94,7 +94,7 @@ class FakeVLLM:
 class ServedPolicy(PolicyEngine):
     """An engine whose servers are fakes; the policy's weights go there by assignment."""
 
-    adapter = "merged"
+    adapter, served_model = "merged", None
 
     def __init__(self, *servers: FakeVLLM, token: str | None = None) -> None:
         self.servers, self.urls, self.token = servers, [server.url for server in servers], token

@@ -6,13 +6,20 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
+from helpers.adapted import renew
+from helpers.adapted import sync as send_adapter
 from helpers.engines import new_engine, sync
 from helpers.rollouts import greedily, reference_logprobs
+from helpers.serving import Server
 from helpers.smollm2 import QUESTIONS, messages, prompt_ids
 
+from pl_grouprl.distributed.weight_stream import checkpoint_weights
+from pl_grouprl.models import LoRAAdapter
+from pl_grouprl.rollout import VLLMServerRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
 pytestmark = pytest.mark.vllm
@@ -73,6 +80,45 @@ def compare(engine, policy, prompts):
     print(f"\nlog-probabilities of vLLM and of the policy differ by {largest:.1e} nats at most")
     assert largest < 1e-3
     return [rollout.token_ids for group in groups for rollout in group]
+
+
+@pytest.mark.parametrize("place", ["process", "server"])
+def test_an_adapter_alone(model, tokenizer, converted, prompts, place, tmp_path):
+    """How much less is sent, and that it is sampled from."""
+    policy = LoRAAdapter(r=16, alpha=32).add_to(copy.deepcopy(model)).eval()
+    sampling = SamplingConfig(max_new_tokens=COUNT)
+    options = ["--load-format", "dummy", "--max-model-len", "512", "--enable-lora", "--max-lora-rank", "16"]
+    with ExitStack() as opened:
+        if place == "server":
+            server = Server(converted, tmp_path / "log", *options).start()
+            opened.callback(server.stop)
+            engine = VLLMServerRolloutEngine(server.wait().url)
+        else:
+            engine = new_engine("vllm", max_model_len=512)
+        opened.callback(engine.close)
+        engine.bind(policy, tokenizer)
+        assert engine.adapter == "separate"
+        for seed in range(3):
+            renew(policy, seed, scale=0.02)
+            figures = send_adapter(engine, policy, base=seed == 0)
+            print(f"\n{figures['bytes']:,.0f} bytes in {figures['seconds']:.2f} s")
+            groups = engine.generate(prompts, sampling, num_generations=1, seed=1)
+            for prompt, (rollout,) in zip(prompts, groups, strict=True):
+                expected = reference_logprobs(policy, prompt, rollout, sampling)
+                torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-3, rtol=0)
+        assert figures["bytes"] == 4 * 4_884_480
+        if place == "server":
+            merged = VLLMServerRolloutEngine(engine.urls, adapter="merged")
+        else:
+            engine.close()
+            merged = new_engine("vllm", max_model_len=512, adapter="merged")
+        opened.callback(merged.close)
+        merged.bind(policy, tokenizer)
+        for version in (1, 2):  # the first starts vLLM
+            weights = checkpoint_weights(policy, policy.named_parameters())
+            figures = merged.update_weights(weights, version=version)
+        print(f"\nmerged: {figures['bytes']:,.0f} bytes in {figures['seconds']:.2f} s")
+        assert figures["bytes"] == 4 * 134_515_008
 
 
 def train(policy, prompts):

@@ -33,8 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m pl_grouprl.rollout.vllm",
         description="Starts vLLM's server for a trainer (VLLMServerRolloutEngine), which sends the weights.",
         epilog="All other options are those of `vllm serve`, such as --dtype bfloat16, --tensor-parallel-size 2, "
-        "--gpu-memory-utilization 0.8, --max-model-len 4096, or --load-format dummy, which starts without reading "
-        "weights: the trainer sends them anyway.",
+        "--gpu-memory-utilization 0.8, --max-model-len 4096, --enable-lora --max-lora-rank 16 for adapters that are "
+        "sent without their base, or --load-format dummy, which starts without reading weights: the trainer sends them "
+        "anyway.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     command += [*_flags(parsed), *further, *_flags(decided)]
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if any(option.replace("_", "-") == "--enable-lora" for option in further):
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # adapters of a running server
     if options.print:
         shown = [f"{name}={value}" for name, value in environment.items()]
         shown += [f'{TOKEN_VARIABLE}="${TOKEN_VARIABLE}"'] if options.token else []

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.distributed.checksum import checksum
-from pl_grouprl.distributed.weight_stream import PEFT_PREFIX
-from pl_grouprl.models.adapters import adapter_layers, base_of
+from pl_grouprl.distributed.weight_stream import PEFT_PREFIX, adapter_config
+from pl_grouprl.models.adapters import adapter_layers, base_of, has_adapters
 from pl_grouprl.rollout.engine import AdapterWeights
+
+AdapterForm = Literal["merged", "separate"]
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM 0.32 accepts at start."""
@@ -36,7 +39,35 @@ _SERVED = {
 }
 """Options of PEFT's `LoraConfig` that may have any value."""
 
-_INSTEAD = "; pass adapter='merged' to the rollout engine"
+INSTEAD = "; pass adapter='merged' to the rollout engine"
+"""End of an error that says why an adapter cannot be separate."""
+
+ADAPTER_PREFIX = "policy-"
+"""Start of the names of adapters."""
+
+
+def adapter_name(version: int) -> str:
+    """Name under which vLLM serves the adapter of a version of the policy."""
+    return f"{ADAPTER_PREFIX}{version}"
+
+
+def choose_form(model: Any, check: Callable[[Mapping[str, Any]], None]) -> AdapterForm:
+    """Form in which `adapter='auto'` sends a policy's adapter: separate if vLLM can apply it, else merged.
+
+    Logs why an adapter is merged.
+
+    Args:
+        model: A transformers model, with or without PEFT layers; its weights may be shards.
+        check: Given the result of `lora_arguments`, raises a ValueError if the engine cannot serve the adapter.
+    """
+    if not has_adapters(model):
+        return "merged"
+    try:
+        check(lora_arguments(model, adapter_config(model)))
+    except ValueError as error:
+        rank_zero_info(f"vLLM gets the adapter merged into its base: {str(error).partition(INSTEAD)[0].rstrip('.')}.")
+        return "merged"
+    return "separate"
 
 
 def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,13 +81,13 @@ def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: If vLLM would not apply the adapter as the trainer does.
     """
     if config["peft_type"] != "LORA":
-        raise ValueError(f"the policy's adapter has peft_type={config['peft_type']!r}, and vLLM serves LoRA{_INSTEAD}.")
+        raise ValueError(f"the policy's adapter has peft_type={config['peft_type']!r}, and vLLM serves LoRA{INSTEAD}.")
     for name, value in config.items():
         if value and name not in _SERVED and (name, value) != ("bias", "none"):
-            raise ValueError(f"the policy's adapter has {name}={value!r}, which vLLM's LoRA does not have{_INSTEAD}.")
+            raise ValueError(f"the policy's adapter has {name}={value!r}, which vLLM's LoRA does not have{INSTEAD}.")
     max_rank = max([config["r"], *(config["rank_pattern"] or {}).values()])
     if max_rank > _RANKS[-1]:
-        raise ValueError(f"the policy's adapter has rank {max_rank}, and vLLM serves at most {_RANKS[-1]}{_INSTEAD}.")
+        raise ValueError(f"the policy's adapter has rank {max_rank}, and vLLM serves at most {_RANKS[-1]}{INSTEAD}.")
     base = base_of(model)
     layers, in_decoder = set(adapter_layers(base)), set(find_decoder(base).modules())
     targets = set()
@@ -68,14 +99,14 @@ def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         if layer not in in_decoder or not (isinstance(base_layer, nn.Linear) or kind == "Conv1D"):
             raise ValueError(
                 f"the policy has an adapter on {name}, a {kind}, and vLLM's are for linear layers of the decoder"
-                f"{_INSTEAD}, or omit that layer (target_modules)."
+                f"{INSTEAD}, or omit that layer (target_modules)."
             )
         (active,) = layer.active_adapters
         expected = _scaling(config, layer.r[active], layer.lora_alpha[active])
         if layer.scaling[active] != expected:
             raise ValueError(
                 f"the policy's adapter on {name} is scaled by {layer.scaling[active]}, but its config says {expected}"
-                f"{_INSTEAD}."
+                f"{INSTEAD}."
             )
         targets.add(name.rpartition(".")[2])
     return {
@@ -109,15 +140,19 @@ def adapter_file(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[st
     return weights
 
 
+def files_in_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Name and contents of the files of an adapter in PEFT's format."""
+    written = {**config, "init_lora_weights": True}  # its actual base was sent, so the initialization does not matter
+    return {"adapter_config.json": json.dumps(written).encode(), "adapter_model.safetensors": save(dict(weights))}
+
+
 @contextmanager
 def adapter_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterator[str]:
     """Temporary private folder in PEFT's format, in memory if possible."""
     memory = Path("/dev/shm")  # noqa: S108 (the folder in it has a unique name)
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        # Its actual base was sent, so the initialization does not matter.
-        written = {**config, "init_lora_weights": True}
-        Path(folder, "adapter_config.json").write_text(json.dumps(written), encoding="utf-8")
-        save_file(dict(weights), Path(folder, "adapter_model.safetensors"))
+        for name, contents in files_in_folder(config, weights).items():
+            Path(folder, name).write_bytes(contents)
         yield folder
 
 

@@ -23,6 +23,7 @@ import httpx2
 from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.rollout.engine import SamplerLostError, StopStrings
 from pl_grouprl.rollout.vllm.access import check_token
+from pl_grouprl.rollout.vllm.adapter import ADAPTER_PREFIX, adapter_name
 from pl_grouprl.rollout.vllm.requests import NOT_FINITE, Completion
 from pl_grouprl.types import Rollout
 from pl_grouprl.utilities.progress import tick
@@ -124,10 +125,11 @@ class RefusedError(RuntimeError):
     Attributes:
         status: HTTP status.
         is_busy: Whether the server, or a proxy in front of it, is overloaded.
+        names_model: Whether it has no model or adapter of the name in the request.
     """
 
-    def __init__(self, url: str, status: int, reason: str) -> None:
-        self.status = status
+    def __init__(self, url: str, status: int, reason: str, *, names_model: bool = False) -> None:
+        self.status, self.names_model = status, names_model
         self.is_busy = status == _TOO_MANY
         super().__init__(f"the sampling server at {url} answers {status}: {reason[:2000]}")
 
@@ -174,6 +176,19 @@ class Server:
         """Call a method of all workers (`rollout.vllm.worker.WeightReceiver`); return each worker's result."""
         answer = self.post("/collective_rpc", {"method": method, "args": list(args)})
         return answer["results"] if answer else []
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from a folder of the server, and forget the names of earlier ones."""
+        for model in self.decode(self._http.get("/v1/models"))["data"]:
+            if model["id"].startswith(ADAPTER_PREFIX):
+                self._act("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+        self._act("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def _act(self, path: str, body: dict[str, Any]) -> None:
+        """Post to a route that answers with a text."""
+        answer = self._http.post(path, json=body)
+        if answer.status_code != 200:
+            self.decode(answer)
 
     def label(self) -> str:
         """The label of its weights."""
@@ -232,16 +247,17 @@ class Server:
                 return response.json() if response.content else None
             except ValueError:
                 raise RefusedError(self.url, 404, _NO_SAMPLER) from None
-        reason = response.reason_phrase
+        reason, names_model = response.reason_phrase, False
         try:  # vLLM puts the reason into `error`, `error.message` or `detail`
             answer = response.json()
             found = answer.get("error") or answer.get("detail") or answer
             reason = str(found.get("message", found) if isinstance(found, dict) else found)
+            names_model = response.status_code == 404 and found.get("param") == "model"
         except (ValueError, AttributeError):
             pass
-        if response.status_code == 404:
+        if response.status_code == 404 and not names_model:
             reason = _NO_SAMPLER
-        raise RefusedError(self.url, response.status_code, mask_secret(reason, self.token))
+        raise RefusedError(self.url, response.status_code, mask_secret(reason, self.token), names_model=names_model)
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -280,6 +296,7 @@ class PromptRequest:
         labels: Labels of the run's weights.
         min_version: The oldest version that tokens may be sampled from.
         vocab_size: Size of the model's vocabulary.
+        names_adapter: Whether to name the adapter of a version, rather than sample from the model itself.
     """
 
     bodies: Sequence[dict[str, Any]]
@@ -287,6 +304,7 @@ class PromptRequest:
     labels: Labels
     min_version: int
     vocab_size: int
+    names_adapter: bool = False
 
 
 def decode(server: Server, response: httpx2.Response) -> Any:
@@ -327,28 +345,68 @@ async def sample(
         WeightsMismatchError: If it has other weights.
         ValueError: If it refuses the request.
     """
+    version = request.min_version
     while True:
-        completion, stopped, part = Completion(request.stop), False, None
-        named = {**body, "request_id": secrets.token_hex(8), "stream": bool(request.stop)}
-        async with gate, aclosing(_parts(http, server, request, named)) as parts:
-            async for part in parts:
-                if not (stopped or part.finish_reason == "abort"):
-                    stopped = completion.add(part.token_ids, part.logprobs, part.finish_reason)
-                    if stopped:  # vLLM then ends the sequence and reports its weights
-                        name = f"generate-tokens-{named['request_id']}"
-                        await http.post("/inference/v1/abort_requests", json={"request_ids": [name]})
-        if part is None or part.finish_reason is None:
-            raise BrokenOffError("the answer ended before its rollout did")
-        if stopped or part.finish_reason != "abort":
-            rollout = completion.rollout()
-            count, limit = len(rollout.token_ids), body["sampling_params"]["max_tokens"]
-            if count > limit:
-                raise BrokenOffError(f"an answer of {count} tokens, where max_tokens is {limit}")
-            rollout.weight_versions = request.labels.of_tokens(part.spans, count, request.min_version, server.url)
-            tick(count)
-            return rollout
+        try:
+            rollout = await _sample_once(http, server, request, body, gate, version)
+            if rollout is not None:
+                return rollout
+            version = await _current_version(http, server, request)
+        except RefusedError as error:
+            if not error.names_model:
+                raise
+            unknown, version = version, await _current_version(http, server, request)
+            if version == unknown:
+                raise WeightsMismatchError(
+                    f"the sampling server at {server.url} has weights of version {version}, but no adapter "
+                    f"{adapter_name(version)!r}. Does another trainer use this server?"
+                ) from error
+
+
+async def _sample_once(
+    http: httpx2.AsyncClient,
+    server: Server,
+    request: PromptRequest,
+    body: dict[str, Any],
+    gate: asyncio.Semaphore,
+    version: int,
+) -> Rollout | None:
+    """See `sample`; returns None if an update came in between, after which the sequence must start again."""
+    completion, stopped, part = Completion(request.stop), False, None
+    named = {**body, "request_id": secrets.token_hex(8), "stream": bool(request.stop)}
+    if request.names_adapter:
+        named["model"] = adapter_name(version)
+    async with gate, aclosing(_parts(http, server, request, named)) as parts:
+        async for part in parts:
+            if not (stopped or part.finish_reason == "abort"):
+                stopped = completion.add(part.token_ids, part.logprobs, part.finish_reason)
+                if stopped:  # vLLM then ends the sequence and reports its weights
+                    name = f"generate-tokens-{named['request_id']}"
+                    await http.post("/inference/v1/abort_requests", json={"request_ids": [name]})
+    if part is None or part.finish_reason is None:
+        raise BrokenOffError("the answer ended before its rollout did")
+    if part.finish_reason == "abort" and not stopped:
+        return None
+    rollout = completion.rollout()
+    count, limit = len(rollout.token_ids), body["sampling_params"]["max_tokens"]
+    if count > limit:
+        raise BrokenOffError(f"an answer of {count} tokens, where max_tokens is {limit}")
+    versions = request.labels.of_tokens(part.spans, count, request.min_version, server.url)
+    if request.names_adapter and set(versions) != {version}:  # named before an update, sampled after it
+        return None
+    rollout.weight_versions = versions
+    tick(count)
+    return rollout
+
+
+async def _current_version(http: httpx2.AsyncClient, server: Server, request: PromptRequest) -> int:
+    """The version of a server's weights, once no update is in progress."""
+    while True:
         label = decode(server, await http.get("/weight_info", timeout=server.timeout))["weight_version"]
-        request.labels.version(label, request.min_version, server.url)
+        version = request.labels.version(label, request.min_version, server.url)
+        if version is not None:
+            return version
+        await asyncio.sleep(_FIRST_WAIT)
 
 
 class _Part(NamedTuple):

@@ -14,7 +14,7 @@ from pl_grouprl.distributed.checksum import buckets, cast, check_weights
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models.adapters import base_of
 from pl_grouprl.rollout.engine import AdapterWeights, PolicyEngine, SampleRequest, StopStrings
-from pl_grouprl.rollout.vllm.adapter import adapter_file, lora_arguments
+from pl_grouprl.rollout.vllm.adapter import INSTEAD, AdapterForm, adapter_file, choose_form, lora_arguments
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.rollout.vllm.settings import SamplerDtype
@@ -50,8 +50,9 @@ class VLLMRolloutEngine(PolicyEngine):
         sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
             memory; 2 both, and the weights are sent again before the next rollout. GPUs only.
         bucket_mib: Size of the buckets of weights, in MiB.
-        adapter: `merged` sends vLLM the weights with the adapter merged in; `separate` the base once, then only the
-            adapter: LoRA without DoRA on linear layers of the decoder, on GPUs in 16 bits.
+        adapter: `separate` sends vLLM the base once, then only the adapter, named `policy-VERSION`: LoRA without DoRA
+            on linear layers of the decoder, on GPUs in 16 bits. `merged` sends all weights with the adapter merged in.
+            `auto` is `separate` where vLLM can apply the adapter, else `merged`, and logs why.
         seed: Seed of vLLM's random numbers outside sequences; does not affect rollouts.
         engine_kwargs: Further arguments of vLLM's `EngineArgs`.
 
@@ -76,7 +77,7 @@ class VLLMRolloutEngine(PolicyEngine):
         enforce_eager: bool = False,
         sleep_level: Literal[0, 1, 2] = 0,
         bucket_mib: int = 256,
-        adapter: Literal["merged", "separate"] = "merged",
+        adapter: Literal["auto", "merged", "separate"] = "auto",
         seed: int = 0,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
@@ -93,15 +94,14 @@ class VLLMRolloutEngine(PolicyEngine):
                 "max_num_seqs": (max_num_seqs, max_num_seqs >= 1, "at least 1"),
                 "sleep_level": (sleep_level, sleep_level in (0, 1, 2), "0, 1 or 2"),
                 "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
-                "adapter": (adapter, adapter in ("merged", "separate"), "'merged' or 'separate'"),
+                "adapter": (adapter, adapter in ("auto", "merged", "separate"), "'auto', 'merged' or 'separate'"),
             }
         )
-        if adapter == "separate" and sleep_level == 2:
-            raise ValueError(
-                "sleep_level is 2, which releases the base weights that adapter='separate' sends only once; set it to "
-                "1, or adapter to 'merged'."
-            )
-        self.adapter = adapter
+        self._sleep_level = sleep_level
+        if adapter == "separate":
+            self._check_sleep()
+        self._is_automatic = adapter == "auto"
+        self.adapter: AdapterForm = "merged" if adapter == "auto" else adapter
         self.version: int | None = None
         self.max_model_len = max_model_len
         self.dtype: SamplerDtype = dtype
@@ -127,7 +127,30 @@ class VLLMRolloutEngine(PolicyEngine):
         """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
         if self.model is not model:
             self.close()
+            if self._is_automatic:
+                self.adapter = choose_form(model, lambda arguments: self._check_lora(model))
         super().bind(model, tokenizer)
+
+    def _check_lora(self, model: Any) -> None:
+        self._check_sleep()
+        if torch.cuda.is_available() and self._sampler_dtype(model) == torch.float32:
+            raise ValueError(f"dtype is float32, in which vLLM applies no separate adapter on GPUs{INSTEAD}.")
+        self._vllm.check_lora(model)
+
+    def _check_sleep(self) -> None:
+        if self._sleep_level == 2:
+            raise ValueError(
+                f"sleep_level is 2, which releases the base weights that adapter='separate' sends only once{INSTEAD}, "
+                "or set sleep_level to 1."
+            )
+
+    def _sampler_dtype(self, model: Any) -> torch.dtype:
+        if self.dtype != "auto":
+            return getattr(torch, self.dtype)
+        if self.autocast_dtype == torch.bfloat16:
+            return torch.bfloat16
+        kinds = [weight.dtype for weight in base_of(model).parameters() if weight.is_floating_point()]
+        return max(set(kinds), key=kinds.count)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], *, version: int, adapter: AdapterWeights | None = None
@@ -141,13 +164,7 @@ class VLLMRolloutEngine(PolicyEngine):
         started, model = time.perf_counter(), self.model
         self.version = None
         lora = {} if adapter is None else lora_arguments(model, adapter.config)
-        if self.dtype != "auto":
-            dtype = getattr(torch, self.dtype)
-        elif self.autocast_dtype == torch.bfloat16:
-            dtype = torch.bfloat16
-        else:
-            kinds = [weight.dtype for weight in base_of(model).parameters() if weight.is_floating_point()]
-            dtype = max(set(kinds), key=kinds.count)
+        dtype = self._sampler_dtype(model)
         self._vllm.start(model, dtype, lora)
         sent: dict[str, int] = {}
         added: dict[str, int] = {}
@@ -162,7 +179,7 @@ class VLLMRolloutEngine(PolicyEngine):
                 raise ValueError(f"weights are empty, but {type(self).__name__} has no base yet; send it first.")
             adapter_tensors = adapter_file(adapter, dtype, added)
             size += sum(weight.nbytes for weight in adapter_tensors.values())
-            self._vllm.load_adapter(adapter.config, adapter_tensors)
+            self._vllm.load_adapter(version, adapter.config, adapter_tensors)
         check_weights({**self._sent, **added}, self._vllm.checksums(list(self._sent), list(added)))
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,10 +20,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pl_grouprl.distributed.checksum import Bucket, WeightsMismatchError, buckets, check_weights
-from pl_grouprl.rollout.engine import SamplerLostError
+from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError
+from pl_grouprl.rollout.vllm.adapter import adapter_file, adapter_name, files_in_folder
 from pl_grouprl.rollout.vllm.client import Labels, RefusedError, Server
+from pl_grouprl.rollout.vllm.settings import ADAPTER_FOLDER
 
 T = TypeVar("T")
+
+_PIECE_BYTES = 16 << 20
+"""Bytes of an adapter per message."""
 
 
 class Fleet:
@@ -48,6 +54,7 @@ class Fleet:
         self._workers = [info["workers"] for info in infos]
         self._pool = ThreadPoolExecutor(len(servers), thread_name_prefix="sampling-server")
         self._broadcaster: Broadcaster | None = None
+        self._loaded: dict[str, int] = {}  # checksums of what the servers have, without an adapter
         self.dtype: torch.dtype = getattr(torch, infos[0]["dtype"])
         self.by_nccl = infos[0]["backend"] == "nccl"
         if self.by_nccl:
@@ -73,45 +80,58 @@ class Fleet:
         *,
         bucket_bytes: int,
         pause: Literal["keep", "abort"],
+        adapter: AdapterWeights | None = None,
     ) -> int:
         """Replace the weights of all servers, which sample again once the weights of all have been verified.
 
         A server is labeled as updating while its weights are incomplete, and stays paused if the update fails.
 
         Args:
-            weights: Name and value of each, in the servers' dtype.
+            weights: Name and value of each, in the servers' dtype; empty if the servers have the base of `adapter`.
             version: Their version.
             checksums: The checksum of each; reading `weights` fills it in.
             bucket_bytes: Size of a bucket.
             pause: What to do with running sequences.
+            adapter: An adapter to serve under the name of the version; consumed.
 
         Returns:
             Number of bytes sent.
 
         Raises:
-            SamplerLostError: If a server was restarted or broke off.
+            SamplerLostError: If a server was restarted or broke off, or has no base for the adapter.
             WeightsMismatchError: If a server loaded other weights, or another trainer uses it.
             RefusedError: If a server refuses a call.
         """
         servers, updating = self._servers, self._labels.updating
         try:
             self._on_all(lambda server: self._begin(pause, server))
-            if self.by_nccl and self._broadcaster is None:
-                join = [partial(_join, server) for server in servers]
-                self._broadcaster = Broadcaster(self._workers, join, self._pool)
-            self._on_all(lambda server: server.post("/start_weight_update"))
-            size = (self._broadcast if self.by_nccl else self._send)(weights, bucket_bytes)
-            self._on_all(lambda server: server.post("/finish_weight_update", {}))
-            self._on_all(lambda server: server.rpc("refresh_stale_weights"))
+            size = 0
+            added: dict[str, int] = {}
+            stream = iter(weights)
+            first = next(stream, None)
+            if first is not None:
+                self._loaded = {}
+                size += self._renew(chain([first], stream), bucket_bytes)
+                self._loaded = checksums
+            elif not self._loaded:
+                raise SamplerLostError("the sampling servers have lost the base of the adapter.")
+            if adapter is not None:
+                size += self._serve_adapter(adapter, version, added)
             everything = {"reset_running_requests": True}  # of what was computed from the old weights
             dropped = self._on_all(lambda server: server.post("/reset_prefix_cache", params=everything))
-            loaded = self._on_all(lambda server: server.rpc("weight_checksums", list(checksums)))
+            loaded = self._on_all(lambda server: server.rpc("weight_checksums", list(self._loaded)))
+            if adapter is not None:
+                of_adapter = self._on_all(lambda server: server.rpc("adapter_checksums", list(added)))
+                loaded = [
+                    [base + own for base, own in zip(*workers, strict=True)]
+                    for workers in zip(loaded, of_adapter, strict=True)
+                ]
             labels = self._on_all(Server.label)
             for server, answer, workers, label in zip(servers, dropped, loaded, labels, strict=True):
                 if not answer["success"]:
                     raise RefusedError(server.url, 500, "vLLM did not drop its prefix cache.")
                 try:
-                    check_weights(checksums, workers)
+                    check_weights({**self._loaded, **added}, workers)
                 except WeightsMismatchError as error:
                     raise WeightsMismatchError(f"At {server.url}: {error}") from error
                 if label != updating:
@@ -132,6 +152,33 @@ class Fleet:
             finally:
                 self._on_all(self._abandon)
         return size
+
+    def _renew(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """Replace the weights, but no adapter. Returns the number of bytes."""
+        if self.by_nccl and self._broadcaster is None:
+            join = [partial(_join, server) for server in self._servers]
+            self._broadcaster = Broadcaster(self._workers, join, self._pool)
+        self._on_all(lambda server: server.post("/start_weight_update"))
+        size = (self._broadcast if self.by_nccl else self._send)(weights, bucket_bytes)
+        self._on_all(lambda server: server.post("/finish_weight_update", {}))
+        self._on_all(lambda server: server.rpc("refresh_stale_weights"))
+        return size
+
+    def _serve_adapter(self, adapter: AdapterWeights, version: int, checksums: dict[str, int]) -> int:
+        """Replace the adapter, by HTTP, which needs no common folder. Returns the number of bytes of its weights."""
+        weights = adapter_file(adapter, self.dtype, checksums)
+        files = files_in_folder(adapter.config, weights)
+
+        def load(place: int) -> None:
+            server = self._servers[place]
+            for name, contents in files.items():
+                for start in range(0, len(contents), _PIECE_BYTES):
+                    piece = base64.b64encode(contents[start : start + _PIECE_BYTES]).decode()
+                    server.rpc("receive_adapter", self._labels.run, name, piece, start == 0)
+            server.load_adapter(adapter_name(version), str(self._folders[place] / ADAPTER_FOLDER))
+
+        _results([self._pool.submit(load, place) for place in range(len(self._servers))])
+        return sum(weight.nbytes for weight in weights.values())
 
     def _begin(self, pause: str, server: Server) -> None:
         _halt(server, pause)

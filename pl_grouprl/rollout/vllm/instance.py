@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pl_grouprl.rollout.engine import SampleRequest, StopStrings
 from pl_grouprl.rollout.vllm import settings
-from pl_grouprl.rollout.vllm.adapter import adapter_folder
+from pl_grouprl.rollout.vllm.adapter import adapter_folder, adapter_name
 from pl_grouprl.rollout.vllm.images import engine_prompt, media_engine_args
 from pl_grouprl.rollout.vllm.requests import Completion, new_tokens, sampling_params
 from pl_grouprl.types import Rollout, SamplingConfig
@@ -71,7 +71,6 @@ class VLLMInstance:
         self._asleep = False
         self._loading = False
         self._adapter: Any = None
-        self._adapters = 0
         self._engine: Any = None
         self._process: Any = None
         self._model: Any = None
@@ -90,11 +89,8 @@ class VLLMInstance:
         if _RUNNING:
             raise RuntimeError("another vLLM runs in this process, which can hold only one; close() its engine first.")
         ranks = settings.engine_arguments(self._tensor_parallel_size)
-        device = next(model.parameters()).device
-        if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
-            device = torch.device("cuda", torch.cuda.current_device())
         self._model = model
-        process = EngineProcess(device, settings.engine_environment(device))
+        process = EngineProcess.of(model)
         further = {**ranks, **lora, **media_engine_args(model)}
         with tempfile.TemporaryDirectory() as folder:
             settings.write_model_folder(model, Path(folder))
@@ -125,6 +121,16 @@ class VLLMInstance:
         )
         return LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
 
+    def check_lora(self, model: Any) -> None:
+        """Check that vLLM's class for a policy takes adapters.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        process = EngineProcess.of(model)
+        with _keeping_log_levels(), process.inside():
+            settings.check_lora(model)
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Context for loading an update; on exit, nothing of the old weights is cached."""
@@ -153,21 +159,21 @@ class VLLMInstance:
             self._loading = True
         self._call("update_weights", update_info={"weights": bucket})
 
-    def load_adapter(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    def load_adapter(self, version: int, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Replace the adapter. Its name and number are new each time, since vLLM caches by them.
 
         Args:
+            version: Version of the policy, larger than any before.
             config: Contents of its `adapter_config.json`.
             weights: Contents of its `adapter_model.safetensors`.
         """
-        self._adapters += 1
         with self._process.inside(), adapter_folder(config, weights) as folder:
             from vllm.lora.request import LoRARequest
 
             before, self._adapter = self._adapter, None
             if before is not None:
                 self._engine.remove_lora(before.lora_int_id)
-            adapter = LoRARequest(f"policy-{self._adapters}", self._adapters, folder)
+            adapter = LoRARequest(adapter_name(version), version, folder)
             if not self._engine.add_lora(adapter):
                 raise RuntimeError(f"vLLM did not load the adapter {adapter.lora_name}.")
             self._adapter = adapter
@@ -181,7 +187,7 @@ class VLLMInstance:
         """
         (checksums,) = self._call("weight_checksums", names=names)
         if self._adapter is not None:
-            checksums += self._call("adapter_checksums", number=self._adapter.lora_int_id, names=adapter_names)[0]
+            checksums += self._call("adapter_checksums", names=adapter_names, number=self._adapter.lora_int_id)[0]
         return settings.gather_from(self._group, [list(weight) for weight in checksums])
 
     def raise_on_engine_ranks(self, run: Callable[[], T]) -> T:
@@ -275,6 +281,17 @@ class VLLMInstance:
 _LOGGERS = ("httpx", "httpx2")
 """Loggers that vLLM silences."""
 
+
+@contextmanager
+def _keeping_log_levels() -> Iterator[None]:
+    levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _LOGGERS]
+    try:
+        yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)
+
+
 _BACKENDS: tuple[Any, Any] = (torch.backends.cuda, torch.backends.mkldnn)
 
 
@@ -296,6 +313,12 @@ class EngineProcess:
         self._state: _State | None = None  # vLLM's, between its calls
         self._inside = False
         self._created_group = False
+
+    @classmethod
+    def of(cls, model: Any) -> EngineProcess:
+        """The process of a policy, with vLLM on the policy's device."""
+        device = settings.trainer_device(model)
+        return cls(device, settings.engine_environment(device))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -334,9 +357,8 @@ class EngineProcess:
             torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
             self._created_group = True
         frozen = gc.get_freeze_count()
-        levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _LOGGERS]
         try:
-            with self.inside(), settings.unique_shared_memory(self._device):
+            with _keeping_log_levels(), self.inside(), settings.unique_shared_memory(self._device):
                 engine = build()
                 # Otherwise garbage collection of the engine would destroy the trainer's process group.
                 engine.engine_core._finalizer.detach()  # type: ignore[attr-defined]
@@ -346,8 +368,6 @@ class EngineProcess:
         finally:
             if not frozen:
                 gc.unfreeze()
-            for logger, level in levels:
-                logger.setLevel(level)
         return engine
 
     def stop(self, engine: LLMEngine | None) -> None:

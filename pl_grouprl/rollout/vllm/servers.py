@@ -8,23 +8,24 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import httpx2
-import torch
 from torch import Tensor
 
 from pl_grouprl.distributed.checksum import cast
 from pl_grouprl.media.inputs import placeholder_ids
+from pl_grouprl.models.adapters import has_adapters
 from pl_grouprl.rollout.engine import AdapterWeights, PolicyEngine, SampleRequest, SamplerLostError
 from pl_grouprl.rollout.vllm.access import TOKEN_VARIABLE
+from pl_grouprl.rollout.vllm.adapter import INSTEAD, AdapterForm, adapter_name, choose_form, lora_arguments
 from pl_grouprl.rollout.vllm.client import Labels, PromptRequest, Server
 from pl_grouprl.rollout.vllm.fleet import Fleet
 from pl_grouprl.rollout.vllm.requests import sampling_options
 from pl_grouprl.rollout.vllm.scheduler import Scheduler
-from pl_grouprl.rollout.vllm.settings import SamplerDtype
+from pl_grouprl.rollout.vllm.settings import SamplerDtype, trainer_device
 from pl_grouprl.types import Rollout, SamplingConfig
 from pl_grouprl.utilities.distributed import gather_plain, own_rank, raise_on_all_ranks
 from pl_grouprl.utilities.options import check_options
@@ -53,10 +54,13 @@ class VLLMServerRolloutEngine(PolicyEngine):
             rollouts. Rollouts have no limit; a health check every few seconds detects dead servers.
         dtype: Required dtype of the servers; `auto` accepts any that all servers share.
         bucket_mib: Size of the buckets of weights, in MiB.
-        adapter: `merged`: servers get the weights with the adapter merged in; no other value is supported.
+        adapter: `separate`: servers, started with `--enable-lora --max-lora-rank RANK`, get the base once, then only
+            the adapter, which requests call `policy-VERSION`: LoRA without DoRA on linear layers of the decoder.
+            `merged`: they get all weights with the adapter merged in. `auto` is `separate` where policy and servers
+            allow it, else `merged`, and logs why.
         max_concurrent_requests: Number of prompts per rank that a server works on at a time.
         in_flight: What `update_weights` does with sequences that are being sampled: `keep` continues them with the new
-            weights, `restart` starts them again.
+            weights, `restart` starts them again. With a separate adapter, they always start again.
 
     Attributes:
         urls: The URLs, as a list.
@@ -79,7 +83,7 @@ class VLLMServerRolloutEngine(PolicyEngine):
         timeout: float = 300.0,
         dtype: SamplerDtype = "auto",
         bucket_mib: int = 256,
-        adapter: Literal["merged"] = "merged",
+        adapter: Literal["auto", "merged", "separate"] = "auto",
         max_concurrent_requests: int = 64,
         in_flight: Literal["keep", "restart"] = "keep",
     ) -> None:
@@ -90,14 +94,15 @@ class VLLMServerRolloutEngine(PolicyEngine):
                 "timeout": (timeout, timeout > 0, "larger than 0"),
                 "dtype": (dtype, dtype in get_args(SamplerDtype), f"one of {', '.join(get_args(SamplerDtype))}"),
                 "bucket_mib": (bucket_mib, bucket_mib >= 1, "at least 1"),
-                "adapter": (adapter, adapter == "merged", "'merged', the only way that servers take an adapter"),
+                "adapter": (adapter, adapter in ("auto", "merged", "separate"), "'auto', 'merged' or 'separate'"),
                 "max_concurrent_requests": (max_concurrent_requests, max_concurrent_requests >= 1, "at least 1"),
                 "in_flight": (in_flight, in_flight in ("keep", "restart"), "'keep' or 'restart'"),
             }
         )
         token = os.environ.get(TOKEN_VARIABLE) or None if token is None else token
         self.urls, self.token = urls, token
-        self.adapter: Literal["merged", "separate"] = adapter
+        self._is_automatic = adapter == "auto"
+        self.adapter: AdapterForm = "merged" if adapter == "auto" else adapter
         self.version: int | None = None
         self.dtype: SamplerDtype = dtype
         self.max_concurrent_requests = max_concurrent_requests
@@ -116,8 +121,28 @@ class VLLMServerRolloutEngine(PolicyEngine):
         """The servers' label for the latest weights; None before the first update."""
         return None if self.version is None else self._labels.of(self.version)
 
+    @property
+    def served_model(self) -> str | None:
+        """Name of the latest weights for `/inference/v1/generate`; None for the server's own model."""
+        return adapter_name(self.version) if self.adapter == "separate" and self.version is not None else None
+
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`."""
+        """Set the policy. Reads its config; `update_weights` sends its weights. See `RolloutEngine.bind`.
+
+        With `adapter='auto'` and a policy with an adapter, asks the servers whether they take it.
+        """
+        if self._is_automatic and self.model is not model:
+            self.adapter = "merged"
+            if has_adapters(model):
+                device = trainer_device(model)
+
+                def choose() -> AdapterForm:
+                    """On rank 0, which alone talks to servers."""
+                    if own_rank() > 0:
+                        return "merged"
+                    return choose_form(model, lambda lora: self._check_lora(lora, self._describe()))
+
+                self.adapter = gather_plain(raise_on_all_ranks(choose, device, shared=SamplerLostError), device)[0]
         if self.model is not model or self._given_tokenizer is not tokenizer:
             self._given_tokenizer = tokenizer
             super().bind(model, copy.deepcopy(tokenizer))  # a copy, because other threads decode
@@ -133,19 +158,16 @@ class VLLMServerRolloutEngine(PolicyEngine):
             ValueError: If a server has another model or dtype, or this machine cannot send it weights.
             RuntimeError: If a server refuses, or was away for longer than `timeout`.
         """
-        if adapter is not None:
-            raise ValueError(f"adapter is given, but {type(self).__name__} only takes merged weights.")
         started = time.perf_counter()
-        device = next(self.model.parameters()).device
-        if device.type != "cuda" and torch.cuda.is_available():  # offloaded weights
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = trainer_device(self.model)
 
         def update() -> int:
             """On rank 0, send weights; all ranks read the stream to its end, because they gather it together."""
             try:
-                return self._send(weights, version) if own_rank() == 0 else 0
+                return self._send(weights, version, adapter) if own_rank() == 0 else 0
             finally:
                 deque(weights, maxlen=0)
+                deque(() if adapter is None else adapter.weights, maxlen=0)
 
         try:
             size = raise_on_all_ranks(update, device, shared=SamplerLostError)
@@ -157,24 +179,25 @@ class VLLMServerRolloutEngine(PolicyEngine):
         self.version, self._is_lost = version, False
         return {"bytes": float(size), "seconds": time.perf_counter() - started}
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: AdapterWeights | None) -> int:
         checksums: dict[str, int] = {}
-        fleet = self._ready()
+        fleet = self._ready({} if adapter is None else lora_arguments(self.model, adapter.config))
         try:
             return fleet.update(
                 cast(weights, fleet.dtype, checksums),
                 version,
                 checksums,
                 bucket_bytes=self._bucket_bytes,
-                pause="keep" if self.in_flight == "keep" else "abort",
+                pause="keep" if self.in_flight == "keep" and adapter is None else "abort",
+                adapter=adapter,
             )
         except BaseException:
             if fleet.by_nccl:  # workers may still be waiting in its NCCL group
                 self._release_fleet()
             raise
 
-    def _ready(self) -> Fleet:
-        """Check that the servers serve this policy; return their fleet, a new one if a server was restarted."""
+    def _describe(self) -> list[dict[str, Any]]:
+        """The description of each server, once it can be reached."""
         infos = []
         for server in self._servers:
             server.wait()
@@ -182,6 +205,31 @@ class VLLMServerRolloutEngine(PolicyEngine):
                 infos.append(server.describe())
             except httpx2.TransportError as error:
                 raise SamplerLostError(f"the sampling server at {server.url} went away again ({error}).") from error
+        return infos
+
+    def _check_lora(self, lora: Mapping[str, Any], infos: Sequence[Mapping[str, Any]]) -> None:
+        rank = lora["max_lora_rank"]
+        for server, info in zip(self._servers, infos, strict=True):
+            if info["dtype"] == "float32" and info["device"] != "cpu":
+                raise ValueError(
+                    f"the sampling server at {server.url} has dtype 'float32', in which vLLM applies no separate "
+                    f"adapter on GPUs{INSTEAD}, or start it with --dtype bfloat16."
+                )
+            if (info["max_lora_rank"] or 0) < rank:
+                raise ValueError(
+                    f"the sampling server at {server.url} has max_lora_rank {info['max_lora_rank']}, not {rank}"
+                    f"{INSTEAD}, or start it with --enable-lora --max-lora-rank {rank}."
+                )
+
+    def _ready(self, lora: Mapping[str, Any]) -> Fleet:
+        """Check that the servers serve this policy; return their fleet, a new one if a server was restarted.
+
+        Args:
+            lora: The `lora_arguments` of a separate adapter; empty if there is none.
+        """
+        infos = self._describe()
+        if lora:
+            self._check_lora(lora, infos)
         dtype = infos[0]["dtype"] if self.dtype == "auto" else self.dtype
         model = "start it with --model of the policy"
         checks = {
@@ -237,7 +285,8 @@ class VLLMServerRolloutEngine(PolicyEngine):
             limited = replace(sampling, max_new_tokens=request.max_new_tokens)
             options = [sampling_options(limited, end_ids=end_ids, never=never, seed=one) for one in request.seeds(seed)]
             bodies = [{"token_ids": request.token_ids, "sampling_params": option} for option in options]
-            asked.append(PromptRequest(bodies, stop, self._labels, version, vocab_size))
+            named = self.adapter == "separate"
+            asked.append(PromptRequest(bodies, stop, self._labels, version, vocab_size, names_adapter=named))
         return self._scheduler.sample(asked)
 
     def close(self) -> None:

@@ -70,6 +70,9 @@ def unique_shared_memory(device: torch.device) -> Iterator[None]:
 FOLDER_VARIABLE = "PL_GROUPRL_BUCKETS"
 """Environment variable with a server's folder for buckets, which trainers on the same machine write to."""
 
+ADAPTER_FOLDER = "adapter"
+"""Name of the adapter's folder in that folder."""
+
 DECIDED_ALWAYS = {
     "data_parallel_size": "the number of engines or servers",
     "disable_log_stats": "the trainer, which logs",
@@ -92,6 +95,7 @@ DECIDED_BY_SERVER = {name: decides for name, decides in DECIDED_ALWAYS.items() i
     **{name: f"--{name}, written out" for name in ("model", "host", "port", "token", "transfer")},
     "weights_folder": "--weights-folder, written out",
     "uds": "--host and --port",
+    **dict.fromkeys(("lora_dtype", "fully_sharded_loras"), "the comparison of adapters"),
 }
 """The same for a server, which may have a tokenizer for other clients."""
 
@@ -141,6 +145,14 @@ def common_arguments(*, transfer: str = "pl_grouprl") -> dict[str, Any]:
     }
 
 
+def trainer_device(model: Any) -> torch.device:
+    """Device of a policy, whose weights may be offloaded to main memory."""
+    device = next(model.parameters()).device
+    if device.type != "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 # The folder from which vLLM builds a model: the config only. All weights come from the trainer.
 
 SamplerDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -174,6 +186,20 @@ def check_native(model: Any) -> None:
             f"vLLM has no implementation of {name}, and its Transformers backend would change the "
             "trainer's classes; sample with VLLMServerRolloutEngine, in another process, or with HFRolloutEngine."
         )
+
+
+def check_lora(model: Any) -> None:
+    """Check that vLLM's implementation of a model takes adapters.
+
+    Raises:
+        ValueError: If it does not, or there is none.
+    """
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    check_native(model)
+    name = _class_name(base_of(model))
+    if not supports_lora(ModelRegistry.models[name].load_model_cls()):
+        raise ValueError(f"vLLM's {name} takes no adapter.")
 
 
 def _class_name(model: Any) -> str:

@@ -7,6 +7,7 @@ weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weig
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import secrets
@@ -29,7 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from pl_grouprl.distributed.checksum import LoadedWeight, add, checksum
-from pl_grouprl.rollout.vllm.settings import FOLDER_VARIABLE
+from pl_grouprl.rollout.vllm.settings import ADAPTER_FOLDER, FOLDER_VARIABLE
 
 BACKEND = "pl_grouprl"
 """Name of the transfer in vLLM's `WeightTransferConfig`."""
@@ -129,6 +130,8 @@ class WeightReceiver:
     """Additional methods of vLLM's workers (`worker_extension_cls`), for `collective_rpc`."""
 
     # Attributes of the worker.
+    rank: int
+    device: torch.device
     model_runner: Any
     model_config: Any
     vllm_config: Any
@@ -137,8 +140,10 @@ class WeightReceiver:
 
     def describe(self) -> dict[str, Any]:
         """Information about this worker for trainers that use a server."""
+        lora = self.vllm_config.lora_config
         return {
             "instance": _INSTANCE,
+            "device": self.device.type,
             "model_type": self.model_config.hf_config.model_type,
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
@@ -146,6 +151,7 @@ class WeightReceiver:
             "logprobs_mode": self.model_config.logprobs_mode,
             "backend": self.vllm_config.weight_transfer_config.backend,
             "folder": os.environ.get(FOLDER_VARIABLE),
+            "max_lora_rank": lora and lora.max_lora_rank,
         }
 
     def begin_update(self, owner: str) -> None:
@@ -194,8 +200,30 @@ class WeightReceiver:
         with without_lora(model):
             return list(loaded_checksums(model, names, self.model_config.dtype, tied=self._tied))
 
-    def adapter_checksums(self, number: int, names: list[str]) -> list[LoadedWeight]:
-        """Checksums of the LoRA adapter loaded in this worker; see the function of that name."""
+    def receive_adapter(self, owner: str, file: str, contents: str, is_start: bool) -> None:
+        """Write a part of a file of an adapter, from which vLLM then loads it.
+
+        Args:
+            owner: Who sends it: the `owner` of `begin_update`.
+            file: Name of the file.
+            contents: The part, base64.
+            is_start: Whether it is the first part of its file.
+
+        Raises:
+            RuntimeError: If another trainer has begun an update.
+        """
+        if owner != self.weight_transfer_engine.owner:
+            raise RuntimeError("another trainer has begun an update of this sampler's weights")
+        if self.rank == 0:
+            folder = Path(os.environ[FOLDER_VARIABLE], ADAPTER_FOLDER)
+            folder.mkdir(exist_ok=True)
+            with Path(folder, Path(file).name).open("wb" if is_start else "ab") as written:
+                written.write(base64.b64decode(contents))
+
+    def adapter_checksums(self, names: list[str], number: int | None = None) -> list[LoadedWeight]:
+        """Checksums of the LoRA adapter loaded in this worker, by default the newest; see the function of that name."""
+        if number is None:
+            number = max(self.model_runner.lora_manager.list_adapters(), default=0)
         return list(adapter_checksums(self.model_runner.get_model(), number, names))
 
     @property
@@ -360,6 +388,8 @@ def adapter_checksums(model: Any, number: int, names: Sequence[str]) -> Iterator
     mapper = None if mapper is None else mapper.get_rename_mapper()
     sent = {parse_fine_tuned_lora_name(name, mapper): name for name in names}
     for module, layer in manager.modules.items():
+        if not hasattr(layer, "n_slices"):  # embeddings and heads, to which no adapter is sent
+            continue
         layers = manager.packed_modules.get(module, [module])
         if len(layers) != layer.n_slices:
             raise ValueError(

@@ -238,7 +238,7 @@ def test_weights_that_are_not_the_model_s_are_caught(servers, change, named):
 def test_an_update_begun_over_an_unfinished_one_starts_cleanly(servers):
     policy = make_policy()
     engine, other = make_engine(policy, servers[0]), make_engine(policy, servers[0])
-    fleet = other._ready()
+    fleet = other._ready({})
     fleet._begin("keep", other._servers[0])
     other._servers[0].post("/start_weight_update")
     bucket = [("lm_head.weight", torch.zeros(61, 64))]

@@ -46,11 +46,11 @@ def check_one_rank(rank: int, engine, model, part: str) -> None:
     """The last entry of a weight differs in what the second rank loads."""
     load = engine._vllm.load_adapter
 
-    def load_otherwise(config, weights):
+    def load_otherwise(version, config, weights):
         name = [name for name in weights if part in name][-1]
         other = weights[name].clone()
         other[-1, -1] += rank
-        load(config, {**weights, name: other})
+        load(version, config, {**weights, name: other})
 
     engine._vllm.load_adapter = load_otherwise
     with pytest.raises(WeightsMismatchError, match=part):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.adapted import POLICIES, adapted, adapter_bytes, assert_like_merged, renew, sync
 from helpers.engines import new_engine, new_policy
 from helpers.rollouts import PROMPTS, assert_same, ids, reference_logprobs
 from helpers.tiny_vision import tiny_image, tiny_processor, vision_group
@@ -20,7 +21,7 @@ from pl_grouprl.algorithms import GRPO, OptimizerConfig
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
 from pl_grouprl.distributed.checksum import WeightsMismatchError
-from pl_grouprl.distributed.weight_stream import adapter_config, adapter_weights, base_weights, checkpoint_weights
+from pl_grouprl.distributed.weight_stream import adapter_config, checkpoint_weights
 from pl_grouprl.models import LoRAAdapter
 from pl_grouprl.rollout.engine import AdapterWeights
 from pl_grouprl.rollout.vllm.adapter import adapter_folder
@@ -33,49 +34,12 @@ peft = pytest.importorskip("peft")
 from helpers.vllm_vision import fresh_logprobs, import_vllm_models  # noqa: E402
 from helpers.vllm_vision import tiny_model as tiny_vision  # noqa: E402
 
-POLICIES = {
-    "llama": ("llama", {}),
-    "llama tied": ("llama", {"tie_word_embeddings": True}),
-    "qwen2 tied": ("qwen2_tied", {}),
-    "qwen3": ("qwen3", {}),
-}
-
 
 @pytest.fixture
 def start():
     """Engines with a policy's base and adapter."""
     with started(lambda engine, model: sync(engine, model, base=True), adapter="separate", kv_cache_gib=0.1) as start:
         yield start
-
-
-def adapted(policy="qwen3", dtype=None, **options):
-    """A policy with an adapter that is not zero."""
-    name, overrides = POLICIES[policy]
-    base, _ = new_policy(name, **overrides)
-    if dtype is not None:
-        base.to(dtype)
-    config = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", **options}
-    model = peft.get_peft_model(base, peft.LoraConfig(**config)).eval()
-    renew(model, 0)
-    return model
-
-
-@torch.no_grad()
-def renew(model, seed):
-    """Give a policy another adapter."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-
-
-def weights_of(model):
-    return AdapterWeights(adapter_config(model), adapter_weights(model, model.named_parameters()))
-
-
-def sync(engine, model, base=False):
-    weights = base_weights(model, model.named_parameters()) if base else iter(())
-    return engine.update_weights(weights, version=(engine.version or 0) + 1, adapter=weights_of(model))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -88,7 +52,7 @@ def test_new_adapters_are_sampled_from(start, policy):
         renew(model, seed)
         assert ids(sample(engine, prompts, temperature=0.0)) == seen[-1]  # until the engine is given it
         figures = sync(engine, model)
-        assert figures["bytes"] == sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+        assert figures["bytes"] == adapter_bytes(model)
         seen.append(assert_greedy(engine, model, prompts))
         assert all(new != before for new, before in zip(seen[-1], seen[-2], strict=True))
     with torch.no_grad():  # another base can follow
@@ -101,6 +65,22 @@ def test_new_adapters_are_sampled_from(start, policy):
     sync(engine, model)
     assert_greedy(engine, model)
     assert engine.version == 5
+
+
+def test_each_of_twenty_syncs_is_sampled_from(start):
+    model = adapted()
+    engine, before = start(model), None
+    for seed in range(20):
+        renew(model, seed, scale=0.1)
+        sync(engine, model)
+        found = assert_like_merged(engine, model)
+        assert before is None or not any(map(torch.equal, found, before))
+        assert engine._vllm._adapter.lora_name == f"policy-{engine.version}"
+        before, stale = found, engine._vllm._adapter
+    sync(engine, model)
+    engine._vllm._adapter = stale
+    with pytest.raises(Exception, match=f"{stale.lora_name}"):
+        sample(engine)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +133,8 @@ def test_leftovers_of_an_older_adapter_are_detected(start, monkeypatch):
     engine = start(model)
     load = engine._vllm.load_adapter
 
-    def load_and_leave(config, weights):
-        load(config, weights)
+    def load_and_leave(version, config, weights):
+        load(version, config, weights)
         worker = engine._vllm._engine.model_executor.driver_worker.worker
         layer = worker.model_runner.get_model().lora_manager.modules["model.layers.1.self_attn.qkv_proj"]
         layer.lora_b_stacked[1][0, 0, 0, 0] = 1.0
@@ -191,6 +171,26 @@ def test_adapters_that_vllm_would_apply_differently_are_refused(options, message
     with pytest.raises(ValueError, match=rf"{message}.*; pass adapter='merged'"):
         engine.update_weights(never(), version=1, adapter=AdapterWeights(adapter_config(model), never()))
     assert engine._vllm._engine is None
+
+
+def test_auto_is_separate_where_vllm_can_apply_the_adapter(caplog, monkeypatch):
+    model = adapted()
+    for engine, policy, reason in (
+        (new_engine("vllm"), model, None),
+        (new_engine("vllm", adapter="merged"), model, ""),
+        (new_engine("vllm"), new_policy("llama")[0], ""),
+        (new_engine("vllm"), adapted(use_dora=True), "use_dora=True"),
+        (new_engine("vllm", sleep_level=2), model, "sleep_level is 2"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            engine.bind(policy)
+        assert engine.adapter == ("separate" if reason is None else "merged")
+        assert (reason or "") in caplog.text
+    monkeypatch.setattr("vllm.model_executor.models.supports_lora", lambda kind: False)
+    with caplog.at_level("INFO"):
+        new_engine("vllm").bind(model)
+    assert "merged into its base: vLLM's Qwen3ForCausalLM takes no adapter." in caplog.text
 
 
 def test_other_adapters_and_scales_are_refused():
@@ -327,9 +327,9 @@ def test_a_flipped_bit_is_detected(running, monkeypatch, layer, part):
     engine, model = running
     load, changed = engine._vllm.load_adapter, f"layers.1.{'mlp' if layer[0] in 'gud' else 'self_attn'}.{layer}.{part}"
 
-    def load_otherwise(config, weights):
+    def load_otherwise(version, config, weights):
         (name,) = (name for name in weights if changed in name)
-        load(config, {**weights, name: nudged(weights[name])})
+        load(version, config, {**weights, name: nudged(weights[name])})
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._vllm, "load_adapter", load_otherwise)
@@ -353,7 +353,7 @@ def test_an_adapter_that_arrives_otherwise_is_detected(running, monkeypatch, cha
     engine, model = running
     load = engine._vllm.load_adapter
     with monkeypatch.context() as patch:
-        patch.setattr(engine._vllm, "load_adapter", lambda config, own: load(*change(config, own)))
+        patch.setattr(engine._vllm, "load_adapter", lambda version, *own: load(version, *change(*own)))
         with pytest.raises(WeightsMismatchError, match=message):
             sync(engine, model)
     assert_well_again(engine, model)

@@ -6,7 +6,7 @@ from helpers.server_engines import GENERATE, PROMPTS, at, make_engine, sample, s
 
 from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.rollout import VLLMServerRolloutEngine
-from pl_grouprl.rollout.engine import AdapterWeights, SyncedRolloutEngine
+from pl_grouprl.rollout.engine import SyncedRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
 
@@ -56,8 +56,6 @@ def test_requests_that_cannot_be_served(policy, servers):
     ):
         with pytest.raises(ValueError, match=message):
             sample(engine, **options)
-    with pytest.raises(ValueError, match="merged weights"):
-        engine.update_weights(iter(()), version=2, adapter=AdapterWeights({}, ()))
     server.before = at(GENERATE, lambda: (400, {"error": {"message": "no"}}))
     with pytest.raises(ValueError, match="400: no"):
         sample(engine)
@@ -91,7 +89,7 @@ def test_a_server_under_two_names_is_refused(policy, servers):
     "options",
     [
         *({"urls": []}, {"urls": 2 * ["http://127.0.0.1:1"]}, {"timeout": 0}, {"bucket_mib": 0}),
-        *({"adapter": "separate"}, {"in_flight": "drop"}, {"max_concurrent_requests": 0}),
+        *({"adapter": "both"}, {"in_flight": "drop"}, {"max_concurrent_requests": 0}),
     ],
 )
 def test_options_are_checked(options):

@@ -164,7 +164,7 @@ def test_another_trainer_in_an_update_is_noticed(policy, servers, place):
 
     def intrude():
         server.before = lambda path: None
-        other._ready()._begin("keep", other._servers[0])
+        other._ready({})._begin("keep", other._servers[0])
 
     server.before = at(place, intrude)
     with pytest.raises(WeightsMismatchError, match="another trainer"):
