@@ -28,6 +28,7 @@ COMMANDS = {
     "real-model": "scoring, updates and GRPO steps of a pretrained model, against repeated rows and TRL's trainer",
     "packing": "how full the rows of a token budget are, by counting",
     "balance": "time of two ranks against the estimated cost of their groups",
+    "scaling-check": "a predicted step of two processes (`plan --gpus`) against a measured one",
     "credit": "bias and variance of gradients from branched rollouts, on a table of logits",
     "branching": "training and its gradients with branched episodes, against independent ones",
     "staleness": "training with rollouts sampled ahead, against on-policy training: step times and validation",

@@ -83,7 +83,7 @@ def find_bottleneck(seconds: Mapping[str, float], outside: float, facts: RunFact
 
     Args:
         seconds: Seconds of the parts of all steps by the names of `time/*`, with their sum, `step`.
-        outside: Seconds of the run outside its steps.
+        outside: Seconds of the run outside its steps, from the first one on.
         facts: Device, engine and options.
 
     Returns:
@@ -151,7 +151,7 @@ def _advice(
         part,
         WAITS,
         (
-            f"Validation, checkpoints, logging and start took {100 * part:.0f} % of the run; a larger "
+            f"Validation, checkpoints and logging took {100 * part:.0f} % of the run after its start; a larger "
             "trainer.val_check_interval, or every_n_train_steps of SafeCheckpoint, would shorten them."
         ),
     )

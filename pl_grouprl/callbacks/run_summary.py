@@ -31,7 +31,7 @@ _FLAT = 0.9
 """Share of groups with equal rewards above which the summary says so; without a critic they give no gradient."""
 
 _FEW_STEPS = 10
-"""The start takes much of a run with fewer steps, which says nothing about a longer one."""
+"""A validation takes much of a run with fewer steps, which says nothing about a longer one."""
 
 
 @dataclass(eq=False, repr=False)
@@ -64,7 +64,7 @@ class RunSummary(Callback):
         self.history = MetricHistory()
         self.training_seconds = 0.0
         self._started: float | None = None
-        self._fit_started = 0.0
+        self._first_batch: float | None = None
         self._last_step = 0
         self._seen: dict[str, Tensor] = {}
         self._folder: Path | None = None
@@ -82,12 +82,14 @@ class RunSummary(Callback):
         """Write the options, and start the clock."""
         if trainer.is_global_zero:
             self._write(self.options_filename, lambda: all_options(pl_module))
-        self._started = self._fit_started = time.monotonic()
+        self._started, self._first_batch = time.monotonic(), None
         self._first_step = self._last_step = trainer.global_step
         self._seen = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record what the previous step logged after this callback's `on_train_batch_end`."""
+        if self._first_batch is None:
+            self._first_batch = time.monotonic()
         self._record_training(trainer)
 
     def on_train_batch_end(
@@ -125,9 +127,9 @@ class RunSummary(Callback):
             return
         statistics = {name: self.history.statistics(name) for name in sorted(self.history.points)}
         limited_by, spent = None, getattr(getattr(pl_module, "throughput", None), "total_seconds", {})
-        if "step" in spent:  # a module of this package
+        if "step" in spent and self._first_batch is not None:  # a module of this package
             lengths = [statistics.get(f"completions/{name}_length", {"mean": 1.0})["mean"] for name in ("mean", "max")]
-            outside = time.monotonic() - self._fit_started - spent["step"]
+            outside = time.monotonic() - self._first_batch - spent["step"]
             outside *= trainer.global_step - self._first_step >= _FEW_STEPS
             limited_by = find_bottleneck(spent, outside, RunFacts.of(pl_module, *lengths))
         with OptionalWrites("RunSummary").to("the console"):

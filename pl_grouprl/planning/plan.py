@@ -261,16 +261,21 @@ class RunPlan:
         Operations count what rollouts share once, as the logged MFU does.
 
         Raises:
-            ValueError: If the device is not known.
+            ValueError: If the device is not known, or rates in a precision that the data sheet's are not about.
         """
         if self.hardware.device is None:
             raise ValueError(f"gpus needs to know which ones; pass device: {', '.join(DEVICES)}.")
         device, rates, cost = DEVICES[self.hardware.device], self.rates, self.models.cost
+        precision, scored = self.hardware.precision, self.passes + self.models.has_critic
+        needed = ["decode_step", "decode_sequence", *["scoring_mfu"] * bool(scored), "update_mfu"]
+        unknown = [f"rates.{name}" for name in needed if getattr(rates, name) is None]
+        if unknown and not precision.startswith(("bf16", "16")):
+            raise ValueError(f"gpus has no rates in {precision}; pass {', '.join(unknown)}, or precision bf16-mixed.")
         lengths = Lengths.of(rates, self.workload.response)
         mean = lengths.mean
         work = replace(self.workload, response=round(mean))
-        forward, has_critic = work.operations(cost, "shared"), self.models.has_critic
-        trained = forward * (2 if self.models.has_adapter else 3) * work.num_iterations * (1 + has_critic)
+        forward = work.operations(cost, "shared")
+        trained = forward * (2 if self.models.has_adapter else 3) * work.num_iterations * (1 + self.models.has_critic)
         weights = 2.0 * self.models.num_parameters  # samplers compute in 16 bits
         sequence = (cost.per_token + cost.per_prediction) / device.operations
         sequence += self.footprint.layers.cache * (work.mean_prompt + mean / 2) / device.bandwidth
@@ -284,8 +289,8 @@ class RunPlan:
             lengths=lengths,
             decode_step=given(rates.decode_step, weights / device.bandwidth + sequence),
             decode_sequence=given(rates.decode_sequence, sequence),
-            scoring=forward * (self.passes + has_critic) / device.operations / rates.scoring_mfu,
-            update=trained / device.operations / rates.update_mfu,
+            scoring=forward * scored / device.operations / (rates.scoring_mfu or UTILIZATION),
+            update=trained / device.operations / (rates.update_mfu or UTILIZATION),
             gradient_bytes=self.models.footprint.policy.gradients * work.num_mini_batches * work.num_iterations,
             transfer=weights / rates.transfer,
             own_weights=work.caches,

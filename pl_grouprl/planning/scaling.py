@@ -26,11 +26,14 @@ UTILIZATION = 0.4
 class Rates:
     """Measured rates of a GPU, and lengths of completions.
 
+    In 16-bit precisions, times and utilizations that are None default to 0.4 of the data sheet's rates; others have no
+    default.
+
     Attributes:
-        decode_step: Seconds of a decoding step of a single sequence; defaults to reading the weights at 0.4 of the
-            GPU's bandwidth, which is too short for engines that wait for the host, such as `HFRolloutEngine`.
-        decode_sequence: Seconds that each further sequence adds to a decoding step; defaults to its operations and its
-            cache, at 0.4 of the GPU's rates.
+        decode_step: Seconds of a decoding step of a single sequence; by default the weights are read, which is too
+            short for engines that wait for the host, such as `HFRolloutEngine`.
+        decode_sequence: Seconds that each further sequence adds to a decoding step; by default those of its operations
+            and of reading its cache.
         scoring_mfu: `perf/mfu/scoring` of a run.
         update_mfu: `perf/mfu/update` of a run.
         transfer: Bytes per second at which weights reach all samplers (in StepModel and StepTimes, it is seconds).
@@ -42,8 +45,8 @@ class Rates:
 
     decode_step: float | None = None
     decode_sequence: float | None = None
-    scoring_mfu: float = UTILIZATION
-    update_mfu: float = UTILIZATION
+    scoring_mfu: float | None = None
+    update_mfu: float | None = None
     transfer: float = 3e9
     node: float = 300e9
     network: float = 50e9

@@ -160,7 +160,7 @@ NAMES = {
     "torch._dynamo": "OptimizedModule",  # compiled modules are refused
     "torch._dynamo.OptimizedModule": "_orig_mod",  # the model inside
     "torch": "_assert_async _foreach_norm _foreach_mul_",  # checks and norms without waiting for the GPU
-    "torch._C": "_cuda_endAllocateToPool",  # the allocator after a capture that failed
+    "torch._C": "_cuda_endAllocateToPool _cuda_releasePool",  # the allocator after a capture that failed
     # attention that also returns its log-sum-exp, which merging needs
     "torch.ops.aten": (
         "_flash_attention_forward _flash_attention_backward _scaled_dot_product_flash_attention "

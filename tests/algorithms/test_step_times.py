@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pl_grouprl.algorithms import PPO
-from pl_grouprl.callbacks import RunSummary
+from pl_grouprl.callbacks import RunSummary, run_summary
 from pl_grouprl.training import metrics as step_timer
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.metrics import StepTimer, Throughput
@@ -28,6 +28,8 @@ class Clock:
 
     def perf_counter(self):
         return self.now
+
+    monotonic = perf_counter
 
 
 class Slow(Callback):
@@ -179,6 +181,32 @@ def test_a_run_says_what_limited_it(fit, clock, tmp_path, capsys):
     )
     assert json.loads((tmp_path / "version_0" / "summary.json").read_text())["limited_by"] == sentence
     assert f"limited by          {sentence}" in capsys.readouterr().out
+
+
+class SlowStart(Callback):
+    """Takes 1000 seconds before the first step, 1 second of an update, and some after it."""
+
+    def __init__(self, clock, after):
+        self.clock, self.after = clock, after
+
+    def on_train_start(self, *args):
+        self.clock.now += 1000
+
+    def on_before_backward(self, *args):
+        self.clock.now += 1
+
+    def on_train_batch_end(self, *args):
+        self.clock.now += self.after
+
+
+@pytest.mark.parametrize(("after", "share"), [(0, None), (1, "50 %")])
+def test_the_start_does_not_limit_a_run(after, share, fit, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_summary, "time", clock)
+    logger = CSVLogger(tmp_path, name="", version=0)
+    options = {"data": {"train_size": 80}, "engine": ScriptedEngine(), "trainer": {"logger": logger}}
+    fit(steps=10, callbacks=[SlowStart(clock, after), RunSummary()], **options)
+    sentence = json.loads((tmp_path / "version_0" / "summary.json").read_text())["limited_by"]
+    assert (sentence or "None").startswith(f"Validation, checkpoints and logging took {share}" if share else "None")
 
 
 def test_a_run_too_short_to_be_recorded_has_a_summary(fit, tmp_path):

@@ -44,8 +44,8 @@ RECOMPUTES = replace(GPU, recomputes=True, unused_memory=0.55)
             "Sending weights to the sampler took 30 % of a step; adapter: separate of the engine would send the "
             "adapter alone."),
         ({"rollout": 45, "update": 55}, 50, replace(GPU, fused=True),
-            "Validation, checkpoints, logging and start took 33 % of the run; a larger trainer.val_check_interval, or "
-            "every_n_train_steps of SafeCheckpoint, would shorten them."),
+            "Validation, checkpoints and logging took 33 % of the run after its start; a larger "
+            "trainer.val_check_interval, or every_n_train_steps of SafeCheckpoint, would shorten them."),
     ],
 )  # fmt: skip
 def test_one_sentence(parts, outside, facts, sentence):

@@ -6,6 +6,7 @@ positions only there.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from types import ModuleType
@@ -13,9 +14,13 @@ from types import ModuleType
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 LAUNCHED = Counter()
 """Kernels that the stand-ins of one kernel each launched, by name."""
+
+MOVED = Counter()
+"""Bytes that these read and wrote."""
 
 
 def install(monkeypatch, *, wrong: float = 0.0) -> None:
@@ -74,14 +79,19 @@ MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": apply_to_qwen3, "gpt2": lambda model=No
 
 
 class Launch(torch.autograd.Function):
-    """A function of tensors as one kernel, and its backward as another; operators inside are not seen from outside."""
+    """A function of tensors as one kernel, and its backward as another; operators inside are not seen from outside.
+
+    The backward reads the arguments and the output's gradients, and writes gradients.
+    """
 
     @staticmethod
     def forward(ctx, name, function, *args):
         LAUNCHED[name] += 1
         ctx.name, ctx.function, ctx.args = name, function, args
         with _disable_current_modes():
-            return function(*args)
+            out = function(*args)
+        MOVED[name] += num_bytes(args, out)
+        return out
 
     @staticmethod
     def backward(ctx, *grads):
@@ -93,9 +103,19 @@ class Launch(torch.autograd.Function):
             gradients = [next(found) if isinstance(arg, torch.Tensor) else None for arg in args]
             if ctx.name == "rms_norm":
                 parts = gradients[1].float()[None]
+        MOVED[f"{ctx.name}, backward"] += num_bytes(ctx.args, grads, gradients)
         if ctx.name == "rms_norm":  # PyTorch adds up partial sums of the weight's gradient, and rounds
             gradients[1] = parts.sum(dim=0).to(args[1].dtype)
         return None, None, *gradients
+
+
+def num_bytes(*values):
+    """Bytes of all tensors among values, however nested; what is expanded counts once."""
+    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return sum(
+        one.element_size() * math.prod(size for size, stride in zip(one.shape, one.stride(), strict=True) if stride)
+        for one in tensors
+    )
 
 
 def rms_norm(states, weight, eps, wrong):

@@ -45,12 +45,12 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float32, see
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def random_groups(seed: int, shapes: list[tuple[int, list[int]]]) -> list[RolloutGroup]:
+def random_groups(seed: int, shapes: list[tuple[int, list[int]]], vocabulary: int = VOCAB) -> list[RolloutGroup]:
     """Groups of random tokens: (prompt length, rollout lengths) each."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(1, VOCAB) for _ in range(count)]
+        return [rng.randrange(1, vocabulary) for _ in range(count)]
 
     return [RolloutGroup(tokens(prompt), [Rollout(tokens(n)) for n in rollouts]) for prompt, rollouts in shapes]
 

@@ -426,3 +426,38 @@ def test_head_whose_run_takes_no_page(load, monkeypatch):
     monkeypatch.setattr(head, "in_fresh_process", lambda *arguments: 0.0)
     result = head.main([*TINY["head"].split(), "--methods", head.BASELINE, "token_scores"])
     assert not any("times_less_memory" in row for row in result["rows"])
+
+
+def test_rates_and_the_prediction_of_two_processes(load, monkeypatch, capsys, tmp_path):
+    """Made-up rollouts of 10 ms for each step and 1 ms for each token: 8 groups are 4 on each of two processes."""
+    check = load("scaling_check")
+
+    def run(ranks, groups, options):
+        lengths = [[length] * 8 * (groups // ranks) for length in (20, 30, 25)]
+        return [
+            [
+                {
+                    "rollouts": 0.01 * max(own) + 0.001 * sum(own),
+                    "scoring": groups / ranks,
+                    "update": 3 * groups / ranks,
+                    "lengths": own,
+                    "longest": max(own),
+                    "tokens": sum(own),
+                }
+                for own in lengths
+            ]
+            for _ in range(ranks)
+        ]
+
+    monkeypatch.setattr(check, "run", run)
+    check.main(["--output", str(tmp_path / "found")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["decode_floor"] == pytest.approx(0.01)
+    assert found["decode_sequence"] == pytest.approx(0.001)
+    assert found["longest"] == 25
+    assert found["one process"] == pytest.approx([0.01 * 25 + 0.001 * 25 * 64, 8, 24])
+    # Tokens of 32 sequences of 25 on average, and decoding steps as many as the longest has.
+    rollouts = 0.001 * 25 * 32 + 0.01 * found["longest_predicted"]
+    assert found["two, predicted"] == pytest.approx([rollouts, 4, 12])
+    assert found["two, rank 1"] == pytest.approx([0.01 * 25 + 0.001 * 25 * 32, 4, 12])
+    assert "two, predicted" in capsys.readouterr().out

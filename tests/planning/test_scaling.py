@@ -117,7 +117,14 @@ def test_the_model_of_a_run(path):
     assert rows == [["2", "0"], ["2", "1"], ["8", "0"], ["8", "1"]]
 
 
-@pytest.mark.parametrize(("gpus", "device", "said"), [("8", None, "device"), ("eight", "h100", "such as 8,64,512")])
+@pytest.mark.parametrize(
+    ("gpus", "device", "said"),
+    [
+        ("8", None, "device"),
+        ("eight", "h100", "such as 8,64,512"),
+        ("8", "h100", r"no rates in 32-true; pass rates\.decode_step, rates\.decode_sequence, rates\.update_mfu, or"),
+    ],
+)
 def test_what_cannot_be_predicted_is_refused(path, gpus, device, said):
     trainer = RLTrainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     data = PromptDataModule(train=[{"prompt": "1 2"}], batch_size=1)
@@ -128,11 +135,21 @@ def test_what_cannot_be_predicted_is_refused(path, gpus, device, said):
 def test_rates_of_a_file(tmp_path, capsys):
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"rates": {"decode_step": 0.5, "mean_length": 4}}))
-    main(["plan", "--config", "grpo_pg.yaml", "--config", str(path), "--device", "h100", "--gpus", "8,16"])
+    options = ["--trainer.precision", "bf16-mixed", "--device", "h100", "--gpus", "8,16"]
+    main(["plan", "--config", "grpo_pg.yaml", "--config", str(path), *options])
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in lines if line.split()[:2] == ["16", "0"])
     assert float(row[3]) == pytest.approx(4 * 0.5, rel=0.01)
     assert float(row[4]) == pytest.approx(4 * 0.5, rel=0.01)  # the longest of 256 has all 8 tokens
+
+
+def test_measured_rates_in_float32(path):
+    """They replace all that the data sheet has in 16 bits only."""
+    rates = Rates(decode_step=0.03, decode_sequence=1e-3, update_mfu=0.01)
+    data = PromptDataModule(train=[{"prompt": "1 2"}], batch_size=1)
+    trainer = RLTrainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    found = trainer.plan(GRPO(path, zero), data, device="h100", gpus="8", rates=rates).step_model()
+    assert (found.decode_step, found.decode_sequence) == (0.03, 1e-3)
 
 
 # Published steps of another system, by the page.

@@ -316,6 +316,10 @@ class Calls(list):
                 if "end" in failing:
                     raise RuntimeError("a consequence")
 
+            def pool(self):
+                if "end" in failing:
+                    raise RuntimeError("without a preceding successful capture")
+
             def replay(self):
                 calls.append("replay")
 
@@ -340,8 +344,8 @@ class Calls(list):
         for name, stub in stubs.items():
             monkeypatch.setattr(torch.cuda, name, stub)
         monkeypatch.setattr(step_graph, "_stream", lambda device: Stream())
-        ended = lambda device, pool: calls.append(("end of allocation", device, pool))  # noqa: E731
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: calls.append((name, device, pool)))
 
 
 BEGIN = ("begin", (0, 7), {"capture_error_mode": "thread_local"})
@@ -358,15 +362,18 @@ def test_order_of_calls_of_cuda(monkeypatch):
     assert calls == ["enter own", BEGIN, "step", "end", "leave own", "replay"]
 
 
-def test_a_failed_capture_of_cuda_is_ended(monkeypatch):
-    calls = Calls(monkeypatch, failing="end")
+@pytest.mark.parametrize("failing", ["", "end"])
+def test_a_failed_capture_of_cuda_is_ended(failing, monkeypatch):
+    """Its share of the pool is given up: by the graph if that has ended, as after an error in Python, or else here."""
+    calls = Calls(monkeypatch, failing)
 
     def step():
         raise ValueError("the cause")
 
     with pytest.raises(ValueError, match="the cause"):
         step_graph.CUDACapture(torch.device("cuda")).capture(step)
-    assert calls[1:] == [BEGIN, "end", ("end of allocation", 0, (0, 7)), "clone"]
+    released = [("_cuda_releasePool", 0, (0, 7))] if failing else []
+    assert calls[1:] == [BEGIN, "end", ("_cuda_endAllocateToPool", 0, (0, 7)), *released, "clone"]
 
 
 def test_a_capture_that_finds_no_memory_empties_the_cache_and_tries_again(monkeypatch):

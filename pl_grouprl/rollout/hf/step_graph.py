@@ -247,6 +247,10 @@ class CUDACapture:
                     graph.capture_end()
                 with suppress(RuntimeError):  # the allocator would go on to ask the dead graph about its stream
                     torch._C._cuda_endAllocateToPool(self._stream.device_index, pool.id)
+                try:
+                    graph.pool()
+                except RuntimeError:  # it did not end, so it would never give up its share of the pool
+                    torch._C._cuda_releasePool(self._stream.device_index, pool.id)
                 generator = torch.cuda.default_generators[self._stream.device_index]
                 generator.graphsafe_set_state(generator.clone_state())  # else torch 2.11's would go on capturing
                 raise
