@@ -55,6 +55,7 @@ def test_help_imports_no_vllm():
         (["--uds", "/tmp/socket"], "--uds"),
         (["--config", "file.yaml"], "--config"),
         (["--api-key", "k"], "--api-key"),
+        (["--lora-dtype", "bfloat16"], "--lora-dtype"),
         (["--token", "a b\n"], "--token"),
         (["--token", ""], "--token"),
     ],
@@ -107,6 +108,14 @@ def test_the_command_that_is_printed(capsys, on_gpus, tmp_path):
     ):
         assert options[options.index(pair[0]) + 1] == pair[1]
     assert {"--enable-scale-out", "--enable-prefix-caching", "--skip-tokenizer-init"} <= {*options}
+
+
+def test_adapters_of_a_running_server(capsys, on_gpus, tmp_path):
+    allowed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    assert allowed not in printed(capsys, str(tmp_path))
+    words = printed(capsys, str(tmp_path), "--enable-lora", "--max-lora-rank", "16")
+    assert words[1] == allowed
+    assert words[words.index("--enable-lora") + 1 :][:2] == ["--max-lora-rank", "16"]
 
 
 def test_a_tokenizer_is_loaded_if_there_is_one(capsys, on_gpus, tmp_path):
