@@ -145,6 +145,9 @@ class Rollout:
         weight_versions: Version of the weights that each token was sampled from, `NOT_SAMPLED` where the model did not
             write it; None if all come from the weights that the engine had when sampling started. From an engine, as
             given to its `update_weights`; in a run with `max_staleness`, counted in batches of prompts.
+        routed_experts: For router replay, the experts of each token in each mixture of the model, a CPU tensor of
+            int16, shape [tokens, mixtures, experts per token]; -1 for a token that the sampler did not run, such as the
+            last. An engine returns those of the prompt's tokens in front, which the `RolloutGroup` then takes.
     """
 
     token_ids: list[int]
@@ -170,6 +173,7 @@ class Rollout:
     branch_path: tuple[int, ...] = ()
     episode: int | str | None = None
     weight_versions: list[int] | None = None
+    routed_experts: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "loss_mask", "token_rewards", "weight_versions"):
@@ -317,6 +321,8 @@ class RolloutGroup:
         prompt: The prompt as the data set held it: a string, or a list of messages.
         data_source: Name under which validation metrics are reported.
         media: The images and videos of the prompt, as a processor made them; see `Media`. Empty for text.
+        routed_experts: For router replay, the experts of the prompt's tokens, as in `Rollout.routed_experts`: those of
+            the first rollout that comes with them, since all rollouts share one encoding of the prompt.
     """
 
     prompt_ids: list[int]
@@ -326,12 +332,16 @@ class RolloutGroup:
     prompt: str | Messages = ""
     data_source: str = "default"
     media: Media = field(default_factory=dict)
+    routed_experts: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError(
                 "RolloutGroup.prompt_ids is empty; pass at least one token, from which the first one follows."
             )
+        for rollout in self.rollouts:
+            if rollout.routed_experts is not None:
+                self._take_prompt_experts(rollout)
         if not self._names_episodes:
             return
         names = [episode.last.episode for episode in self.episodes if episode.last.episode is not None]
@@ -340,6 +350,19 @@ class RolloutGroup:
                 f"Rollout.episode is {[rollout.episode for rollout in self.rollouts]} in the rollouts of a group; pass "
                 "the rows of an episode one after another."
             )
+
+    def _take_prompt_experts(self, rollout: Rollout) -> None:
+        own, record = len(rollout.token_ids), rollout.routed_experts
+        if len(record) == own:
+            return
+        if len(record) != len(self.prompt_ids) + own:
+            raise ValueError(
+                f"Rollout.routed_experts has records of {len(record)} tokens for {len(self.prompt_ids)} of the prompt "
+                f"and {own} token_ids; pass one for each."
+            )
+        if self.routed_experts is None:
+            self.routed_experts = record[: len(self.prompt_ids)].clone()  # not a view, which keeps all of them
+        rollout.routed_experts = record[len(self.prompt_ids) :].clone()
 
     @property
     def _names_episodes(self) -> bool:

@@ -518,7 +518,8 @@ class RLModule(pl.LightningModule, ABC):
         self.device_choices.describe()
         for name, (part, _) in parts.items():
             refuse_dropout(name, part)
-        self.prefix_sharing.open(self.scored_models(), self.parity_reports)
+        replays = declares(self.engine, "router_replay")
+        self.prefix_sharing.open(self.scored_models(), self.parity_reports, router_replay=replays)
         check_groups_fit(self)
         self.device_choices.open()
 

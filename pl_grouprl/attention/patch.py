@@ -82,16 +82,17 @@ class CallReport:
         return self.layout.token_ratio if self.layout is not None else 1.0
 
 
-class _Hook:
+class Hook:
     """A hook that a deep copy of its module shares, and that a pickle replaces by one that does nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function."""
         return self._function(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -141,16 +142,16 @@ class SharedPrefix:
         internals.set_attention_implementation(config, register(self.backend, self.wrapped))
         decoder, backbone = self.decoder, self.backbone
         self._handles = [
-            self.model.register_forward_pre_hook(_Hook(self._note_labels), with_kwargs=True),
-            decoder.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
-            decoder.register_forward_hook(_Hook(self._after), with_kwargs=True),
-            decoder.register_forward_hook(_Hook(_end_masks), with_kwargs=True, always_call=True),
+            self.model.register_forward_pre_hook(Hook(self._note_labels), with_kwargs=True),
+            decoder.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            decoder.register_forward_hook(Hook(self._after), with_kwargs=True),
+            decoder.register_forward_hook(Hook(_end_masks), with_kwargs=True, always_call=True),
             StatefulHandle(decoder),
         ]
         if backbone is not decoder:
             self._handles += [
-                backbone.register_forward_pre_hook(_Hook(self._before_backbone), with_kwargs=True),
-                backbone.register_forward_hook(_Hook(_end_masks), with_kwargs=True, always_call=True),
+                backbone.register_forward_pre_hook(Hook(self._before_backbone), with_kwargs=True),
+                backbone.register_forward_hook(Hook(_end_masks), with_kwargs=True, always_call=True),
             ]
         _IN_FORCE.setdefault(self.decoder, []).append(self)
         try:
@@ -302,7 +303,7 @@ class SharedPrefix:
             rows.positions_are_relative &= found.relative
             rows.differing_padding = found.padding
             self._idle = [layers_of(self.decoder)[index] for index in found.idle]
-            hook = _Hook(refuse_packed_row)
+            hook = Hook(refuse_packed_row)
             self._handles += [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in self._idle]
 
     def _run_layer_check(self) -> _LayerFindings | None:

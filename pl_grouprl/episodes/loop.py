@@ -17,11 +17,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pl_grouprl.chat import ChatFormat
 from pl_grouprl.data.encoding import EMPTY_PROMPT
 from pl_grouprl.episodes.runner import Session, ToolRunner
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
-from pl_grouprl.rollout.branching import Branching, RoundSampler, first_own_token, fork_unfinished
+from pl_grouprl.rollout.branching import (
+    Branching,
+    RoundSampler,
+    continued_experts,
+    first_own_token,
+    fork_unfinished,
+)
 from pl_grouprl.types import NOT_SAMPLED, FinishReason, LiveObject, Media, Messages, Prompt, Rollout
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.processes import run_concurrently
@@ -82,6 +91,7 @@ class EpisodeRow:
         logprobs: Log-probability of each token, 0 if the model did not write it; None if the sampler reports none.
         weight_versions: See `Rollout.weight_versions`.
         messages: `token_ids` as chat messages.
+        routed_experts: See `Rollout.routed_experts`, of all tokens so far up to the last turn's, prompt included.
     """
 
     prompt_ids: list[int]
@@ -90,6 +100,7 @@ class EpisodeRow:
     logprobs: list[float] | None = field(default_factory=list)
     weight_versions: list[int] | None = field(default_factory=list)
     messages: Messages = field(default_factory=list)
+    routed_experts: Tensor | None = None
 
     @property
     def history(self) -> list[int]:
@@ -106,13 +117,18 @@ class EpisodeRow:
         self.logprobs = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
         if self.weight_versions is not None:
             self.weight_versions = None if versions is None else [*self.weight_versions, *versions]
+        if turn is not None and turn.routed_experts is not None:
+            self.routed_experts = continued_experts(self.routed_experts, turn.routed_experts)
 
     def rollout(self, shared_prompt: int, decode: Callable[[list[int]], str]) -> Rollout:
         """The row as a rollout of a prompt of `shared_prompt` tokens; its `finish_reason` says that the model ended."""
         observation_ids = self.prompt_ids[shared_prompt:]
         num_observed = len(observation_ids)
         mask = [0] * num_observed + self.loss_mask
-        versions = self.weight_versions
+        versions, record = self.weight_versions, self.routed_experts
+        if record is not None:  # results of tools after the last turn have none
+            missing = len(self.history) - len(record)
+            record = torch.cat([record, record.new_full((missing, *record.shape[1:]), -1)])
         return Rollout(
             token_ids=observation_ids + self.token_ids,
             logprobs=None if self.logprobs is None else [0.0] * num_observed + self.logprobs,
@@ -122,6 +138,7 @@ class EpisodeRow:
             text=decode(self.token_ids),
             messages=self.messages,
             num_observation_tokens=num_observed,
+            routed_experts=record,
         )
 
 

@@ -12,7 +12,7 @@ S tokens of a slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.backends.choice import get_backend
-from pl_grouprl.attention.call import Leaf, Name, Prefilled, PrefixStates, States
+from pl_grouprl.attention.call import Leaf, Name, Prefilled, PrefixStates, RowShards, States
 from pl_grouprl.attention.support import has_dynamic_rope, why_not_balanced
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
 from pl_grouprl.functional.losses import load_balancing_loss
 from pl_grouprl.functional.softmax import HeadSketch
 from pl_grouprl.media.inputs import check_batch_media, media_position_ids
 from pl_grouprl.models.adapters import adapter_layers
+from pl_grouprl.models.router_replay import NOT_RECORDED, open_replay
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.batch import pack_branch
 from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
@@ -53,9 +54,21 @@ def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Ten
         positions = media_position_ids(model, batch)
         inputs = inputs if positions is None else inputs | {"position_ids": positions}
     # Otherwise an active context would detect that the rows of a repeated batch share their prompts.
-    with sharing_paused(model):
+    with sharing_paused(model), _replaying_experts(model, batch):
         hidden = find_backbone(model)(**inputs, use_cache=False, return_dict=True).last_hidden_state
     return hidden.flatten(0, 1)
+
+
+def _replaying_experts(model: PreTrainedModel, batch: ScoringBatch) -> AbstractContextManager[None]:
+    """Replay the batch's experts in an open `RouterReplay`; not in a policy whose adapters are off, the reference."""
+    replay, record = open_replay(model), batch.routed_experts
+    if replay is None or record is None or any(layer.disable_adapters for layer in adapter_layers(model)):
+        return nullcontext()
+    if batch.sequence_group is not None:  # this rank's tokens
+        shards = RowShards(batch.sequence_group, len(record))
+        padding = record.new_full((shards.num_padding, *record.shape[1:]), NOT_RECORDED)
+        record = torch.cat([record, padding])[shards.own_tokens]
+    return replay.replaying(record)
 
 
 def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
@@ -301,10 +314,14 @@ class PrefixPass:
         self._done: dict[tuple[Any, ...], Prefix] = {}
         self._counted = False
 
-    def branch(self, token_ids: Sequence[int]) -> PrefixPass:
+    def branch(self, token_ids: Sequence[int], routed_experts: Tensor | None = None) -> PrefixPass:
         """Create the pass over response tokens that some of the rollouts share after this one.
 
         Its `loss` must run backward before this pass's.
+
+        Args:
+            token_ids: The tokens.
+            routed_experts: Their experts; see `Rollout.routed_experts`.
 
         Raises:
             NotImplementedError: If the prompt has images or videos.
@@ -313,7 +330,7 @@ class PrefixPass:
             raise NotImplementedError("a branch cannot run by itself after a prompt with images or videos.")
         below = copy(self)
         below.num_tokens, below._own_ids = self.num_tokens + len(token_ids), list(token_ids)
-        below.batch = pack_branch(token_ids, self, self.batch.targets_N.device)
+        below.batch = pack_branch(token_ids, self, self.batch.targets_N.device, routed_experts)
         below._above, below._done, below._counted = (*self._above, self), {}, False
         return below
 

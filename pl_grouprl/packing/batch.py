@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.packing.layout import SharedPrefixLayout, repeat_rows, repeat_values
-from pl_grouprl.packing.trie import MIN_SAVED_TOKENS, SharedTokens, lay_out_forest
+from pl_grouprl.packing.trie import MIN_SAVED_TOKENS, Forest, SharedTokens, lay_out_forest
 from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
 
 Sharing = Literal["shared", "repeated"]
@@ -47,6 +47,8 @@ class ScoringBatch:
             runs it alone. See `attention.sequence_parallel`.
         prefix: For a slice of a group, the pass over the prompt or branch that it continues (`models.PrefixPass`); None
             if the batch includes its prompts.
+        routed_experts: For router replay, the experts of each token that runs, int16, shape [T, mixtures, experts per
+            token] (or [B * L, ...]); -1 where there is no record, and None if there is none at all.
     """
 
     model_inputs: dict[str, Any]
@@ -61,6 +63,7 @@ class ScoringBatch:
     shared_tokens: SharedTokens | None = None
     sequence_group: Any = None
     prefix: Any = None
+    routed_experts: Tensor | None = None
 
     @property
     def media(self) -> dict[str, Tensor]:
@@ -161,6 +164,8 @@ def pack(
         "loss_mask_N": loss_mask(rollouts),
         "final_index_B": final_index_B,
     }
+    if (routed_experts := _routed_experts(groups, forest, sharing)) is not None:
+        indices["routed_experts"] = routed_experts
     shared_tokens = forest.shared_tokens
     shared_indices = {} if shared_tokens is None else shared_tokens._asdict()
     moved = move_together(indices | row | shared_indices, device)
@@ -215,6 +220,30 @@ def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, shari
     return joined
 
 
+def _routed_experts(groups: Sequence[RolloutGroup], forest: Forest, sharing: Sharing) -> Tensor | None:
+    """The experts of each token of a row, or of padded rows; a token that rollouts share has the first one's."""
+    layout, rollouts = forest.layout, [rollout for group in groups for rollout in group.rollouts]
+    parts: list[Any] = [*rollouts, *groups]
+    known = next((part.routed_experts for part in parts if part.routed_experts is not None), None)
+    if known is None:
+        return None
+    row = known.new_full((layout.num_tokens, *known.shape[1:]), -1)
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    # Each response token is where the next one is predicted.
+    places = [
+        torch.cat([predict[1:], final[None]]) if len(predict) else predict
+        for predict, final in zip(forest.predict_index_N.split(lengths), forest.final_index_B, strict=True)
+    ]
+    places += [layout.path(index) for index in forest.prompt_ends]
+    for part, index_T in reversed(list(zip(parts, places, strict=True))):
+        if (record := part.routed_experts) is not None:
+            row[index_T] = torch.where(record < 0, row[index_T], record)
+    if sharing == "shared":
+        return row
+    padded = repeat_values(layout, torch.arange(1, len(row) + 1)).flatten()  # 0 at padding
+    return torch.cat([row.new_full((1, *row.shape[1:]), -1), row])[padded]
+
+
 def loss_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """Which response tokens the model wrote, and a loss may train, bool, shape [N]."""
     if all(rollout.loss_mask is None for rollout in rollouts):
@@ -264,22 +293,26 @@ def pack_slice(
     segments = batch.layout.segments[num_merged:]
     lengths = [num_prefilled, *(segment.length for segment in segments)]
     parents = [None, *(segment.parent - num_merged + 1 for segment in segments if segment.parent is not None)]
-    tokens = batch.model_inputs["input_ids"][:, 1 + len(path) :]
+    tokens, record = batch.model_inputs["input_ids"][:, 1 + len(path) :], batch.routed_experts
+    record = None if record is None else record[1 + len(path) :]
     if not tokens.numel():
-        tokens, lengths = tokens.new_zeros(1, 1), [*lengths[:-1], 1]
+        tokens, lengths, record = tokens.new_zeros(1, 1), [*lengths[:-1], 1], None
     layout = SharedPrefixLayout(lengths, parents, [stand_in.group_id] * len(lengths), num_prefilled=num_prefilled)
-    return _continuing(prefix, batch, tokens, layout)
+    return _continuing(prefix, replace(batch, routed_experts=record), tokens, layout)
 
 
-def pack_branch(token_ids: Sequence[int], prefix: Any, device: torch.device | str = "cpu") -> ScoringBatch:
+def pack_branch(
+    token_ids: Sequence[int], prefix: Any, device: torch.device | str = "cpu", routed_experts: Tensor | None = None
+) -> ScoringBatch:
     """Lay out a run of shared tokens for a decoder call that continues `prefix`, as a prompt that has no rollouts.
 
     Args:
         token_ids: Its tokens.
         prefix: The `models.PrefixPass` over the prompt or branch that it continues.
         device: Device of the batch's tensors.
+        routed_experts: Their experts; see `Rollout.routed_experts`.
     """
-    batch = pack([RolloutGroup(list(token_ids), [Rollout([])])], device=device)
+    batch = pack([RolloutGroup(list(token_ids), [Rollout([])], routed_experts=routed_experts)], device=device)
     layout = SharedPrefixLayout([prefix.num_tokens, len(token_ids), 0], [None, 0, 1], num_prefilled=prefix.num_tokens)
     return _continuing(prefix, batch, batch.model_inputs["input_ids"], layout)
 
@@ -314,7 +347,7 @@ def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] |
     of a rollout keep s + 1 tokens (one more than strictly needed, to keep the packed indices of `pack`).
 
     Args:
-        groups: Prompts with their rollouts; unchanged. Only tokens and loss masks are copied.
+        groups: Prompts with their rollouts; unchanged. Only tokens, loss masks and experts are copied.
         lengths_B: Number of tokens to keep of each rollout, over all groups in order.
 
     Raises:
@@ -325,15 +358,27 @@ def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] |
     kept: list[int] = []
     start = 0
     for number, (rollout, given) in enumerate(zip(rollouts, lengths_B, strict=True)):
-        length, tokens, mask = int(given), rollout.token_ids, rollout.loss_mask
+        length, tokens, mask, record = int(given), rollout.token_ids, rollout.loss_mask, rollout.routed_experts
         if not 0 <= length <= len(tokens):
             raise ValueError(f"lengths_B[{number}] is {length}; pass 0 to the rollout's {len(tokens)} tokens.")
-        short.append(Rollout(tokens[:length], loss_mask=None if mask is None else mask[:length]))
+        short.append(
+            Rollout(
+                tokens[:length],
+                loss_mask=None if mask is None else mask[:length],
+                routed_experts=None if record is None else record[:length],
+            )
+        )
         kept += range(start, start + length)
         start += len(tokens)
     remaining = iter(short)
     truncated = [
-        RolloutGroup(group.prompt_ids, [next(remaining) for _ in group.rollouts], group.group_id, media=group.media)
+        RolloutGroup(
+            group.prompt_ids,
+            [next(remaining) for _ in group.rollouts],
+            group.group_id,
+            media=group.media,
+            routed_experts=group.routed_experts,
+        )
         for group in groups
     ]
     return TruncatedGroups(truncated, torch.tensor(kept, dtype=torch.long))

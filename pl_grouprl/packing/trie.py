@@ -227,6 +227,7 @@ class Forest(NamedTuple):
             token.
         shared_tokens: Which response tokens share a token of the row; None if the row has no fewer tokens than the
             responses.
+        prompt_ends: Index of the last segment of each group's prompt.
     """
 
     layout: SharedPrefixLayout
@@ -234,6 +235,7 @@ class Forest(NamedTuple):
     predict_index_N: Tensor
     final_index_B: Tensor
     shared_tokens: SharedTokens | None
+    prompt_ends: list[int]
 
 
 def lay_out_forest(
@@ -289,7 +291,8 @@ def lay_out_forest(
         parents = [None if parent is None else places[parent] for parent in above]
         ends = {group: (places[last], [places[leaf] for leaf in leaves]) for group, (last, leaves) in ends.items()}
     layout = SharedPrefixLayout(lengths, parents, group_ids)
-    return Forest(layout, token_ids, *_places(layout, groups, ends, num_response_tokens))
+    prompt_ends = [ends[number][0] for number in range(len(groups))]
+    return Forest(layout, token_ids, *_places(layout, groups, ends, num_response_tokens), prompt_ends)
 
 
 def _places(

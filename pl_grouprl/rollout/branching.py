@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
+from torch import Tensor
+
 from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.options import check_options
@@ -250,6 +253,10 @@ class BranchingCompletion:
         for name in ("token_ids", "logprobs", "weight_versions"):
             old, new = getattr(before, name), getattr(sampled, name)
             values[name] = None if old is None or new is None else [*old, *new[:added]]
+        record = sampled.routed_experts
+        if record is not None:
+            record = record[: len(record) - len(sampled.token_ids) + added]
+            values["routed_experts"] = continued_experts(before.routed_experts, record)
         is_open = at_branch_point and reason == "length"
         self.rollout = replace(before, **values, finish_reason=None if is_open else reason)
         return added
@@ -344,12 +351,26 @@ class BranchLoop:
                     cut = Rollout(
                         whole.token_ids[:place],
                         None if whole.logprobs is None else whole.logprobs[:place],
+                        routed_experts=None
+                        if whole.routed_experts is None
+                        else whole.routed_experts[: len(root.prompt.token_ids) + place],
                         weight_versions=None if whole.weight_versions is None else whole.weight_versions[:place],
                         branch_points=tuple(places[: number + 1]),
                         branch_path=(*path[: len(whole.branch_path) + number], n + 1),
                     )
                     found.append(replace(root, stream=first + n, rollout=cut))
         return found
+
+
+def continued_experts(before: Tensor | None, record: Tensor) -> Tensor:
+    """Join the experts of earlier rounds with those of the latest, whose prompt are the tokens so far.
+
+    What was sampled with an earlier record keeps it; the latest has those of the tokens that had not run by then.
+    """
+    record = record.clone()
+    if before is not None:
+        record[: len(before)] = torch.where(before < 0, record[: len(before)], before)
+    return record
 
 
 def fork_unfinished(

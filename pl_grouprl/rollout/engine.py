@@ -153,6 +153,7 @@ class RolloutEngine(Protocol):
     - `truncates_logprobs = True`: with top-k, top-p or min-p, `Rollout.logprobs` are those of the truncated
       distribution. They are then neither compared with the policy's nor corrected for.
     - `varies_num_generations = True`: it may return another number of rollouts of a prompt than asked for.
+    - `router_replay = True`: every rollout has `routed_experts`, which the run replays.
     - `max_model_len`, an int: maximum length of prompt plus completion.
     - `autocast_dtype`, set by the run: on a GPU, dtype that the Trainer's precision computes in under autocast
       (`bf16-mixed`: bfloat16); None otherwise. `generate` is not called under autocast.
@@ -273,6 +274,7 @@ Capability = Literal[
     "keeps_caches",
     "varies_num_generations",
     "truncates_logprobs",
+    "router_replay",
 ]
 
 

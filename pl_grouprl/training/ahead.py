@@ -735,6 +735,7 @@ class RolloutQueue:
                         "version": entry.version,
                         "prompt": derive_seed(*entry.prompt.token_ids),
                         "prompt_ids": entry.group.prompt_ids,
+                        "routed_experts": entry.group.routed_experts,
                         "rollouts": [
                             rollout_state(rollout) | {"weight_versions": self._run_versions(entry, rollout)}
                             for rollout in entry.group.rollouts
@@ -766,6 +767,7 @@ class RolloutQueue:
                     if is_same:
                         rollouts = [Rollout(**rollout) for rollout in saved["rollouts"]]
                         entry.version, entry.group = saved["version"], join(found[place], saved["prompt_ids"], rollouts)
+                        entry.group.routed_experts = saved.get("routed_experts")
                         entry.settle()
                     self._entries.append(entry)
                 elif number in self._sizes:  # the batch now has fewer prompts

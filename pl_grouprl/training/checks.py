@@ -26,6 +26,7 @@ from pl_grouprl.data.loaders import PromptBatch, TrainPromptLoader
 from pl_grouprl.distributed.lost_ranks import check_rank_timeout
 from pl_grouprl.models.kernels import is_fused, unfuse_layers
 from pl_grouprl.models.policy import PolicySource
+from pl_grouprl.models.router_replay import RouterReplay
 from pl_grouprl.rollout.engine import declares, length_limits, vocabulary
 from pl_grouprl.training.ahead import check_max_staleness
 from pl_grouprl.training.micro_batches import SharingOptions
@@ -409,13 +410,21 @@ class PrefixSharing:
         self.dense: list[str] = []
         self._contexts = contextlib.ExitStack()
 
-    def open(self, models: Mapping[str, Any], reports: Callable[[], list[ParityReport]]) -> None:
+    def open(
+        self, models: Mapping[str, Any], reports: Callable[[], list[ParityReport]], *, router_replay: bool = False
+    ) -> None:
         """Patch the models of a fit.
 
         Args:
             models: The transformers models to patch, by name.
             reports: Compares shared with repeated prefixes.
+            router_replay: Whether the policy replays the experts that the sampler chose.
+
+        Raises:
+            ValueError: If they are to be replayed, but the policy has no experts.
         """
+        if router_replay:
+            self._contexts.enter_context(RouterReplay(models["policy"]))
         if self._options.mode == "repeated":
             rank_zero_info("sharing.mode is 'repeated': every rollout is encoded with its own copy of the prompt.")
             return

@@ -351,6 +351,7 @@ class PackedRowCache:
 
     def __init__(self) -> None:
         self._key: Any = None
+        self._records: list[Any] = []
         self._scoring: ScoringBatch | None = None
 
     def get(self, groups: list[RolloutGroup], options: RowOptions, lay_out: Callable[[], ScoringBatch]) -> ScoringBatch:
@@ -363,14 +364,18 @@ class PackedRowCache:
             )
             for group in groups
         ]
-        if self._scoring is None or self._key != (options, contents):
+        # Compared by identity, and held so that no other takes the place of one in memory.
+        parts: list[Any] = [part for group in groups for part in (group, *group.rollouts)]
+        records = [part.routed_experts for part in parts]
+        key = options, contents, [*map(id, records)]
+        if self._scoring is None or self._key != key:
             self.clear()  # free the old row first
-            self._key, self._scoring = (options, contents), lay_out()
+            self._key, self._records, self._scoring = key, records, lay_out()
         return self._scoring
 
     def clear(self) -> None:
         """Drop the cached row."""
-        self._key = self._scoring = None
+        self._key, self._records, self._scoring = None, [], None
 
 
 class MicroBatchSchedule:
@@ -435,7 +440,7 @@ class MicroBatchSchedule:
                 yield prefix
             if one is not None:
                 if one.prompt is None:
-                    prefix = path[-1][0].branch(one.token_ids)
+                    prefix = path[-1][0].branch(one.token_ids, one.routed_experts)
                 else:
                     prefix = PrefixPass(one.prompt, self._options.device, self._options.sequence_group)
                 path.append((prefix, one.slices))
@@ -476,7 +481,8 @@ def _dummy(buffer: RolloutBuffer) -> Selection:
     """A group of a token or two that trains nothing, for ranks with no work left; keeps the prompt's images, if any."""
     like = buffer.groups[0]
     prompt = like.prompt_ids if like.media else like.prompt_ids[:1]
-    group = replace(like, prompt_ids=prompt, rollouts=[Rollout(like.prompt_ids[-1:], logprobs=[0.0])])
+    rollouts = [Rollout(like.prompt_ids[-1:], logprobs=[0.0])]
+    group = replace(like, prompt_ids=prompt, rollouts=rollouts, routed_experts=None)
     return [group], dummy_tokens(buffer.values), ()
 
 
@@ -622,12 +628,14 @@ class Pass(NamedTuple):
         prompt: A group with the prompt, without rollouts; None for a branch.
         token_ids: Tokens of the branch; one token for a dummy. Not used for a prompt.
         slices: Rollouts that continue it, slice by slice.
+        routed_experts: The experts of the branch's tokens; None without a record.
     """
 
     depth: int
     prompt: RolloutGroup | None
     token_ids: list[int]
     slices: list[Selection]
+    routed_experts: Tensor | None = None
 
 
 def passes_of(
@@ -655,9 +663,14 @@ def passes_of(
         # The shape has room for the whole tree, so its passes are those that are as deep as the next of the tree.
         part = own.pop()[1] if own and own[-1][0] == depth else None
         slices = () if part is None else part.slices
-        tokens: list[int] = group.prompt_ids[-1:]
+        tokens, record = group.prompt_ids[-1:], None
         if isinstance(part, Branch):
-            tokens = group.rollouts[part.rollout].token_ids[part.start : part.stop]
+            path = group.rollouts[part.rollout].token_ids[: part.stop]
+            tokens = path[part.start :]
+            for rollout in group.rollouts:  # the first may end there, and so have no record of its last token
+                if rollout.routed_experts is not None and rollout.token_ids[: part.stop] == path:
+                    other = rollout.routed_experts[part.start : part.stop]
+                    record = other if record is None else torch.where(record < 0, other, record)
         selected = [dummy] * (count - len(slices)) + [select(indices) for indices in slices]
-        passes.append(Pass(depth, None if depth else prompt, tokens, selected))
+        passes.append(Pass(depth, None if depth else prompt, tokens, selected, record))
     return passes

@@ -122,7 +122,7 @@ REMEDIES: dict[Cause, str] = {
     "stale weights": "Tokens of older weights differ (rollout/staleness/mean): lower max_staleness or the learning "
     "rate, or bound the ratios with importance_sampling.",
     "routing of experts": "A few tokens differ much, or many by more than rounding explains, as if other experts were "
-    "chosen: sample in the trainer's dtype, or mask such tokens with importance_sampling.mode='token_mask'.",
+    "chosen: set router_replay of the engine, or mask such tokens with importance_sampling.mode='token_mask'.",
     "precision": "Log-ratios scatter around 0, as rounding makes them: set the engine's dtype, or correct with "
     "importance_sampling.mode='token_truncate'.",
     "unknown": "No known cause looks like that: the sampler may have other weights or run another model.",

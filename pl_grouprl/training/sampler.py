@@ -282,6 +282,12 @@ class Sampler:
         for rollout in (rollout for of_prompt in rollouts for rollout in of_prompt):
             if rollout.episode is not None and not isinstance(rollout.episode, str):
                 rollout.episode = operator.index(rollout.episode)  # also of a NumPy integer
+            has_none = rollout.routed_experts is None and rollout.num_sampled_tokens
+            if has_none and declares(self.engine, "router_replay"):
+                raise ValueError(
+                    f"router_replay is on, but {type(self.engine).__name__} returned a rollout without routed_experts; "
+                    "switch it off."
+                )
         return [
             RolloutGroup(
                 list(prompt.token_ids),
@@ -451,6 +457,9 @@ class EngineRounds:
                 None if rollout.logprobs is None else rollout.logprobs[:limit],
                 finish_reason="length",
                 weight_versions=None if rollout.weight_versions is None else rollout.weight_versions[:limit],
+                routed_experts=None
+                if rollout.routed_experts is None
+                else rollout.routed_experts[: limit - len(rollout.token_ids)],
             )
             for rollout, limit in zip(sampled, limits, strict=True)
         ]

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from pl_grouprl.distributed.strategies import StrategySupport
+from pl_grouprl.models.router_replay import open_replay
 from pl_grouprl.models.score import PrefixPass
 from pl_grouprl.packing import ScoringBatch
 from pl_grouprl.training.buffer import RolloutBuffer
@@ -202,6 +203,8 @@ class Updater:
         if micro_batch.rollout_numbers:  # not a dummy
             num_tokens = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run
         loss_sums.metrics["prefix/token_ratio"] = torch.tensor(num_tokens[0]), torch.tensor(num_tokens[1])
+        if (replay := open_replay(self._run.policy)) is not None:
+            loss_sums.metrics["sampling/routing_differs"] = replay.take_differing()
         if is_whole:
             counts = {name: count for name, (_, count) in loss_sums.losses.items()}
             self._optimization.add_denominators(counts, device)

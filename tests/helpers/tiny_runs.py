@@ -35,16 +35,20 @@ class TinyPolicy:
         seed: int = 0,
         hidden_size: int = 32,
         initializer_range: float = 0.02,
+        num_experts: int = 0,
     ) -> None:
         self.gradient_checkpointing = gradient_checkpointing
+        self.num_experts = num_experts
         self.seed = seed
         self.hidden_size = hidden_size
         self.initializer_range = initializer_range
 
     def load(self) -> Any:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-        config = Qwen3Config(
+        experts = {"num_experts": self.num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        config = (Qwen3MoeConfig if self.num_experts else Qwen3Config)(
+            **(experts if self.num_experts else {}),
             vocab_size=len(digit_tokenizer()),
             hidden_size=self.hidden_size,
             initializer_range=self.initializer_range,
@@ -59,7 +63,7 @@ class TinyPolicy:
         )
         with torch.random.fork_rng(), torch.device("cpu"):  # a GPU would draw other weights
             torch.manual_seed(self.seed)
-            model = Qwen3ForCausalLM(config)
+            model = (Qwen3MoeForCausalLM if self.num_experts else Qwen3ForCausalLM)(config)
         if self.gradient_checkpointing:
             saving = {"context_fn": save_attention} if self.gradient_checkpointing == "attention" else {}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False} | saving)
@@ -83,6 +87,30 @@ class ScriptedEngine:
         length = number % 6
         ids = [2 + (number + 3 * i) % 20 for i in range(length)]
         return Rollout(ids, logprobs=[0.0] * length, finish_reason="length" if length == 5 else "stop")
+
+
+class RoutedEngine(ScriptedEngine):
+    """The same completions, with experts of two layers that depend on tokens and places alone.
+
+    Args:
+        num_experts: Of each layer; a token gets two.
+    """
+
+    router_replay = True
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def generate(self, prompts, sampling, *, num_generations, seed):
+        groups = super().generate(prompts, sampling, num_generations=num_generations, seed=seed)
+        for prompt, group in zip(prompts, groups, strict=True):
+            for rollout in group:
+                rollout.routed_experts = self.experts([*prompt, *rollout.token_ids])
+        return groups
+
+    def experts(self, token_ids: list[int]) -> torch.Tensor:
+        first = torch.tensor([[token + place, 2 * token + place] for place, token in enumerate(token_ids)])
+        return torch.stack([first, first + 1], dim=-1).remainder(self.num_experts).to(torch.int16)
 
 
 class RaggedEngine:

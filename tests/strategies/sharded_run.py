@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from cpu_strategies import make_strategy
-from tiny_runs import TinyPolicy, share_of_letters
+from tiny_runs import RoutedEngine, ScriptedEngine, TinyPolicy, share_of_letters
 
 import pl_grouprl
 from pl_grouprl.algorithms import OptimizerConfig
@@ -88,6 +88,8 @@ def main(name: str, folder: Path, case: dict[str, Any]) -> None:
         case["module"]["teacher"] = TinyPolicy(seed=7, hidden_size=48, initializer_range=0.2)
     if "rollout_dtype" in case:
         case["module"]["engine"] = HFRolloutEngine(dtype=case["rollout_dtype"])
+    if "router_replay" in case:
+        case["module"]["engine"] = RoutedEngine(4) if case["router_replay"] else ScriptedEngine()
     module = ALGORITHMS[case["algorithm"]](
         policy,
         share_of_letters,

@@ -117,6 +117,10 @@ class DecodeBatch:
             self.uniforms_TN = numbers_NT.t().contiguous().to(self.device)
         self.tokens_TN = torch.zeros(self.num_steps, len(rows), dtype=torch.int64, device=self.device)
         self.logprobs_TN = torch.zeros(self.num_steps, len(rows), device=self.device)
+        self._experts: list[tuple[Tensor, Tensor]] = []  # of each step after the first: numbers and experts of the rows
+        self._prompt_experts: list[Tensor] | None = None  # those of the prompts
+        if rows[0].prefix.routed_experts is not None:
+            self._prompt_experts = [row.prefix.routed_experts[row.place] for row in rows]  # type: ignore[index]
         self._end_ids = self.int64(end_ids)
         # On the host, one entry per sequence, in the order of `rows`.
         self._lengths = [row.length for row in rows]
@@ -145,7 +149,8 @@ class DecodeBatch:
         self._draw(self.logits_BV)
         self.logits_BV = None
         step, drawn = partial(self._step, logits), 1
-        self._graph = self.make_graph(logits.model)
+        if logits.routers is None:  # recording is done in Python
+            self._graph = self.make_graph(logits.model)
         while self._look(drawn):
             self.count_step()
             if self._graph is None:
@@ -162,20 +167,39 @@ class DecodeBatch:
                 "the model's logits are not finite (NaN or infinite); check its weights, and whether its dtype can "
                 "hold its activations (try bfloat16 or float32 in place of float16)."
             )
+        experts = self._routed_experts()
         return [
             Rollout(
                 token_ids=ids[:count].tolist(),
                 logprobs=values[:count].tolist(),
                 finish_reason="stop" if stopped else "length",
+                routed_experts=own,
             )
-            for ids, values, count, stopped in zip(tokens_NT, logprobs_NT, self._counts, self._stopped, strict=True)
+            for ids, values, count, stopped, own in zip(
+                tokens_NT, logprobs_NT, self._counts, self._stopped, experts, strict=True
+            )
         ]
+
+    def _routed_experts(self) -> list[Tensor | None]:
+        """The experts of each sequence, prompt included; the last token has none, because it was not run."""
+        if self._prompt_experts is None:
+            return [None] * len(self._counts)
+        shape = (len(self._counts), self.num_steps, *self._prompt_experts[0].shape[1:])
+        found = self._prompt_experts[0].new_full(shape, -1)
+        for step, (number_B, experts_B) in enumerate(self._experts):
+            found[number_B.cpu(), step] = experts_B.cpu()
+        for own, count in zip(found, self._counts, strict=True):
+            own[count - 1 :] = -1
+        parts = zip(self._prompt_experts, found, self._counts, strict=True)
+        return [torch.cat([prompt, own[:count]]) for prompt, own, count in parts]
 
     # A step, which asks the host for nothing.
 
     def _step(self, logits: NextTokenLogits) -> None:
         live_B = ~self.done_B  # a row that has ended overwrites the entry after its last cached token
         logits_BV = self.forward(logits)
+        if logits.routed_experts is not None:
+            self._experts.append((self.number_B, logits.routed_experts[:, -1]))
         self._draw(logits_BV)
         self.length_B.add_(live_B)
         self.position_B.add_(live_B)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pl_grouprl.attention.support import counts_tokens_itself, find_decoder, takes_positions
 from pl_grouprl.checks.sampling import LONGEST, LONGEST_CONTINUED, check_decoding, continues_exactly
 from pl_grouprl.media.inputs import media_key, placeholder_ids
+from pl_grouprl.models.router_replay import RouterReplay
 from pl_grouprl.rollout.engine import PolicyEngine, SampleRequest, StopStrings, length_limits
 from pl_grouprl.rollout.hf.attention import sharing_prompts
 from pl_grouprl.rollout.hf.copied_batch import CopiedBatch
@@ -41,6 +43,7 @@ def sample_in_batches(
     max_prefill_tokens: int,
     kept: KeptCaches | None = None,
     min_saved_tokens: float | None = None,
+    routers: RouterReplay | None = None,
 ) -> list[list[Rollout]]:
     """Sample the rollouts of every request in batches of limited size, without text.
 
@@ -55,6 +58,7 @@ def sample_in_batches(
         max_prefill_tokens: See `HFRolloutEngine`.
         kept: Caches for the prompts to continue; replaced by those of the rollouts.
         min_saved_tokens: See `static_batch.shares_prompts`.
+        routers: Records the experts of all tokens; None if they are not recorded.
     """
     equal: dict[tuple[Any, ...], list[int]] = {}
     for number, request in enumerate(requests):
@@ -77,7 +81,7 @@ def sample_in_batches(
         for number in owners[owner]
         for generation in range(requests[number].count)
     ]
-    logits = NextTokenLogits(model)
+    logits = NextTokenLogits(model, routers)
     lengths = [len(distinct[place].token_ids) for place, *_ in sequences]
     longest = max(lengths, default=0) + max((request.max_new_tokens for request in requests), default=0)
     padding = allows_padding(model, longest)
@@ -108,7 +112,9 @@ def sample_in_batches(
         for place, ((_, number, _), rollout) in enumerate(zip(chunk, batch.run(logits), strict=True)):
             groups[number].append(rollout)
             if kept is not None and not requests[number].media:
-                kept.add([*requests[number].token_ids, *rollout.token_ids[:-1]], batch.kept[place])
+                experts = None if rollout.routed_experts is None else rollout.routed_experts[:-1]
+                cached = replace(batch.kept[place], routed_experts=experts)
+                kept.add([*requests[number].token_ids, *rollout.token_ids[:-1]], cached)
         del batch  # frees its cache before the next one
     return groups
 
@@ -216,6 +222,10 @@ class HFRolloutEngine(PolicyEngine):
         dtype: Dtype to sample in. `auto` is bfloat16 on a GPU under `bf16-mixed`, if the model passes the decoding
             check in it; otherwise the dtype of the weights. In any other dtype, each call of `generate` samples from a
             temporary copy of the weights.
+        router_replay: Record the experts that each token of a mixture gets, in prompts and completions
+            (`Rollout.routed_experts`); a run then replays them in old log-probabilities and updates, so that rounding
+            does not route tokens differently (R3, arXiv:2510.11370). A prompt that is encoded once is recorded once.
+            Steps are not captured as CUDA graphs.
 
     Attributes:
         autocast_dtype: Dtype of the Trainer's autocast on a GPU, set by the run; None otherwise.
@@ -235,12 +245,13 @@ class HFRolloutEngine(PolicyEngine):
         max_sequences: int | None = None,
         max_prefill_tokens: int = 8192,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        router_replay: bool = False,
     ) -> None:
         counts = {"max_sequences": max_sequences, "max_prefill_tokens": max_prefill_tokens}
         check_options({name: (count, count is None or count >= 1, "at least 1") for name, count in counts.items()})
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
-        self.dtype = dtype
+        self.dtype, self.router_replay = dtype, router_replay
         self.autocast_dtype: torch.dtype | None = None
         self._kept: KeptCaches | None = None
         self._told = False
@@ -292,9 +303,18 @@ class HFRolloutEngine(PolicyEngine):
         mode = _evaluating(self.model, dtype, max((request.max_new_tokens for request in requests), default=0))
         with memory, mode, sharing_prompts(self.model):
             kept = probe_decoding(self.model, self._kept, **limits)
-            return sample_in_batches(
-                self.model, requests, sampling, seed, end_ids=end_ids, stop=stop, kept=kept, **limits
-            )
+            with RouterReplay(self.model) if self.router_replay else nullcontext() as routers:
+                return sample_in_batches(
+                    self.model,
+                    requests,
+                    sampling,
+                    seed,
+                    end_ids=end_ids,
+                    stop=stop,
+                    kept=kept,
+                    routers=routers,
+                    **limits,
+                )
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -61,11 +61,13 @@ class KeptSequence:
         layers: One row each, without padding. With a shared prompt, layers with full attention have only the tokens
             after it.
         prompt: The prompt that it shares with other sequences; None if it shares none.
+        routed_experts: The experts of its tokens, on the CPU; None if they are not recorded.
     """
 
     num_tokens: int
     layers: list[Any]
     prompt: EncodedPrompt | None = None
+    routed_experts: Tensor | None = None
 
     @cached_property
     def num_removable(self) -> int:
@@ -83,7 +85,8 @@ class KeptSequence:
         layers = [layer if is_empty(layer) else copy.copy(layer) for layer in self.layers]
         for layer in layers:
             layer.crop(-removed)
-        return KeptSequence(count, layers, self.prompt)
+        experts = None if self.routed_experts is None else self.routed_experts[:count]
+        return KeptSequence(count, layers, self.prompt, experts)
 
     def whole(self, index: int) -> Any:
         """A layer with the prompt in front."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from pl_grouprl.attention.support import find_decoder, selects_tokens, takes_positions
 from pl_grouprl.media.inputs import media_inputs, placeholder_ids
+from pl_grouprl.models.router_replay import RouterReplay
 from pl_grouprl.rollout.engine import SampleRequest
 from pl_grouprl.rollout.hf.attention import PromptLayer, PromptWindow, keeps_more_than_keys, new_cache
 from pl_grouprl.rollout.hf.kept import (
@@ -51,10 +53,15 @@ class NextTokenLogits:
 
     Args:
         model: A transformers decoder with a language-model head.
+        routers: An open context of the model, which records the experts of all tokens; None records nothing.
+
+    Attributes:
+        routed_experts: Experts of the latest call's tokens, int16, shape [B, S, mixtures, experts per token].
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, routers: RouterReplay | None = None) -> None:
+        self.model, self.routers = model, routers
+        self.routed_experts: Tensor | None = None
         self.device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -83,14 +90,17 @@ class NextTokenLogits:
             Logits after the last token, shape [B, V], in the model's dtype.
         """
         optional = {"position_ids": position_ids_BS, "logits_to_keep": 1}
-        output = self.model(
-            input_ids=input_ids_BS,
-            attention_mask=mask_BS,
-            use_cache=True,
-            **{self._cache: cache},
-            **{name: value for name, value in optional.items() if name in self._optional},
-            **(media or {}),
-        )
+        with nullcontext() if self.routers is None else self.routers.recording() as recorded:
+            output = self.model(
+                input_ids=input_ids_BS,
+                attention_mask=mask_BS,
+                use_cache=True,
+                **{self._cache: cache},
+                **{name: value for name, value in optional.items() if name in self._optional},
+                **(media or {}),
+            )
+        if recorded is not None:
+            self.routed_experts = recorded().unflatten(0, input_ids_BS.shape)
         logits_BV = output.logits[:, -1]
         if self._never is None:  # created once, because copying to a device is slow
             known = [token for token in placeholder_ids(self.model).values() if token < logits_BV.shape[-1]]
@@ -155,6 +165,7 @@ class Prefix:
             its length if patches of an image share positions.
         shared: The part of each prompt that sequences may share: all of it, unless it continues a kept sequence that
             shares one.
+        routed_experts: The experts of each prompt's tokens, on the CPU; None if they are not recorded.
     """
 
     cache: Cache
@@ -162,6 +173,7 @@ class Prefix:
     lengths: list[int]
     positions: list[int]
     shared: list[EncodedPrompt]
+    routed_experts: list[Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -231,7 +243,8 @@ def prefill(logits: NextTokenLogits, prompts: Sequence[SampleRequest]) -> Prefix
         if positions is not None:
             position_ids, following = positions.position_ids.to(device), positions.next_position_S.tolist()
     logits_PV = logits(input_ids, cache, position_ids, mask, media)
-    return Prefix(cache, logits_PV, lengths, following, [EncodedPrompt(length) for length in lengths])
+    shared = [EncodedPrompt(length) for length in lengths]
+    return Prefix(cache, logits_PV, lengths, following, shared, _last_experts(logits, lengths))
 
 
 def continue_sequences(
@@ -278,7 +291,18 @@ def continue_sequences(
         for layer in layers:
             if type(layer) is PromptLayer:
                 layer.keys, layer.values = layer.keys[:, :, -most:].clone(), layer.values[:, :, -most:].clone()
-    return Prefix(cache, logits_PV, lengths, lengths, shared)
+    experts = _last_experts(logits, [new] * len(lengths))
+    if experts is not None:
+        before = [row.routed_experts for row in rows]
+        experts = [torch.cat([old, own]) for old, own in zip(before, experts, strict=True) if old is not None]
+    return Prefix(cache, logits_PV, lengths, lengths, shared, experts)
+
+
+def _last_experts(logits: NextTokenLogits, lengths: Sequence[int]) -> list[Tensor] | None:
+    """The experts of the last tokens of each row in the latest call; None if they are not recorded."""
+    if logits.routed_experts is None:
+        return None
+    return [row[len(row) - length :] for row, length in zip(logits.routed_experts.cpu(), lengths, strict=True)]
 
 
 def plan_prefill(prompts: Sequence[SampleRequest], max_tokens: int, *, max_padding: float = MAX_PADDING) -> list[range]:

@@ -7,6 +7,8 @@ reads and writes the labels that say which weights a server has.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
 import secrets
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
+import numpy as np
 
 from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.rollout.engine import SamplerLostError, StopStrings
@@ -297,6 +300,7 @@ class PromptRequest:
         min_version: The oldest version that tokens may be sampled from.
         vocab_size: Size of the model's vocabulary.
         names_adapter: Whether to name the adapter of a version, rather than sample from the model itself.
+        mixtures: Layers whose experts are recorded; None if none are.
     """
 
     bodies: Sequence[dict[str, Any]]
@@ -305,6 +309,7 @@ class PromptRequest:
     min_version: int
     vocab_size: int
     names_adapter: bool = False
+    mixtures: Sequence[int] | None = None
 
 
 def decode(server: Server, response: httpx2.Response) -> Any:
@@ -378,6 +383,7 @@ async def _sample_once(
         named["model"] = adapter_name(version)
     async with gate, aclosing(_parts(http, server, request, named)) as parts:
         async for part in parts:
+            completion.routed_experts = part.routed_experts
             if not (stopped or part.finish_reason == "abort"):
                 stopped = completion.add(part.token_ids, part.logprobs, part.finish_reason)
                 if stopped:  # vLLM then ends the sequence and reports its weights
@@ -387,7 +393,7 @@ async def _sample_once(
         raise BrokenOffError("the answer ended before its rollout did")
     if part.finish_reason == "abort" and not stopped:
         return None
-    rollout = completion.rollout()
+    rollout = completion.rollout(len(body["token_ids"]), request.mixtures)
     count, limit = len(rollout.token_ids), body["sampling_params"]["max_tokens"]
     if count > limit:
         raise BrokenOffError(f"an answer of {count} tokens, where max_tokens is {limit}")
@@ -410,12 +416,13 @@ async def _current_version(http: httpx2.AsyncClient, server: Server, request: Pr
 
 
 class _Part(NamedTuple):
-    """A part of an answer; `spans` are vLLM's `weight_versions`."""
+    """A part of an answer; `spans` are vLLM's `weight_versions`. The last part has the experts, if any has."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
     spans: Sequence[Mapping[str, Any]] | None
+    routed_experts: np.ndarray | None
 
 
 async def _parts(
@@ -450,7 +457,9 @@ def _read_part(choice: Mapping[str, Any], vocab_size: int) -> _Part:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise ValueError(f"it has token ids from {min(token_ids)} to {max(token_ids)}, beyond vocab_size={vocab_size}")
     logprobs = [math.nan if found["logprob"] <= NOT_FINITE else found["logprob"] for found in content]
-    return _Part(token_ids, logprobs, choice["finish_reason"], choice.get("weight_versions"))
+    experts = choice.get("routed_experts")
+    found = None if experts is None else np.load(io.BytesIO(base64.b64decode(experts)), allow_pickle=False)
+    return _Part(token_ids, logprobs, choice["finish_reason"], choice.get("weight_versions"), found)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from pl_grouprl.distributed.checksum import buckets, cast, check_weights
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models.adapters import base_of
+from pl_grouprl.models.router_replay import mixture_layers
 from pl_grouprl.rollout.engine import AdapterWeights, PolicyEngine, SampleRequest, StopStrings
 from pl_grouprl.rollout.vllm.adapter import INSTEAD, AdapterForm, adapter_file, choose_form, lora_arguments
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
@@ -54,6 +55,8 @@ class VLLMRolloutEngine(PolicyEngine):
             on linear layers of the decoder, on GPUs in 16 bits. `merged` sends all weights with the adapter merged in.
             `auto` is `separate` where vLLM can apply the adapter, else `merged`, and logs why.
         seed: Seed of vLLM's random numbers outside sequences; does not affect rollouts.
+        router_replay: Record the experts of each token, as `HFRolloutEngine` does (`enable_return_routed_experts` of
+            vLLM); not with stop strings. That has not been run on a GPU yet.
         engine_kwargs: Further arguments of vLLM's `EngineArgs`.
 
     Raises:
@@ -79,6 +82,7 @@ class VLLMRolloutEngine(PolicyEngine):
         bucket_mib: int = 256,
         adapter: Literal["auto", "merged", "separate"] = "auto",
         seed: int = 0,
+        router_replay: bool = False,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
         optional.check_vllm_system(type(self).__name__)
@@ -97,7 +101,7 @@ class VLLMRolloutEngine(PolicyEngine):
                 "adapter": (adapter, adapter in ("auto", "merged", "separate"), "'auto', 'merged' or 'separate'"),
             }
         )
-        self._sleep_level = sleep_level
+        self._sleep_level, self.router_replay = sleep_level, router_replay
         if adapter == "separate":
             self._check_sleep()
         self._is_automatic = adapter == "auto"
@@ -116,6 +120,7 @@ class VLLMRolloutEngine(PolicyEngine):
                 "max_num_seqs": max_num_seqs,
                 "enforce_eager": enforce_eager,
                 "seed": seed,
+                **({"enable_return_routed_experts": True} if router_replay else {}),
             },
             engine_kwargs or {},
             kv_cache_gib=kv_cache_gib,
@@ -197,11 +202,18 @@ class VLLMRolloutEngine(PolicyEngine):
 
         def check() -> StopStrings:
             check_temperature(sampling)
+            if self.router_replay and sampling.stop:
+                raise ValueError(
+                    f"router_replay is on with SamplingConfig.stop={sampling.stop}, at which vLLM returns no experts; "
+                    "use stop_token_ids."
+                )
             return self.check(requests, sampling)
 
         stop = self._vllm.raise_on_engine_ranks(check)
         never = sorted(placeholder_ids(self.model).values())
-        groups = self._vllm.sample(requests, sampling, seed, end_ids=self.end_ids(sampling), never=never, stop=stop)
+        mixtures = mixture_layers(self.model) if self.router_replay else None
+        how: dict[str, Any] = {"end_ids": self.end_ids(sampling), "never": never, "stop": stop, "mixtures": mixtures}
+        groups = self._vllm.sample(requests, sampling, seed, **how)
         self._sleep()
         return groups
 

@@ -203,6 +203,7 @@ class VLLMInstance:
         end_ids: Sequence[int],
         never: Sequence[int],
         stop: StopStrings,
+        mixtures: Sequence[int] | None = None,
     ) -> list[list[Rollout]]:
         """Sample the rollouts of each request; ranks that share an engine pool their requests.
 
@@ -213,6 +214,7 @@ class VLLMInstance:
             end_ids: Tokens that end a sequence.
             never: Tokens that are not sampled.
             stop: Strings that end a sequence.
+            mixtures: Layers whose experts are recorded; None if none are.
         """
         asked = [[one.token_ids, dict(one.media), one.seeds(seed), one.max_new_tokens] for one in requests]
         pooled, mine = settings.share_requests(asked, self._group)
@@ -222,7 +224,7 @@ class VLLMInstance:
             if self._asleep:
                 self._engine.wake_up()
                 self._asleep = False
-            return self._run(pooled, sampling, end_ids, never, stop)[mine]
+            return self._run(pooled, sampling, end_ids, never, stop, mixtures)[mine]
 
     def _run(
         self,
@@ -231,6 +233,7 @@ class VLLMInstance:
         end_ids: Sequence[int],
         never: Sequence[int],
         stop: StopStrings,
+        mixtures: Sequence[int] | None,
     ) -> list[list[Rollout]]:
         completions: dict[str, Completion] = {}
         try:
@@ -245,14 +248,16 @@ class VLLMInstance:
                 outputs = self._engine.step()
                 tick(sum(len(output.outputs[0].token_ids) for output in outputs))
                 for output in outputs:
-                    if completions[output.request_id].add(*new_tokens(output.outputs[0])):
+                    completion, found = completions[output.request_id], output.outputs[0]
+                    completion.routed_experts = found.routed_experts
+                    if completion.add(*new_tokens(found)):
                         self._engine.abort_request([output.request_id])
         except BaseException:
             self._engine.abort_request(list(completions))
             raise
         return [
-            [completions[f"{place}.{number}"].rollout() for number in range(len(seeds))]
-            for place, (_, _, seeds, _) in enumerate(requests)
+            [completions[f"{place}.{number}"].rollout(len(prompt), mixtures) for number in range(len(seeds))]
+            for place, (prompt, _, seeds, _) in enumerate(requests)
         ]
 
     def sleep(self) -> bool:

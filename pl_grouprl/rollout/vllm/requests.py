@@ -6,6 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from pl_grouprl.models.router_replay import NOT_RECORDED
 from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.types import FinishReason, Rollout, SamplingConfig
 
@@ -83,6 +87,10 @@ class Completion:
 
     Args:
         stop: Strings that end it.
+
+    Attributes:
+        routed_experts: The experts of its tokens in each decoder layer, prompt included, shape [tokens, layers, experts
+            per token], from vLLM's last output; None if vLLM returned none.
     """
 
     def __init__(self, stop: StopStrings) -> None:
@@ -90,6 +98,7 @@ class Completion:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._finish_reason: FinishReason | None = None
+        self.routed_experts: np.ndarray | None = None
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None) -> bool:
         """Add what is new in an output of vLLM.
@@ -114,18 +123,34 @@ class Completion:
             self._finish_reason = finish_reason  # type: ignore[assignment]
         return False
 
-    def rollout(self) -> Rollout:
+    def rollout(self, num_prompt_tokens: int = 0, mixtures: Sequence[int] | None = None) -> Rollout:
         """The sequence, without text.
+
+        Args:
+            num_prompt_tokens: Tokens of its prompt.
+            mixtures: Layers whose experts are recorded; None if none are.
 
         Raises:
             FloatingPointError: If the model's logits were not finite.
+            ValueError: If experts are to be recorded, but vLLM returned none.
         """
         if not all(map(math.isfinite, self._logprobs)):
             raise FloatingPointError(
                 "the model's logits are not finite (NaN or infinite) in vLLM; check its weights, and whether the "
                 "engine's dtype can hold its activations (try bfloat16 or float32 in place of float16)."
             )
-        return Rollout(self._token_ids, self._logprobs, finish_reason=self._finish_reason)
+        record = None
+        if mixtures is not None:
+            if self.routed_experts is None:
+                raise ValueError(
+                    "router_replay is on, but vLLM returned no routed_experts; start it with "
+                    "--enable-return-routed-experts."
+                )
+            found, count = self.routed_experts.astype(np.int16), num_prompt_tokens + len(self._token_ids)
+            record = torch.full((count, len(mixtures), found.shape[-1]), NOT_RECORDED, dtype=torch.int16)
+            known = torch.from_numpy(found)[: count - 1, mixtures]
+            record[: len(known)] = known
+        return Rollout(self._token_ids, self._logprobs, finish_reason=self._finish_reason, routed_experts=record)
 
 
 def new_tokens(output: Any) -> tuple[list[int], list[float], str | None]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from pl_grouprl.distributed.checksum import cast
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models.adapters import has_adapters
+from pl_grouprl.models.router_replay import mixture_layers
 from pl_grouprl.rollout.engine import AdapterWeights, PolicyEngine, SampleRequest, SamplerLostError
 from pl_grouprl.rollout.vllm.access import TOKEN_VARIABLE
 from pl_grouprl.rollout.vllm.adapter import INSTEAD, AdapterForm, adapter_name, choose_form, lora_arguments
@@ -59,6 +60,8 @@ class VLLMServerRolloutEngine(PolicyEngine):
             `merged`: they get all weights with the adapter merged in. `auto` is `separate` where policy and servers
             allow it, else `merged`, and logs why.
         max_concurrent_requests: Number of prompts per rank that a server works on at a time.
+        router_replay: Record the experts of each token, as `HFRolloutEngine` does; the servers need
+            `--enable-return-routed-experts`. That has not been run on a GPU yet.
         in_flight: What `update_weights` does with sequences that are being sampled: `keep` continues them with the new
             weights, `restart` starts them again. With a separate adapter, they always start again.
 
@@ -86,6 +89,7 @@ class VLLMServerRolloutEngine(PolicyEngine):
         adapter: Literal["auto", "merged", "separate"] = "auto",
         max_concurrent_requests: int = 64,
         in_flight: Literal["keep", "restart"] = "keep",
+        router_replay: bool = False,
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
         check_options(
@@ -106,7 +110,7 @@ class VLLMServerRolloutEngine(PolicyEngine):
         self.version: int | None = None
         self.dtype: SamplerDtype = dtype
         self.max_concurrent_requests = max_concurrent_requests
-        self.in_flight = in_flight
+        self.in_flight, self.router_replay = in_flight, router_replay
         self._bucket_bytes = bucket_mib << 20
         self._servers = [Server(url, token=token, timeout=timeout) for url in urls]
         self._labels = Labels(secrets.token_hex(8))
@@ -278,7 +282,7 @@ class VLLMServerRolloutEngine(PolicyEngine):
             if self._is_lost:
                 raise SamplerLostError("the last update of the sampling servers has failed.")
             raise RuntimeError(f"{type(self).__name__} has no weights; call update_weights before generate.")
-        end_ids = self.end_ids(sampling)
+        end_ids, mixtures = self.end_ids(sampling), mixture_layers(self.model) if self.router_replay else None
         never = [token for token in sorted(placeholder_ids(self.model).values()) if token < vocab_size]
         asked = []
         for request in requests:
@@ -286,7 +290,7 @@ class VLLMServerRolloutEngine(PolicyEngine):
             options = [sampling_options(limited, end_ids=end_ids, never=never, seed=one) for one in request.seeds(seed)]
             bodies = [{"token_ids": request.token_ids, "sampling_params": option} for option in options]
             named = self.adapter == "separate"
-            asked.append(PromptRequest(bodies, stop, self._labels, version, vocab_size, names_adapter=named))
+            asked.append(PromptRequest(bodies, stop, self._labels, version, vocab_size, named, mixtures))
         return self._scheduler.sample(asked)
 
     def close(self) -> None:
