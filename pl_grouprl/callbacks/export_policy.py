@@ -84,7 +84,7 @@ class ExportPolicy(Callback):
             return
         self._support = support_of(trainer)
         for name in filter(None, (self.attribute, self.tokenizer_attribute)):
-            getattr(pl_module, name)
+            getattr(pl_module, name)  # raises AttributeError if it is missing
         folder = run_folder(trainer)
         self._target = None if folder is None else folder / self.folder
         if self._target is not None:

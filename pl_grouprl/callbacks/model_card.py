@@ -94,7 +94,7 @@ def card_files(trainer: Trainer, module: LightningModule, model: Any, name: str,
         if curves is not None and curves.is_file():
             files["curves.png"] = curves.read_bytes()
             parts.append("![metrics by optimizer step](curves.png)")
-    parts.append(f"## Options\n\n```yaml\n{yaml.safe_dump(_plain(all_options(module)))}```")
+    parts.append(f"## Options\n\n```yaml\n{yaml.safe_dump(_publishable(all_options(module)))}```")
     versions = []
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -116,11 +116,12 @@ def _license(base: str, on_hub: bool) -> str | None:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _publishable(value: Any) -> Any:
+    """Options as plain YAML values, without what may name a person."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _publishable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_publishable(item) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
     return Path(value).name if Path(str(value)).is_absolute() else _FOLDERS.sub("", str(value))
@@ -148,9 +149,8 @@ def reserve_repository(repo_id: str, private: bool | None, marker: str) -> str:
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     found = api.model_info(repo_id)
     if private is not None and found.private != private:
-        raise ValueError(
-            f"private is {private}, but {repo_id} exists and is not; change it on the hub, or omit private."
-        )
+        given = f"private is {private}, but {repo_id} exists with private={found.private}"
+        raise ValueError(f"{given}; change it on the hub, or omit private.")
     names = {file.rfilename for file in found.siblings or ()}
     if marker not in names and names - _OWN_FILES:
         raise FileExistsError(f"push_to_hub {repo_id!r} has files that no export wrote; pass a new name.")

@@ -210,6 +210,7 @@ class MCPSession:
         try:
             result = _plain(await client.call_tool(name, arguments))
         except Exception as error:
+            # Without a code it is no answer of the server: the connection broke, unless the library rejects the call.
             code = getattr(getattr(error, "error", None), "code", None)
             is_lost = not isinstance(error, RuntimeError | ValueError | TypeError) if code is None else code in _LOST
             if not is_lost:

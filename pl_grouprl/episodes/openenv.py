@@ -61,15 +61,15 @@ class OpenEnv(ListedEnvironment):
         self._mode, self._key, self._reset_columns = reward, observation_key, reset_columns
         asynchronous = GenericEnvClient(base_url=base_url, message_timeout_s=timeout, headers=self._headers or None)
         self._client = asynchronous.sync()
-        self._close = weakref.finalize(self, self._client.close)
+        weakref.finalize(self, self._client.close)
         self._rewards: list[float | None] = []
-        self._over: str | None = "reset was not called"
+        self._end_reason: str | None = "reset was not called"
 
     def reset(self, **row: Any) -> str | None:
         """Begin an episode; returns the first observation, None if it has no fields."""
         columns = {name: row[name] for name in self._reset_columns if name in row}
         result = self._client.reset(**columns)
-        self._rewards, self._over = [], "the environment is done" if result.done else None
+        self._rewards, self._end_reason = [], "the environment is done" if result.done else None
         return self._read(result.observation) or None
 
     def list_tools(self) -> list[Tool]:
@@ -110,19 +110,19 @@ class OpenEnv(ListedEnvironment):
         Raises:
             RuntimeError: If the episode has ended, or the server or its tool reports an error.
         """
-        if self._over is not None:
-            raise RuntimeError(f"The episode has ended: {self._over}.")
+        if self._end_reason is not None:
+            raise RuntimeError(f"The episode has ended: {self._end_reason}.")
         action = arguments if name == STEP else {"type": "call_tool", "tool_name": name, "arguments": arguments}
         try:
             result = self._client.step(action)
         except Exception as error:
             # The client reconnects by itself, to an environment that was not reset.
             if not isinstance(error, RuntimeError):
-                self._over = "the connection to the environment was lost"
+                self._end_reason = "the connection to the environment was lost"
             raise RuntimeError(describe_error(error)) from error
         self._rewards.append(None if result.reward is None else float(result.reward))
         if result.done:
-            self._over = "the environment is done"
+            self._end_reason = "the environment is done"
         if name == STEP:
             return self._read(result.observation)
         if failure := result.observation.get("error"):
@@ -145,14 +145,14 @@ class OpenEnv(ListedEnvironment):
     def get_reward(self) -> Callable[[], float]:
         """The method that returns the episode's reward; none if steps have their own."""
         if self._mode == "steps":
-            raise AttributeError("get_reward")
+            raise AttributeError("get_reward")  # so that hasattr is False
         return self._total
 
     @property
     def get_step_reward(self) -> Callable[[], float | None]:
         """The method that returns the last step's reward; none if the episode has one."""
         if self._mode != "steps":
-            raise AttributeError("get_step_reward")
+            raise AttributeError("get_step_reward")  # so that hasattr is False
         return self._take
 
     def _total(self) -> float:

@@ -119,7 +119,7 @@ def find_token_groups(
         ValueError: If shapes differ, an option is out of range, a norm of a valid token is negative, or the mask has
             other values than 0 and 1.
     """
-    mask_BT = _check_rows(td_errors, score_norms, mask)
+    mask_BT = _check_shapes(mask, td_errors=td_errors, score_norms=score_norms)
     check_options(
         {
             "threshold": (threshold, threshold > 0, "larger than 0 (up to 1, every token ends a group)"),
@@ -187,7 +187,7 @@ def improbable_token_groups(
     Raises:
         ValueError: If shapes differ, an option is out of range, or the mask has other values than 0 and 1.
     """
-    mask_BT = _check_rows(logprobs, logprobs, mask)
+    mask_BT = _check_shapes(mask, logprobs=logprobs)
     check_options(
         {
             "probability": (probability, 0 < probability <= 1, "larger than 0, at most 1"),
@@ -228,7 +228,7 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
     Raises:
         ValueError: If shapes differ, or the mask has other values than 0 and 1.
     """
-    mask_BT = _check_rows(td_errors, score_norms, mask)
+    mask_BT = _check_shapes(mask, td_errors=td_errors, score_norms=score_norms)
     norms_BT = score_norms
     if score_norms.dim() == 3:
         dtype = torch.promote_types(score_norms.dtype, torch.float32)
@@ -238,14 +238,15 @@ def signal_sums(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([signal_BT.masked_fill(~counted_BT, 0).sum(), counted_BT.sum().double()])
 
 
-def _check_rows(td_errors: Tensor, score_norms: Tensor, mask: Tensor) -> Tensor:
+def _check_shapes(mask: Tensor, **tensors: Tensor) -> Tensor:
     """Check that all share the axes B and T; return the mask as bool."""
-    shape = td_errors.shape
-    if len(shape) != 2 or score_norms.dim() not in (2, 3) or score_norms.shape[:2] != shape or mask.shape != shape:
-        raise ValueError(
-            f"td_errors has shape {tuple(shape)}, score_norms {tuple(score_norms.shape)} and mask {tuple(mask.shape)}; "
-            "pass [B, T], [B, T] (or a vector per token, [B, T, S]) and [B, T]."
-        )
+    for name, tensor in tensors.items():
+        axes, shape = "[B, T]", tensor.shape
+        if name == "score_norms" and tensor.dim() == 3:
+            axes, shape = "[B, T, S]", shape[:2]
+        if mask.dim() != 2 or shape != mask.shape:
+            given = f"{name} has shape {tuple(tensor.shape)} and mask {tuple(mask.shape)}"
+            raise ValueError(f"{given}; pass {axes} and [B, T].")
     return bool_mask(mask)
 
 
@@ -269,7 +270,7 @@ def log_ratio_scores(policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor
     Raises:
         ValueError: If shapes differ, or the two are equal at every token, as in the first pass over new rollouts.
     """
-    mask_BT = _check_rows(policy_logprobs, old_logprobs, mask)
+    mask_BT = _check_shapes(mask, policy_logprobs=policy_logprobs, old_logprobs=old_logprobs)
     ratio_BT = (policy_logprobs.detach() - old_logprobs.detach()).masked_fill(~mask_BT, 0)
     if mask_BT.any() and not ratio_BT.any():
         raise ValueError("old_logprobs equals policy_logprobs at every token; use score_norm='logit' or 'sketch'.")
@@ -290,7 +291,7 @@ def _cut_rows(
     errors_BT, norms = errors_BT.to(dtype) / scale, norms.to(dtype)
     finite_BT = norms.isfinite() if norms.dim() == 2 else norms.isfinite().all(dim=2)
     errors_BT = errors_BT.masked_fill(~finite_BT | errors_BT.isinf(), torch.nan)  # NaN compares as false
-    rows = compact(mask_BT) if _has_gaps(mask_BT) else None
+    rows = None if _is_left_aligned(mask_BT) else compact(mask_BT)
     if rows is not None:
         errors_BT = rows.close(errors_BT)
         vectors = norms.dim() == 3
@@ -310,8 +311,9 @@ def _cut_rows(
     return starts_BT, causes_BT > 0, rows.reopen(index_BT, fill=-1), causes_BT
 
 
-def _has_gaps(mask_BT: Tensor) -> bool:
-    return bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
+def _is_left_aligned(mask_BT: Tensor) -> bool:
+    """Whether the valid tokens of each row are its first ones."""
+    return not (mask_BT[:, 1:] & ~mask_BT[:, :-1]).any()
 
 
 def _first_ends(
@@ -438,7 +440,7 @@ def token_group_advantages(
 
 def _scan(errors_BT: Tensor, ends_BT: Tensor, mask_BT: Tensor, gamma: float, lam_BT: Tensor) -> Tensor:
     decay_BT = torch.where(ends_BT, lam_BT * gamma, gamma)
-    if not _has_gaps(mask_BT):
+    if _is_left_aligned(mask_BT):
         return reverse_scan(errors_BT, decay_BT)
     rows = compact(mask_BT)
     return rows.reopen(reverse_scan(rows.close(errors_BT), rows.close(decay_BT)))
@@ -484,7 +486,8 @@ def token_group_metrics(counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         Scalars in float32: `total_tokens`, `advantage_positions` (endpoints), `compression_ratio` = 1 - positions /
         tokens, `speedup_factor` = tokens / positions (the reduction in advantage positions, not of wall-clock time),
-        `avg_group_size` in tokens, and the fraction of endpoints by cause. Ratios are NaN if there are no tokens.
+        `avg_group_size`, which is the same in tokens, and the fraction of endpoints by cause. Ratios are NaN if there
+        are no tokens.
     """
     tokens, positions = counts["tokens"].double(), counts["positions"].double()
     metrics = {
@@ -540,8 +543,8 @@ class ThresholdController:
         max_size: int = 16,
     ) -> None:
         initial, largest = group_variance_threshold, 1 - 1 / max_size if max_size else 0.0
-        reachable = target_compression == 0 or 0.5 <= target_compression <= largest + 1e-9
-        in_reach = f"0, or between 0.5 and {largest:.4g} = 1 - 1 / group_max_size if adaptive_threshold is true"
+        is_reachable = target_compression == 0 or 0.5 <= target_compression <= largest + 1e-9
+        reachable_range = f"0, or between 0.5 and {largest:.4g} = 1 - 1 / group_max_size if adaptive_threshold is true"
         check_options(
             {
                 "group_variance_threshold": (initial, initial is None or initial > 0, "larger than 0, or None"),
@@ -553,7 +556,7 @@ class ThresholdController:
                     max_threshold >= max(min_threshold, 1.0),
                     f"1, min_threshold ({min_threshold}) or more",
                 ),
-                "target_compression": (target_compression, reachable or not adaptive_threshold, in_reach),
+                "target_compression": (target_compression, is_reachable or not adaptive_threshold, reachable_range),
             }
         )
         self.adaptive_threshold = adaptive_threshold

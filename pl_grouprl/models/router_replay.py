@@ -114,12 +114,13 @@ class RouterReplay:
 
     def __enter__(self) -> RouterReplay:
         for number, mixture in enumerate(self._mixtures):
-            # Some mixtures are not called, and a decoder layer that is one itself is checkpointed inside its hooks.
+            # Hooks go on the router: not every mixture is called, and one that is a whole decoder layer would be
+            # checkpointed inside its hooks.
             own: dict[str, Any] = dict(mixture.named_children())
-            chooses, experts = own.get("router", mixture), getattr(own.get("experts"), "num_experts", 0)
-            before, after = Hook(partial(self._before, number, experts)), Hook(partial(self._after, number))
-            self._handles.append(chooses.register_forward_pre_hook(before))
-            self._handles.append(chooses.register_forward_hook(after, always_call=True))
+            router, num_experts = own.get("router", mixture), getattr(own.get("experts"), "num_experts", 0)
+            before, after = Hook(partial(self._before, number, num_experts)), Hook(partial(self._after, number))
+            self._handles.append(router.register_forward_pre_hook(before))
+            self._handles.append(router.register_forward_hook(after, always_call=True))
         for module in self._decoder.modules():
             for name in _CHECKPOINTING:
                 if (function := vars(module).get(name)) is not None:
@@ -245,7 +246,8 @@ class _Choice(TorchFunctionMode):
             return found
         scores, record_TK = args[0], self._record_TK
         width = scores.shape[-1]
-        if width < self._experts:  # a choice among groups of experts, which must have the recorded ones
+        if width < self._experts:
+            # Group-limited routing (DeepSeek-V3): this top-k picks groups; make it pick those of the recorded experts.
             if record_TK is None:
                 return found
             groups = torch.zeros_like(scores, dtype=torch.bool)

@@ -47,9 +47,13 @@ _FEWEST_TOKENS = 64
 """Fewer tokens than these show no pattern."""
 
 _SUM = "mismatch/"
-"""Prefix of the sums that `Mismatch.finish` replaces by metrics."""
+"""Prefix of the means that `Mismatch.finish` replaces by metrics."""
+
+_BINS = {"token": FIRST_TOKENS, "turn": range(1, TURNS + 1)}
+"""Labels of the bins of each kind."""
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
+"""Numerator and denominator of each metric; with a denominator of 0, the numerator counts (`LossAccumulator`)."""
 
 
 def mark_tokens(buffer: RolloutBuffer, version: int | None) -> None:
@@ -84,8 +88,8 @@ def mismatch_sums(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, entropy_N:
         batch: With `turn` and, if the sampler's weights may be older, `staleness`.
     """
     mask_N, index_N = batch.mask_N, batch.scoring.rollout_index_N
-    ones_N = mask_N.float()
-    lengths_B = ones_N.new_zeros(batch.scoring.num_rollouts).index_add_(0, index_N, torch.ones_like(ones_N)).long()
+    trained_N = mask_N.float()
+    lengths_B = index_N.new_zeros(batch.scoring.num_rollouts).index_add_(0, index_N, torch.ones_like(index_N))
     position_N = torch.arange(1, len(index_N) + 1, device=index_N.device) - (lengths_B.cumsum(0) - lengths_B)[index_N]
     x_N = (old_logprobs_N - rollout_logprobs_N).masked_fill(~mask_N, 0).float().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     u_N = (old_logprobs_N + entropy_N).masked_fill(~mask_N, 0).float()
@@ -94,18 +98,19 @@ def mismatch_sums(old_logprobs_N: Tensor, rollout_logprobs_N: Tensor, entropy_N:
     terms = {"kl": kl_N, "beyond": (excess_N.abs() > 0.02).float(), "abs": x_N.abs()}
     terms |= {"x": x_N, "u": u_N, "xx": x_N.square(), "uu": u_N.square(), "ux": u_N * x_N}
     if "staleness" in batch.tokens:
-        fresh_N = ones_N * (batch.tokens["staleness"] == 0)
+        fresh_N = trained_N * (batch.tokens["staleness"] == 0)
         terms |= {"fresh": fresh_N, "kl_fresh": kl_N * fresh_N}
-    count = ones_N.sum()
+    count = trained_N.sum()
     pairs = {name: (term_N.sum(), count) for name, term_N in terms.items()}
     pairs["tokens"] = count, torch.zeros_like(count)
     bounds = torch.tensor(FIRST_TOKENS[1:], device=position_N.device)
     bins = {
-        "token": (FIRST_TOKENS, torch.bucketize(position_N, bounds, right=True)),
-        "turn": (range(1, TURNS + 1), batch.tokens["turn"].long().clamp(1, TURNS) - 1),
+        "token": torch.bucketize(position_N, bounds, right=True),
+        "turn": batch.tokens["turn"].long().clamp(1, TURNS) - 1,
     }
-    for kind, (labels, bin_N) in bins.items():
-        totals, counts = (ones_N.new_zeros(len(labels)).index_add_(0, bin_N, term_N) for term_N in (kl_N, ones_N))
+    for kind, bin_N in bins.items():
+        labels = _BINS[kind]
+        totals, counts = (trained_N.new_zeros(len(labels)).index_add_(0, bin_N, term_N) for term_N in (kl_N, trained_N))
         for place, label in enumerate(labels):
             pairs[f"{kind}/{label}"] = totals[place], counts[place]
             pairs[f"{kind}_share/{label}"] = counts[place], count
@@ -169,7 +174,7 @@ def diagnose(means: Mapping[str, float], *, mixture: bool) -> Diagnosis:
 
 
 class Mismatch:
-    """Turns the sums of an update into metrics, and warns once if sampler and trainer differ too much.
+    """Turns the means of an update into metrics, and warns once if sampler and trainer differ too much.
 
     Args:
         run: The run.
@@ -181,7 +186,7 @@ class Mismatch:
         self._warned = False
 
     def finish(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Replace the sums of `mismatch_sums` among an update's metrics.
+        """Replace the means of `mismatch_sums` among an update's metrics.
 
         Returns:
             All other metrics, and in nats `sampling/kl`, `sampling/kl_at_token/{first}`, and with several turns
@@ -197,8 +202,7 @@ class Mismatch:
         found["sampling/largest_ratio"] = math.exp(largest)
         kinds = ("token", "turn") if means["turn_share/1"] < 1 else ("token",)
         for kind in kinds:
-            labels = FIRST_TOKENS if kind == "token" else range(1, TURNS + 1)
-            filled = (label for label in labels if means[f"{kind}_share/{label}"])
+            filled = (label for label in _BINS[kind] if means[f"{kind}_share/{label}"])
             found |= {f"sampling/kl_at_{kind}/{label}": means[f"{kind}/{label}"] for label in filled}
         if means["kl"] > KL_BOUND and means["tokens"] >= _FEWEST_TOKENS and not (self._warned or self._expected):
             self._warned = True

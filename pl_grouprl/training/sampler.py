@@ -104,10 +104,6 @@ class EpisodeOptions(EpisodeLimits):
 NO_OPTIONS = EpisodeOptions()
 
 
-def _untimed(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class Sampler:
     """Samples on all ranks; synchronizes the weights first if the engine has a copy of them.
 
@@ -131,7 +127,7 @@ class Sampler:
         run: Run,
         engine: RolloutEngine | None = None,
         seed: int = 0,
-        timed: Callable[[str], AbstractContextManager[None]] = _untimed,
+        timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
         tooling: Tooling | None = None,
     ) -> None:
         kind = SyncedRolloutEngine if hasattr(engine, "update_weights") else RolloutEngine

@@ -92,7 +92,7 @@ def test_before_training_if_others_wrote_to_it(hub, fit, counter):
 
 def test_before_training_if_everybody_would_see_a_private_policy(hub, fit, counter):
     hub.private["lab/digits"], hub.commits["lab/digits"], hub.files["lab/digits"] = False, [], {}
-    with pytest.raises(ValueError, match="private is True, but lab/digits"):
+    with pytest.raises(ValueError, match="private is True, but lab/digits exists with private=False"):
         export(fit, counter, tiny_model("qwen3"), push_to_hub="lab/digits", private=True)
     assert counter.trainer.global_step == 0
 

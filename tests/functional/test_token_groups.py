@@ -374,15 +374,18 @@ def test_errors_name_the_argument(change, argument):
         find_token_groups(**{**arguments, **change})
 
 
-@pytest.mark.parametrize("change", [{"td_errors": (2, 3)}, {"score_norms": (1, 4)}, {"mask": (1, 4)}])
-def test_shapes_that_would_broadcast_are_refused(change):
-    td_errors, score_norms, mask = (
-        torch.ones(change.get(name, (2, 4))) > 0 for name in ("td_errors", "score_norms", "mask")
-    )
-    with pytest.raises(ValueError, match="td_errors"):
-        signal_sums(td_errors, score_norms, mask)
-    with pytest.raises(ValueError, match="td_errors"):
-        log_ratio_scores(td_errors.float(), score_norms.float(), mask)
+@pytest.mark.parametrize(("change", "named"), [({0: (2, 3)}, 0), ({1: (1, 4)}, 1), ({2: (1, 4)}, 0)])
+def test_shapes_that_would_broadcast_are_refused(change, named):
+    first, second, mask = (torch.ones(change.get(place, (2, 4))) > 0 for place in range(3))
+    with pytest.raises(ValueError, match=f"^{('td_errors', 'score_norms')[named]} has shape"):
+        signal_sums(first, second, mask)
+    with pytest.raises(ValueError, match=f"^{('policy_logprobs', 'old_logprobs')[named]} has shape"):
+        log_ratio_scores(first.float(), second.float(), mask)
+
+
+def test_the_error_for_a_mask_of_another_shape_names_the_logprobs():
+    with pytest.raises(ValueError, match=r"^logprobs has shape \(1, 3\) and mask \(1, 4\); pass \[B, T\]"):
+        improbable_token_groups(torch.zeros(1, 3), torch.ones(1, 4))
 
 
 def test_log_ratio_scores():

@@ -36,7 +36,7 @@ def eager(monkeypatch):
     """As on CUDA: attention without host numbers, and a look at the rows every 8 steps."""
     monkeypatch.setitem(decode.STEPS_PER_CHECK, "cpu", 8)
     monkeypatch.setattr(attention, "attend_runs", dense_runs)
-    for name in ("_CAN_CAPTURE", "_SAID"):
+    for name in ("_CAN_CAPTURE", "_LOGGED_REASONS"):
         monkeypatch.setattr(step_graph, name, WeakKeyDictionary())
 
 

@@ -279,11 +279,13 @@ class _TurnRows(NamedTuple):
 def _turn_rows(mask_BT: Tensor, turns_BT: Tensor) -> _TurnRows:
     if (mask_BT & (turns_BT < 0)).any():
         raise ValueError("turns is negative at a trained token; pass the turn of each token that the model wrote.")
-    count, width = int(turns_BT.max()) + 1 if turns_BT.numel() else 0, turns_BT.shape[1]
-    places_BT = torch.arange(width, device=turns_BT.device).expand_as(turns_BT)
-    none_BK = places_BT.new_full((len(turns_BT), max(count, min(width, 1))), width)
-    places_BT, turns_BT = places_BT.masked_fill(turns_BT < 0, width), turns_BT.clamp(min=0)
-    first_BK = none_BK.scatter_reduce(1, turns_BT, places_BT, "amin")
+    width = turns_BT.shape[1]
+    num_turns = int(turns_BT.max()) + 1 if turns_BT.numel() else 0
+    num_turns = max(num_turns, min(width, 1))  # tokens without a turn are looked up in column 0
+    columns_BT = torch.arange(width, device=turns_BT.device).expand_as(turns_BT).masked_fill(turns_BT < 0, width)
+    turns_BT = turns_BT.clamp(min=0)
+    first_BK = columns_BT.new_full((len(turns_BT), num_turns), width).scatter_reduce(1, turns_BT, columns_BT, "amin")
+    # A turn without tokens keeps `width`; it is masked, and clamped to be a valid index.
     return _TurnRows(turns_BT, first_BK.clamp(max=max(width - 1, 0)), first_BK < width)
 
 
@@ -346,19 +348,19 @@ def gagpo_advantages(
     trained_BT = mask_BT & ~_rows_without_reward(rewards, mask_BT)
     valid_BK = rows.mask_BK & trained_BT.any(dim=1, keepdim=True)
     weights_B = leaf_weights(group_ids, trained_BT, branches, reduce=reduce)
-    index_BK = torch.as_tensor(group_ids, device=turns.device)[:, None].expand_as(valid_BK)
+    group_BK = torch.as_tensor(group_ids, device=turns.device)[:, None].expand_as(valid_BK)
 
     returns_BK = discounted_returns(rewards_BK, valid_BK, gamma)
-    _, state_BK = torch.stack([index_BK, rows.first(states)]).flatten(1).unique(dim=1, return_inverse=True)
-    zeros_S = returns_BK.new_zeros(state_BK.numel())  # at least as many as there are states
+    _, state_N = torch.stack([group_BK, rows.first(states)]).flatten(1).unique(dim=1, return_inverse=True)  # N = B * K
+    zeros_S = returns_BK.new_zeros(state_N.numel())  # at least as many as there are states
     weights_BK = weights_B[:, None] * valid_BK
-    total_S = zeros_S.index_add(0, state_BK, (weights_BK * returns_BK).flatten())
-    values_S = total_S / zeros_S.index_add(0, state_BK, weights_BK.flatten()).clamp(min=1e-300)
-    values_BK = values_S[state_BK].view(valid_BK.shape)
+    total_S = zeros_S.index_add(0, state_N, (weights_BK * returns_BK).flatten())
+    values_S = total_S / zeros_S.index_add(0, state_N, weights_BK.flatten()).clamp(min=1e-300)
+    values_BK = values_S[state_N].view(valid_BK.shape)
 
     advantages_BK, _ = generalized_advantages(rewards_BK, values_BK, valid_BK, gamma=gamma, lam=lam)
     advantages_BK[valid_BK] = group_relative_advantages(
-        advantages_BK[valid_BK], index_BK[valid_BK], scale=scale, eps=eps
+        advantages_BK[valid_BK], group_BK[valid_BK], scale=scale, eps=eps
     )
     advantages_BT = rows.spread(advantages_BK) * weights_B[:, None]
     return advantages_BT.masked_fill(~mask_BT, 0).to(torch.promote_types(rewards.dtype, torch.float32))

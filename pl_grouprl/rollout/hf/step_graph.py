@@ -33,12 +33,12 @@ MAX_ROWS_KEPT = 3 / 4
 """Rows are moved together only if at most this share of them stays."""
 
 _CAPTURED_HOOKS = ("pl_grouprl.", "transformers.modeling_utils", "transformers.utils.output_capturing")
-"""Modules whose forward hooks do nothing in a step that has to be repeated by a replay."""
+"""Forward hooks from these modules do nothing that a replay would have to repeat."""
 
 _CAN_CAPTURE: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a model's steps can be captured, once that was tried."""
 
-_SAID: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_LOGGED_REASONS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The last reason that was logged for a model."""
 
 _STATE = "a state"
@@ -57,9 +57,9 @@ def why_not_captured(model: nn.Module) -> str | None:
     if threading.current_thread() is not threading.main_thread():
         return "they run during updates, whose memory the allocator could not free during a capture"
     if not is_whole(model):
-        return "its weights are sharded or quantized, and may be at other addresses in each step"
+        return "the model's weights are sharded or quantized, and may be at other addresses in each step"
     if len({weight.device for weight in model.parameters()}) > 1:
-        return "its weights are on several devices"
+        return "the model's weights are on several devices"
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not str(getattr(hook, "__module__", None)).startswith(_CAPTURED_HOOKS):
@@ -83,8 +83,8 @@ def make_graph(
     reason = why_not_captured(model)
     if reason is None:
         return StepGraph(model, CAPTURES[device.type](device), states)
-    if _SAID.get(model) != reason:
-        _SAID[model] = reason
+    if _LOGGED_REASONS.get(model) != reason:
+        _LOGGED_REASONS[model] = reason
         rank_zero_info(f"Rollouts run without a CUDA graph, which would be faster: {reason}.")
     return None
 
@@ -110,7 +110,7 @@ class StepGraph:
         self.restart()
 
     def restart(self) -> None:
-        """Tell that tensors have moved, or their shapes changed."""
+        """Start over, after tensors have moved or changed their shapes."""
         self._captured, self._eager_steps = False, 2 if self._compares else 1
         self._before = []
 
@@ -123,18 +123,19 @@ class StepGraph:
 
     def run(self, step: Callable[[], None]) -> None:
         """Run a step, or its replay."""
-        if not (self._captured or self._eager_steps or self._failed):
-            self._try_capture(step)
-        if self._captured:
-            self._capture.replay()
-        elif self._failed:
-            step()
-        else:
+        if self._eager_steps and not self._failed:
             self._eager_steps -= 1
             before, self._before = self._before, self._traced(self._capture.warm_up, step)
             # Checked before capturing: a capture runs no kernels, so a state that it allocated would hold garbage.
             if before and [e for e in before if e[0] == _STATE] != [e for e in self._before if e[0] == _STATE]:
                 self._give_up(RuntimeError(f"{_STATE} gets another address in each step"))
+            return
+        if not (self._captured or self._failed):
+            self._try_capture(step)
+        if self._captured:
+            self._capture.replay()
+        else:
+            step()
 
     def _try_capture(self, step: Callable[[], None]) -> None:
         """Capture a step; if that fails, steps of this model run eagerly from now on."""

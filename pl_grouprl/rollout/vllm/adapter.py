@@ -26,7 +26,7 @@ AdapterForm = Literal["merged", "separate"]
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM 0.32 accepts at start."""
 
-_SERVED = {
+_ANY_VALUE = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     # Which layers have one: visible in the weights' names.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -83,7 +83,7 @@ def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     if config["peft_type"] != "LORA":
         raise ValueError(f"the policy's adapter has peft_type={config['peft_type']!r}, and vLLM serves LoRA{INSTEAD}.")
     for name, value in config.items():
-        if value and name not in _SERVED and (name, value) != ("bias", "none"):
+        if value and name not in _ANY_VALUE and (name, value) != ("bias", "none"):
             raise ValueError(f"the policy's adapter has {name}={value!r}, which vLLM's LoRA does not have{INSTEAD}.")
     max_rank = max([config["r"], *(config["rank_pattern"] or {}).values()])
     if max_rank > _RANKS[-1]:
@@ -118,7 +118,7 @@ def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def adapter_file(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[str, int]) -> dict[str, Tensor]:
+def adapter_tensors(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[str, int]) -> dict[str, Tensor]:
     """Read an adapter's weights in the sampler's dtype.
 
     Args:
@@ -140,7 +140,7 @@ def adapter_file(adapter: AdapterWeights, dtype: torch.dtype, checksums: dict[st
     return weights
 
 
-def files_in_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, bytes]:
+def peft_files(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Name and contents of the files of an adapter in PEFT's format."""
     written = {**config, "init_lora_weights": True}  # its actual base was sent, so the initialization does not matter
     return {"adapter_config.json": json.dumps(written).encode(), "adapter_model.safetensors": save(dict(weights))}
@@ -151,7 +151,7 @@ def adapter_folder(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> 
     """Temporary private folder in PEFT's format, in memory if possible."""
     memory = Path("/dev/shm")  # noqa: S108 (the folder in it has a unique name)
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        for name, contents in files_in_folder(config, weights).items():
+        for name, contents in peft_files(config, weights).items():
             Path(folder, name).write_bytes(contents)
         yield folder
 

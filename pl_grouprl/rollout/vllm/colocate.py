@@ -15,7 +15,7 @@ from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models.adapters import base_of
 from pl_grouprl.models.router_replay import mixture_layers
 from pl_grouprl.rollout.engine import AdapterWeights, PolicyEngine, SampleRequest, StopStrings
-from pl_grouprl.rollout.vllm.adapter import INSTEAD, AdapterForm, adapter_file, choose_form, lora_arguments
+from pl_grouprl.rollout.vllm.adapter import INSTEAD, AdapterForm, adapter_tensors, choose_form, lora_arguments
 from pl_grouprl.rollout.vllm.instance import VLLMInstance
 from pl_grouprl.rollout.vllm.requests import check_temperature
 from pl_grouprl.rollout.vllm.settings import SamplerDtype
@@ -182,9 +182,9 @@ class VLLMRolloutEngine(PolicyEngine):
         if adapter is not None:
             if not self._sent:
                 raise ValueError(f"weights are empty, but {type(self).__name__} has no base yet; send it first.")
-            adapter_tensors = adapter_file(adapter, dtype, added)
-            size += sum(weight.nbytes for weight in adapter_tensors.values())
-            self._vllm.load_adapter(version, adapter.config, adapter_tensors)
+            tensors = adapter_tensors(adapter, dtype, added)
+            size += sum(weight.nbytes for weight in tensors.values())
+            self._vllm.load_adapter(version, adapter.config, tensors)
         check_weights({**self._sent, **added}, self._vllm.checksums(list(self._sent), list(added)))
         self.version = version
         return {"bytes": float(size), "seconds": time.perf_counter() - started}

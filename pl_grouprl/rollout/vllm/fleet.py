@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pl_grouprl.distributed.checksum import Bucket, WeightsMismatchError, buckets, check_weights
 from pl_grouprl.rollout.engine import AdapterWeights, SamplerLostError
-from pl_grouprl.rollout.vllm.adapter import adapter_file, adapter_name, files_in_folder
+from pl_grouprl.rollout.vllm.adapter import adapter_name, adapter_tensors, peft_files
 from pl_grouprl.rollout.vllm.client import Labels, RefusedError, Server
 from pl_grouprl.rollout.vllm.settings import ADAPTER_FOLDER
 
@@ -117,8 +117,8 @@ class Fleet:
                 raise SamplerLostError("the sampling servers have lost the base of the adapter.")
             if adapter is not None:
                 size += self._serve_adapter(adapter, version, added)
-            everything = {"reset_running_requests": True}  # of what was computed from the old weights
-            dropped = self._on_all(lambda server: server.post("/reset_prefix_cache", params=everything))
+            rerun = {"reset_running_requests": True}  # running sequences recompute their caches from the new weights
+            dropped = self._on_all(lambda server: server.post("/reset_prefix_cache", params=rerun))
             loaded = self._on_all(lambda server: server.rpc("weight_checksums", list(self._loaded)))
             if adapter is not None:
                 of_adapter = self._on_all(lambda server: server.rpc("adapter_checksums", list(added)))
@@ -146,7 +146,7 @@ class Fleet:
                         f"a sampling server broke off an update ({type(error).__name__}: {error})."
                     ) from error
                 if isinstance(error, (RefusedError, WeightsMismatchError)):
-                    for server in servers:  # raises if it was restarted, or another trainer uses it
+                    for server in servers:  # raises a clearer error if it was restarted, or another trainer uses it
                         self._labels.version(server.wait(), 0, server.url)
                 raise
             finally:
@@ -166,8 +166,8 @@ class Fleet:
 
     def _serve_adapter(self, adapter: AdapterWeights, version: int, checksums: dict[str, int]) -> int:
         """Replace the adapter, by HTTP, which needs no common folder. Returns the number of bytes of its weights."""
-        weights = adapter_file(adapter, self.dtype, checksums)
-        files = files_in_folder(adapter.config, weights)
+        weights = adapter_tensors(adapter, self.dtype, checksums)
+        files = peft_files(adapter.config, weights)
 
         def load(place: int) -> None:
             server = self._servers[place]
@@ -338,7 +338,7 @@ class Broadcaster:
             )
             for index, one in enumerate(join)
         ]
-        _raise_early(joining)
+        _raise_first_failure(joining)
         self._close_lock = threading.Lock()
         self._group = uid_init_process_group(identity, 0, world_size, torch.cuda.current_device())
         for future in joining:
@@ -377,9 +377,9 @@ class Broadcaster:
                 num_buffers=_PACKS,
             )
         except RuntimeError:
-            _raise_early(announced)  # the cause of the abort
+            _raise_first_failure(announced)  # the cause of the abort
             raise
-        _raise_early(announced, None)  # if one server fails, the others may never return
+        _raise_first_failure(announced, None)  # if one server fails, the others may never return
 
     def close(self) -> None:
         """Leave the group, even during a broadcast. Idempotent."""
@@ -387,8 +387,8 @@ class Broadcaster:
             self._group.destroy()
 
 
-def _raise_early(calls: Sequence[Future[Any]], seconds: float | None = 1.0) -> None:
-    """Raise a server's early refusal, since NCCL would wait for it forever.
+def _raise_first_failure(calls: Sequence[Future[Any]], seconds: float | None = 1.0) -> None:
+    """Raise the first failure of a server, since NCCL would wait for it forever.
 
     Args:
         calls: The calls to all servers.

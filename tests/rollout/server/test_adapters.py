@@ -9,7 +9,7 @@ from helpers.serving import Server
 from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.distributed.weight_stream import checkpoint_weights
 from pl_grouprl.rollout import VLLMServerRolloutEngine
-from pl_grouprl.rollout.vllm.adapter import adapter_file
+from pl_grouprl.rollout.vllm.adapter import adapter_tensors
 from pl_grouprl.rollout.vllm.client import RefusedError
 from pl_grouprl.types import SamplingConfig
 
@@ -98,13 +98,13 @@ def test_adapters_that_arrive_otherwise_are_detected(servers, monkeypatch):
     sync(engine, model, base=True)
 
     def other(adapter, dtype, checksums):
-        weights = adapter_file(adapter, dtype, checksums)
+        weights = adapter_tensors(adapter, dtype, checksums)
         (name,) = (name for name in weights if "layers.1.mlp.down_proj.lora_A" in name)
         weights[name].view(torch.int32)[-1, -1] ^= 1
         return weights
 
     with monkeypatch.context() as patch:
-        patch.setattr("pl_grouprl.rollout.vllm.fleet.adapter_file", other)
+        patch.setattr("pl_grouprl.rollout.vllm.fleet.adapter_tensors", other)
         with pytest.raises(WeightsMismatchError, match=r"1 differ: \S*layers.1.mlp.down_proj.lora_A"):
             sync(engine, model)
     assert engine.version is None
