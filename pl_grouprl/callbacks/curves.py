@@ -112,6 +112,14 @@ numbers that a reward returned in a dictionary."""
 NEVER_CUT = ("reward", "validation")
 """Panels that show every point, because they are used to judge a run."""
 
+LEAST_HEIGHTS = {
+    "sampler and trainer: KL by first token of a bin": 1e-4,
+    "sampler and trainer: KL by turn": 1e-4,
+    "sampler and trainer: share of tokens beyond 2 %": 0.01,
+    "sampler and trainer: largest ratio": 0.02,
+}
+"""Height of the axis of panels where smaller differences are rounding and should look flat."""
+
 UNSMOOTHED = ("validation", "token ratio, measured speedup")
 """Panels without a running mean: their values are few, or hardly vary."""
 
@@ -246,6 +254,9 @@ def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Point
     if limits is not None and panel not in NEVER_CUT:
         axes.set_ylim(*limits)
         heading += ", peaks cut off"
+    low, high = axes.get_ylim()
+    if high - low < LEAST_HEIGHTS.get(panel, 0.0):
+        axes.set_ylim(low, low + LEAST_HEIGHTS[panel])
     labels = [label for _, _, label, _ in lines] if len(lines) > 1 else []
     _finish(axes, heading, note, drawn, labels, columns=2)
 

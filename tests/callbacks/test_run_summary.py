@@ -3,7 +3,7 @@ import json
 import pytest
 
 from pl_grouprl.callbacks import RunSummary
-from pl_grouprl.callbacks.curves import PANELS, MetricHistory, draw_curves, robust_limits, select
+from pl_grouprl.callbacks.curves import PANELS, MetricHistory, draw_curves, panel_figure, robust_limits, select
 from pl_grouprl.callbacks.run_summary import summary_text
 
 PNG = b"\x89PNG"
@@ -86,14 +86,14 @@ def test_a_peak_does_not_flatten_a_panel():
     assert robust_limits([*values[:99], 2.0, 100.0]) is not None
 
 
-@pytest.mark.parametrize(("name", "cut"), [("reward", False), ("val/score", False), ("grad_norm", True)])
-def test_reward_and_validation_are_never_cut(name, cut, tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    limits = []
-    monkeypatch.setattr(Axes, "set_ylim", lambda axes, *own: limits.append(own))
-    draw_curves({name: [(0, -9.0), *((step, step % 2) for step in range(1, 150))]}, tmp_path / "curves.png")
-    assert bool(limits) == cut
+@pytest.mark.parametrize(
+    ("title", "name", "cut"),
+    [("reward", "reward", False), ("validation", "val/score", False), ("gradient norm", "grad_norm", True)],
+)
+def test_reward_and_validation_are_never_cut(title, name, cut):
+    points = {name: [(0, -9.0), *((step, step % 2) for step in range(1, 150))]}
+    (axes,) = panel_figure(title, {"": points}).axes
+    assert (axes.get_ylim()[0] > -9.0) == cut
 
 
 def text(*records, folder=None):
@@ -138,3 +138,13 @@ def test_names_that_only_begin_like_validation_are_training_metrics(fit, counter
 def test_interval_below_one_is_refused():
     with pytest.raises(ValueError, match=r"RunSummary\.every_n_steps is 0; it must be at least 1"):
         RunSummary(every_n_steps=0)
+
+
+def test_rounding_between_sampler_and_trainer_looks_flat():
+    title = "sampler and trainer: largest ratio"
+    (axes,) = panel_figure(title, {"": {"sampling/largest_ratio": [(0, 1.0), (1, 1.0 + 1e-6)]}}).axes
+    low, high = axes.get_ylim()
+    assert low == pytest.approx(1.0, abs=1e-6)
+    assert high - low == pytest.approx(0.02)
+    (axes,) = panel_figure(title, {"": {"sampling/largest_ratio": [(0, 1.0), (1, 1.5)]}}).axes
+    assert axes.get_ylim() == pytest.approx((0.975, 1.525))
