@@ -23,6 +23,9 @@ _FIGURES = re.compile(r"reward|val[/_].*|kl|entropy|completions/mean_length|pref
 _FOLDERS = re.compile(r"(?<![^\s'\"\[(])(?:[A-Za-z]:)?/(?:[^\s/'\"]+/)+")
 """Folders of absolute paths, which say nothing elsewhere and may name a person."""
 
+_ADDRESSES = re.compile(r"(\w://)(?:[^\s/@]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
+"""Addresses, with a user and a query, which may hold a password or a key."""
+
 _PACKAGES = ("pl_grouprl", "torch", "transformers", "lightning", "peft", "vllm")
 
 _OWN_FILES = {".gitattributes", "README.md", "LICENSE"}
@@ -112,7 +115,7 @@ def _license(base: str, on_hub: bool) -> str | None:
         return None
     try:
         return ModelCard.load(base if on_hub else Path(base) / "README.md", ignore_metadata_errors=True).data.license
-    except (OSError, ValueError):
+    except (OSError, ValueError, yaml.YAMLError):
         return None
 
 
@@ -124,7 +127,9 @@ def _publishable(value: Any) -> Any:
         return [_publishable(item) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    return Path(value).name if Path(str(value)).is_absolute() else _FOLDERS.sub("", str(value))
+    if Path(str(value)).is_absolute():
+        return Path(value).name
+    return _FOLDERS.sub("", _ADDRESSES.sub(r"\1\2", str(value)))
 
 
 def reserve_repository(repo_id: str, private: bool | None, marker: str) -> str:

@@ -31,6 +31,9 @@ _MOST_PARTS = 100
 _DEEPEST = 8
 """Objects nested deeper than this are described by their class."""
 
+_SECRETS = re.compile(r"token|(?:access|auth|hf)_token|(?:.*_)?(?:api_?key|password|secret)|headers|env")
+"""Names of texts that are not recorded, and of mappings of which only the keys are."""
+
 
 def field_values(instance: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name, without copying their values."""
@@ -85,6 +88,7 @@ def describe(name: str, value: Any) -> dict[str, Any]:
     """Describe a value as plain values: itself, or an object's class and its constructor's arguments.
 
     If an object has a method `run_options()`, its result is used. If its attributes cannot be read, only its class is.
+    Texts named like a secret (`token`, `api_key`, `password`) are hidden, and so are the values of `headers` and `env`.
 
     Args:
         name: Name of the option; an object's arguments are named after it with a dot.
@@ -169,6 +173,8 @@ def _walk(name: str, value: Any, above: tuple[int, ...]) -> Iterator[tuple[str, 
             itself, parts = _parts(value, above)
             parts = dict(parts)
         itself = plain(itself)
+        if isinstance(value, str | Mapping) and _SECRETS.fullmatch(name.rpartition(".")[2].strip("_").lower()):
+            itself, parts = "(hidden)" if isinstance(value, str) else itself, {}
         text = repr(itself)
     except Exception:  # a user's attributes may raise anything
         yield name, identity(type(value))

@@ -113,7 +113,8 @@ def test_the_card_of_a_run(fit, counter, tmp_path):
     base = tmp_path / "secret folder of somebody" / "base"
     tiny_model("qwen3").save_pretrained(base)
     (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    counter.save_hyperparameters({"tables": str(base), "beta": 0.5})
+    server = {"url": "https://somebody:key@host/mcp?key=key", "headers": {"Authorization": "key of somebody"}}
+    counter.save_hyperparameters({"tables": str(base), "beta": 0.5, "server": server, "token": "key of somebody"})
     export(fit, counter, tiny_model("qwen3").from_pretrained(base), RunSummary())
     folder = tmp_path / "version_0" / "policy"
     card = (folder / "README.md").read_text(encoding="utf-8")
@@ -128,7 +129,16 @@ def test_the_card_of_a_run(fit, counter, tmp_path):
     assert "beta: 0.5" in card
     assert f"torch {torch.__version__}" in card
     assert "somebody" not in card
+    assert "server.url: https://host/mcp\n" in card
     assert (folder / "curves.png").read_bytes() == (tmp_path / "version_0" / "curves.png").read_bytes()
+
+
+def test_a_broken_card_of_the_base_does_not_stop_the_export(fit, counter, tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: [a: b\n---\n")
+    export(fit, counter, tiny_model("qwen3").from_pretrained(tmp_path / "base"))
+    card = (tmp_path / "version_0" / "policy" / "README.md").read_text(encoding="utf-8")
+    assert "The license of the base model applies." in card
 
 
 def test_the_card_names_base_and_data_on_the_hub(hub, fit, counter):

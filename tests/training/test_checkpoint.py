@@ -653,6 +653,23 @@ def test_values_of_every_kind_become_plain(tmp_path):
     assert "sha256" in described["table.two"]
 
 
+def test_secrets_are_hidden():
+    given = {"token": "s", "openai_api_key": "s", "headers": {"Authorization": "s"}, "env": {"KEY": "s"}}
+    kept = {"eos_token": "</s>", "api_key_env": "KEY", "env": Near(3), "token": None}
+    assert describe("a", given) == {
+        "a": ["env", "headers", "openai_api_key", "token"],
+        "a.token": "(hidden)",
+        "a.openai_api_key": "(hidden)",
+        "a.headers": ["Authorization"],
+        "a.env": ["KEY"],
+    }
+    described = describe("a", kept)
+    assert described["a.eos_token"] == "</s>"
+    assert described["a.api_key_env"] == "KEY"
+    assert described["a.env.wanted"] == 3
+    assert described["a.token"] is None
+
+
 def test_what_is_the_same_and_what_is_not():
     assert describe("r", weighted(1.0)) != describe("r", weighted(-1.0))
     assert describe("r", weighted(1.0)) == describe("r", weighted(1.0))
