@@ -37,6 +37,9 @@ from pl_grouprl.utilities import internals
 KL_BOUND = 1e-3
 """Nats per token from which on the cause is looked for; rounding of float32 gives about 1e-12."""
 
+STALE_KL_BOUND = 1e-2
+"""The same for stale weights, which are asked for and corrected: log-ratios of about 0.14."""
+
 FIRST_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 """First token of each bin of positions, counted from the end of the prompt; the last bin has no end."""
 
@@ -124,8 +127,8 @@ REMEDIES: dict[Cause, str] = {
     "report those of the whole vocabulary, or sample without these filters.",
     "temperature": "Log-ratios are proportional to log p + entropy, as if the sampler's temperature were "
     "{temperature:.2f} times the trainer's: sample, and report log-probabilities, at sampling.temperature.",
-    "stale weights": "Tokens of older weights differ (rollout/staleness/mean): lower max_staleness or the learning "
-    "rate, or bound the ratios with importance_sampling.",
+    "stale weights": "Tokens of older weights differ (rollout/staleness/mean), and importance_sampling corrects that "
+    "only within its bounds: lower max_staleness or the learning rate.",
     "routing of experts": "A few tokens differ much, or many by more than rounding explains, as if other experts were "
     "chosen: set router_replay of the engine, or mask such tokens with importance_sampling.mode='token_mask'.",
     "precision": "Log-ratios scatter around 0, as rounding makes them: set the engine's dtype, or correct with "
@@ -205,9 +208,11 @@ class Mismatch:
             filled = (label for label in _BINS[kind] if means[f"{kind}_share/{label}"])
             found |= {f"sampling/kl_at_{kind}/{label}": means[f"{kind}/{label}"] for label in filled}
         if means["kl"] > KL_BOUND and means["tokens"] >= _FEWEST_TOKENS and not (self._warned or self._expected):
-            self._warned = True
             mixture = bool(internals.router_recorders(find_decoder(self._run.policy)))  # type: ignore[arg-type]
             cause, temperature = diagnose(means, mixture=mixture)
+            if cause == "stale weights" and means["kl"] <= STALE_KL_BOUND:
+                return found
+            self._warned = True
             rank_zero_warn(
                 f"Sampler and trainer differ: KL {means['kl']:.2g} nats per token, {means['beyond']:.0%} of the tokens "
                 f"by more than 2 %. Likely cause: {cause}. " + REMEDIES[cause].format(temperature=temperature)

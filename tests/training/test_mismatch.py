@@ -139,6 +139,13 @@ def test_a_sampler_that_agrees_gives_no_warning(tmp_path):
     assert {name for name in metrics if "kl_at_token" in name} == {f"sampling/kl_at_token/{n}" for n in (1, 4, 16)}
 
 
+def test_weights_a_little_stale_are_what_was_asked_for(tmp_path):
+    slow = OptimizerConfig(learning_rate=6e-4)
+    metrics, found = run(tmp_path, **AHEAD, optimizer=slow, steps=2)
+    assert 1e-3 < metrics["sampling/kl"] < 1e-2
+    assert not found
+
+
 def test_a_penalty_makes_them_differ_on_purpose(tmp_path):
     sampling = SamplingConfig(max_new_tokens=24, repetition_penalty=1.5)
     metrics, found = run(tmp_path, engine=HFRolloutEngine(), sampling=sampling)
