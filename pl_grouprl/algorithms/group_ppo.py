@@ -139,7 +139,7 @@ class GroupPPO(PPO):
                 "boundary_signal": boundary_signal != "td",
             }
             if given := [name for name, is_given in unused.items() if is_given]:
-                raise ValueError(f"{', '.join(given)} has no effect with group_rule='improbable'; omit it.")
+                raise ValueError(f"no effect with group_rule='improbable': {', '.join(given)}; omit these options.")
             adaptive_threshold = False
         else:
             group_max_size = 16 if group_max_size is None else group_max_size

@@ -81,7 +81,7 @@ GROUP_PPO = [
     ({"group_rule": "improbable", "group_max_size": 0}, "group_max_size"),
     (
         {"group_rule": "improbable", "threshold_lr": 0.1, "score_norm": "sketch"},
-        "threshold_lr, score_norm has no effect",
+        "threshold_lr, score_norm; omit these options",
     ),
     ({"group_probability": 0.3}, "group_probability is 0.3 with group_rule='variance'"),
     ({"advantage_level": "turn"}, "advantage_level"),
