@@ -29,7 +29,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from pl_grouprl.utilities.checkpoint_files import last_checkpoint, load_verified
 from pl_grouprl.utilities.device_defaults import default_precision
 from pl_grouprl.utilities.loggers import prepare_loggers
-from pl_grouprl.utilities.options import nearest_option
+from pl_grouprl.utilities.options import check_options, nearest_option
 
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
@@ -423,7 +423,17 @@ def chat(
         temperature: 0 takes the likeliest token; None leaves it to the model's `generation_config`.
         dtype: Of the weights; `auto` is that of the files.
         trust_remote_code: Run model code that comes with the policy.
+
+    Raises:
+        ValueError: If an option is out of range.
+        OSError: If there is no such policy.
     """
+    check_options(
+        {
+            "max_new_tokens": (max_new_tokens, max_new_tokens >= 1, "at least 1"),
+            "temperature": (temperature, temperature is None or temperature >= 0, "0 or larger"),
+        }
+    )
     import torch
     from transformers import TextStreamer
     from transformers.utils import find_adapter_config_file
@@ -475,7 +485,10 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     given = sys.argv[1:] if args is None else list(args)
     if given[:1] == ["chat"]:
-        auto_cli(chat, args=given[1:], as_positional=False, prog="cli.py chat")
+        try:
+            auto_cli(chat, args=given[1:], as_positional=False, prog="cli.py chat")
+        except (OSError, ValueError) as error:
+            sys.exit(f"no chat: {error}")
     else:
         RLCLI(args)
 

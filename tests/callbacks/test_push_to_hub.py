@@ -188,6 +188,19 @@ def test_chat_remembers_until_it_is_cleared(monkeypatch, capsys, talker):
     assert [one for one in said.replace("> ", "").splitlines() if one] == [one for one in expected if one]
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        (("--policy", "/none"), "/none"),
+        (("--temperature", "-1"), "temperature is -1.0"),
+        (("--max_new_tokens", "0"), "0"),
+    ],
+)
+def test_chat_ends_with_a_sentence(talker, option, reason):
+    with pytest.raises(SystemExit, match=f"no chat: .*{reason}"):
+        main(["chat", "--policy", str(talker[0]), *option])
+
+
 def test_chat_with_an_adapter(monkeypatch, capsys, talker, tmp_path):
     folder, model, tokenizer = talker
     model = type(model).from_pretrained(folder)
