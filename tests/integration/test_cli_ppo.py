@@ -240,6 +240,7 @@ def test_metrics_of_the_page_are_logged(runs):
     elsewhere |= {"time/weight_sync", *(f"sync/{name}" for name in ("count", "seconds", "bytes", "restarts"))}  # vLLM
     elsewhere |= {"rollout/staleness/mean", "rollout/staleness/max", "rollout/dropped_stale"}  # with max_staleness
     elsewhere |= {"entropy_coef", "sampling/off_policy_masked", "sampling/rejected", "vespo/phi_seq_mean"}  # if asked
+    elsewhere |= {"sampling/kl_at_turn/{turn}", "sampling/routing_differs"}  # several turns, experts
     others = ("tools/", "episode/", "distillation/", "branching/")  # runs with tools, a teacher, or branches
     documented -= {name for name in documented if name.startswith(others)}
     assert documented - elsewhere <= logged
