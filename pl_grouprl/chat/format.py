@@ -45,9 +45,9 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 class ControlTokens:
     """Encodes rendered messages so that control tokens in their text are text (`split_special_tokens` of tokenizers).
 
-    `mark` breaks the text of special tokens in messages, which a chat template then renders. `encode` puts a special
-    token into each break, because no text merges with it, and removes it from the result. All other text, and the
-    control tokens of the template, are encoded as always.
+    `mark` breaks the text of special tokens in messages and schemas of tools, which a chat template then renders.
+    `encode` puts a special token into each break, because no text merges with it, and removes it from the result. All
+    other text, and the control tokens of the template, are encoded as always.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -68,7 +68,7 @@ class ControlTokens:
         self._special, self._written = _any_of(special.values()), _any_of([*special.values(), *written])
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Copies of messages with marks."""
+        """Copies of messages, or of schemas of tools, with marks."""
         if not self._split:
             return list(messages)
         return [_mark(one, self._written if one.get("role") == "tool" else self._special) for one in messages]
@@ -432,6 +432,8 @@ class ChatFormat:
             options.setdefault("chat_template", self.chat_template)
         try:
             marked = self._control.mark(messages)
+            if "tools" in options:
+                options["tools"] = self._control.mark(options["tools"])
             return self.tokenizer.apply_chat_template(marked, tokenize=False, **options, **self.template_kwargs)
         except Exception as error:  # templates are programs that may raise anything
             raise ValueError(f"the chat template refused the messages ({error})") from error

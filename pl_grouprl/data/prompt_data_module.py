@@ -65,8 +65,8 @@ class PromptDataModule(LightningDataModule):
         max_dropped_share: Maximum fraction of a split's prompts that `drop` may skip, from 0 to 1; more is an error.
         add_special_tokens: Begin string prompts with the tokenizer's special tokens, such as BOS, unless they have
             them. (For messages the chat template writes them.) Tokens after a text, such as EOS, are never added.
-        split_special_tokens: Encode control tokens in the text of messages, observations and tools' results as text, so
-            that only the chat template begins and ends turns. String prompts keep theirs.
+        split_special_tokens: Encode control tokens in the text of messages, observations, and tools' descriptions and
+            results as text, so that only the chat template begins and ends turns. String prompts keep theirs.
         chat_template_kwargs: Passed to the tokenizer's `apply_chat_template`, for example `enable_thinking: false`.
         shuffle: Draw a new order of the training prompts in each epoch, from `seed` and the epoch's number.
         seed: Determines the orders.

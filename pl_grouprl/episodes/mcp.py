@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shlex
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pl_grouprl.episodes.tools import ListedEnvironment, Tool, ToolServer
 from pl_grouprl.utilities.optional import MCP_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
-from pl_grouprl.utilities.processes import BackgroundLoop
+from pl_grouprl.utilities.processes import BackgroundLoop, keep_task
 from pl_grouprl.utilities.text import describe_error
+
+if TYPE_CHECKING:
+    from anyio import CancelScope
 
 _LOST = {-32000, -32600, 32600}
 """JSON-RPC codes of a closed connection, and of a session that the server does not know (any longer)."""
@@ -40,7 +44,7 @@ class MCPTools(ToolServer):
         env: Environment variables of the command; others but a few such as PATH and HOME are not inherited.
         cwd: Working directory of the command.
         headers: HTTP headers, such as `Authorization`.
-        start_timeout: Maximum seconds until the server, once started, has named its tools.
+        start_timeout: Maximum seconds until the server, once started, has named its tools, and until a session is open.
 
     Raises:
         ModuleNotFoundError: If the library is missing.
@@ -190,7 +194,7 @@ class MCPSession:
         self._server, self._reopens = server, reopens
         self._is_lost = False
         self._keeper: asyncio.Task[None] | None = None
-        self._ended: asyncio.Event | None = None
+        self._scope: CancelScope | None = None
         self._client: asyncio.Future[Any] | None = None
 
     def __reduce__(self) -> Any:
@@ -206,7 +210,8 @@ class MCPSession:
             ConnectionError: If the server is gone, or was in an earlier call of a session that does not reopen.
             RuntimeError: The error that the tool or the server reports.
         """
-        client = await asyncio.shield(self.open())
+        opening = self.open()
+        client = await asyncio.shield(opening)
         try:
             result = _plain(await client.call_tool(name, arguments))
         except Exception as error:
@@ -215,7 +220,8 @@ class MCPSession:
             is_lost = not isinstance(error, RuntimeError | ValueError | TypeError) if code is None else code in _LOST
             if not is_lost:
                 raise RuntimeError(describe_error(error)) from error
-            self.close()
+            if self._client is opening:  # a later call may have opened another
+                self.close()
             raise ConnectionError(f"The MCP server is gone: {describe_error(error)}") from error
         blocks = [_block(block) for block in result["content"]]
         if not blocks and result.get("structuredContent") is not None:
@@ -238,40 +244,44 @@ class MCPSession:
         if is_lost and not self._reopens:
             raise ConnectionError("The MCP session of this episode was lost.")
         if is_lost or self._keeper is None or self._keeper.get_loop() is not loop:
-            self._client, self._ended, self._is_lost = loop.create_future(), asyncio.Event(), False
-            self._keeper = loop.create_task(_keep(self._server, self._client, self._ended))
-            _keepers.add(self._keeper)
-            self._keeper.add_done_callback(_keepers.discard)
+            from anyio import CancelScope
+
+            self._client, self._scope, self._is_lost = loop.create_future(), CancelScope(), False
+            self._keeper = keep_task(_keep(self._server, self._client, self._scope), self._scope.cancel)
         assert self._client is not None
         return self._client
 
     def close(self) -> None:
         """Let the session end; its task closes it."""
         self._is_lost = True
-        if self._keeper is not None and self._ended is not None:
-            with suppress(RuntimeError):  # its loop is closed, which has cancelled it
-                self._keeper.get_loop().call_soon_threadsafe(self._ended.set)
+        if self._keeper is not None and self._scope is not None:
+            with suppress(RuntimeError):  # its loop is closed, which has ended it
+                self._keeper.get_loop().call_soon_threadsafe(self._scope.cancel)
 
     def __del__(self) -> None:
         self.close()
 
 
-_keepers: set[asyncio.Task[None]] = set()
-"""Event loops only keep weak references to tasks."""
+async def _keep(server: MCPTools, client: asyncio.Future[Any], scope: CancelScope) -> None:
+    """Open a session, and keep it until the scope is cancelled."""
+    from anyio import current_time, sleep_forever
 
-
-async def _keep(server: MCPTools, client: asyncio.Future[Any], ended: asyncio.Event) -> None:
-    """Open a session, and keep it until the event."""
+    reason = "The MCP session was closed."
+    scope.deadline = current_time() + server.start_timeout
     try:
-        async with server.connect() as opened:
-            client.set_result(opened)
-            await ended.wait()
+        with scope:
+            async with server.connect() as opened:
+                scope.deadline = math.inf
+                client.set_result(opened)
+                await sleep_forever()
+        if current_time() >= scope.deadline:
+            reason = f"The MCP server cannot be reached: no answer in {server.start_timeout:g} seconds."
     except Exception as error:
-        if not client.done():
-            client.set_exception(ConnectionError(f"The MCP server cannot be reached: {describe_error(_cause(error))}"))
-            client.exception()  # retrieved, even if nobody waits for it any longer
+        reason = f"The MCP server cannot be reached: {describe_error(_cause(error))}"
     finally:
-        client.cancel()
+        if not client.done():
+            client.set_exception(ConnectionError(reason))
+            client.exception()  # retrieved, even if nobody waits for it any longer
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -159,6 +159,9 @@ def run_concurrently(functions: Sequence[Callable[[], None]]) -> None:
 GRACE_SECONDS = 1.0
 """How long a task may take to end once it is cancelled; then it is abandoned."""
 
+_STOP_SECONDS = 6.0
+"""The same for tasks of `keep_task`."""
+
 _label: ContextVar[str] = ContextVar("label", default="")
 
 
@@ -210,8 +213,13 @@ class BackgroundLoop:
         return self._blocked_by
 
     def close(self, seconds: float | None = None) -> None:
-        """Cancel all tasks and end the thread, waiting at most `seconds` for it; without limit if None."""
+        """Cancel all tasks and end the thread, waiting at most `seconds` for it; without limit if None.
+
+        Tasks of `keep_task` get more time.
+        """
         self._stop()
+        if seconds is not None and any(task.get_loop() is self._loop for task in list(_kept)):
+            seconds += _STOP_SECONDS
         if threading.current_thread() is not self.thread:  # garbage collection may call this on any thread
             self.thread.join(seconds)
 
@@ -228,11 +236,29 @@ class BackgroundLoop:
         async def cancel_all() -> None:
             tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
             for task in tasks:
-                task.cancel()
-            await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=GRACE_SECONDS)
+                _kept.get(task, task.cancel)()
+            grace = _STOP_SECONDS if tasks & _kept.keys() else GRACE_SECONDS
+            await asyncio.wait([asyncio.gather(*tasks, return_exceptions=True)], timeout=grace)
 
         self._loop.run_until_complete(cancel_all())
         self._loop.close()
+
+
+_kept: dict[asyncio.Task[Any], Callable[[], None]] = {}
+"""Tasks of `keep_task`, and what ends each."""
+
+
+def keep_task(coroutine: Coroutine[Any, Any, None], end: Callable[[], None]) -> asyncio.Task[None]:
+    """Start a task that nobody awaits and that may take seconds to end, such as to stop a process.
+
+    Args:
+        coroutine: What it runs.
+        end: Makes it end, in place of a cancellation, which would break off a task that is already ending.
+    """
+    task = asyncio.get_running_loop().create_task(coroutine)
+    _kept[task] = end  # event loops only keep weak references
+    task.add_done_callback(_kept.pop)
+    return task
 
 
 class OverTimeError(Exception):

@@ -1,5 +1,7 @@
 """Text that looks like control tokens is text; control tokens come from the chat template."""
 
+import json
+
 import pytest
 
 from pl_grouprl.chat import ChatFormat
@@ -50,6 +52,23 @@ def test_a_result_that_forges_a_turn_is_text(tokenizer):
     assert [token for token in encoded if token in control] == [token for token in harmless if token in control]
     if tokenizer is not plain_tokenizer:  # which has no token for "<"
         assert "Done." in chat.tokenizer.decode(encoded) or "begin_of_text" in chat.tokenizer.decode(encoded)
+
+
+@pytest.mark.parametrize("tokenizer", [qwen_tokenizer, llama_tokenizer])
+def test_a_description_of_a_tool_that_forges_a_turn_is_text(tokenizer):
+    chat, forged = ChatFormat(tokenizer(), TEMPLATES[tokenizer]), FORGED[tokenizer]
+
+    def tools(text):
+        properties = {text: {"type": "string", "enum": [text]}}
+        parameters = {"type": "object", "properties": properties}
+        return [{"type": "function", "function": {"name": text, "description": text, "parameters": parameters}}]
+
+    control = special_tokens(chat.tokenizer)
+    encoded, harmless = (
+        [t for t in chat.encode_prompt(user("x"), tools(text)) if t in control] for text in (forged, "a")
+    )
+    assert encoded == harmless
+    assert json.dumps(forged, ensure_ascii=False) in chat.render_prompt(user("x"), tools(forged))
 
 
 @TOKENIZERS

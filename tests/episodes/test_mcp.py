@@ -1,18 +1,20 @@
 """Tools of an MCP server, over standard input and output and over HTTP."""
 
+import asyncio
 import copy
 import pickle
 import sys
 
+import psutil
 import pytest
 from helpers import mcp_server
 from helpers.chat_tokenizers import qwen_tokenizer
 from helpers.tool_calls import add, contents, run
 
 from pl_grouprl.chat import ChatFormat
-from pl_grouprl.episodes import mcp
-from pl_grouprl.episodes.mcp import MCPTools
+from pl_grouprl.episodes.mcp import MCPSession, MCPTools
 from pl_grouprl.episodes.tools import ToolCall
+from pl_grouprl.utilities import processes
 
 COMMAND = [sys.executable, mcp_server.__file__]
 COUNT, EXIT = ToolCall("count", {}), ToolCall("exit-now", {})
@@ -128,12 +130,60 @@ def test_an_environment_has_a_session_per_episode(make, started, workers):
 
 
 def test_closing_ends_the_sessions(make, url):
-    before = set(mcp._keepers)
+    before = set(processes._kept)
     runner = make([MCPTools(url=url)])
     run(runner, COUNT)
-    (keeper,) = mcp._keepers - before
+    (keeper,) = processes._kept.keys() - before
     runner.close()
     assert keeper.done()
+
+
+HANGING = [sys.executable, "-c", "import time; time.sleep(1000)"]
+
+
+def test_the_processes_of_servers_that_hang_end_with_their_episodes_and_the_run(make, started):
+    children = psutil.Process().children
+    before = set(children())
+    server = copy.copy(started)
+    assert server.schemas
+    server.command, server.start_timeout = HANGING, 0.5
+    runner = make(environment_factory=server)
+    (session,) = runner.begin([{}])
+    (result,) = run(runner, COUNT, session=session)
+    assert "The MCP server cannot be reached: no answer in 0.5 seconds" in result.content
+    runner.finish([session])
+    server.start_timeout = 1000.0
+    runner.finish(runner.begin([{}, {}]))
+    assert set(children()) > before
+    runner.close()
+    assert set(children()) == before
+
+
+def test_a_call_that_loses_its_session_late_does_not_close_the_next_one(url):
+    session = MCPSession(MCPTools(url=url), reopens=True)
+
+    async def lose_late():
+        await session.call("count")
+        client, ended = await session.open(), asyncio.Event()
+
+        async def lose(name, arguments):
+            await ended.wait()
+            raise OSError("reset by the server")
+
+        client.call_tool = lose
+        late = asyncio.create_task(session.call("count"))
+        await asyncio.sleep(0)
+        session.close()  # by an earlier call that lost it
+        await session.call("count")
+        reopened = session.open()
+        ended.set()
+        with pytest.raises(ConnectionError, match="reset by the server"):
+            await late
+        assert session.open() is reopened
+        session.close()
+        await asyncio.wait(processes._kept)
+
+    asyncio.run(lose_late())
 
 
 def test_only_some_tools_of_a_server_are_used(make, url):
