@@ -28,16 +28,15 @@ Messages = list[dict[str, Any]]
 """A conversation in chat format: dictionaries with `role` and `content`."""
 
 Media = dict[str, Any]
-"""Images and videos of one prompt as the model reads them: CPU tensors, by the names of its keyword arguments.
+"""Images and videos of a prompt or rollout as the model reads them: CPU tensors, by the names of its keyword arguments.
 
-Names that end in `token_type_ids` (`mm_token_type_ids`, `token_type_ids`) have one entry per token of the prompt, shape
-[prompt tokens]; all others (`pixel_values`, `image_grid_thw`, ...) have their images, videos or patches along the first
-axis.
+Names that end in `token_type_ids` (`mm_token_type_ids`, `token_type_ids`) have one entry per token, shape [tokens]; all
+others (`pixel_values`, `image_grid_thw`, ...) have their images, videos or patches along the first axis.
 """
 
 
 def is_per_token(name: str) -> bool:
-    """Whether the media of this name have one entry per token of the prompt, not per image, video or patch."""
+    """Whether the media of this name have one entry per token, not per image, video or patch."""
     return name.endswith("token_type_ids")
 
 
@@ -148,6 +147,7 @@ class Rollout:
         routed_experts: For router replay, the experts of each token in each mixture of the model, a CPU tensor of
             int16, shape [tokens, mixtures, experts per token]; -1 for a token that the sampler did not run, such as the
             last. An engine returns those of the prompt's tokens in front, which the `RolloutGroup` then takes.
+        media: The images in `token_ids`, such as a tool returned; see `Media`. Empty for text.
     """
 
     token_ids: list[int]
@@ -174,6 +174,7 @@ class Rollout:
     episode: int | str | None = None
     weight_versions: list[int] | None = None
     routed_experts: Any = field(default=None, compare=False, repr=False)
+    media: Media = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "loss_mask", "token_rewards", "weight_versions"):
@@ -363,6 +364,11 @@ class RolloutGroup:
         if self.routed_experts is None:
             self.routed_experts = record[: len(self.prompt_ids)].clone()  # not a view, which keeps all of them
         rollout.routed_experts = record[len(self.prompt_ids) :].clone()
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the prompt or a rollout has images or videos."""
+        return bool(self.media) or any(rollout.media for rollout in self.rollouts)
 
     @property
     def _names_episodes(self) -> bool:

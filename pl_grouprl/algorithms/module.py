@@ -413,9 +413,10 @@ class RLModule(pl.LightningModule, ABC):
         self.collector.set_up(getattr(self.trainer, "datamodule", None))
         self.sampler.reset()
         self.rewarder.close()  # may still be open after an exception
-        encoding = getattr(getattr(self.trainer, "datamodule", None), "encoding", None)
+        data = getattr(self.trainer, "datamodule", None)
+        encoding, images = getattr(data, "encoding", None), getattr(data, "image_encoder", lambda: None)
         splits = getattr(encoding, "split_special_tokens", True)
-        self.tooling.set_up(getattr(encoding, "chat_template_kwargs", {}), splits)
+        self.tooling.set_up(getattr(encoding, "chat_template_kwargs", {}), splits, images)
         self.sampler.turn_end_ids = self.tooling.turn_end_ids
         if stage != "predict":
             self.rewarder.open()

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pl_grouprl.callbacks.checkpoints import claim, is_trial, run_folder
 from pl_grouprl.loggers import Table, log_table, markdown_of
+from pl_grouprl.rewards.base import content_text
 from pl_grouprl.types import Messages, RolloutGroup
 from pl_grouprl.utilities.checkpoint_files import OptionalWrites, append_whole
 from pl_grouprl.utilities.distributed import gather_plain
@@ -238,7 +239,7 @@ def turns_line(messages: Messages) -> str:
     turns: list[str] = []
     before = None
     for message in messages:
-        content = str(message.get("content") or "").strip()
+        content = content_text(message).strip()
         calls = []
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)

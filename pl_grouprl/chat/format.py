@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
@@ -19,7 +19,7 @@ from pl_grouprl.chat.parsing import (
     find_tool_parser,
     plain_data,
 )
-from pl_grouprl.types import Messages
+from pl_grouprl.types import Media, Messages, is_per_token
 from pl_grouprl.utilities.optional import RENDERERS_AVAILABLE, require
 
 MARK = "~^_~|~_^~"
@@ -130,6 +130,10 @@ def _mark(value: Any, pattern: re.Pattern[str]) -> Any:
     return marked
 
 
+EncodeImages = Callable[[str, Sequence[str], ControlTokens], tuple[list[int], Media]]
+"""Maps a rendered text, its images (files in base64) and the `ControlTokens` that marked it to tokens and media."""
+
+
 def read_template(chat_template: str) -> str:
     """Return the source of a chat template.
 
@@ -172,6 +176,8 @@ class ChatFormat:
             Jinja template; defaults to the tokenizer's.
         template_kwargs: Passed to `apply_chat_template`, such as `enable_thinking`.
         split_special_tokens: Encode control tokens in the text of messages as text; see `ControlTokens`.
+        encode_images: Tokens and media of a rendered text with these images, given the format's `ControlTokens`; if
+            None, the model reads only text.
 
     Raises:
         ValueError: If there is no such chat template, or `template_kwargs` also sets one.
@@ -186,8 +192,9 @@ class ChatFormat:
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         split_special_tokens: bool = True,
+        encode_images: EncodeImages | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._encode_images = tokenizer, encode_images
         self.template_kwargs = dict(template_kwargs or {})
         other = self.template_kwargs.pop("chat_template", None)
         if chat_template is not None and other is not None:
@@ -335,6 +342,11 @@ class ChatFormat:
     def _encode_text(self, text: str) -> list[int]:
         return self._control.encode([text])[0]
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether results of tools may have images."""
+        return self._encode_images is not None
+
     def encode_results(self, results: Messages) -> list[int]:
         """Tokens between two turns of the model: the results of tools, and the header of the next turn.
 
@@ -347,10 +359,29 @@ class ChatFormat:
         Raises:
             ValueError: If the chat template rejects them, or is not prefix-preserving.
         """
+        return self._after_call(results, lambda text: (self._encode_text(text), {}))[0]
+
+    def encode_results_with_images(self, results: Messages, images: Sequence[str]) -> tuple[list[int], Media]:
+        """Tokens as `encode_results`, and the media in them, for results with parts `{"type": "image"}`.
+
+        Args:
+            results: See `encode_results`.
+            images: The image of each part, in order; a file in base64.
+
+        Raises:
+            ValueError: If the chat template does not place every image, or for the reasons of `encode_results`.
+        """
+        encode_images = self._encode_images
+        assert encode_images is not None
+        return self._after_call(results, lambda text: encode_images(text, images, self._control))
+
+    def _after_call(
+        self, results: Messages, encode: Callable[[str], tuple[list[int], Media]]
+    ) -> tuple[list[int], Media]:
         results = plain_data(results)
         name = results[0]["name"]
         for _ in range(2):
-            token_ids = self._encode([*dummy_conversation(name), *results], add_generation_prompt=True)
+            token_ids, media = encode(self._render([*dummy_conversation(name), *results], add_generation_prompt=True))
             prefix_ids = self._dummy_prefixes.get(name)
             if prefix_ids is None:  # up to the token that ends the call
                 prefix_ids = self._encode(dummy_conversation(name), add_generation_prompt=False)
@@ -359,8 +390,8 @@ class ChatFormat:
                 if len(self._dummy_prefixes) >= _MAX_CACHED_PREFIXES:  # the model may invent arbitrarily many names
                     self._dummy_prefixes.clear()
                 self._dummy_prefixes[name] = prefix_ids
-            if token_ids[: len(prefix_ids)] == prefix_ids:
-                return token_ids[len(prefix_ids) :]
+            if token_ids[: (start := len(prefix_ids))] == prefix_ids:
+                return token_ids[start:], {n: value[start:] if is_per_token(n) else value for n, value in media.items()}
             self._dummy_prefixes.clear()  # the template may render the date, which may have changed
         raise ValueError(f"the chat template is not prefix-preserving: a result changes how a call of {name!r} looks")
 
@@ -555,6 +586,7 @@ def make_chat_format(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     split_special_tokens: bool = True,
+    encode_images: EncodeImages | None = None,
 ) -> ChatFormat:
     """Create the chat format that a `chat_template` option selects.
 
@@ -563,7 +595,8 @@ def make_chat_format(
         chat_template: See `ChatFormat`; `renderers` and `renderers:NAME` use the library of that name.
         template_kwargs: See `ChatFormat`.
         split_special_tokens: See `ChatFormat`; the library encodes control tokens in text as it does.
+        encode_images: See `ChatFormat`; with the library, the model reads only text.
     """
     if chat_template is not None and uses_renderers(chat_template):
         return RendererFormat(tokenizer, chat_template.partition(":")[2] or "auto", template_kwargs)
-    return ChatFormat(tokenizer, chat_template, template_kwargs, split_special_tokens)
+    return ChatFormat(tokenizer, chat_template, template_kwargs, split_special_tokens, encode_images)

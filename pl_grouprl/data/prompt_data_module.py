@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from pl_grouprl.chat.format import EncodeImages
 from pl_grouprl.data.encoding import (
     ChatOptions,
     EncodingOptions,
@@ -19,7 +22,7 @@ from pl_grouprl.data.encoding import (
 )
 from pl_grouprl.data.loaders import EvalPromptLoader, LevelPromptLoader, LevelSchedule, TrainPromptLoader
 from pl_grouprl.data.rows import PromptSource, digest_rows, plain, read_source
-from pl_grouprl.media.rows import load_processor, reads_media
+from pl_grouprl.media.rows import encode_images, load_processor, reads_media
 from pl_grouprl.types import Prompt
 from pl_grouprl.utilities.distributed import gather_plain, raise_on_all_ranks
 from pl_grouprl.utilities.options import check_options
@@ -324,6 +327,13 @@ class PromptDataModule(LightningDataModule):
                 raise ValueError("PromptDataModule.processor is None and there is no LightningModule with a policy")
             self.processor = load_processor(source)
         return self.processor
+
+    def image_encoder(self) -> EncodeImages | None:
+        """What encodes images that tools return, with its own copy of the processor; None if the policy reads text."""
+        if self.processor is None and not reads_media(getattr(self._module(), "policy_source", None)):
+            return None
+        load = cache(lambda: copy.deepcopy(self._processor()))
+        return partial(encode_images, load, self.encoding.processor_kwargs)
 
     def _module(self) -> Any:
         return getattr(self.trainer, "lightning_module", None)

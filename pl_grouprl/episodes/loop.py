@@ -24,6 +24,7 @@ from pl_grouprl.chat import ChatFormat
 from pl_grouprl.data.encoding import EMPTY_PROMPT
 from pl_grouprl.episodes.runner import Session, ToolRunner
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
+from pl_grouprl.packing.batch import concat_media
 from pl_grouprl.rollout.branching import (
     Branching,
     RoundSampler,
@@ -92,6 +93,7 @@ class EpisodeRow:
         weight_versions: See `Rollout.weight_versions`.
         messages: `token_ids` as chat messages.
         routed_experts: See `Rollout.routed_experts`, of all tokens so far up to the last turn's, prompt included.
+        media: The images in `token_ids`.
     """
 
     prompt_ids: list[int]
@@ -101,15 +103,17 @@ class EpisodeRow:
     weight_versions: list[int] | None = field(default_factory=list)
     messages: Messages = field(default_factory=list)
     routed_experts: Tensor | None = None
+    media: Media = field(default_factory=dict)
 
     @property
     def history(self) -> list[int]:
         """All tokens so far."""
         return self.prompt_ids + self.token_ids
 
-    def add(self, token_ids: Sequence[int], turn: Rollout | None = None) -> None:
-        """Append tokens that the model wrote in a turn, or else reads."""
+    def add(self, token_ids: Sequence[int], turn: Rollout | None = None, media: Media | None = None) -> None:
+        """Append tokens that the model wrote in a turn, or else reads, with images in them."""
         count = len(token_ids)
+        self.media = concat_media([(self.media, len(self.token_ids)), (media or {}, count)])
         logprobs = [0.0] * count if turn is None else turn.logprobs
         versions = [NOT_SAMPLED] * count if turn is None else turn.weight_versions
         self.token_ids += token_ids
@@ -139,6 +143,7 @@ class EpisodeRow:
             messages=self.messages,
             num_observation_tokens=num_observed,
             routed_experts=record,
+            media=concat_media([({}, num_observed), (self.media, len(self.token_ids))]),
         )
 
 
@@ -153,7 +158,7 @@ class Episode:
         rows: Its tokens, the current row last.
         prompt: The prompt as messages; None if it is the dataset's, without an observation.
         opening: The messages of the prompt, observation included.
-        media: Images and videos of the prompt.
+        prompt_media: Images and videos of the prompt.
         calls: Calls of the last turn, not yet made.
         iterations: How many times the model has read results.
         finish_reason: Why it ended; None while it is open.
@@ -170,7 +175,7 @@ class Episode:
     rows: list[EpisodeRow]
     prompt: Messages | None = None
     opening: Messages = field(default_factory=list)
-    media: Media = field(default_factory=dict)
+    prompt_media: Media = field(default_factory=dict)
     calls: list[ToolCall] = field(default_factory=list)
     iterations: int = 0
     finish_reason: FinishReason | None = None
@@ -189,6 +194,12 @@ class Episode:
     def row(self) -> EpisodeRow:
         """The current row."""
         return self.rows[-1]
+
+    @property
+    def media(self) -> Media:
+        """Images and videos of all tokens so far."""
+        row = self.row
+        return concat_media([(self.prompt_media, len(row.prompt_ids)), (row.media, len(row.token_ids))])
 
     def next_prompt(self) -> list[int]:
         """All tokens so far, as the prompt of the next turn."""
@@ -217,17 +228,19 @@ class Episode:
         self.stream *= width
         if count == 1:
             return [self]
-        forks = [self, *(copy.deepcopy(self, {id(self.media): self.media}) for _ in range(1, count))]
+        media = {id(own): own for own in (self.prompt_media, *(row.media for row in self.rows))}  # not copied
+        forks = [self, *(copy.deepcopy(self, dict(media)) for _ in range(1, count))]
         for number, fork in enumerate(forks):
             fork.stream, fork.path, fork.points = self.stream + number, (*path, number), points
         return forks
 
-    def add_results(self, results: Sequence[ToolResult], next_ids: list[int]) -> None:
+    def add_results(self, results: Sequence[ToolResult], next_ids: list[int], media: Media) -> None:
         """Append results of tools. A new row begins if the chat template has rewritten the history.
 
         Args:
             results: The results.
             next_ids: All tokens that the model reads before its next turn.
+            media: The images in the results.
         """
         row, history = self.row, self.row.history
         if next_ids[: len(history)] != history:
@@ -236,7 +249,7 @@ class Episode:
             versions: list[int] | None = None if row.weight_versions is None else []
             row = EpisodeRow(next_ids[:kept], [], [], logprobs, versions, list(row.messages))
             self.rows.append(row)
-        row.add(next_ids[len(row.history) :])
+        row.add(next_ids[len(row.history) :], media=media)
         row.messages += [result.message for result in results]
         self.iterations += 1
 
@@ -321,7 +334,7 @@ class EpisodeLoop:
             sessions = self.runner.begin([row | one.columns for row, one in zip(written, opened, strict=True)])
             for prompt, stream, session in zip(opened, streams, sessions, strict=True):
                 row = EpisodeRow(prompt.token_ids)
-                episodes.append(Episode(stream // num_generations, stream, session, [row], media=prompt.media))
+                episodes.append(Episode(stream // num_generations, stream, session, [row], prompt_media=prompt.media))
                 if branching is not None:
                     episodes[-1].path = (stream % num_generations,)
             with self._lock:  # from here on, the sessions are released
@@ -439,7 +452,11 @@ class EpisodeLoop:
     def _call_tools(self, episodes: Sequence[Episode], max_length: int | None) -> None:
         """Execute the calls of a turn; if an episode's results do not fit, it drops them all and ends."""
         answers = self.runner.call([(episode.session, episode.calls) for episode in episodes])
-        for episode, results in zip(episodes, answers, strict=True):
+        for episode, answer in zip(episodes, answers, strict=True):
+            results = [
+                result.without_images() if result.images and not self._chat.reads_images else result
+                for result in answer
+            ]
             episode.counts["calls"] += len(results)
             episode.counts.update(result.failure for result in results if result.failure is not None)
             episode.seconds += sum(result.seconds for result in results)
@@ -450,23 +467,34 @@ class EpisodeLoop:
                 None if self._limits.max_tokens is None else self._limits.max_tokens + len(episode.row.prompt_ids),
             )
             with self._lock:
-                next_ids = self._read_results(episode, results, most)
+                next_ids, media = self._read_results(episode, results, most)
             if most is None or len(next_ids) <= most:
-                episode.add_results(results, next_ids)
+                episode.add_results(results, next_ids, media)
             else:
                 episode.finish_reason = "length"
 
-    def _read_results(self, episode: Episode, results: Sequence[ToolResult], most: int | None) -> list[int]:
-        """All tokens that the model reads before its next turn; only some if they exceed `most` by far."""
-        history, characters = episode.row.history, _FIRST_CHARACTERS
+    def _read_results(
+        self, episode: Episode, results: Sequence[ToolResult], most: int | None
+    ) -> tuple[list[int], Media]:
+        """All tokens that the model reads before its next turn, only some if they exceed `most` by far; new images."""
+        history, characters, media = episode.row.history, _FIRST_CHARACTERS, dict[str, Any]()
+        images = [image for result in results for _, image in result.images]
+        if images and self._may_rewrite:
+            raise ValueError(
+                "episodes.rewritten_history is 'new_row', but a tool returned an image, so the conversation cannot be "
+                "re-rendered; use a template that keeps the history, and 'refuse'."
+            )
         while True:
-            messages = [{**result.message, "content": result.content[:characters]} for result in results]
-            if not self._may_rewrite:
+            messages = [replace(result, content=result.content[:characters]).message for result in results]
+            if images:
+                added, media = self._chat.encode_results_with_images(messages, images)
+                next_ids = history + added
+            elif not self._may_rewrite:
                 next_ids = history + self._chat.encode_results(messages)
             else:
                 messages = [*episode.opening, *episode.row.messages, *messages]
                 next_ids = self._chat.encode_history(history, messages, self.runner.schemas(episode.session.kind))
             is_whole = all(len(result.content) <= characters for result in results)
             if is_whole or (most is not None and len(next_ids) - _CUT_TOKENS > most):
-                return next_ids
+                return next_ids, media
             characters *= 8

@@ -35,7 +35,7 @@ class MCPTools(ToolServer):
     state; it opens while the model writes the first turn. A session whose server is gone is opened again if it is
     shared; otherwise all later calls of its episode fail.
 
-    The model reads the texts of a result. A result that the server marks as an error is a failed call.
+    The model reads the texts and images of a result. A result that the server marks as an error is a failed call.
 
     Args:
         command: Starts a server that speaks over its standard input and output, as a list or a line of a shell.
@@ -204,7 +204,7 @@ class MCPSession:
         """Call a tool.
 
         Returns:
-            Blocks of text, and the types of other blocks.
+            Blocks of text and images, and the types of other blocks.
 
         Raises:
             ConnectionError: If the server is gone, or was in an earlier call of a session that does not reopen.
@@ -304,4 +304,4 @@ def _block(block: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "text", "text": resource.get("text") or f"{resource['uri']} (binary)"}
     if block["type"] == "resource_link":
         return {"type": "text", "text": block["uri"]}
-    return {key: block[key] for key in ("type", "text") if key in block}
+    return {key: block[key] for key in ("type", "text", "data") if key in block}

@@ -698,6 +698,7 @@ def _ask(worker: WorkerProcess, operation: Operation) -> Any:
             texts = (value.name, value.content, value.failure or "")
             is_readable = all(isinstance(text, str) for text in texts) and isinstance(value.seconds, float | int)
             is_readable = is_readable and isinstance(value.reward, float | None)
+            is_readable = is_readable and all(isinstance(n, int) and isinstance(png, str) for n, png in value.images)
             if not is_readable or value.failure not in (None, *get_args(FailureKind)):
                 raise TypeError("no result")
         elif not isinstance(value, str | float | int | None):

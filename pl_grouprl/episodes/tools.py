@@ -1,4 +1,4 @@
-"""Tools and environments: what the model may call, and the text that it reads as their result.
+"""Tools and environments: what the model may call, and the text and images that it reads as their result.
 
 Both are the user's code and run with the user's rights, with arguments that the model chose. What the model writes is
 never evaluated as code. Results and errors have the same text as with TRL's `GRPOTrainer`.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 from pl_grouprl.chat.parsing import Schema
+from pl_grouprl.media.rows import read_image
 from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.processes import exits_refused
 from pl_grouprl.utilities.text import describe_error, shorten
@@ -59,6 +62,8 @@ class ToolResult:
         failure: Why the call failed; None if it did not.
         seconds: How long it ran.
         reward: What the environment's `get_step_reward` returned after the call, NaN if it failed; None without one.
+        images: Images in it, each with the number of characters of `content` before it, as PNG files in base64, so
+            that workers can send them.
     """
 
     name: str
@@ -66,16 +71,28 @@ class ToolResult:
     failure: FailureKind | None = None
     seconds: float = 0.0
     reward: float | None = None
+    images: Sequence[tuple[int, str]] = ()
 
     @classmethod
     def error(cls, name: str, message: str, failure: FailureKind, seconds: float = 0.0) -> ToolResult:
         """The result of a call that failed: a dictionary with its `error`, written as text."""
         return cls(name, str({"error": message}), failure, seconds)
 
+    def without_images(self) -> ToolResult:
+        """The result in its place for a model that reads only text: an error."""
+        error = f"Tool {self.name} returned an image; only text is supported."
+        return replace(self.error(self.name, error, "unsupported", self.seconds), reward=self.reward)
+
     @property
     def message(self) -> dict[str, Any]:
-        """The chat message in which the model reads it."""
-        return {"role": "tool", "name": self.name, "content": self.content}
+        """The chat message in which the model reads it; images are parts `{"type": "image"}` without contents."""
+        content: Any = self.content
+        if self.images:
+            ends = [*(place for place, _ in self.images), len(self.content)]
+            texts = [self.content[start:end] for start, end in pairwise([0, *ends])]
+            parts = [part for text in texts for part in ({"type": "text", "text": text}, {"type": "image"})]
+            content = [part for part in parts[:-1] if part.get("text") != ""]
+        return {"role": "tool", "name": self.name, "content": content}
 
 
 @dataclass(frozen=True)
@@ -162,31 +179,43 @@ async def call_tool(tool: Tool, arguments: Any) -> ToolResult:
     try:
         with exits_refused():
             value = tool.function(**private_copy(arguments))
-            content, failure = _read_result(tool.name, await value if tool.is_async else value)
+            content, failure, images = _read_result(tool.name, await value if tool.is_async else value)
     except BaseException as error:
         if tool.is_async and isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             raise
         with exits_refused():
-            content, failure = _explain(tool, arguments, error)
+            (content, failure), images = _explain(tool, arguments, error), []
     seconds = time.perf_counter() - began
     if failure is not None:
         return ToolResult.error(tool.name, content, failure, seconds)
-    return ToolResult(tool.name, content, None, seconds)
+    return ToolResult(tool.name, content, None, seconds, images=images)
 
 
-def _read_result(name: str, value: Any) -> tuple[str, FailureKind | None]:
-    """A returned value as text: its `str`, or the joined texts of a list of text blocks. Or an error, and its kind."""
+def _read_result(name: str, value: Any) -> tuple[str, FailureKind | None, list[tuple[int, str]]]:
+    """A returned value as text, and its images: its `str`, or blocks of text and images. Or an error, and its kind."""
     if inspect.iscoroutine(value):
         value.close()
-        return f"Tool {name} returned a coroutine; define it with async def.", "unsupported"
+        return f"Tool {name} returned a coroutine; define it with async def.", "unsupported", []
     if isinstance(value, Generator) or inspect.isasyncgen(value):
-        return f"Tool {name} returned a generator; return text.", "unsupported"
+        return f"Tool {name} returned a generator; return text.", "unsupported", []
     blocks = value if isinstance(value, list) and all(isinstance(block, Mapping) for block in value) else []
-    if any(str(block.get("type")) in ("image", "image_url", "video", "audio") for block in blocks):
-        return f"Tool {name} returned media; only text is supported.", "unsupported"
-    if blocks and all(block.get("type") == "text" and isinstance(block.get("text"), str) for block in blocks):
-        value = "".join(block["text"] for block in blocks)
-    return _limit_length(name, str(value), None)
+    kinds = [str(block.get("type")) for block in blocks]
+    if {*kinds} & {"image_url", "video", "audio"}:
+        return f"Tool {name} returned media; only text and images are supported.", "unsupported", []
+    texts = [block.get("text") if kind == "text" else "" for kind, block in zip(kinds, blocks, strict=True)]
+    if not blocks or not {*kinds} <= {"text", "image"} or not all(isinstance(text, str) for text in texts):
+        return *_limit_length(name, str(value), None), []
+    content, failure = _limit_length(name, "".join(map(str, texts)), None)
+    places = accumulate((len(str(text)) for text in texts), initial=0)
+    shown = zip(places, kinds, blocks, strict=False)
+    return content, failure, [(place, _png(block)) for place, kind, block in shown if kind == "image"]
+
+
+def _png(block: Mapping[str, Any]) -> str:
+    """An image block's image, `image` (TRL) or `data` in base64 (MCP), as a PNG file in base64."""
+    file = io.BytesIO()
+    read_image(b64decode(block["data"]) if "data" in block else block.get("image")).save(file, "PNG")
+    return b64encode(file.getvalue()).decode()
 
 
 def _explain(tool: Tool, arguments: Any, error: BaseException) -> tuple[str, FailureKind | None]:

@@ -1,7 +1,6 @@
-"""Image and video arguments of models, and rotary positions of prompts that have them.
+"""Image and video arguments of models, and rotary positions of prompts and rollouts that have them.
 
-Legend: B rollouts, T packed tokens, L padded length, S prompts of a batch: those of a packed row, or one for each of
-the B padded rows.
+Legend: B rollouts, T packed tokens, L padded length, S runs of tokens (prompts, and rollouts with images), P prompts.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pl_grouprl.attention import find_backbone
 from pl_grouprl.packing import ScoringBatch
+from pl_grouprl.packing.batch import concat_media
 from pl_grouprl.packing.layout import repeat_values
 from pl_grouprl.types import Media, is_per_token
 
@@ -69,14 +69,14 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
     """Check that a model can place a batch's images and videos.
 
     Raises:
-        ValueError: If the model has no such argument, or a rollout contains a placeholder token.
+        ValueError: If the model has no such argument, or the model wrote a placeholder token.
     """
     unknown = _unknown_arguments(model, batch.media.keys())
     if unknown:
         kind = type(find_backbone(model)).__name__
-        raise ValueError(f"the prompts have media {unknown}, which {kind} does not take; use its processor.")
+        raise ValueError(f"the groups have media {unknown}, which {kind} does not take; use its processor.")
     for name, token in placeholder_ids(model).items():
-        places = (batch.targets_N == token).nonzero().flatten().tolist()
+        places = ((batch.targets_N == token) & batch.loss_mask_N).nonzero().flatten().tolist()
         if places and batch.media:
             rollout = int(batch.rollout_index_N[places[0]])
             raise ValueError(
@@ -85,7 +85,7 @@ def check_batch_media(model: PreTrainedModel, batch: ScoringBatch) -> None:
             )
 
 
-def media_inputs(model: Any, prompt: Sequence[int], media: Media) -> tuple[dict[str, Tensor], PromptPositions | None]:
+def media_inputs(model: Any, prompt: Sequence[int], media: Media) -> tuple[dict[str, Tensor], RunPositions | None]:
     """Create the arguments of a model for one prompt with media.
 
     Args:
@@ -101,17 +101,17 @@ def media_inputs(model: Any, prompt: Sequence[int], media: Media) -> tuple[dict[
     backbone, positions = find_backbone(model), None
     if hasattr(backbone, "get_rope_index") and any(name.endswith("grid_thw") for name in media):
         input_ids = torch.tensor([list(prompt)])
-        positions = prompt_positions(backbone, input_ids, torch.ones_like(input_ids), rows)
+        positions = run_positions(backbone, input_ids, torch.ones_like(input_ids), rows)
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in rows.items()}, positions
 
 
-class PromptPositions(NamedTuple):
-    """Rotary positions of prompts with images and videos.
+class RunPositions(NamedTuple):
+    """Rotary positions of runs of tokens with images and videos, each as if it came first.
 
     Attributes:
-        position_ids: Time, height and width position of each token, shape [3, S, prompt tokens], int64.
-        next_position_S: The position, on all three axes, of the first token after each prompt, int64.
+        position_ids: Time, height and width position of each token, shape [3, S, tokens], int64.
+        next_position_S: The position, on all three axes, of the first token after each run, int64.
     """
 
     position_ids: Tensor
@@ -121,60 +121,71 @@ class PromptPositions(NamedTuple):
 def media_position_ids(model: PreTrainedModel, batch: ScoringBatch) -> Tensor | None:
     """Compute positions of a batch for models whose rotary positions depend on images and videos (Qwen-VL).
 
-    A prompt's positions come from the model's `get_rope_index`; a rollout's continue from there, equally in time,
-    height and width, as in one forward pass over both. Does not run the vision tower.
+    The positions of prompts, and of rollouts with images, come from the model's `get_rope_index`; a rollout's continue
+    from its prompt's, as in one forward pass over both. Does not run the vision tower.
 
     Returns:
         Positions of the packed row, shape [3, 1, T], or of the padded rows, [3, B, L], 0 at padding; None if the batch
         has no images or videos, or the model uses text positions.
     """
     backbone = find_backbone(model)
-    if not hasattr(backbone, "get_rope_index") or not any(name.endswith("grid_thw") for name in batch.media):
-        return None
-    input_ids = batch.model_inputs["input_ids"]
-    roots = [segment for segment in batch.layout.segments if segment.parent is None]
-    if batch.sharing == "shared":
-        spans = [(0, segment.start, segment.length) for segment in roots]
-        places = list(range(len(roots)))
-    else:
-        parents = [segment.parent for segment in batch.layout.segments if segment.parent is not None]
-        spans = [(row, 0, batch.layout.segments[parent].length) for row, parent in enumerate(parents)]
-        places = [parents.index(place) for place, segment in enumerate(batch.layout.segments) if segment.parent is None]
-
-    def prompts(values: Tensor) -> Tensor:
-        return pad_sequence([values[row, start : start + length] for row, start, length in spans], batch_first=True)
-
+    parts = [batch] if batch.prefix is None else [batch.prefix.batch, batch]  # a slice continues its prompt
+    ids = [part.model_inputs["input_ids"].cpu() for part in parts]
     # On the CPU, because it loops over images and reads numbers from tensors.
-    media = {name: value.cpu() for name, value in batch.media.items() if not name.startswith("pixel_values")}
-    media = {name: prompts(value) if is_per_token(name) else value for name, value in media.items()}
-    tokens = input_ids.cpu()
-    positions = prompt_positions(backbone, prompts(tokens), prompts(torch.ones_like(tokens)), media)
-    in_order = iter(places)
+    given = [{n: value.cpu() for n, value in part.media.items() if not n.startswith("pixel_values")} for part in parts]
+    media = concat_media([(own, part.shape[1]) for own, part in zip(given, ids, strict=True)])
+    if not hasattr(backbone, "get_rope_index") or not any(name.endswith("grid_thw") for name in media):
+        return None
+    input_ids, segments = torch.cat(ids, dim=1), batch.layout.segments
+    if batch.sharing == "shared":
+        spans = [(index, 0, segment.start) for index, segment in enumerate(segments)]
+    else:
+        pairs = [
+            (row, index)
+            for row, leaf in enumerate(batch.layout.leaves)
+            for index in (segments[leaf].parent, leaf)
+            if index is not None
+        ]
+        spans = [(index, row, segments[index].position) for row, index in pairs]
+    types = [value for name, value in media.items() if is_per_token(name)]
+    spans = [
+        (index, row, start)
+        for index, row, start in spans
+        if segments[index].parent is None
+        or any(value[row, start : start + segments[index].length].any() for value in types)
+    ]
+
+    def cut(values: Tensor) -> Tensor:
+        cuts = [values[row, start : start + segments[index].length] for index, row, start in spans]
+        return pad_sequence(cuts, batch_first=True)
+
+    media = {name: cut(value) if is_per_token(name) else value for name, value in media.items()}
+    positions = run_positions(backbone, cut(input_ids), cut(torch.ones_like(input_ids)), media)
+    places = {index: place for place, (index, _, _) in enumerate(spans)}  # of a repeated prompt, any
     runs: list[Tensor] = []
-    following: list[Tensor] = []  # per segment, the position after its last token
-    for segment in batch.layout.segments:
-        if segment.parent is None:
-            prompt = next(in_order)
-            runs.append(positions.position_ids[:, prompt, : segment.length])
-            following.append(positions.next_position_S[prompt])
+    following: list[Any] = []  # per segment, the position after its last token
+    for index, segment in enumerate(segments):
+        start = 0 if segment.parent is None else following[segment.parent]
+        if index in places:
+            runs.append(start + positions.position_ids[:, places[index], : segment.length])
+            following.append(start + positions.next_position_S[places[index]])
         else:
-            start = following[segment.parent]
             runs.append((start + torch.arange(segment.length)).expand(3, -1))
             following.append(start + segment.length)
-    packed_T3 = torch.cat(runs, dim=1).T
-    rows = packed_T3[None] if batch.sharing == "shared" else repeat_values(batch.layout, packed_T3)
-    return rows.permute(2, 0, 1).to(input_ids.device)
+    packed_T3 = torch.cat(runs, dim=1).T[batch.layout.num_prefilled :]
+    laid_out = packed_T3[None] if batch.sharing == "shared" else repeat_values(batch.layout, packed_T3)
+    return laid_out.permute(2, 0, 1).to(batch.model_inputs["input_ids"].device)
 
 
-def prompt_positions(
+def run_positions(
     backbone: Any, input_ids_SL: Tensor, attention_mask_SL: Tensor, media: dict[str, Tensor]
-) -> PromptPositions:
-    """Compute the positions of prompts, one per row, with the model's `get_rope_index`.
+) -> RunPositions:
+    """Compute the positions of prompts or rollouts, one per row, with the model's `get_rope_index`.
 
     Args:
         backbone: A model with transformers' `get_rope_index`; see `find_backbone`.
-        input_ids_SL: The prompts, padded on either side.
-        attention_mask_SL: 1 at the tokens of each row's prompt.
+        input_ids_SL: The tokens, padded on either side.
+        attention_mask_SL: 1 at the tokens of each row.
         media: Images and videos of all rows, concatenated; per-token entries have the shape of `input_ids_SL`.
     """
     accepted = inspect.signature(backbone.get_rope_index).parameters
@@ -189,4 +200,4 @@ def prompt_positions(
     types_SL = media.get("mm_token_type_ids", torch.zeros_like(input_ids_SL))
     ends_in_text_S = types_SL[rows_S, last_S] == 0
     largest_S = attention_mask_SL.sum(dim=1) + deltas_S1.flatten()
-    return PromptPositions(position_ids, torch.where(ends_in_text_S, after_last_S, largest_S))
+    return RunPositions(position_ids, torch.where(ends_in_text_S, after_last_S, largest_S))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -436,6 +437,36 @@ def check_row_media(
             except ValueError as error:
                 raise ValueError(f"{where}: {columns[kind]}[{number}]: {error}; correct the row.") from error
     return partial(_encode, processor, text, media, options, control, num_after, where)
+
+
+def encode_images(
+    load: Callable[[], Any], options: Mapping[str, Any], text: str, images: Sequence[str], control: ControlTokens
+) -> tuple[list[int], Media]:
+    """Encode a rendered conversation whose tools returned images.
+
+    Args:
+        load: Returns a transformers processor.
+        options: Keyword arguments of the processor.
+        text: The conversation, with the processor's token for each image.
+        images: Image files in base64.
+        control: Has marked the text.
+
+    Returns:
+        The model's tokens, without those that a tokenizer adds before and after a text, and the media.
+
+    Raises:
+        ValueError: If the text has another number of places, or an image cannot be processed.
+    """
+    processor = load()
+    token = str(processor.image_token)
+    if (places := text.count(token)) != len(images):
+        raise ValueError(
+            f"tools returned {len(images)} images in a turn, and the chat template writes {token!r} {places} times for "
+            "them; use a template that writes it for parts {'type': 'image'} of tool messages, such as "
+            "episodes.chat_template='qwen3' (Qwen)."
+        )
+    media = {"image": [b64decode(image) for image in images], "video": []}
+    return _encode(processor, text, media, {"add_special_tokens": False, **options}, control, 0, "a tool's result")
 
 
 def _encode(

@@ -33,14 +33,14 @@ from pl_grouprl.models.adapters import adapter_layers
 from pl_grouprl.models.router_replay import NOT_RECORDED, open_replay
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
 from pl_grouprl.packing.batch import pack_branch
-from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
+from pl_grouprl.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Tensor:
-    """Run the decoder on the tokens of a batch, ignoring `batch.prefix`; see `hidden_states`.
+    """Run the decoder on the tokens of a batch, without the states of `batch.prefix`; see `hidden_states`.
 
     Further keyword arguments are the decoder's.
     """
@@ -49,7 +49,7 @@ def run_decoder(model: PreTrainedModel, batch: ScoringBatch, **more: Any) -> Ten
         if batch.sharing != "shared":
             raise ValueError(f"several ranks cannot run a batch with sharing={batch.sharing!r} together; use 'shared'.")
         inputs = inputs | {"sequence_group": batch.sequence_group}
-    if batch.media:
+    if batch.media or (batch.prefix is not None and batch.prefix.batch.media):
         check_batch_media(model, batch)
         positions = media_position_ids(model, batch)
         inputs = inputs if positions is None else inputs | {"position_ids": positions}
@@ -75,7 +75,7 @@ def hidden_states(model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
     """Run the decoder and return the hidden states of all positions, rows concatenated, shape [B * L, D].
 
     A batch with shared prefixes is one row, so [T, D]. The batch's indices (`predict_index_N`, `final_index_B`) point
-    into the result. Images and videos of the prompts are encoded in the same call.
+    into the result. Images and videos are encoded in the same call.
 
     A slice of a group (`packing.batch.pack_slice`) continues the path of `batch.prefix`, running it first if needed,
     and gives [1 + K + S, D]: the prompt's last position, the path's response tokens, then the slice.
@@ -384,19 +384,8 @@ class PrefixPass:
     def hidden_states(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
         """Run a slice; return the states of the prompt's last token, the path and the slice, shape [1 + K + S, D]."""
         prefix = self.states(model)
-        more: dict[str, Any] = {}
-        if self.batch.media:  # a slice after images or videos: its position ids, and token types that say text
-            with_media = replace(
-                self.batch, layout=batch.layout, targets_N=batch.targets_N, rollout_index_N=batch.rollout_index_N
-            )
-            check_batch_media(model, with_media)
-            tokens = batch.model_inputs["input_ids"]
-            more = {name: torch.zeros_like(tokens) for name in self.batch.media if is_per_token(name)}
-            positions = media_position_ids(model, with_media)
-            if positions is not None:
-                more["position_ids"] = positions[..., self.num_tokens :]
         states = PrefixStates(prefix.path, record=False, recomputes=_recomputes(model))
-        hidden = run_decoder(model, batch, **more, prefix_states=states)
+        hidden = run_decoder(model, batch, prefix_states=states)
         return Prefilled(prefix.path, prefix.backbone, _HIDDEN).join(hidden)
 
     def loss(self, parameters: Iterable[nn.Parameter] = (), *, loss_scale: float = 1.0) -> Tensor:

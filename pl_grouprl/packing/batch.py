@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pl_grouprl.packing.layout import SharedPrefixLayout, repeat_rows, repeat_values
 from pl_grouprl.packing.trie import MIN_SAVED_TOKENS, Forest, SharedTokens, lay_out_forest
-from pl_grouprl.types import Rollout, RolloutGroup, is_per_token
+from pl_grouprl.types import Media, Rollout, RolloutGroup, is_per_token
 
 Sharing = Literal["shared", "repeated"]
 """`shared` encodes each prompt once; `repeated` is the usual padded batch with the prompt in every row."""
@@ -30,9 +30,9 @@ class ScoringBatch:
 
     Attributes:
         model_inputs: Keyword arguments of the decoder: `input_ids` and `position_ids` of shape [1, T] and the
-            `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L]. If any prompt has images or videos,
-            also the media of all prompts: once per group, or once per rollout if prompts are repeated; per-token
-            media tensors have the shape of `input_ids`.
+            `prefix_layout`, or `input_ids` and `attention_mask` of shape [B, L]. With images or videos also the media
+            of all prompts (once per group, or once per rollout if prompts are repeated) and rollouts, in the order of
+            their tokens; per-token media tensors have the shape of `input_ids`.
         predict_index_N: Index in the flattened hidden states that predicts each response token, int64.
         targets_N: The response tokens, int64.
         rollout_index_N: The rollout of each response token, counted over all groups in order, int64.
@@ -141,7 +141,7 @@ def pack(
         share_across_groups=share_across_groups,
         min_saved_tokens=min_saved_tokens,
         path=path,
-        prompts_first=torch.device(device).type == "cuda" and not any(group.media for group in groups),
+        prompts_first=torch.device(device).type == "cuda" and not any(group.has_media for group in groups),
     )
     layout = forest.layout
     tokens = _int64(forest.token_ids)[None]
@@ -170,7 +170,7 @@ def pack(
     shared_indices = {} if shared_tokens is None else shared_tokens._asdict()
     moved = move_together(indices | row | shared_indices, device)
     model_inputs: dict[str, Any] = {name: moved[name] for name in row}
-    model_inputs |= {name: value.to(device) for name, value in join_media(groups, layout, sharing).items()}
+    model_inputs |= {name: value.to(device) for name, value in join_media(groups, forest, sharing).items()}
     if sharing == "shared":
         positions_T = model_inputs["position_ids"][0]  # also for `positions_on`
         layout.memo(("position_ids", positions_T.device), lambda: positions_T)
@@ -185,39 +185,57 @@ def pack(
     )
 
 
-def join_media(groups: Sequence[RolloutGroup], layout: SharedPrefixLayout, sharing: Sharing) -> dict[str, Tensor]:
-    """Join the images and videos of all groups, in the order of their prompts in the batch.
+def concat_media(parts: Sequence[tuple[Media, int]]) -> Media:
+    """Join the media of runs of tokens that follow each other.
+
+    Args:
+        parts: Media and number of tokens of each run.
+
+    Returns:
+        A tensor per name: images, videos or patches, concatenated; or, for per-token tensors, the runs along the last
+        axis, 0 in runs without.
+    """
+    joined: Media = {}
+    for name in dict.fromkeys(name for media, _ in parts for name in media):
+        values = [media[name] for media, _ in parts if name in media]
+        if is_per_token(name):
+            *rows, _ = values[0].shape
+            values = [media[name] if name in media else values[0].new_zeros(*rows, count) for media, count in parts]
+        joined[name] = torch.cat(values, dim=-1 if is_per_token(name) else 0)
+    return joined
+
+
+def join_media(groups: Sequence[RolloutGroup], forest: Forest, sharing: Sharing) -> dict[str, Tensor]:
+    """Join the images and videos of all groups, in the order of their tokens in the batch.
 
     Args:
         groups: Prompts with at least one rollout each, with or without media.
-        layout: Layout of these groups.
-        sharing: `shared` takes each group's media once, `repeated` once per rollout.
+        forest: These groups, laid out.
+        sharing: `shared` takes each prompt's media once, `repeated` once per rollout.
 
     Returns:
-        A tensor per name: images, videos or patches, concatenated; or, for per-token tensors, the packed row [1, T] or
-        padded rows [B, L] with zeros for text, rollouts and padding. Empty without any media.
+        As `concat_media`, but per-token tensors are the packed row [1, T] or padded rows [B, L]. Empty without media.
 
     Raises:
         ValueError: If a per-token tensor has the wrong length.
     """
-    joined: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for group in groups for name in group.media):
-        holders = [group for group in groups if name in group.media]
-        if not is_per_token(name):
-            copies = [1 if sharing == "shared" else len(group.rollouts) for group in holders]
-            parts = [[group.media[name]] * count for group, count in zip(holders, copies, strict=True)]
-            joined[name] = torch.cat(list(chain.from_iterable(parts)))
-            continue
-        packed_T = torch.zeros(layout.num_tokens, dtype=torch.long)
-        prompts = (segment for segment in layout.segments if segment.parent is None)
-        for segment, group in zip(prompts, groups, strict=True):
-            value = group.media.get(name)
-            if value is not None and value.shape != (segment.length,):
-                what = f"media[{name!r}] of group {group.group_id!r} has shape {list(value.shape)}"
-                raise ValueError(f"{what} for a prompt of {segment.length} tokens; pass one entry per token.")
-            packed_T[segment.start : segment.stop] = 0 if value is None else value
-        joined[name] = packed_T[None] if sharing == "shared" else repeat_values(layout, packed_T)
-    return joined
+    segments = forest.layout.segments
+    parts: list[tuple[Media, int]] = [({}, segment.length) for segment in segments]
+    for number, (prompt, ends) in forest.ends.items():
+        media = [groups[number].media, *(rollout.media for rollout in groups[number].rollouts)]
+        for place, own in zip((prompt, *ends), media, strict=True):
+            parts[place] = own, (length := segments[place].length)
+            for name, value in own.items():
+                if is_per_token(name) and value.shape != (length,):
+                    what = f"media[{name!r}] of group {groups[number].group_id!r} has shape {list(value.shape)}"
+                    kind = "prompt" if place == prompt else "rollout"
+                    raise ValueError(f"{what} for a {kind} of {length} tokens; pass one entry per token.")
+    packed = concat_media(parts)
+    if sharing == "shared":
+        return {name: value[None] if is_per_token(name) else value for name, value in packed.items()}
+    pairs = ((segments[leaf].parent, leaf) for leaf in forest.layout.leaves)
+    rows = concat_media([parts[place] for pair in pairs for place in pair if place is not None])
+    return {n: repeat_values(forest.layout, packed[n]) if is_per_token(n) else value for n, value in rows.items()}
 
 
 def _routed_experts(groups: Sequence[RolloutGroup], forest: Forest, sharing: Sharing) -> Tensor | None:
@@ -234,7 +252,7 @@ def _routed_experts(groups: Sequence[RolloutGroup], forest: Forest, sharing: Sha
         torch.cat([predict[1:], final[None]]) if len(predict) else predict
         for predict, final in zip(forest.predict_index_N.split(lengths), forest.final_index_B, strict=True)
     ]
-    places += [layout.path(index) for index in forest.prompt_ends]
+    places += [layout.path(index) for index in (forest.ends[number][0] for number in range(len(groups)))]
     for part, index_T in reversed(list(zip(parts, places, strict=True))):
         if (record := part.routed_experts) is not None:
             row[index_T] = torch.where(record < 0, row[index_T], record)
@@ -323,6 +341,9 @@ def _continuing(prefix: Any, batch: ScoringBatch, tokens: Tensor, layout: Shared
         "position_ids": layout.position_ids[None, layout.num_prefilled :].to(tokens.device),
         "prefix_layout": layout,
     }
+    inputs |= {name: torch.zeros_like(tokens) for name in prefix.batch.media if is_per_token(name)}
+    count = tokens.shape[1]
+    inputs |= {name: value[:, -count:] if is_per_token(name) else value for name, value in batch.media.items()}
     return replace(batch, model_inputs=inputs, layout=layout, prefix=prefix, sequence_group=prefix.batch.sequence_group)
 
 
@@ -344,10 +365,11 @@ def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] |
 
     A causal decoder's result does not depend on later tokens, so those do not have to run: GROUP PPO trains its critic
     at the starts of token groups only. The value V[t] is read where token t is predicted, so for values up to token s
-    of a rollout keep s + 1 tokens (one more than strictly needed, to keep the packed indices of `pack`).
+    of a rollout keep s + 1 tokens (one more than strictly needed, to keep the packed indices of `pack`). A rollout with
+    images stays whole.
 
     Args:
-        groups: Prompts with their rollouts; unchanged. Only tokens, loss masks and experts are copied.
+        groups: Prompts with their rollouts; unchanged. Only tokens, loss masks, experts and media are copied.
         lengths_B: Number of tokens to keep of each rollout, over all groups in order.
 
     Raises:
@@ -361,11 +383,13 @@ def truncate_rollouts(groups: Sequence[RolloutGroup], lengths_B: Sequence[int] |
         length, tokens, mask, record = int(given), rollout.token_ids, rollout.loss_mask, rollout.routed_experts
         if not 0 <= length <= len(tokens):
             raise ValueError(f"lengths_B[{number}] is {length}; pass 0 to the rollout's {len(tokens)} tokens.")
+        length = len(tokens) if rollout.media else length
         short.append(
             Rollout(
                 tokens[:length],
                 loss_mask=None if mask is None else mask[:length],
                 routed_experts=None if record is None else record[:length],
+                media=rollout.media,
             )
         )
         kept += range(start, start + length)

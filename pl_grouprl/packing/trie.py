@@ -227,7 +227,7 @@ class Forest(NamedTuple):
             token.
         shared_tokens: Which response tokens share a token of the row; None if the row has no fewer tokens than the
             responses.
-        prompt_ends: Index of the last segment of each group's prompt.
+        ends: By group, the last segments of its prompt and of each rollout.
     """
 
     layout: SharedPrefixLayout
@@ -235,7 +235,7 @@ class Forest(NamedTuple):
     predict_index_N: Tensor
     final_index_B: Tensor
     shared_tokens: SharedTokens | None
-    prompt_ends: list[int]
+    ends: dict[int, tuple[int, list[int]]]
 
 
 def lay_out_forest(
@@ -268,7 +268,7 @@ def lay_out_forest(
     prompts = build_trie([group.prompt_ids for group in groups], min_saved_tokens if share_across_groups else None)
     group_of = {leaf: number for number, leaf in enumerate(prompts.leaves)}
     segments: list[int] = []  # of each node of the prompts
-    ends: dict[int, tuple[int, list[int]]] = {}  # by group, the last segments of its prompt and of each rollout
+    ends: dict[int, tuple[int, list[int]]] = {}
     for index, node in enumerate(prompts.nodes):
         tokens = groups[node.sequence].prompt_ids[node.start : node.stop]
         segments.append(add(tokens, None if node.parent is None else segments[node.parent], node.sequence))
@@ -277,7 +277,8 @@ def lay_out_forest(
         number = group_of[index]
         root = add(path, segments[-1], number) if path else segments[-1]
         after_path = [rollout.token_ids[len(path) :] for rollout in groups[number].rollouts]
-        first, trie = len(lengths), build_trie(after_path, min_saved_tokens)
+        has_images = any(rollout.media for rollout in groups[number].rollouts)  # which their tokens do not tell apart
+        first, trie = len(lengths), build_trie(after_path, None if has_images else min_saved_tokens)
         for own in trie.nodes:
             tokens = after_path[own.sequence][own.start : own.stop]
             add(tokens, root if own.parent is None else first + own.parent, number)
@@ -291,8 +292,7 @@ def lay_out_forest(
         parents = [None if parent is None else places[parent] for parent in above]
         ends = {group: (places[last], [places[leaf] for leaf in leaves]) for group, (last, leaves) in ends.items()}
     layout = SharedPrefixLayout(lengths, parents, group_ids)
-    prompt_ends = [ends[number][0] for number in range(len(groups))]
-    return Forest(layout, token_ids, *_places(layout, groups, ends, num_response_tokens), prompt_ends)
+    return Forest(layout, token_ids, *_places(layout, groups, ends, num_response_tokens), ends)
 
 
 def _places(
@@ -301,7 +301,7 @@ def _places(
     ends: Mapping[int, tuple[int, list[int]]],
     num_response_tokens: int,
 ) -> tuple[Tensor, Tensor, SharedTokens | None]:
-    """The last three fields of a `Forest`, from the last segments of each prompt and its rollouts."""
+    """The fields of a `Forest` before `ends`, from the last segments of each prompt and its rollouts."""
     runs: list[tuple[int, int]] = []  # first token and number of tokens
     before: list[int] = []  # the last token of each rollout's prompt
     for number, group in enumerate(groups):

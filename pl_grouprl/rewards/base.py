@@ -278,6 +278,14 @@ def _assistant_texts(messages: Messages) -> list[str]:
     return [message.get("content") or "" for message in messages if message.get("role") == "assistant"]
 
 
+def content_text(message: Mapping[str, Any]) -> str:
+    """A message's content as text: parts on lines of their own; images and videos are only named."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", f"({part.get('type')})")) for part in content)
+
+
 def written_ids(completion_ids: Sequence[list[int]], completion_mask: Sequence[list[int]] | None) -> list[list[int]]:
     """Return the tokens of each completion that the model wrote; without a mask, all of them."""
     if completion_mask is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pl_grouprl.rewards.base import RewardConfigurationError, ground_truth_of
+from pl_grouprl.rewards.base import RewardConfigurationError, content_text, ground_truth_of
 from pl_grouprl.utilities.options import check_fields
 from pl_grouprl.utilities.processes import BackgroundLoop
 from pl_grouprl.utilities.progress import tick
@@ -366,9 +366,7 @@ def _block(marker: str, name: str, value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
         turns = []
         for message in value:
-            content = message.get("content") or ""
-            if not isinstance(content, str):  # images and videos are only named
-                content = "\n".join(str(part.get("text", f"({part.get('type')})")) for part in content)
+            content = content_text(message)
             if calls := message.get("tool_calls"):
                 content = "\n".join(filter(None, (content, f"tool calls: {_as_json(calls)}")))
             turns.append((f"{name}, message of the role {json.dumps(message['role'])}", content))

@@ -27,7 +27,7 @@ from pl_grouprl.models.kernels import fuse_if_exact
 from pl_grouprl.models.policy import Dtype, PretrainedPolicy
 from pl_grouprl.models.score import hidden_states
 from pl_grouprl.packing import ScoringBatch, Sharing, pack
-from pl_grouprl.rewards.base import RewardConfigurationError
+from pl_grouprl.rewards.base import RewardConfigurationError, content_text
 from pl_grouprl.types import Messages, Rollout, RolloutGroup
 from pl_grouprl.utilities.describe import identity, is_plain
 from pl_grouprl.utilities.modes import naming_memory
@@ -304,7 +304,10 @@ def _encode_episode(messages: Messages, tokenizer: Any, control: ControlTokens, 
         "pass a tokenizer whose chat template renders tool calls and messages of the role `tool`, or a reward model "
         "that reads the policy's tokens (tokenizer=None)"
     )
-    messages = [message | {"content": message.get("content") or ""} for message in messages]
+    messages = [
+        message | {"content": content_text(message) if message["role"] == "tool" else message.get("content") or ""}
+        for message in messages
+    ]
     try:
         rendered = tokenizer.apply_chat_template(control.mark(messages), tokenize=False)
     except Exception as error:  # a template may raise anything

@@ -12,6 +12,7 @@ from pl_grouprl.rewards.base import (
     RewardFunction,
     Weighted,
     as_weighted,
+    content_text,
     hook_of,
     prepare_reward,
     written_ids,
@@ -131,7 +132,7 @@ class CosineLengthReward:
             row = {name: values[index] for name, values in columns.items()}
             text = completion
             if not isinstance(completion, str):
-                text = "\n".join(message.get("content") or "" for message in completion)
+                text = "\n".join(map(content_text, completion))
             environment = row.get("environments")
             rollout = Rollout(
                 ids,

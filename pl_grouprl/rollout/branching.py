@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pl_grouprl.packing.batch import concat_media
 from pl_grouprl.rollout.engine import StopStrings
 from pl_grouprl.types import Media, Prompt, Rollout, SamplingConfig
 from pl_grouprl.utilities.options import check_options
@@ -162,7 +163,7 @@ class PartialRollout(Protocol):
 
     @property
     def media(self) -> Media:
-        """Images and videos of the prompt."""
+        """Images and videos of `next_prompt`."""
 
     @property
     def is_open(self) -> bool:
@@ -220,8 +221,8 @@ class BranchingCompletion:
 
     @property
     def media(self) -> Media:
-        """Images and videos of the prompt."""
-        return self.prompt.media
+        """Images and videos of `next_prompt`."""
+        return concat_media([(self.prompt.media, len(self.prompt.token_ids)), ({}, len(self.rollout.token_ids))])
 
     @property
     def is_open(self) -> bool:

@@ -458,7 +458,7 @@ class MicroBatchSchedule:
         groups, tokens, numbers = selection
         options = self._options
         pack_row = partial(lay_out, groups, options, prefix)
-        is_cached = prefix is None and options.sequence_group is None and not any(group.media for group in groups)
+        is_cached = prefix is None and options.sequence_group is None and not any(group.has_media for group in groups)
         is_cached = is_cached and not torch.is_inference_mode_enabled()  # inference tensors cannot be trained on
         scoring = self._cache.get(groups, options, pack_row) if is_cached else pack_row()
         return MicroBatch(scoring, move_together(tokens, options.device), groups, tuple(numbers), options)
@@ -584,7 +584,7 @@ def plan_micro_batches(groups: Sequence[RolloutGroup], indices: Sequence[int], o
 
     def trie(group: RolloutGroup, rollouts: Sequence[Rollout]) -> Trie:
         # After images or videos a branch cannot run by itself, so only the prompt is shared.
-        least = None if group.media else options.min_saved_tokens
+        least = None if group.has_media else options.min_saved_tokens
         return build_trie([rollout.token_ids for rollout in rollouts], least)
 
     plan = plan_rows([(len(group.prompt_ids), trie(group, group.rollouts)) for group in planned], max_tokens)

@@ -18,10 +18,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pl_grouprl.chat import ChatFormat, make_chat_format
-from pl_grouprl.chat.format import uses_renderers
+from pl_grouprl.chat.format import EncodeImages, uses_renderers
 from pl_grouprl.checks.sampling import can_compare, sampler_difference
 from pl_grouprl.data.encoding import ChatOptions
 from pl_grouprl.distributed.checksum import WeightsMismatchError
@@ -46,7 +45,7 @@ from pl_grouprl.rollout.engine import (
 )
 from pl_grouprl.rollout.weight_sync import WeightSync
 from pl_grouprl.training.run import Run
-from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig, is_per_token
+from pl_grouprl.types import Prompt, Rollout, RolloutGroup, SamplingConfig
 from pl_grouprl.utilities.describe import private_copy
 from pl_grouprl.utilities.distributed import derive_seed, gather_plain, num_ranks, raise_on_all_ranks
 from pl_grouprl.utilities.modes import evaluating
@@ -424,13 +423,8 @@ class EngineRounds:
         count = self._num_generations if is_first else 1
         requests = []
         for one, limit in zip(rollouts[::count], limits[::count], strict=True):
-            prompt = one.next_prompt()
-            media = {  # of a prompt, per token; the history that follows is text
-                name: pad(value, (0, len(prompt) - len(value))) if is_per_token(name) else value
-                for name, value in one.media.items()
-            }
             index = one.prompt_index if is_first else one.stream
-            requests.append(SampleRequest(prompt, count, index, limit, media))
+            requests.append(SampleRequest(one.next_prompt(), count, index, limit, one.media))
         if not requests and not self._is_collective:
             return []
         stream = self._seed if number == 0 else (*self._seed, "turn", number)
@@ -524,6 +518,7 @@ class Tooling:
                 raise ValueError(f"{name} is {value!r} with {reason}; omit it.")
         self._template_kwargs: Mapping[str, Any] = {}
         self._split_special_tokens = True
+        self._image_encoder: Callable[[], EncodeImages | None] = lambda: None
         self.turn_end_ids: list[int] = []
         self._format: ChatFormat | None = None
         self._formats: list[ChatFormat] = []
@@ -611,18 +606,24 @@ class Tooling:
             )
         return self.options.max_tokens or max_new_tokens
 
-    def set_up(self, template_kwargs: Mapping[str, Any], split_special_tokens: bool = True) -> None:
+    def set_up(
+        self,
+        template_kwargs: Mapping[str, Any],
+        split_special_tokens: bool = True,
+        image_encoder: Callable[[], EncodeImages | None] = lambda: None,
+    ) -> None:
         """Check the chat template, find the end of its turns, and start the workers.
 
         Args:
             template_kwargs: What the data passes to the chat template.
             split_special_tokens: Whether control tokens in messages are text.
+            image_encoder: Returns what encodes images that tools return, for one thread; see `ChatFormat`.
 
         Raises:
             ValueError: Says what to change.
         """
         self._template_kwargs, self._format, self._loop = template_kwargs, None, None
-        self._split_special_tokens = split_special_tokens
+        self._split_special_tokens, self._image_encoder = split_special_tokens, image_encoder
         tokenizer = self._run.tokenizer
         chat = self._chat_format()
         self.turn_end_ids = [end for end in chat.turn_end_ids if end != tokenizer.eos_token_id]
@@ -679,6 +680,6 @@ class Tooling:
 
     def _make_format(self, tokenizer: Any) -> ChatFormat:
         template, kwargs = self.options.chat_template, self._template_kwargs
-        chat = make_chat_format(tokenizer, template, kwargs, self._split_special_tokens)
+        chat = make_chat_format(tokenizer, template, kwargs, self._split_special_tokens, self._image_encoder())
         self._formats.append(chat)
         return chat

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.chance_episodes import register_chance_calls
 from helpers.sweeps import sweep
 from helpers.tiny_runs import merged, same
-from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
+from helpers.tiny_vision import (
+    FAMILIES,
+    TOOL_TEMPLATE,
+    tiny_image,
+    tiny_processor,
+    tiny_vision_model,
+    vision_group,
+)
 
 from pl_grouprl.algorithms import OptimizerConfig
 from pl_grouprl.attention import shared_prefix
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.media.inputs import placeholder_ids
 from pl_grouprl.models import LoRACritic, PolicyCopyCritic, SharedTrunkCritic
-from pl_grouprl.models.score import hidden_states
+from pl_grouprl.models.score import PrefixPass, hidden_states
 from pl_grouprl.packing import pack
 from pl_grouprl.types import Rollout, SamplingConfig
 
@@ -131,6 +139,112 @@ def test_steps_with_rollouts_of_its_own(family, fit_images):
     scored_N = logits_NV.log_softmax(-1).gather(1, batch.targets_N[:, None]).flatten()
     reported_N = torch.tensor([logprob for rollout in sampled for logprob in rollout.logprobs])
     torch.testing.assert_close(reported_N, scored_N, atol=1e-4, rtol=0)
+
+
+def show(number: int) -> list:
+    """Show the image of a number.
+
+    Args:
+        number: Refused if negative.
+    """
+    if number < 0:
+        raise ValueError("no such image")
+    if number < 3:
+        return [{"type": "text", "text": "none"}]
+    return [{"type": "image", "image": tiny_image(number, 16 + 8 * (number % 2), 16)}, {"type": "text", "text": "see"}]
+
+
+EPISODES = {
+    "tools": [show],
+    "sampling": SamplingConfig(max_new_tokens=24, stop_token_ids=tuple(range(3, 9))),
+    "episodes": {
+        "chat_template": TOOL_TEMPLATE,
+        "max_tool_calling_iterations": 2,
+        "max_turn_tokens": 8,
+        "max_tokens": 120,
+    },
+}
+
+
+@pytest.fixture
+def chance_calls(monkeypatch):
+    monkeypatch.setattr("pl_grouprl.chat.parsing._PARSERS", [])
+    register_chance_calls(name_of=lambda number: "show")
+
+
+@pytest.mark.usefixtures("chance_calls")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_episodes_read_the_images_of_tools(family, fit_images):
+    """The images belong to the rollouts, are not trained, and are scored as they were sampled."""
+    template = TOOL_TEMPLATE
+    if family == "gemma3":
+        template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+    run = fit_images(family, **{**EPISODES, "episodes": {**EPISODES["episodes"], "chat_template": template}})
+    module, prompts = run.module, run.trainer.datamodule.prompts["train"]
+    groups = module.generate(prompts, module.sampling, 4, seed=("again",))
+    image = module.policy.config.image_token_id
+    assert [bool(group.media) for group in groups] == [True, False, True, True]
+    seen = 0
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        places = [place for place, token in enumerate(rollout.token_ids) if token == image]
+        parts = [part["type"] for m in rollout.messages if isinstance(m["content"], list) for part in m["content"]]
+        images = rollout.media.get("image_grid_thw", rollout.media.get("pixel_values", ()))  # Qwen's have patches
+        assert parts.count("image") == len(images)
+        assert parts == ["image", "text"] * (len(parts) // 2)
+        assert not any(rollout.loss_mask[place] for place in places)
+        if rollout.media:
+            types = rollout.media["token_type_ids" if family == "gemma3" else "mm_token_type_ids"]
+            assert types.nonzero().flatten().tolist() == places
+            seen += 1
+    assert 4 <= seen < 16
+    batch = pack(groups, "repeated")
+    forbidden = list(placeholder_ids(module.policy).values())
+    with torch.no_grad():
+        states = hidden_states(module.policy.eval(), batch)
+        logits_NV = module.policy.lm_head(states[batch.predict_index_N])
+    logits_NV[:, forbidden] = -torch.inf
+    scored_N = logits_NV.log_softmax(-1).gather(1, batch.targets_N[:, None]).flatten()
+    reported_N = torch.tensor([logprob for group in groups for own in group.rollouts for logprob in own.logprobs])
+    mask_N = batch.loss_mask_N
+    torch.testing.assert_close(reported_N[mask_N], scored_N[mask_N], atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("chance_calls")
+@pytest.mark.parametrize("family", sweep(FAMILIES[:2], quick=["qwen2_5_vl"]))
+def test_episodes_with_images_train_alike_shared_and_repeated(family, fit_images, monkeypatch):
+    """Also in slices of groups that are larger than the budget."""
+    sliced, continue_prompt = [], PrefixPass.hidden_states
+    monkeypatch.setattr(
+        PrefixPass,
+        "hidden_states",
+        lambda own, model, batch: sliced.append("pixel_values" in batch.media) or continue_prompt(own, model, batch),
+    )
+    options = {**EPISODES, "num_iterations": 2, "steps": 4}
+    budget = {"max_tokens_per_micro_batch": 130}
+    shared, repeated, split = (
+        fit_images(family, sharing={"mode": mode}, **options, **more)
+        for mode, more in (("shared", {}), ("repeated", {}), ("shared", budget))
+    )
+    losses = [[step["loss"] for step in run.steps] for run in (shared, repeated, split)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4, rel=0)
+    assert losses[0] == pytest.approx(losses[2], abs=1e-4, rel=0)
+    assert any(sliced)
+
+
+@pytest.mark.usefixtures("chance_calls")
+def test_episodes_with_images_resume_exactly_between_updates(fit_images):
+    options = {**EPISODES, "num_iterations": 2, "num_mini_batches": 2, "steps": 6}
+    whole = fit_images("qwen2_5_vl", save=True, **options)
+    resumed = fit_images("qwen2_5_vl", resume=3, **options)
+    assert same(whole.weights[-1], resumed.weights[-1])
+
+
+@pytest.mark.usefixtures("chance_calls")
+def test_a_template_without_places_for_images_ends_the_run(fit_images):
+    of_users = TOOL_TEMPLATE.replace("== 'image'", "== 'image' and m.role == 'user'")
+    episodes = {**EPISODES["episodes"], "chat_template": of_users}
+    with pytest.raises(ValueError, match=r"tools returned . images in a turn, .* '<\|image_pad\|>' 0 times"):
+        fit_images("qwen2_5_vl", steps=4, **{**EPISODES, "episodes": episodes})
 
 
 def test_the_greedy_baseline_of_remax_sees_the_images(fit_images):

@@ -125,6 +125,8 @@ def test_turns_on_one_line():
         {"role": "tool", "name": "add", "content": ""},
         {"role": "assistant", "content": "42"},
     ]
+    seen = {"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "a cat"}]}
+    assert turns_line([seen]) == turns_line([{**seen, "content": "(image)\na cat"}])
     assert turns_line(messages) == 'Let me see. look_up(key="a"), now() -> 41, noon | add([1, "é"]) ->  | 42'
 
 

@@ -181,3 +181,16 @@ def test_llama_refuses_what_it_cannot_express():
         chat.render_prompt([USER, two_calls, result("1")])
     with pytest.raises(ValueError, match=r"refused the messages .*first message of the user"):
         chat.render_prompt([SYSTEM], [MULTIPLY])
+
+
+def test_qwen3_places_images_in_results_and_questions_as_in_a_text():
+    """As Qwen-VL's own templates write them."""
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    texts = ChatFormat(qwen_tokenizer(), "qwen3", split_special_tokens=False)
+    parts = [{"type": "text", "text": "See "}, {"type": "image"}, {"type": "text", "text": "."}]
+    turn = {"role": "assistant", "content": "", "tool_calls": [call("ping")]}
+    given = [{**SYSTEM, "content": parts}, {**USER, "content": parts}, turn, result(parts)]
+    written = [{**message, "content": f"See {place}."} for message in given]
+    written[2] = turn
+    assert texts.render_prompt(given, [MULTIPLY]) == texts.render_prompt(written, [MULTIPLY])
+    assert texts.render_prompt(given).count(place) == 3

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import pickle
 import sys
+from base64 import b64decode
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from helpers.tool_calls import add, contents, run
 from pl_grouprl.chat import ChatFormat
 from pl_grouprl.episodes.mcp import MCPSession, MCPTools
 from pl_grouprl.episodes.tools import ToolCall
+from pl_grouprl.media.rows import read_image
 from pl_grouprl.utilities import processes
 
 COMMAND = [sys.executable, mcp_server.__file__]
@@ -69,8 +71,10 @@ def test_results_and_errors_are_those_of_the_server(make, server):
         ("add", "5", None),
         ("add", "3", None),
         ("blocks", "text of a filefile:///b", None),
-        ("image", "{'error': 'Tool image returned media; only text is supported.'}", "unsupported"),
+        ("image", "see", None),
     ]
+    ((place, png),) = results[3].images
+    assert (place, read_image(b64decode(png)).getpixel((0, 0))) == (3, (255, 0, 0))
     assert [result.failure for result in results[4:]] == ["raised", "raised"]
     assert "Field required" in results[4].content
     assert "Error executing tool fail" in results[5].content

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from base64 import b64decode
+from dataclasses import replace
 
 import pytest
 from helpers import worker_tools
@@ -12,6 +14,7 @@ from helpers.worker_tools import AsyncRewards, Counter, Resets, Rewards
 
 from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.episodes.tools import MAX_RESULT_CHARACTERS, ToolCall
+from pl_grouprl.media.rows import read_image
 from pl_grouprl.utilities.text import describe_error
 
 
@@ -177,7 +180,9 @@ HARMS = {
     "no text": ("{'error': 'no text'}", "raised"),
     "coroutine": ("{'error': 'Tool misbehave returned a coroutine; define it with async def.'}", "unsupported"),
     "generator": ("{'error': 'Tool misbehave returned a generator; return text.'}", "unsupported"),
-    "image": ("{'error': 'Tool misbehave returned media; only text is supported.'}", "unsupported"),
+    "image": (None, "raised"),
+    "picture": ("see this", None),
+    "video": ("{'error': 'Tool misbehave returned media; only text and images are supported.'}", "unsupported"),
     "texts": ("ab", None),
     "numbers": ("[1, 2]", None),
     "mappings": ("[{'type': ['list']}]", None),
@@ -196,6 +201,20 @@ def test_the_model_reads_the_outcome_of_a_call(make, how):
     content, failure = HARMS[how]
     assert result.failure == failure
     assert content is None or result.content == content
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_stay_between_the_texts_around_them(make, workers):
+    (result,) = run(make([worker_tools.misbehave], workers=workers), misbehave("picture"))
+    ((place, png),) = result.images
+    assert place == 3
+    assert [*read_image(b64decode(png)).getdata()] == [(255, 0, 0)] * 6
+    see, this = ({"type": "text", "text": text} for text in ("see", " this"))
+    assert result.message == {"role": "tool", "name": "misbehave", "content": [see, {"type": "image"}, this]}
+    assert replace(result, content="se").message["content"] == [{**see, "text": "se"}, {"type": "image"}]  # cut
+    for_text = result.without_images()
+    assert for_text.message["content"] == "{'error': 'Tool misbehave returned an image; only text is supported.'}"
+    assert (for_text.failure, for_text.images) == ("unsupported", ())
 
 
 def test_arguments_and_rows_are_copies(make):

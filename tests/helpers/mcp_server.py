@@ -14,6 +14,9 @@ except ImportError:  # mcp 1
 import anyio
 from mcp.types import EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
 
+RED_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+"""A PNG file in base64."""
+
 
 def make_server():
     server = MCPServer("tests")
@@ -60,7 +63,7 @@ def make_server():
     def image() -> list:
         """Return an image."""
         media_type = {"mimeType": "image/png"}
-        return [TextContent(type="text", text="see"), ImageContent(type="image", data="aaaa", **media_type)]
+        return [TextContent(type="text", text="see"), ImageContent(type="image", data=RED_PIXEL, **media_type)]
 
     @server.tool(name="exit-now")
     def exit_now() -> str:

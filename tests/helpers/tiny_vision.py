@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ _QWEN_TEMPLATE = (
     "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _GEMMA_TEMPLATE = _QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+
+TOOL_TEMPLATE = _QWEN_TEMPLATE.replace(
+    "{{ '\n' }}{% endfor %}{% if add",
+    "{% for call in m.tool_calls or [] %}<chance>{{ call.function.name }} {{ call.function.arguments.values() | list }}"
+    "{% endfor %}<end>{{ '\n' }}{% endfor %}{% if add",
+)
+"""Qwen's, with calls, which `helpers.chance_episodes` parses; images of tools like those of prompts."""
 
 _TEXT = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -147,6 +155,22 @@ def vision_group(processor: Any, text: str, images: list[Any], rollouts: list[in
     generator = torch.Generator().manual_seed(seed)
     sampled = [torch.randint(3, 3 + len(_LETTERS), (count,), generator=generator).tolist() for count in rollouts]
     return RolloutGroup(tokens, [Rollout(own) for own in sampled], media=media)
+
+
+def saw_image(processor: Any, image: Any, before: int, after: int, seed: int = 0) -> Rollout:
+    """A rollout of random letters, then an image that it reads (`loss_mask` 0), then letters."""
+    (place,) = re.findall(r"'image' %}(.*?){%", processor.chat_template)
+    encoded = dict(processor(text=[f"see{place}."], images=[image], return_tensors="pt"))
+    read = encoded.pop("input_ids")[0].tolist()
+    encoded.pop("attention_mask")
+    generator = torch.Generator().manual_seed(seed)
+    letters = torch.randint(3, 3 + len(_LETTERS), (before + after,), generator=generator).tolist()
+    padded = {
+        name: torch.nn.functional.pad(value[0], (before, after)) if name.endswith("token_type_ids") else value
+        for name, value in encoded.items()
+    }
+    mask = [1] * before + [0] * len(read) + [1] * after
+    return Rollout([*letters[:before], *read, *letters[before:]], loss_mask=mask, media=padded)
 
 
 def prompts_and_media(family: str) -> tuple[list[list[int]], list[Any]]:

@@ -122,6 +122,14 @@ def _image():
     return [{"type": "text", "text": "see"}, {"type": "image", "image": object()}]
 
 
+def _picture():
+    from PIL import Image
+
+    red = Image.new("RGB", (3, 2), (255, 0, 0))
+    texts = [{"type": "text", "text": text} for text in ("see", " this")]
+    return [texts[0], {"type": "image", "image": red}, texts[1]]
+
+
 HARMS = {
     "raise": lambda: _raise(KeyError("no such key")),
     "type": lambda: len(3),
@@ -144,6 +152,8 @@ HARMS = {
     "coroutine": _coroutine,
     "generator": lambda: (i for i in range(3)),
     "image": _image,
+    "picture": _picture,
+    "video": lambda: [{"type": "video"}],
     "texts": lambda: [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
     "numbers": lambda: [1, 2],
     "mappings": lambda: [{"type": ["list"]}],

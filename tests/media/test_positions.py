@@ -3,13 +3,14 @@
 import pytest
 import torch
 from helpers.tiny_models import random_groups, tiny_model
-from helpers.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model, vision_group
+from helpers.tiny_vision import FAMILIES, saw_image, tiny_image, tiny_processor, tiny_vision_model, vision_group
 
-from pl_grouprl.attention import find_backbone
+from pl_grouprl.attention import find_backbone, shared_prefix
 from pl_grouprl.media.inputs import media_position_ids, placeholder_ids
 from pl_grouprl.media.rows import language_model_class, load_processor
-from pl_grouprl.models.score import hidden_states, rollout_logprobs, score
+from pl_grouprl.models.score import PrefixPass, hidden_states, rollout_logprobs, score
 from pl_grouprl.packing import pack
+from pl_grouprl.packing.batch import pack_slice
 from pl_grouprl.types import Rollout, RolloutGroup
 
 
@@ -23,6 +24,19 @@ def mixed_groups(family):
     ]
 
 
+def groups_that_saw_images(family):
+    """Rollouts that read images, after prompts with images and without, among others that do not."""
+    processor, groups = tiny_processor(family), mixed_groups(family)
+    for number, group in enumerate(groups[:2]):
+        group.rollouts.insert(1, saw_image(processor, tiny_image(5 + number, 24, 16), 3, 4, seed=number))
+        group.rollouts.append(saw_image(processor, tiny_image(8, 16, 24), 3, 2, seed=number))
+    return groups
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "llama", "gpt2"])
 def test_the_backbone_is_what_takes_images_or_the_decoder(family):
     reads_images = family in FAMILIES
@@ -31,17 +45,23 @@ def test_the_backbone_is_what_takes_images_or_the_decoder(family):
     assert ("image_token_id" in placeholder_ids(model)) == reads_images
 
 
+@pytest.mark.parametrize("sharing", ["shared", "repeated"])
+@pytest.mark.parametrize("make", [mixed_groups, groups_that_saw_images])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_a_plain_call_for_each_sequence(family):
+def test_scores_are_those_of_a_plain_call_for_each_sequence(family, make, sharing):
     """The oracle is the whole model on prompt and rollout with all that the processor returned."""
     model = tiny_vision_model(family)
-    groups = mixed_groups(family)
-    actual = rollout_logprobs(model, groups, sharing="repeated")
-    rollouts = [(group, rollout.token_ids) for group in groups for rollout in group.rollouts]
-    for (group, tokens), logprobs in zip(rollouts, actual, strict=True):
-        media = dict(group.media)
-        for name in [name for name in media if name.endswith("token_type_ids")]:
-            media[name] = torch.cat([media[name], torch.zeros(len(tokens), dtype=torch.long)])[None]
+    groups = make(family)
+    actual = rollout_logprobs(model, groups, sharing=sharing)
+    rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+    for (group, rollout), logprobs in zip(rollouts, actual, strict=True):
+        tokens, media = rollout.token_ids, {}
+        for name in group.media | rollout.media:
+            both = [(group.media.get(name), group.prompt_ids), (rollout.media.get(name), tokens)]
+            if name.endswith("token_type_ids"):
+                media[name] = torch.cat([torch.zeros(len(ids)).long() if v is None else v for v, ids in both])[None]
+            else:
+                media[name] = torch.cat([value for value, _ in both if value is not None])
         logits = model(input_ids=torch.tensor([group.prompt_ids + tokens]), **media).logits[0]
         logits = logits[len(group.prompt_ids) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None].long())
@@ -69,6 +89,72 @@ def test_positions_go_on_behind_the_largest_of_the_prompt(family):
     assert rows[:, 0].tolist() == [[*axis, 6, 7] for axis in (time, height, width)]
     assert rows[:, 1, :10].tolist() == [[*axis, 6] for axis in (time, height, width)]
     assert rows[:, 2, :3].tolist() == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_with_images_in_rollouts_are_those_of_repeated_prompts(family):
+    model, groups = tiny_vision_model(family), groups_that_saw_images(family)
+    found = []
+    for sharing in ("shared", "repeated"):
+        model.zero_grad()
+        logprobs_N = torch.cat(rollout_logprobs(model, groups, sharing=sharing))
+        weights_N = torch.linspace(-1, 1, len(logprobs_N)) * pack(groups).loss_mask_N
+        (logprobs_N * weights_N).sum().backward()
+        found.append(gradients(model))
+    ours, theirs = found
+    assert ours.keys() == theirs.keys()
+    assert any(".visual." in name or ".vision_tower." in name for name in ours)
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_image_in_one_rollout_changes_only_that_rollout(family):
+    model, groups = tiny_vision_model(family), groups_that_saw_images(family)
+    before = rollout_logprobs(model, groups)
+    other = saw_image(tiny_processor(family), tiny_image(9, 24, 16), 3, 4)
+    assert other.token_ids == groups[0].rollouts[1].token_ids
+    groups[0].rollouts[1] = other
+    changed = [
+        not torch.allclose(a, b, atol=1e-5) for a, b in zip(before, rollout_logprobs(model, groups), strict=True)
+    ]
+    assert changed == [False, True] + [False] * (len(changed) - 2)
+
+
+def test_equal_rollouts_with_different_images_share_no_token():
+    model, processor = tiny_vision_model("qwen2_5_vl"), tiny_processor("qwen2_5_vl")
+    twins = [saw_image(processor, tiny_image(seed), 20, 20) for seed in (1, 2)]
+    assert twins[0].token_ids == twins[1].token_ids
+    group = vision_group(processor, "what?", [], [])
+    group.rollouts = twins
+    assert pack([group]).shared_tokens is None
+    shared, repeated = (rollout_logprobs(model, [group], sharing=sharing) for sharing in ("shared", "repeated"))
+    torch.testing.assert_close(shared, repeated, atol=1e-5, rtol=0)
+    assert (shared[0] - shared[1])[-20:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_slices_of_a_group_with_images_in_its_rollouts(family, images):
+    """Slices that continue a prompt, with and without images of their own, give the whole group's results."""
+    model, processor = tiny_vision_model(family), tiny_processor(family)
+    group = vision_group(processor, "what is it?", [tiny_image(0, 24, 16)][:images], [5])
+    group.rollouts += [saw_image(processor, tiny_image(n, 16, 24), 2, 3, seed=n) for n in (1, 2)]
+    weights = [torch.linspace(-1, 1, len(rollout.token_ids)) for rollout in group.rollouts]
+    with shared_prefix(model):
+        expected = rollout_logprobs(model, [group])
+        sum((one * weight).sum() for one, weight in zip(expected, weights, strict=True)).backward()
+        theirs = gradients(model)
+        model.zero_grad()
+        prefix = PrefixPass(group, "cpu")
+        for indices in ([2], [0, 1]):
+            found = score(model, pack_slice(group, indices, prefix)).logprobs_N
+            torch.testing.assert_close(found, torch.cat([expected[i] for i in indices]), atol=1e-5, rtol=0)
+            (found * torch.cat([weights[i] for i in indices])).sum().backward()
+        prefix.loss(model.parameters()).backward()
+    ours = gradients(model)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, atol=2e-4, rtol=1e-3)
 
 
 def test_rollouts_behind_a_long_video_are_placed_as_in_one_forward():

@@ -229,6 +229,32 @@ def test_repeated_prompts_have_their_images_once_per_rollout():
     assert inputs["mm_token_type_ids"].tolist() == ones
 
 
+def test_images_of_rollouts_come_in_the_order_of_their_tokens():
+    """A rollout of the second prompt, which is text, and one of the third read an image each."""
+    groups = with_images()
+    for group, pixel in ((groups[1], 30.0), (groups[2], 40.0)):
+        media = {"pixel_values": torch.full((1, 3), pixel), "mm_token_type_ids": torch.tensor([0, 1])}
+        group.rollouts.insert(0, Rollout([2, 9], loss_mask=[1, 0], media=media))
+    inputs = pack(groups).model_inputs
+    assert inputs["pixel_values"][:, 0].tolist() == [10, 11, 30, 20, 40]
+    assert inputs["input_ids"].tolist() == [[5, 6, 7, 1, 2, 8, 2, 9, 3, 6, 9, 2, 9, 4, 1]]
+    assert inputs["mm_token_type_ids"].tolist() == [[1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0]]
+    inputs = pack(groups, "repeated").model_inputs
+    assert inputs["pixel_values"][:, 0].tolist() == [10, 11, 10, 11, 30, 20, 40, 20, 20]
+    assert inputs["mm_token_type_ids"][2].tolist() == [0, 0, 1, 0, 0]
+    assert inputs["mm_token_type_ids"][4].tolist() == [1, 0, 0, 1, 0]
+
+
+def test_a_rollout_with_images_stays_whole_and_unshared():
+    groups = with_images()[1:2]
+    media = {"pixel_values": torch.zeros(1, 3), "mm_token_type_ids": torch.tensor([0, 1, 0])}
+    groups[0].rollouts = [Rollout([3, 9, 4], media=media), Rollout([3, 9, 4], media=media)]
+    truncated, kept_index_M = truncate_rollouts(groups, [1, 0])
+    assert [rollout.token_ids for rollout in truncated[0].rollouts] == [[3, 9, 4]] * 2
+    assert kept_index_M.tolist() == [0, 1, 2, 3, 4, 5]
+    assert pack(truncated, min_saved_tokens=1).model_inputs["input_ids"].tolist() == [[8, 3, 9, 4, 3, 9, 4]]
+
+
 @pytest.mark.parametrize("sharing", ["shared", "repeated"])
 def test_text_has_no_media(sharing):
     assert pack(with_images()[1:2], sharing).media == {}
