@@ -237,15 +237,16 @@ def time_critic(module: PPO, rounds: int = 5) -> list[float]:
     buffer = module.last_rollouts
     assert buffer is not None
     assert module.critic is not None
-    (batch,) = module.micro_batcher.for_update(buffer, buffer.members(0))
+    batches = list(module.micro_batcher.for_update(buffer, buffer.members(0)))
     parameters = [parameter for parameter in module.critic.parameters() if parameter.requires_grad]
     before, module.critic_warmup_steps = module.critic_warmup_steps, module.global_step + 1  # trains the critic alone
     seconds = []
     for _ in range(1 + rounds):  # the first round warms up
         start = time.perf_counter()
-        loss, _ = module.compute_loss(batch).losses["critic"]
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        next(gradient for gradient in gradients if gradient is not None).sum().item()  # waits for the device
+        for batch in batches:
+            loss, _ = module.compute_loss(batch).losses["critic"]
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            next(gradient for gradient in gradients if gradient is not None).sum().item()  # waits for the device
         seconds.append(time.perf_counter() - start)
     module.critic_warmup_steps = before
     return seconds[1:]
