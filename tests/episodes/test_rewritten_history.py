@@ -190,7 +190,7 @@ def test_what_is_refused(policy, tokenizer):
     for options, message in (
         ({"rewritten_history": "refuse"}, r"prefix-preserving.*or set episodes.rewritten_history='new_row'"),
         ({"rewritten_history": "rows"}, "episodes.rewritten_history is 'rows'"),
-        ({"template": FORGETFUL.replace("+ message.content +", "+ '' +")}, "drops the result of a tool"),
+        ({"template": FORGETFUL.replace("+ text_of(message.content) +", "+ '' +")}, "drops the result of a tool"),
         ({"tools": []}, "episodes.rewritten_history is 'new_row'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -119,7 +119,7 @@ def _answer(answer):
 
 
 def _image():
-    return [{"type": "text", "text": "see"}, {"type": "image", "image": object()}]
+    return [{"type": "text", "text": "see"}, {"type": "image", "image": "no-image.png"}]
 
 
 def _picture():
