@@ -267,11 +267,12 @@ def test_rollouts_of_a_client_that_fails_are_stopped(servers, monkeypatch):
     assert time.monotonic() - started < 60
 
 
-def test_tokens_that_are_never_sampled(servers):
+def test_tokens_that_are_never_sampled(servers, monkeypatch):
     policy = make_policy()
     engine = make_engine(policy, servers[0], version=1)
     ((free, *_),) = engine.generate([[9]], GREEDY, num_generations=1, seed=0)
-    engine.policy.never = sorted({*free.token_ids, 100})  # one that the model does not have
+    never = {str(token): token for token in (*free.token_ids, 100)}  # one that the model does not have
+    monkeypatch.setattr("pl_grouprl.rollout.vllm.servers.placeholder_ids", lambda model: never)
     ((bound, *_),) = engine.generate([[9]], GREEDY, num_generations=1, seed=0)
     assert set(free.token_ids).isdisjoint(bound.token_ids)
 
