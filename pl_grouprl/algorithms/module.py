@@ -414,9 +414,9 @@ class RLModule(pl.LightningModule, ABC):
         self.sampler.reset()
         self.rewarder.close()  # may still be open after an exception
         data = getattr(self.trainer, "datamodule", None)
-        encoding, images = getattr(data, "encoding", None), getattr(data, "image_encoder", lambda: None)
+        encoding = getattr(data, "encoding", None)
         splits = getattr(encoding, "split_special_tokens", True)
-        self.tooling.set_up(getattr(encoding, "chat_template_kwargs", {}), splits, images)
+        self.tooling.set_up(getattr(encoding, "chat_template_kwargs", {}), splits, data)
         self.sampler.turn_end_ids = self.tooling.turn_end_ids
         if stage != "predict":
             self.rewarder.open()

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from pl_grouprl.chat import ChatFormat, make_chat_format
-from pl_grouprl.chat.format import EncodeImages, uses_renderers
+from pl_grouprl.chat.format import uses_renderers
 from pl_grouprl.checks.sampling import can_compare, sampler_difference
 from pl_grouprl.data.encoding import ChatOptions
 from pl_grouprl.distributed.checksum import WeightsMismatchError
@@ -518,7 +518,7 @@ class Tooling:
                 raise ValueError(f"{name} is {value!r} with {reason}; omit it.")
         self._template_kwargs: Mapping[str, Any] = {}
         self._split_special_tokens = True
-        self._image_encoder: Callable[[], EncodeImages | None] = lambda: None
+        self._data: Any = None
         self.turn_end_ids: list[int] = []
         self._format: ChatFormat | None = None
         self._formats: list[ChatFormat] = []
@@ -610,20 +610,20 @@ class Tooling:
         self,
         template_kwargs: Mapping[str, Any],
         split_special_tokens: bool = True,
-        image_encoder: Callable[[], EncodeImages | None] = lambda: None,
+        data: Any = None,
     ) -> None:
         """Check the chat template, find the end of its turns, and start the workers.
 
         Args:
             template_kwargs: What the data passes to the chat template.
             split_special_tokens: Whether control tokens in messages are text.
-            image_encoder: Returns what encodes images that tools return, for one thread; see `ChatFormat`.
+            data: The data module, whose `image_encoder`, if it has one, encodes images that tools return.
 
         Raises:
             ValueError: Says what to change.
         """
         self._template_kwargs, self._format, self._loop = template_kwargs, None, None
-        self._split_special_tokens, self._image_encoder = split_special_tokens, image_encoder
+        self._split_special_tokens, self._data = split_special_tokens, data
         tokenizer = self._run.tokenizer
         chat = self._chat_format()
         self.turn_end_ids = [end for end in chat.turn_end_ids if end != tokenizer.eos_token_id]
@@ -680,6 +680,7 @@ class Tooling:
 
     def _make_format(self, tokenizer: Any) -> ChatFormat:
         template, kwargs = self.options.chat_template, self._template_kwargs
-        chat = make_chat_format(tokenizer, template, kwargs, self._split_special_tokens, self._image_encoder())
+        encode_images = getattr(self._data, "image_encoder", lambda: None)()  # of its own for each format: for a thread
+        chat = make_chat_format(tokenizer, template, kwargs, self._split_special_tokens, encode_images)
         self._formats.append(chat)
         return chat

@@ -18,8 +18,8 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 TESTED_ALONE = {"vllm", "renderers", "verifiers", "openenv", "docs", "vlm", "liger"}
 """Extras that need an environment of their own, a newer Python, a GPU, or nothing of the package."""
 ONLY_FOR_TESTS = {"pytest", "pytest-xdist", "nbmake"}
-BROUGHT_ALONG = {"triton"}
-"""Optional packages that come with PyTorch's CUDA builds."""
+BROUGHT_ALONG = {"triton", "anyio"}
+"""Packages that come with PyTorch's CUDA builds, and with mcp, whose sessions are closed by its scopes."""
 
 
 def pins(name):
