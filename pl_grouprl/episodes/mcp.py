@@ -154,7 +154,7 @@ class MCPTools(ToolServer):
         ]
 
     def __call__(self) -> MCPEnvironment:
-        """Make an environment with a session of its own."""
+        """Make an environment with its own session."""
         return MCPEnvironment(self)
 
 
@@ -183,7 +183,7 @@ class MCPEnvironment(ListedEnvironment):
 class MCPSession:
     """A session, opened by the first call at the latest.
 
-    A task of its own keeps it, because anyio must close it in the task that opened it.
+    A separate task keeps it open, because anyio must close it in the task that opened it.
 
     Args:
         server: The server.

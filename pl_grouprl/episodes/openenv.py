@@ -20,7 +20,7 @@ _HIDDEN = {"metadata", "done", "reward"}
 
 
 class OpenEnv(ListedEnvironment):
-    """An environment on an OpenEnv server, for `environment_factory`; each instance has a session of its own.
+    """An environment on an OpenEnv server, for `environment_factory`; each instance has its own session.
 
     If the environment takes MCP actions, its tools are the model's. Otherwise the model has one tool, `step`, whose
     arguments are the fields of the environment's action. The model reads the observation after each call, and the first

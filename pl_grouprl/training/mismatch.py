@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pl_grouprl.attention import find_decoder
 from pl_grouprl.functional.importance import MAX_LOG_RATIO
+from pl_grouprl.models.router_replay import open_replay
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.micro_batches import MicroBatch
 from pl_grouprl.training.run import Run
@@ -208,7 +209,8 @@ class Mismatch:
             filled = (label for label in _BINS[kind] if means[f"{kind}_share/{label}"])
             found |= {f"sampling/kl_at_{kind}/{label}": means[f"{kind}/{label}"] for label in filled}
         if means["kl"] > KL_BOUND and means["tokens"] >= _FEWEST_TOKENS and not (self._warned or self._expected):
-            mixture = bool(internals.router_recorders(find_decoder(self._run.policy)))  # type: ignore[arg-type]
+            policy: Any = self._run.policy
+            mixture = open_replay(policy) is None and bool(internals.router_recorders(find_decoder(policy)))
             cause, temperature = diagnose(means, mixture=mixture)
             if cause == "stale weights" and means["kl"] <= STALE_KL_BOUND:
                 return found

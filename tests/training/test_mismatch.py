@@ -129,6 +129,13 @@ def test_a_planted_mismatch_is_named(tmp_path, cause):
         assert "were 0.80 times the trainer's" in message
 
 
+def test_experts_that_are_replayed_are_not_blamed(tmp_path, monkeypatch):
+    monkeypatch.setattr("pl_grouprl.training.mismatch.open_replay", lambda model: model)
+    policy, options = PLANTED["routing of experts"]
+    (message,) = run(tmp_path, policy(), steps=3, **options)[1]
+    assert "router_replay" not in message
+
+
 def test_a_sampler_that_agrees_gives_no_warning(tmp_path):
     metrics, found = run(tmp_path, steps=2)
     assert not found
