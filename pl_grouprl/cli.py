@@ -206,7 +206,7 @@ class RLTrainer(Trainer):
             model: A module of this package.
             datamodule: A `PromptDataModule`; its prompts are tokenized.
             device: GPU to estimate the time of a step for: a10, a100, h100, h100-nvl, h100-pcie, h200, l4, l40, l40s
-                or rtx4090; None is this machine's.
+                or rtx4090; defaults to this machine's.
             gpus: Numbers of such GPUs to predict a step for, such as `8,64,512`.
             rates: Measured rates for that prediction. A JSON file of them is a `--config`: `{"rates": {...}}`.
 
@@ -420,8 +420,8 @@ def chat(
         policy: Folder of an export or of an adapter, GGUF file, or name on the hub.
         system: First message of each conversation, if any.
         max_new_tokens: Maximum length of an answer, in tokens.
-        temperature: 0 takes the likeliest token; None leaves it to the model's `generation_config`.
-        dtype: Of the weights; `auto` is that of the files.
+        temperature: 0 takes the likeliest token; defaults to the model's `generation_config`.
+        dtype: Of the weights; `auto` keeps the files' dtype.
         trust_remote_code: Run model code that comes with the policy.
 
     Raises:

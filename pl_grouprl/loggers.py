@@ -3,8 +3,7 @@
 Each call of `log_table` adds rows, and rows of earlier steps stay. To support another class of logger, or replace a
 function:
 
-    @log_table.register
-    def _(logger: MyLogger, table: Table) -> None: ...
+    log_table.register(MyLogger)(my_function)  # takes the logger and the table
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def plot_advantages(
     Args:
         tokens: Text of each token of one response, length T; see `token_texts`.
         advantages: Advantage of each token, shape [T], in units of the reward, or of its standard deviation where
-            they were divided by it. NaN marks a token that is not trained, such as tool output; its text is grey. Or
+            they were divided by it. NaN marks a token that is not trained, such as tool output; its text is gray. Or
             up to five of them by name, to be compared.
         title: Heading.
         label: What the scale shows.

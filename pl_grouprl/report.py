@@ -84,7 +84,7 @@ def read_run(folder: Path, name: str | None = None, options_files: Sequence[str]
 
     Args:
         folder: The folder, with the `metrics.csv` of Lightning's `CSVLogger`.
-        name: Name of the run on the page; by default, that of the folder.
+        name: Name of the run on the page; by default, the folder's name.
         options_files: Names of files with options; the first that the folder has is read.
 
     Raises:

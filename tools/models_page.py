@@ -11,8 +11,8 @@ from tiny_families import Family
 
 _HEADER = """# Which models share prefixes exactly
 
-Look up your model here: whether it shares prefixes exactly, is refused (and why), or could not be tried. For a model
-that is not listed, run `python cli.py parity --model path/to/the/model`;
+Look up your model here: whether it shares prefixes exactly, is not supported (and why), or could not be tried. For a
+model that is not listed, run `python cli.py parity --model path/to/the/model`;
 [exactness.md](exactness.md#check-your-own-model-check_parity) explains the check.
 
 How the table was made: every family of the installed transformers with a class for causal language modelling, or for
@@ -26,8 +26,7 @@ Conditions: {conditions}.
 {logprob:.0e}); for gradients of the norm of the difference over the norm of all gradients (allowed {gradient:.0e}).
 A larger difference of log-probabilities counts as exact only if the paths agree in float64 and the model's own float32
 is further off.
-Families marked with * also take images, and were run with text alone. The kinds of layers are those that the config
-names.
+Families marked with * also take images, and were run with text alone. The kinds of layers are the config's.
 
 `python tools/models_table.py --write docs/models.md` writes this page, `--check` compares it with what is found now; do
 not edit it.
@@ -36,7 +35,7 @@ _EXACT = "| model type | class | kinds of layers | log-probabilities | gradients
 _OTHERS = "| model type | class | reason |\n|---|---|---|\n"
 _SECTIONS = (
     ("exact", "Exact", "Shared and repeated prefix agree.", _EXACT),
-    ("refused", "Refused", "An error says why, before any number is wrong.", _OTHERS),
+    ("refused", "Unsupported", "An error says why, before any number is wrong.", _OTHERS),
     ("wrong", "Wrong", "The paths differ without an error. These are faults.", _OTHERS),
     (
         "not built",

@@ -9,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from site_pages import site_pages
+from site_pages import llms_txt, site_pages, source_of
 
 _CODE = re.compile(r"(?<=<code>)[^<]+")
 
@@ -20,10 +20,25 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
     pages, copied = site_pages()
     for uri, text in pages.items():
-        _replace(files, File.generated(config, uri, content=text))
+        file = File.generated(config, uri, content=text)
+        file.edit_uri = source_of(uri)
+        _replace(files, file)
     for uri, path in copied.items():
         _replace(files, File.generated(config, uri, abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rank guides above the reference, and both above source files, in the search."""
+    folder = page.file.src_uri.partition("/")[0]
+    page.meta["search"] = {"boost": {"reference": 0.2, "project": 0.05}.get(folder, 1.0)}
+    return markdown
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write the site's map for language models."""
+    pages, _ = site_pages()
+    Path(config.site_dir, "llms.txt").write_text(llms_txt(pages, config.site_description, config.nav), encoding="utf-8")
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -88,6 +88,27 @@ def site_path(source: str, root: Path = ROOT) -> str:
     return f"project/{source}.md" if path.suffix in {NOTEBOOK, *LANGUAGES} else f"project/{source}"
 
 
+def source_of(page: str) -> str | None:
+    """The file that a person edits to change a page of the site; None if it is made from others."""
+    if page.startswith(("reference/", "project/")):
+        return None
+    return {own: source for source, own in ROOT_PAGES.items()}.get(page, f"docs/{page}")
+
+
+def llms_txt(pages: dict[str, str], description: str, navigation: list[dict[str, list[dict[str, str]]]]) -> str:
+    """The map of the site for language models (llmstxt.org): each page of the navigation, with its first sentence."""
+    lines = ["# pl_grouprl", "", f"> {description}", ""]
+    for section in navigation:
+        for name, entries in section.items():
+            lines += [f"## {name}", ""]
+            for entry in entries:
+                for title, page in entry.items():
+                    target = page.removesuffix(".md") + ".html"
+                    lines.append(f"- [{title}]({target}): {_first_sentence(pages[page])}")
+            lines.append("")
+    return "\n".join(lines)
+
+
 def links(text: str, source: str) -> Iterator[tuple[str, str]]:
     """Target, relative to the project's root ("" is the page itself), and anchor of each relative link outside code."""
     for match in _LINK.finditer(_without_code(text)):
@@ -184,6 +205,12 @@ def _definitions(path: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
+def _first_sentence(page: str) -> str:
+    paragraphs = [part.strip() for part in _without_code(page).split("\n\n")]
+    text = next((part for part in paragraphs if part[:1].isalpha()), "")
+    return re.split(r"(?<=[.:])\s", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split())))[0]
+
+
 def _summary(root: Path, name: str) -> str:
     path = root.joinpath(*name.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -197,7 +224,7 @@ def _is_page(path: Path) -> bool:
 def _as_markdown(path: Path) -> str:
     """A page unchanged, a file as a code block, a notebook as its cells, a folder as a list of its files."""
     if path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if not one.name.startswith(("_", ".")))
+        names = sorted(one.name for one in path.iterdir() if not one.name.startswith(("_", ".")) and one.name != "runs")
         return f"# {path.name}\n\n" + "".join(f"- [{name}]({path.name}/{name})\n" for name in names)
     text = path.read_text(encoding="utf-8")
     if path.suffix == NOTEBOOK:

@@ -46,8 +46,8 @@ class Distillation(GRPO):
 
     Args:
         policy: The student: path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: Task rewards, as in `GRPO`. With None, or only functions of weight 0 (logged, not trained on), the
-            student learns from the teacher alone. A rollout whose task reward is None is not trained on.
+        rewards: Task rewards, as in `GRPO`. Without any, or with functions of weight 0 alone (logged, not trained on),
+            the student learns from the teacher alone. Rollouts without a task reward (None) are not trained on.
         teacher: Path or hub name of the teacher, or another source. It may have any size, but must have the student's
             tokens. It is frozen, loaded at every start, and never saved in a checkpoint.
         distillation_coef: Weight of the teacher's advantages, which are in nats and, unlike GRPO's, never normalized.

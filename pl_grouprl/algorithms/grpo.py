@@ -43,8 +43,8 @@ class GRPO(RLModule):
         loss_type: TRL's name for a combination of `policy_loss`, `loss_agg_mode` and `scale_rewards`; each can be
             overridden separately.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`, such as `ppo`, `gspo` or `cispo`, or a mapping with
-            its `name` and options, such as `{name: ppo, delta: 3}`; defaults to that of `loss_type`.
-        loss_agg_mode: How token losses are aggregated, such as `token-mean`; defaults to that of `loss_type`.
+            its `name` and options, such as `{name: ppo, delta: 3}`; defaults to the loss of `loss_type`.
+        loss_agg_mode: How token losses are aggregated, such as `token-mean`; defaults to `loss_type`'s.
         scale_rewards: What centered rewards are divided by: the standard deviation of the `group`, of the `batch` (all
             ranks), or `none`. Only for the estimators `grpo` and `grpo_passk`.
         advantage_estimator: A name in `pl_grouprl.functional.advantages`. The baseline is the group's mean for

@@ -167,7 +167,7 @@ class RLModule(pl.LightningModule, ABC):
             of one micro-batch (`clip_cov`, `kl_cov`, the routers' loss). Defaults to all at once; on a GPU, to as many
             as its free memory allows.
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
-            `gmpo`, `vespo`, `gpg`, `dro`, `clip_cov`, `kl_cov`, `dppo_tv`, `dppo_kl`, or one that you registered
+            `gmpo`, `vespo`, `gpg`, `dro`, `clip_cov`, `kl_cov`, `dppo_tv`, `dppo_kl`, or your own
             (`register_policy_loss`). Or a mapping with its `name` and options: `{name: ppo, delta: 3}`.
         loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.

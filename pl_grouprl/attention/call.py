@@ -237,7 +237,7 @@ class PrefixStates:
 
 
 class JoinedStates:
-    """Keys and values of the prefilled tokens and of those that run, concatenated.
+    """Keys and values of the prefilled and of the running tokens, concatenated.
 
     In the context `saved_by_parts`, autograd saves the parts in place of the concatenation, which would be another copy
     of the path in each layer, for each branch on it.
@@ -307,7 +307,7 @@ class RowShards:
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange other peers' heads for their tokens: [1, H, t, D] to [1, H / s, T, D], in one all-to-all.
 
-        If s does not divide the key/value heads, they are repeated, so each peer has those that its query heads need.
+        If s does not divide the key/value heads, they are repeated, so each peer has the heads that its queries need.
 
         Raises:
             ValueError: If s does not divide H.

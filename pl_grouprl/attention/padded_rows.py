@@ -74,7 +74,7 @@ def unpack_output(output: Any, rows: SharedRows) -> Any:
 def unpack_router_logits(output: Any, rows: SharedRows) -> None:
     """Replace a decoder's router logits [T, E] of each layer with those of the caller's rows, [B * L, E]; 0 at padding.
 
-    The model's load-balancing loss then equals that of the repeated run, as it ignores padding.
+    The model's load-balancing loss then equals the repeated run's, as it ignores padding.
 
     Args:
         output: The decoder's output with named fields; changed in place if it has router logits.

@@ -83,7 +83,7 @@ class CallReport:
 
 
 class Hook:
-    """A hook that a deep copy of its module shares, and that a pickle replaces by one that does nothing."""
+    """A hook that a deep copy of its module shares, and that a pickle replaces by a hook that does nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

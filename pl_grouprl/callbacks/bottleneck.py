@@ -87,7 +87,7 @@ def find_bottleneck(seconds: Mapping[str, float], outside: float, facts: RunFact
         facts: Device, engine and options.
 
     Returns:
-        A sentence on the part that took longest of those that stand out and that an option would shorten; None if there
+        A sentence on the longest part that stands out and that an option would shorten; None if there
         is none.
     """
     step = seconds.get("step", 0.0)

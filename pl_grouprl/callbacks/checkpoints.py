@@ -284,8 +284,8 @@ class SafeCheckpoint(ModelCheckpoint):
     the run ends with an error on all ranks, and earlier checkpoints stay untouched. Unfinished files of killed runs are
     removed at the start.
 
-    With a `monitor` that validation logs, a checkpoint is ranked by the validation of the same weights: one that is due
-    between two validations is saved after the next, and until then as `last` (if `save_last` is set). The best of
+    With a `monitor` that validation logs, a checkpoint is ranked by the validation of the same weights. If it is due
+    between two validations, it is saved after the next, and until then as `last` (if `save_last` is set). The best of
     earlier parts of a resumed run stay the best, in their folders, until better ones come.
 
     The last step of a run is saved too, before the policy is exported: like periodic checkpoints or, with `monitor`, as

@@ -36,7 +36,7 @@ class MetricHistory:
     def statistics(self, name: str) -> dict[str, float]:
         """Return first, last, lowest, highest and mean value, and the lowest over the last quarter of the steps.
 
-        The quarter is that of the steps from this metric's first value to its last.
+        The quarter counts the steps from this metric's first value to its last.
         """
         points = self.points[name]
         values = [value for _, value in points]

@@ -1,4 +1,4 @@
-"""Default callbacks: those of the YAML configurations, and those that a module adds to a plain Trainer."""
+"""Default callbacks, of the YAML configurations and of modules in a plain Trainer."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ExportPolicy(Callback):
     figures and versions.
 
     Attributes:
-        attribute: Name of the model in the module. `critic` saves that of `PPO`, for
+        attribute: Name of the model in the module. `critic` saves the critic of `PPO`, for
             `AutoModelForTokenClassification.from_pretrained`, always whole.
         tokenizer_attribute: Name of the tokenizer; none is saved if None.
         folder: Name of the folder inside the run folder, or an absolute path.
@@ -51,7 +51,7 @@ class ExportPolicy(Callback):
         push_to_hub: Repository on the Hugging Face Hub (`name` or `owner/name`) that gets the folder, too. It is
             created before training, with the token of `hf auth login` or `HF_TOKEN`; of an existing one, only an
             earlier export is replaced.
-        private: Whether only the repository's owner sees it; None is the owner's default.
+        private: Whether only the repository's owner sees it; defaults to the owner's setting.
 
     Raises:
         ValueError: If `adapter` is unknown, `private` is given without `push_to_hub`, or differs from what an existing
@@ -107,8 +107,8 @@ class ExportPolicy(Callback):
 
         Raises:
             TypeError: If it has no `save_pretrained`.
-            ValueError: If it has no adapter to save, or one that cannot be merged under the strategy; or if it is a
-                critic whose family has no token classifier.
+            ValueError: If it has no adapter to save, or if the adapter cannot be merged under the strategy; or if it is
+                a critic whose family has no token classifier.
         """
         model = self._model(pl_module)
         if not hasattr(model, "save_pretrained"):  # would be found out only after the training

@@ -137,14 +137,14 @@ def reserve_repository(repo_id: str, private: bool | None, marker: str) -> str:
 
     Args:
         repo_id: `name`, or `owner/name`.
-        private: Whether only its owner sees it; None is the owner's default.
+        private: Whether only its owner sees it; defaults to the owner's setting.
         marker: File that an earlier export has, and without which nothing is replaced.
 
     Returns:
         Its name with its owner.
 
     Raises:
-        OSError: If the hub refuses, as without a token.
+        OSError: If the hub rejects the upload, as without a token.
         FileExistsError: If it has other files.
         ValueError: If it exists, and more or fewer people see it than `private` says.
     """

@@ -103,7 +103,7 @@ class ParityReport(_Differences):
         gradient_difference: Norm of the difference of the gradients over the norm of the gradients.
         model: Class of the model.
         backend: Attention backend of the shared path.
-        dtype: Compute dtype: that of the weights, or of autocast if it is on.
+        dtype: Compute dtype: the weights' dtype, or autocast's if it is on.
         device: Where it ran.
         compared_weights: Weights whose gradients were compared.
         token_ratio: Tokens of the repeated path over tokens of the shared one.

@@ -48,7 +48,7 @@ class HubDataset:
         revision: Branch, tag or commit on the hub.
         data_dir: Read only this folder of the data set.
         data_files: Read only these files of the data set, by split or as one list.
-        cache_dir: Folder of the prepared data; by default that of `datasets`.
+        cache_dir: Folder of the prepared data; defaults to the cache of `datasets`.
 
     Raises:
         ModuleNotFoundError: If `datasets` is not installed.

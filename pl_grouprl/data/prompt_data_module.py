@@ -76,8 +76,8 @@ class PromptDataModule(LightningDataModule):
         drop_last: Skip the training prompts of an epoch that do not fill a batch; with `shuffle`, different ones in
             each epoch.
         tokenizer: A transformers tokenizer, or the path or name of one; by default the LightningModule's `tokenizer`.
-        processor: A transformers processor, or the path or name of one, for images and videos; by default that of the
-            LightningModule's policy, loaded if a row has any or the policy reads them.
+        processor: A transformers processor, or the path or name of one, for images and videos; defaults to the
+            policy's, loaded if a row has any or the policy reads them.
         processor_kwargs: Passed to the processor, for example `images_kwargs: {size: {longest_edge: 802816}}`.
     """
 

@@ -57,7 +57,7 @@ def checksum(weight: Tensor, first_column: int = 0) -> int:
 
 
 def add(*checksums: int) -> int:
-    """Combine the checksums of parts into that of the whole."""
+    """Combine the checksums of parts into the checksum of the whole."""
     total = sum(checksums) % 2**64
     return total - 2**64 if total >= 2**63 else total
 

@@ -74,7 +74,7 @@ class RankWatchdog(Callback):
     Does nothing on a single rank. Modules of this package add it themselves; see their option `guards.rank_timeout`.
 
     Args:
-        rank_timeout: Seconds. It must exceed the time that other ranks ever wait for one that loads a model, saves a
+        rank_timeout: Seconds. It must exceed the time that other ranks ever wait while a rank loads a model, saves a
             checkpoint, or does anything else that does not count as progress. The default is below the 1800 seconds
             after which process groups time out without naming a rank.
 
@@ -193,7 +193,7 @@ class RankJudge:
 
     Args:
         rank_timeout: Seconds after which a rank that keeps others waiting, without progress, is lost. At most 300 for a
-            rank without a sign of life, and at most 60 for one that has failed while others run.
+            rank without a sign of life, and at most 60 for a failed rank while others run.
     """
 
     def __init__(self, rank_timeout: float) -> None:

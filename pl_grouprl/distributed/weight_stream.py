@@ -33,7 +33,7 @@ PEFT_PREFIX = "base_model.model."
 def checkpoint_weights(model: Any, weights: Iterable[Named]) -> Iterator[Named]:
     """Yield the contents of a Hugging Face checkpoint of a model, with active adapters merged into its weights.
 
-    Names and values are exactly those that `merged_copy(model).save_pretrained` writes. A tied weight comes once. For a
+    Names and values equal what `merged_copy(model).save_pretrained` writes. A tied weight comes once. For a
     separate adapter see `base_weights` and `adapter_weights`.
 
     Args:
@@ -208,7 +208,7 @@ class Routes:
         """Read a stream; yield weights under their routes' names, and merged layers once they are complete.
 
         Raises:
-            ValueError: If the stream lacks a weight, has one twice, or one that the model does not have.
+            ValueError: If the stream lacks a weight, has one twice, or has an unknown one.
         """
         gatherer = Gatherer(Counter(layer for route in self._by_weight.values() for layer, _ in route.parts))
         awaited = {route: name for name, route in reversed(self.by_name.items())}

@@ -29,8 +29,8 @@ class OpenEnv(ListedEnvironment):
     Args:
         base_url: Address of the server, such as `http://localhost:8000`. It must allow as many sessions as there are
             rollouts in a batch (`max_concurrent_envs` of `create_app`).
-        reward: The episode's reward: that of the `last` step that had one, or their `sum`; 0 without any. With `steps`
-            each is the reward of its turn instead, as by `get_step_reward`.
+        reward: The episode's reward: from the `last` step that had one, or the `sum` of all; 0 without any. With
+            `steps` each is the reward of its turn instead, as by `get_step_reward`.
         observation_key: Field of an observation that the model reads. If None, it reads all that are not null, as JSON,
             or as text if there is only one.
         reset_columns: Columns of a row that the server's reset gets, if the row has them.

@@ -263,7 +263,7 @@ class Environment(ABC):  # noqa: B024 (recognized by its methods)
     """Any class with a method `reset`, which begins an episode; its other public methods are tools.
 
     `reset(**row)` returns None, or text that is appended to the last message of the prompt. `get_reward()`, if defined,
-    adds a reward. So does `get_step_reward()`, for the turn: it is called after each call of a method, even one that
+    adds a reward. So does `get_step_reward()`, for the turn: it is called after each call of a method, even if the call
     raised, and returns a number, or None. Like tools, environments are the user's code and run with the user's rights.
 
     Inheriting from this class is optional: environments written for TRL's `GRPOTrainer` work unchanged.

@@ -71,7 +71,7 @@ class EntropyController:
 
     From "Skywork Open Reasoner 1 Technical Report", arXiv:2505.22312, adaptive entropy control: with the entropy e of a
     step, the next one has the bonus c H if e <= target and none otherwise, where c grows by delta if e <= target and
-    shrinks by delta otherwise, within its bounds. As in TRL, e is that of the last step, and the first has no bonus.
+    shrinks by delta otherwise, within its bounds. As in TRL, e is the last step's entropy, and the first has no bonus.
 
     Args:
         options: Its target, bounds and step.
@@ -131,7 +131,7 @@ def high_entropy_mask(
 
     Those whose entropy is at least the quantile 1 - `top_quantile` of all trained tokens (linear between two tokens, as
     `torch.quantile`). Multiply the policy loss by the mask; the others still count in its denominator. TRL's
-    `top_entropy_quantile` takes the quantile of each micro-batch; here it is that of the call, over all ranks.
+    `top_entropy_quantile` takes the quantile of each micro-batch; here of the call, over all ranks.
 
     Args:
         entropy_N: Entropy of each token's distribution, in nats, shape [N].

@@ -237,8 +237,8 @@ def rejection_mask(
 
     With x = log(p / q) of a token, p its probability under the trainer before the update and q the sampler's, its
     divergence is -x for `k1`, x^2 / 2 for `k2`, e^x - 1 - x for `k3` (J. Schulman, "Approximating KL divergence",
-    2020). `token` compares each token's with the threshold, `seq_sum`, `seq_mean` and `seq_max` that of its rollout's
-    trained tokens. `k2` and `k3` are kept up to the threshold; `k1`, which has a sign, within plus or minus its
+    2020). `token` compares each token's with the threshold; `seq_sum`, `seq_mean` and `seq_max` reduce its rollout's
+    trained tokens first. `k2` and `k3` are kept up to the threshold; `k1`, which has a sign, within plus or minus its
     logarithm: the threshold is a ratio, and 1 / threshold the lower bound. Rejected tokens should not be trained, so
     they do not count in the denominator of the loss either.
 

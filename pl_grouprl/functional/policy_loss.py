@@ -309,10 +309,10 @@ def clip_cov_policy_loss(
 ) -> PolicyLoss:
     """Drop the loss of a few tokens of large covariance, chosen at random (Clip-Cov, arXiv:2505.22617, section 4.2).
 
-    L is that of `clipped_policy_loss`, but 0 for the chosen tokens. They are drawn from those that the ratio's clip
-    does not affect and whose covariance lies between the bounds. verl draws with the global generator; here tokens are
-    ranked by a hash of their log-probability (as float32), so the same inputs give the same choice on every device, in
-    any order and after a resume.
+    L is the loss of `clipped_policy_loss`, but 0 for the chosen tokens. They are drawn from tokens that the ratio's
+    clip does not affect and whose covariance lies between the bounds. verl draws with the global generator; here tokens
+    are ranked by a hash of their log-probability (as float32), so the same inputs give the same choice on every device,
+    in any order and after a resume.
 
     Options:
         epsilon: How far the ratio may fall below 1 (1 in the paper, which relies on the covariance instead).
@@ -603,7 +603,7 @@ def gspo_token_policy_loss(
 ) -> PolicyLoss:
     """Clip the ratio of each sequence, with a gradient per token (GSPO-token, arXiv:2507.18071, eq. 13-14).
 
-    L = -min(s_t A_t, clip(s_t) A_t) with s_t = sg[s] p / sg[p]: the value is that of `gspo_policy_loss`, but the
+    L = -min(s_t A_t, clip(s_t) A_t) with s_t = sg[s] p / sg[p]: the value equals `gspo_policy_loss`, but the
     gradient of each token flows through its own log-probability only. It differs from GSPO if the tokens of a rollout
     have different advantages, as with a critic. verl's `gspo` is this loss.
 
@@ -787,7 +787,7 @@ def dro_policy_loss(
 ) -> PolicyLoss:
     """Keep the policy near the old one by a squared penalty, not by clipping: L = -A log p + dro_beta / 2 (log r)^2.
 
-    Its gradient per token is, up to a factor, that of DRO (direct reward optimization, arXiv:2405.19107), with the
+    Its gradient per token is, up to a factor, DRO's (direct reward optimization, arXiv:2405.19107), with the
     advantage for r - V and the policy before the update for the reference. Equal to verl's `dro`, which has no
     default for `dro_beta`. The log-ratio is not clamped.
 

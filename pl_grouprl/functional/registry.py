@@ -54,7 +54,7 @@ class RegisteredFunction:
         """Bind options; the others keep the function's defaults.
 
         Raises:
-            ValueError: If the function has no such option, or one that is on or off is neither. Its own range checks
+            ValueError: If the function has no such option, or an on/off option is neither. Its own range checks
                 run when it is called.
         """
         known = self.known_options()

@@ -2,7 +2,7 @@
 
 Algorithm 2 (Group), as quoted in the GROUP PPO reference implementation on verl (2025; no paper that states it has
 been found), ends a group at its t-th token if t >= r_grpo / r_ppo. r_grpo is the squared norm of the gradient estimate
-in which all tokens of the group share the advantage of the last one, r_ppo that of the estimate with an advantage per
+in which all tokens of the group share the advantage of the last one, r_ppo the same for an advantage per
 token. With k the number of tokens since the group began,
 
     end_t = (r_ppo > eps * mean(delta^2 q)  and  k * r_ppo * (1 + 1e-5) >= threshold * r_grpo)
@@ -97,7 +97,7 @@ def find_token_groups(
 
     Args:
         td_errors: delta_t = r_t + gamma * V_{t+1} - V_t, shape [B, T], any unit; not whitened (the ratio is invariant
-            to scale, but not to a shift). Other signals may be passed, but one that looks ahead, such as GAE, makes
+            to scale, but not to a shift). Other signals may be passed, but looking ahead, as GAE does, makes
             boundaries depend on later actions, and biases the gradient for thresholds above 1.
         score_norms: Squared norm q >= 0 of each token's score, shape [B, T] (`TokenScores.score_norm_N`); or the score
             itself or a sketch of it, shape [B, T, S] (`HeadSketch`, `log_ratio_scores`), for the exact formula. Norms
@@ -110,7 +110,7 @@ def find_token_groups(
         epsilon: The variance rule only ends groups with r_ppo above this fraction of the mean of delta^2 q; finite.
         forced_ends: True where a group must end, such as the last token of a turn, bool, shape [B, T]. Only valid
             tokens count.
-        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); defaults to that of this call.
+        mean_signal: Mean of delta^2 q over the tokens of all ranks (see `signal_sums`); defaults to this call's.
 
     Returns:
         The groups. A row without valid tokens has none.
@@ -516,8 +516,9 @@ class ThresholdController:
     1/2: the target must be 0 or in [1/2, 1 - 1/max_size].
 
     Args:
-        group_variance_threshold: Initial tau; if adaptive, within the clips (below 1 it acts as 1). None is 1 if fixed;
-            if adaptive, the clipped 1 / (1 - target_compression), which reaches the target if delta is constant.
+        group_variance_threshold: Initial tau; if adaptive, within the clips (below 1 it acts as 1). Defaults to 1 if
+            fixed, and if adaptive, to the clipped 1 / (1 - target_compression), which reaches the target if delta is
+            constant.
         adaptive_threshold: Whether to adapt it; otherwise `update` does nothing.
         threshold_lr: Change of log tau per step for a compression that is off by 1. At tau = 1 nothing is compressed;
             from there, a rate of 0.01 and a target of 0.75 would take at least log(4) / (0.01 * 0.75) = 185 steps to

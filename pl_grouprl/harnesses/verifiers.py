@@ -40,7 +40,7 @@ class Verifiers:
     is random in the environment is not reproducible.
 
     Args:
-        taskset: The taskset, by the name of an installed package or module, or of one that comes with the library.
+        taskset: The taskset, by the name of an installed package or module, or of a taskset of the library.
         config: The rest of the environment's config, the library's `[env]` block. `agent: {harness: {id: "null"},
             runtime: {type: subprocess}}` plays a chat in a local process; the default is the taskset's harness, or
             else `bash`, in a sandbox of Prime Intellect.

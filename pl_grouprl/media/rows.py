@@ -452,7 +452,7 @@ def encode_images(
         control: Has marked the text.
 
     Returns:
-        The model's tokens, without those that a tokenizer adds before and after a text, and the media.
+        The model's tokens, without the tokens that a tokenizer adds before and after a text, and the media.
 
     Raises:
         ValueError: If the text has another number of places, or an image cannot be processed.

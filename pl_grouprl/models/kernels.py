@@ -31,7 +31,7 @@ COMPILER_BACKEND = "inductor"
 
 
 def apply_kernels(model: Any, kernels: Kernels | None) -> None:
-    """Let a loaded model run the kernels that its source asks for; None leaves them as they are.
+    """Let a loaded model run the kernels that its source asks for; by default, leave them as they are.
 
     Raises:
         ModuleNotFoundError: If liger-kernel is not installed.

@@ -2,7 +2,7 @@
 
 Sampler and trainer round differently, so some tokens get other experts, and their log-probabilities differ by far more
 than rounding. Rollout routing replay (R3, arXiv:2510.11370) gives each token the sampler's experts, weighted by the
-trainer's routers, which so keep their gradients: the recorded indices take the place of those that the router's `topk`
+trainer's routers, which so keep their gradients: the recorded indices replace the ones that the router's `topk`
 returns, and the values are gathered from the scores that it was called with. The rest is the family's own code.
 
 Legend: T tokens of one decoder call, M mixtures of the decoder, K experts of each token.

@@ -201,7 +201,7 @@ def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return hidden states [N, D] -> logits [N, V], as the model computes them from its decoder's output.
 
     Runs the model's own forward with its decoder bypassed, so everything between decoder and logits is included: soft
-    caps, scales, biases. Does not run the model's hooks: those that gather sharded weights already ran with the
+    caps, scales, biases. Does not run the model's hooks: hooks that gather sharded weights already ran with the
     decoder, and would deadlock if ranks have different numbers of chunks.
     """
     decoder = find_decoder(model)
@@ -420,7 +420,7 @@ class Prefix:
 
     Attributes:
         path: What slices read: the states of the prompt, then of each branch. With the states in each layer are the
-            hidden states that predict the tokens of the path after the prompt, and those that follow it: of the
+            hidden states that predict the tokens of the path after the prompt, and the tokens that follow it: of the
             prompt's last token, then of each branch; together [1 + K, D].
         backbone: The module whose output they are.
         leaves: Those of the last part that depend on a trained parameter; slices leave their gradients there.

@@ -43,7 +43,7 @@ class SplitGroup:
     Attributes:
         group: Index of the group.
         slices: Slices of rollouts that continue the prompt.
-        branches: All branches, depth-first: each is directly followed by those that continue it.
+        branches: All branches, depth-first: each is directly followed by its continuations.
     """
 
     group: int
@@ -190,7 +190,7 @@ def split_group(group: int, prompt: int, rollouts: Trie, max_tokens: int) -> Spl
             stops[node.parent] = max(stops[node.parent], stops[index])
 
     def cut(parent: int | None, start: int) -> tuple[Slices, list[int]]:
-        """Slices of the subtrees below a node (None is the prompt), and the nodes that become branches.
+        """Slices of the subtrees below a node (None for the prompt), and the nodes that become branches.
 
         `start` is the first response token that has not run by then.
         """

@@ -179,7 +179,7 @@ class StepModel:
 
         A decoding step of B sequences takes `decode_step + (B - 1) decode_sequence`, and sequences leave as they end:
         the second term sums up to all tokens, the first counts steps, as many as the longest completion has tokens. If
-        not all sequences fit, new ones take the places of those that end.
+        not all sequences fit, new ones take the places of finished ones.
         """
         sequences = math.ceil(self.prompts / samplers) * self.num_generations
         at_once = min(sequences, self.max_sequences or sequences)

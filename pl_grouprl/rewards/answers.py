@@ -269,10 +269,10 @@ class MathVerify(ReferenceGrader):
     r"""1 if the completion's answer is mathematically equal to the reference, else 0. Has verl's signature.
 
     `\frac{1}{2}`, `0.5` and `2^{-1}` are equal; the reference may be a list of accepted answers. With the default
-    extraction and `reference="solution"` the reward is that of TRL's `accuracy_reward`. With `reference="answer"` the
+    extraction and `reference="solution"` the reward equals TRL's `accuracy_reward`. With `reference="answer"` the
     reference is read as in verl's `math_verify.compute_score`; and if it and the last box are equal numbers, as
     `NumericAnswer` reads them, the reward is 1 whatever math-verify says. If nothing in the reference can be parsed,
-    the result is None: the reward does not apply.
+    the reward does not apply (None).
 
     Comparing `9^{9^{9}}` with anything takes forever. The library's own time limit is switched off: it uses a signal,
     which works only on the main thread, and it counts the answer as wrong. Instead, a run must set

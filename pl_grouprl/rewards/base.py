@@ -143,7 +143,7 @@ def hook_of(function: RewardFunction, name: str) -> Callable[..., Any] | None:
 
 
 def reward_name(function: RewardFunction) -> str | None:
-    """Return a function's name in metrics: its own, or that of its class; None for a lambda."""
+    """Return a function's name in metrics: its own, or its class's; None for a lambda."""
     if isinstance(function, FunctionFromFile):
         return function.name
     if isinstance(function, functools.partial):
@@ -213,7 +213,7 @@ class PreparedReward:
 def prepare_reward(weighted: Weighted) -> PreparedReward:
     """Determine the signature of a named function by its parameters.
 
-    With `solution_str` it is verl's; with `completions`, or `**kwargs` alone, TRL's; with `groups`, that of whole
+    With `solution_str` it is verl's; with `completions`, or `**kwargs` alone, TRL's; with `groups`, it takes whole
     groups.
 
     Raises:

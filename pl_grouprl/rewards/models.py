@@ -348,10 +348,10 @@ class ProcessRewardModel(FrozenModelReward):
 
     Attributes:
         separator: Text that ends a step.
-        label: Index of the label whose probability is the reward; 1 is "right" in TRL's data. None: the model has a
+        label: Index of the label whose probability is the reward; 1 is "right" in TRL's data. If None, the model has a
             single label, whose logit is the reward.
         tokenizer: Decodes completions to find where steps end: the policy's tokenizer, or its name or folder. Defaults
-            to that of the folder `model`.
+            to the tokenizer in the folder `model`.
         step_token: Text of the token to insert after each step.
 
     Raises:
@@ -375,7 +375,7 @@ class ProcessRewardModel(FrozenModelReward):
         self.tokenizer = self.model if self.tokenizer is None else self.tokenizer
 
     def set_up(self) -> None:
-        """Like that of `FrozenModelReward`, and check that `step_token` is a single token."""
+        """Set up as in `FrozenModelReward`, and check that `step_token` is a single token."""
         super().set_up()
         self._step_ids()
 

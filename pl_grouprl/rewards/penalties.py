@@ -54,8 +54,8 @@ class CosineLengthReward:
         max_value_correct: Reward of a correct answer of length 0.
         exceed_value: Reward at `max_len` and beyond, correct or not (the paper's r_e); no such penalty if None.
         threshold: Largest reward of `correct` that still counts as wrong.
-        unit: Unit of length: `token` (the paper) or `character` (open-r1). In an episode, only those that the model
-            wrote count.
+        unit: Unit of length: `token` (the paper) or `character` (open-r1). In an episode, only what the model
+            wrote counts.
     """
 
     correct: RewardFunction

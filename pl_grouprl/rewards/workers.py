@@ -43,7 +43,7 @@ class RewardWorkers:
 
     Each worker serves one call at a time on its main thread, in its own session. If a call takes too long, the worker
     is killed together with the processes that it started (on Linux including those in other sessions), and replaced,
-    as is one that dies. All end with this process, even if it is killed.
+    as is a dead worker. All end with this process, even if it is killed.
 
     Functions are sent to the workers once, by pickle. State that they keep between calls is separate in each worker.
     Workers are started by "spawn", so a script needs the usual `if __name__ == "__main__":`.

@@ -54,7 +54,7 @@ class Branching:
         budget: Most tokens sampled for a group; shared tokens count once. A rollout branches only if the group stays
             within the budget even if all continuations and unfinished rollouts reach their maximum length; otherwise
             it continues once. Earlier roots come first; with `entropy`, the most uncertain tokens. At least
-            `num_generations * max_new_tokens`. None: no limit.
+            `num_generations * max_new_tokens`. No limit if None.
 
     Raises:
         ValueError: If an option is out of range, missing, or has no effect.
@@ -129,7 +129,7 @@ class Branching:
         Args:
             groups: Group of each branch point.
             remaining: Most tokens that one continuation of each may sample.
-            reserved: Most tokens of each group without these branches.
+            reserved: Maximum number of tokens of each group without these branches.
         """
         if self.budget is None:
             return [True] * len(groups)
@@ -274,12 +274,12 @@ class BranchingCompletion:
 
 
 class BranchLoop:
-    """Samples rollouts that branch at tokens (`every_n`, `entropy`); `episodes` samples those that branch at turns.
+    """Samples rollouts that branch at tokens (`every_n`, `entropy`); `episodes` samples rollouts that branch at turns.
 
     Args:
         branching: Where rollouts branch.
-        max_new_tokens: Most tokens of a rollout.
-        stop: Strings that end a rollout; checked here because engines miss those that span a branch point.
+        max_new_tokens: Maximum number of tokens of a rollout.
+        stop: Strings that end a rollout; checked here because engines miss strings that span a branch point.
     """
 
     def __init__(self, branching: Branching, max_new_tokens: int, stop: StopStrings | None = None) -> None:
@@ -420,7 +420,7 @@ def end_of_stop_string(stop: StopStrings, before: Sequence[int], token_ids: Sequ
         token_ids: Tokens after it.
 
     Returns:
-        The number of `token_ids` up to the one that completes the string, that one included.
+        The number of `token_ids` through the token that completes the string.
     """
     tail, ends = list(before[-stop.window :]), range(1, min(stop.window, len(token_ids)) + 1) if before else range(0)
     tails = [[*tail, *token_ids[:end]][-stop.window :] for end in ends]

@@ -138,7 +138,7 @@ class RolloutEngine(Protocol):
     An engine declares further capabilities as attributes; a missing one means that it lacks the capability (see
     `declares`):
 
-    - `reserves_max_new_tokens = True`: it refuses prompts without room for `max_new_tokens`; a run then refuses such
+    - `reserves_max_new_tokens = True`: it rejects prompts without room for `max_new_tokens`; a run then rejects such
       prompts at setup.
     - `takes_prompt_indices = True`: `generate` takes `prompt_indices`.
     - `samples_from_copies = True`: a shallow copy of the engine, bound to a copy of the policy, may sample in another
@@ -197,7 +197,7 @@ class RolloutEngine(Protocol):
         Returns:
             For each prompt, in the caller's order, its rollouts. `token_ids` (with the end token, if there was one) and
             `finish_reason` are required. Without `logprobs`, sampler and trainer are not compared, and
-            importance sampling is refused; without `text`, the run decodes the tokens.
+            importance sampling raises; without `text`, the run decodes the tokens.
         """
         ...
 
@@ -424,7 +424,7 @@ def checked_rollouts(
     seed: int,
     vocab_size: int | None,
 ) -> list[list[Rollout]]:
-    """Call `RolloutEngine.generate`, refuse what it cannot have sampled, and convert its numbers to Python's.
+    """Call `RolloutEngine.generate`, reject what it cannot have sampled, and convert its numbers to Python's.
 
     Args:
         engine: The engine, which errors name. An argument that it does not take is left out: it may exceed a request's

@@ -354,7 +354,7 @@ def staleness_metrics(per_rank: Sequence[Staleness]) -> dict[str, float]:
 
 
 def sampled_versions(rollout: Rollout) -> list[int]:
-    """Version of each sampled token, without those that were not sampled, such as tool output."""
+    """Version of each sampled token; tokens that were not sampled, such as tool output, have none."""
     versions = rollout.weight_versions or []
     mask = [1] * len(versions) if rollout.loss_mask is None else rollout.loss_mask
     return [version for version, bit in zip(versions, mask, strict=True) if bit and version != NOT_SAMPLED]
@@ -393,7 +393,7 @@ class ThreadEngine:
         """Do nothing: the main thread binds the engine."""
 
     def generate(self, *args: Any, **kwargs: Any) -> list[list[Rollout]]:
-        """Sample; tokens without a version get the one that the engine had before the call."""
+        """Sample; tokens without a version get the engine's version before the call."""
         version = self._engine.version
         groups: list[list[Rollout]] = self._engine.generate(*args, **kwargs)
         for rollout in (rollout for group in groups for rollout in group):

@@ -363,7 +363,7 @@ def distribute_groups(
 
 
 def exchange_rewards(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], device: torch.device) -> None:
-    """Send rewards from the ranks that computed them to those that train the groups. Collective.
+    """Send rewards from the ranks that computed them to the ranks that train the groups. Collective.
 
     Args:
         sampled: Groups that this rank sampled and rewarded.

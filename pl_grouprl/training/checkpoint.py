@@ -195,7 +195,7 @@ class Attributes:
         return {name: getattr(self.owner, name) for name in self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set those that the state has."""
+        """Set the parts that the state has."""
         for name in self.names:
             if name in state:
                 setattr(self.owner, name, state[name])
@@ -256,7 +256,7 @@ def load_parts(parts: Mapping[str, Stateful], state: Mapping[str, Any], leave_ou
     """Load parts in their order.
 
     Args:
-        parts: Parts by name. One that the state lacks stays as it is.
+        parts: Parts by name. A part that the state lacks stays as it is.
         state: What `save_parts` returned.
         leave_out: Parts that start over.
     """
@@ -512,7 +512,7 @@ def all_options(module: pl.LightningModule) -> dict[str, Any]:
     """All options of a run as plain values, to tell it from others: the module's, and the Trainer's most important.
 
     Args:
-        module: Attached to its Trainer. Of one that is no `RLModule`, those that it saves by `save_hyperparameters`.
+        module: Attached to its Trainer. If it is no `RLModule`, what it saves by `save_hyperparameters`.
     """
     trainer = module.trainer
     hparams = {key: plain for name, value in module.hparams.items() for key, plain in describe(name, value).items()}

@@ -81,7 +81,7 @@ class Collector:
     Attributes:
         sampler: As passed.
         ahead: The rollouts that are sampled ahead; None with `max_staleness` 0.
-        can_move: Whether groups may be trained on another rank than the one that sampled them.
+        can_move: Whether a rank may train groups that another rank sampled.
         is_informative: Whether `dynamic_sampling` keeps a group.
 
     Raises:
@@ -156,7 +156,7 @@ class Collector:
 
     @property
     def ahead_state(self) -> PerRankState:
-        """Saves and loads the rollouts sampled ahead; with `max_staleness` 0, reports those that a checkpoint holds."""
+        """Saves and loads the rollouts sampled ahead; with `max_staleness` 0, reports rollouts in a checkpoint."""
         ahead = self.ahead
         if ahead is None:
             return PerRankState(self._run, lambda: None, partial(log_left_out, reason="max_staleness is 0"))

@@ -29,7 +29,7 @@ class EvaluationOptions:
 
     Attributes:
         num_generations: Rollouts per prompt: the k of mean@k, and the largest of pass@k.
-        sampling: How they are sampled; defaults to that of training.
+        sampling: How they are sampled; defaults to the training's options.
         pass_threshold: A rollout passes, for pass@k, if its reward is at least this, up to rounding.
 
     Raises:

@@ -90,7 +90,7 @@ class Rewarder:
         unrewarded_batches: Consecutive batches without any reward so far.
 
     Raises:
-        ValueError: If a function that takes environments would run in a worker, or one that needs a time limit would
+        ValueError: If a function that takes environments would run in a worker, or if it needs a time limit and would
             run outside a worker or without a limit.
     """
 

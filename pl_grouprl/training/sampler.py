@@ -549,7 +549,7 @@ class Tooling:
 
     @property
     def exposes_environments(self) -> bool:
-        """Whether reward functions can receive environments: only those that live in this process."""
+        """Whether reward functions can receive environments: only environments that live in this process."""
         return self.runner is not None and self.runner.has_environments and self.runner.workers == 0
 
     def check_branching(self, branching: Branching) -> None:

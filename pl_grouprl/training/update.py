@@ -327,7 +327,7 @@ def clip_gradients(
 
     Args:
         parts: What the optimizer trains.
-        limits: `max_grad_norm` of each part; None leaves it to the Trainer's options.
+        limits: `max_grad_norm` of each part; defaults to the Trainer's options.
         support: Access to the gradients.
         clip_val: `gradient_clip_val` of the Trainer.
         algorithm: `gradient_clip_algorithm`: `value` clamps entries, anything else clips the norm.

@@ -291,7 +291,7 @@ def newest_complete(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path
     """Find the newest checkpoint that is complete.
 
     Returns:
-        The checkpoint, None if there is none, and what is wrong with those that are newer.
+        The checkpoint, None if there is none, and what is wrong with newer ones.
     """
     torn: dict[Path, str] = {}
     for path in sorted(checkpoints, key=lambda p: (p.stat().st_mtime_ns, p.name.startswith("last")), reverse=True):

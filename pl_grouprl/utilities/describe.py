@@ -276,7 +276,7 @@ def refused_changes(changes: Changes, allowed: Sequence[str]) -> list[str]:
 
 
 def remedy(changes: Changes, allowed: Sequence[str]) -> str:
-    """Describe how to allow the refused changes."""
+    """Describe how to allow the changes that were rejected."""
     names = [name for name in changes if not is_allowed(name, allowed)]
     return f"to change them on purpose, set guards.allow_changed to {[*allowed, *names]}"
 

@@ -1,4 +1,4 @@
-"""Communication between ranks other than that of gradients, and the shard of a tensor that a rank holds."""
+"""Communication between ranks besides gradients, and the shard of a tensor that a rank holds."""
 
 from __future__ import annotations
 

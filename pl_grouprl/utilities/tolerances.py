@@ -61,7 +61,7 @@ TOLERANCES = {
 
 
 def computing_dtype(model: Any) -> torch.dtype:
-    """The dtype that a transformers model computes in: autocast's if it is on, otherwise that of its weights.
+    """The dtype that a transformers model computes in: autocast's if it is on, otherwise the weights'.
 
     If quantized layers compute in other dtypes, the narrowest.
     """

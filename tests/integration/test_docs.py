@@ -172,9 +172,9 @@ def test_import_paths_exist(page):
 def test_the_readme_counts_models_as_the_table_does():
     table, readme = (DOCS / "models.md").read_text(), " ".join((DOCS.parent / "README.md").read_text().split())
     exact, refused, skipped = (
-        re.search(rf"^## {s}: (\d+)$", table, re.M)[1] for s in ("Exact", "Refused", "Not tried")
+        re.search(rf"^## {s}: (\d+)$", table, re.M)[1] for s in ("Exact", "Unsupported", "Not tried")
     )
-    assert f"{exact} models are exact, {refused} are refused with the reason, and {skipped} are not tried" in readme
+    assert f"{exact} models are exact, {refused} raise and say why, and {skipped} were not tried" in readme
     assert re.search(r"transformers [\d.]+\d", table)[0] in readme
 
 

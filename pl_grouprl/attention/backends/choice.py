@@ -61,7 +61,7 @@ def choose(
     compiled: bool = False,
     layout: SharedPrefixLayout | None = None,
 ) -> Backend:
-    """Choose the backend that `auto` runs for a layer: of those that serve it, the one with the highest preference.
+    """Choose the backend that `auto` runs for a layer: the usable backend with the highest preference.
 
     If that is the cascade on CUDA, this also switches PyTorch to the newest FlashAttention installed, for the whole
     process (`use_newest_flash_attention`).

@@ -31,7 +31,7 @@ def group_relative_advantages(
     Args:
         rewards: Scalar reward of each rollout, shape [B], any unit; NaN marks a rollout without a reward.
         group_ids: Prompt of each rollout, shape [B], any integers, in any order.
-        scale: `group` divides by the group's standard deviation, `batch` by that of all rewards, `none` does not
+        scale: `group` divides by the group's standard deviation, `batch` by all rewards', `none` does not
             divide (Dr. GRPO, arXiv:2503.20783). Standard deviations are unbiased (n - 1).
         eps: Added to the standard deviation, in units of the reward.
 

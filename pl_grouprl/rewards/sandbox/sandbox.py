@@ -73,7 +73,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 
 def interpreter_view() -> tuple[list[str], dict[str, str]]:
-    """What this Python needs: the system's libraries, its own folder and that of its virtual environment.
+    """What this Python needs: the system's libraries, its own folder and its virtual environment.
 
     Returns:
         The files and folders to mount, none inside another, and the symbolic links on the way to them, with their

@@ -1,4 +1,4 @@
-"""The system call filter: a seccomp program that refuses what a Python script does not need.
+"""The system call filter: a seccomp program that denies what a Python script does not need.
 
 It covers what namespaces and limits do not: socket families that a network namespace does not isolate (vsock), memory
 that no limit counts (memfd, System V segments), new namespaces, and calls that inspect other processes or have often

@@ -318,7 +318,7 @@ class HFRolloutEngine(PolicyEngine):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The dtype to sample in; None for that of the weights."""
+        """The dtype to sample in; None for the weights' dtype."""
         if self.dtype == "auto":  # float16 has too small a range for some models' activations, which autocast widens
             return torch.bfloat16 if self.autocast_dtype == torch.bfloat16 else None
         return getattr(torch, self.dtype)
@@ -368,7 +368,7 @@ class HFRolloutEngine(PolicyEngine):
         """Keep the cache of each sampled sequence for the next call of `generate`.
 
         A prompt of that call that begins with the tokens of such a sequence is encoded from where it ended. The caches
-        take memory for the sequences' tokens, with a shared prompt stored once. Those that the next call
+        take memory for the sequences' tokens, with a shared prompt stored once. Sequences that the next call
         does not continue are freed when it starts, and all of them when the context ends. The weights must not change
         inside it.
 

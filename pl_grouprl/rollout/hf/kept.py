@@ -9,7 +9,7 @@ sequence, at a branch point, reuses the beginning of its cache.
 
 Rows of layers with full attention and of windows are keys and values. States of convolutions and linear attention have
 no positions. Layers may keep further tensors for each token, such as an indexer's keys; which of their dimensions
-counts rows and which tokens is observed. Layers that keep anything else are refused.
+counts rows and which tokens is observed. Layers that keep anything else are not supported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encodes prompts in batches of similar length, each once; those that extend kept sequences from where these ended.
+"""Encodes prompts in batches of similar length, each once; prompts that extend kept sequences start where these ended.
 
 Shapes: P prompts of a batch, S positions, V vocabulary.
 
@@ -124,8 +124,8 @@ def cache_argument(model: Any) -> str:
 def allows_padding(model: Any, longest: int) -> bool:
     """Whether prompts of different lengths can be batched.
 
-    Not if the model counts positions itself, or a layer counts columns: one that scales queries by them
-    (`counts_padding`), or one that keeps an index of the tokens and does not select by the attention mask (MiniMax M3's
+    Not if the model counts positions itself, or a layer counts columns: a layer that scales queries by them
+    (`counts_padding`), or that keeps an index of the tokens and does not select by the attention mask (MiniMax M3's
     blocks). Models that bias scores by distance read it from the attention mask, and need no positions.
 
     Args:
@@ -310,7 +310,7 @@ def plan_prefill(prompts: Sequence[SampleRequest], max_tokens: int, *, max_paddi
 
     Args:
         prompts: Prompts by ascending length. One with media gets a separate batch.
-        max_tokens: Most tokens of a batch, including padding. A longer prompt gets a separate batch.
+        max_tokens: Maximum number of tokens of a batch, including padding. A longer prompt gets a separate batch.
         max_padding: How much longer the longest prompt of a batch may be than its shortest, as a fraction.
 
     Returns:
@@ -336,7 +336,7 @@ def plan_continuing(
     Args:
         lengths: Tokens of each prompt, sorted by the number of new ones, then by length.
         kept: The sequence that each continues.
-        max_tokens: Most tokens of a batch, cached ones included; a prompt with more gets a separate batch.
+        max_tokens: Maximum number of tokens of a batch, cached ones included; a prompt with more gets a separate batch.
         padding: Whether prompts of different lengths may share a forward pass.
 
     Returns:
@@ -374,10 +374,10 @@ class PromptEncoder:
 
     Args:
         logits: The model.
-        prompts: Distinct prompts: first those that continue nothing, sorted by length, then the others, sorted by the
-            number of tokens to run, then by length.
-        max_tokens: Most tokens of a forward pass.
-        kept: The sequence that each prompt continues, None for those that are encoded from the start.
+        prompts: Distinct prompts: first the prompts that continue nothing, sorted by length, then the others, sorted by
+            the number of tokens to run, then by length.
+        max_tokens: Maximum number of tokens of a forward pass.
+        kept: The sequence that each prompt continues, or None if it is encoded from the start.
         padding: Whether prompts of different lengths may share a forward pass.
 
     Attributes:

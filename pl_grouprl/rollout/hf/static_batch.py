@@ -55,7 +55,7 @@ def _states(cache: Cache) -> list[Tensor]:
 
 
 class StaticBatch(DecodeBatch):
-    """Rows that share prompts; for those that `shares_prompts` accepts."""
+    """Rows that share prompts, where `shares_prompts` accepts them."""
 
     def __init__(self, rows: Sequence[DecodeRow], *args: Any, **kwargs: Any) -> None:
         self._shared = [row.prefix.shared[row.place] for row in rows]

@@ -206,7 +206,7 @@ class Server:
         """Wait until the server can be reached. Returns the label of its weights.
 
         Raises:
-            RefusedError: If it refuses, such as for a wrong token.
+            RefusedError: If it rejects the call, such as for a wrong token.
             RuntimeError: If it stays unreachable for longer than `timeout`.
         """
         reason: Exception | None = None
@@ -319,7 +319,7 @@ def decode(server: Server, response: httpx2.Response) -> Any:
         BusyError: If the server is overloaded.
         BrokenOffError: If it failed.
         ValueError: If it rejects the request as invalid.
-        RefusedError: If it refuses for another reason.
+        RefusedError: If it rejects the call for another reason.
     """
     try:
         return server.decode(response)

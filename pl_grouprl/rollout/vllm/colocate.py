@@ -46,7 +46,7 @@ class VLLMRolloutEngine(PolicyEngine):
         max_model_len: Maximum length of prompt plus completion; defaults to the model's maximum.
         max_num_seqs: Maximum number of sequences decoded at once.
         dtype: Dtype of vLLM's weights and activations; `auto` is bfloat16 on a GPU under `bf16-mixed`,
-            else that of the policy's weights.
+            else the dtype of the policy's weights.
         enforce_eager: Run layers without CUDA graphs and compilation: starts sooner, samples slower.
         sleep_level: What vLLM releases between rollouts: 0 nothing; 1 its cache and its weights, which move to main
             memory; 2 both, and the weights are sent again before the next rollout. GPUs only.

@@ -100,7 +100,7 @@ class Fleet:
         Raises:
             SamplerLostError: If a server was restarted or broke off, or has no base for the adapter.
             WeightsMismatchError: If a server loaded other weights, or another trainer uses it.
-            RefusedError: If a server refuses a call.
+            RefusedError: If a server rejects a call.
         """
         servers, updating = self._servers, self._labels.updating
         try:

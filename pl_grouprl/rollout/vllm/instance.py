@@ -43,7 +43,7 @@ class VLLMInstance:
     Args:
         options: Arguments of vLLM's `EngineArgs`.
         further: Further arguments, from the user.
-        kv_cache_gib: Size of its cache in GiB; None leaves it to vLLM on GPUs and is 1 on CPUs.
+        kv_cache_gib: Size of its cache in GiB; defaults to vLLM's choice on GPUs and 1 on CPUs.
         tensor_parallel_size: Number of ranks that share the engine.
         sleep_level: What the engine releases between rollouts; see `VLLMRolloutEngine`.
 

@@ -73,7 +73,7 @@ class Scheduler:
         Raises:
             SamplerLostError: If a server has lost its weights.
             WeightsMismatchError: If a server has other weights.
-            ValueError: If a server refuses a request.
+            ValueError: If a server rejects a request.
             RuntimeError: If a server stays unreachable or keeps breaking off, or `cancel` was called.
         """
         if not requests:

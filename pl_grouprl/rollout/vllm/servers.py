@@ -160,7 +160,7 @@ class VLLMServerRolloutEngine(PolicyEngine):
 
         Raises:
             ValueError: If a server has another model or dtype, or this machine cannot send it weights.
-            RuntimeError: If a server refuses, or was away for longer than `timeout`.
+            RuntimeError: If a server rejects a call, or was away for longer than `timeout`.
         """
         started = time.perf_counter()
         device = trainer_device(self.model)

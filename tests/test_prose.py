@@ -1,0 +1,22 @@
+"""The docs and public docstrings are plain English, and the guides are few enough to read."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+from prose import found, pages, tics, words
+
+
+def test_no_phrase_that_a_native_engineer_would_not_write():
+    assert not list(found())
+
+
+def test_phrases_are_found_outside_code():
+    text = "It refuses `None is` here.\n\n```py\nx: None: refused\n```\nThose that\nnormalise"
+    assert [(line, phrase) for line, phrase, _ in tics(text)] == [(0, "refuses"), (5, "Those that"), (6, "normalise")]
+
+
+def test_the_guides_are_few_and_short():
+    assert len(pages()) <= 30
+    assert sum(words(page.read_text(encoding="utf-8")) for page in pages()) <= 35_000
