@@ -3,7 +3,7 @@
 The policy has one row of logits for each beginning of a sequence, so its gradient is known exactly. For each row of the
 output, the benchmark samples many groups of one kind and estimates the gradient from each with one estimator. It prints
 how far the mean estimate is from the exact gradient, and the variance (summed over all logits) times the number of
-sampled tokens, which compares estimators at equal cost of sampling. docs/tree_credit.md shows the table.
+sampled tokens, which compares estimators at equal cost of sampling. docs/trees.md shows the table.
 """
 
 from __future__ import annotations
