@@ -1,6 +1,6 @@
 """Predicts a step on many GPUs from rates of one GPU: rollouts, the longest of them, scoring, update, weight transfer.
 
-docs/scaling.md says how each term scales, where it breaks, and how it compares with runs.
+docs/scaling.md compares it with runs and with published steps.
 
 Legend: P prompts of a batch, G rollouts of each, n GPUs, s of them samplers, B sequences that one decodes at once.
 """
