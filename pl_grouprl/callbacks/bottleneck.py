@@ -113,7 +113,7 @@ def _advice(
         how = "max_staleness: 1" if on_server else "vLLM on other GPUs (rollout/vllm_server.yaml) with max_staleness: 1"
         if facts.longest > LONG:
             rollouts += f", mostly waiting for the longest, of {facts.longest:.1f} times the mean length"
-        yield of_step[0], WORK, f"{rollouts}; {how} would train meanwhile (docs/rollouts_ahead.md)."
+        yield of_step[0], WORK, f"{rollouts}; {how} would train meanwhile (docs/rollouts.md#rollouts-ahead)."
     elif on_server:
         yield of_step[0], WAITS, f"Waiting for rollouts took {of_step[1]}; more servers (engine urls) would shorten it."
 

@@ -19,10 +19,10 @@ RECOMPUTES = replace(GPU, recomputes=True, unused_memory=0.55)
             "Rollouts took 78 % of a step; vLLM (--config rollout/vllm_colocate.yaml) would shorten them."),
         ({"rollout": 60, "update": 40}, 0, COLOCATED,
             "Rollouts took 60 % of a step; vLLM on other GPUs (rollout/vllm_server.yaml) with max_staleness: 1 would "
-            "train meanwhile (docs/rollouts_ahead.md)."),
+            "train meanwhile (docs/rollouts.md#rollouts-ahead)."),
         ({"rollout": 70, "update": 30}, 0, replace(SERVER, longest=5.14),
             "Rollouts took 70 % of a step, mostly waiting for the longest, of 5.1 times the mean length; "
-            "max_staleness: 1 would train meanwhile (docs/rollouts_ahead.md)."),
+            "max_staleness: 1 would train meanwhile (docs/rollouts.md#rollouts-ahead)."),
         ({"wait_for_rollouts": 40, "update": 60}, 0, replace(SERVER, max_staleness=1, fused=True),
             "Waiting for rollouts took 40 % of a step; more servers (engine urls) would shorten it."),
         ({"rollout": 50, "reward": 30, "update": 20}, 0, GPU,

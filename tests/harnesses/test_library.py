@@ -1,8 +1,6 @@
 """`Verifiers` with the library itself, on a server without vLLM. Skipped where verifiers is not installed."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
@@ -98,12 +96,6 @@ def test_rows_hold_the_tasks(example):
     task = json.loads(rows[0]["extra_info"]["task"])
     assert rows[0]["prompt"] == [{"role": "user", "content": task["prompt"]}]
     assert rows[0]["data_source"] == "verifiers_environment"
-
-
-def test_the_page_of_the_documentation(example):
-    page = Path(example.__file__).parents[1] / "docs/verifiers.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    exec(code, {})
 
 
 def test_an_unknown_taskset_is_refused():
