@@ -208,10 +208,10 @@ def _limited(seconds: float) -> Iterator[None]:
 def page(found: Mapping[str, Findings]) -> str:
     """The whole page."""
     good = [name for name, findings in found.items() if not findings.problems]
-    lines = [_HEADER.format(conditions=conditions(), good=len(good), all=len(found), seconds=LEVEL_SECONDS, **SIZES)]
+    lines = [_HEADER.format(conditions=conditions(), good=len(good), all=len(found), seconds=LEVEL_SECONDS)]
     lines += [_row(name, found[name]) for name in good]
     bad = {name: FAULTY.get(name, "; ".join(found[name].problems)) for name in found if name not in good} | NOT_TASKS
-    lines += [_REFUSED, *(f"| `{name}` | {reason} |" for name, reason in bad.items())]
+    lines += [_NOT_AVAILABLE, *(f"| `{name}` | {reason} |" for name, reason in bad.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -249,26 +249,15 @@ def main() -> None:
 
 _HEADER = """# Tasks of reasoning-gym
 
-Look up a task here: whether it can be used, how its answers are scored, and how many levels it has.
-[tasks.md](tasks.md) says how to train on it. `python tools/reasoning_gym_table.py --write docs/reasoning_gym_tasks.md`
-writes this page; do not edit it.
-
-Conditions: {conditions}.
-
-**{good} of {all} tasks build, split and score.** With the library's default options, {size} training, {val_size}
-validation and {test_size} test rows of each were generated twice, in two processes, with the same result and no common
-question; went through a parquet file; their reference answers scored 1, in `<answer>` tags, and a wrong answer less.
-Entries score the same before and after they are encoded.
-
-- *reference*: where a right answer comes from. Tasks without `answer` cannot have worked examples (`num_examples`).
-- *levels*: different levels of the library's curriculum (`ReasoningGym.levels`) that give a row in {seconds:.0f} s.
-- *evaluates*: the library's scorer evaluates the answer as Python; only literals or formulas get that far.
-- *per row*: time to generate one row, rounded up to a power of ten.
+With {conditions}, {good} of {all} tasks build, split and score, and
+[data.md](data.md#generated-tasks) says how to train on them. *Reference* is where a right answer comes from
+(`num_examples` needs `answer`), *levels* counts the library's levels that give a row in {seconds:.0f} s, *evaluates*
+says what the scorer evaluates as Python, and *per row* is the time to generate one, rounded up to a power of ten.
 
 | task | reference | levels | evaluates | per row |
 |---|---|---|---|---|"""
 
-_REFUSED = """
+_NOT_AVAILABLE = """
 ## Not available
 
 | name | reason |

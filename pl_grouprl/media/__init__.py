@@ -4,5 +4,5 @@
             `MediaPrompt` is processed when the prompt is sampled, and not kept
     inputs  the model side: checks, the model's arguments for one prompt, rotary positions in time, height and width
 
-docs/vision_language.md draws the whole path, including packing and engines.
+docs/images.md says what rows contain.
 """

@@ -39,7 +39,7 @@ CALLBACKS = {
 
 
 def named_on_the_page():
-    text = (ROOT / "docs" / "reading_the_logs.md").read_text(encoding="utf-8")
+    text = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("reading_the_logs.md", "metrics.md"))
     cells = set(re.findall(r"`([^`\s]+)`", text))
     return [re.compile(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(cell)).replace("@k", r"@\d+")) for cell in cells]
 
@@ -49,7 +49,7 @@ def is_named(metric, patterns):
 
 
 @pytest.mark.parametrize("config", ["grpo_pg", "ppo"])
-def test_every_metric_of_a_default_run_is_on_the_page(config, tmp_path, monkeypatch, capsys):
+def test_every_metric_of_a_default_run_is_documented(config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(SMALL % CALLBACKS[config])
     main(["fit", "--config", str(ROOT / "configs" / f"{config}.yaml"), "--config", "small.yaml"])
@@ -61,7 +61,7 @@ def test_every_metric_of_a_default_run_is_on_the_page(config, tmp_path, monkeypa
     assert [metric for metric in sorted(logged) if not is_named(metric, patterns)] == []
 
 
-def test_the_page_does_not_name_everything():
+def test_the_pages_do_not_name_everything():
     assert not is_named("reward/unknown", named_on_the_page())
 
 

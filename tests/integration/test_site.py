@@ -62,8 +62,8 @@ def test_links_lead_to_pages_and_headings_that_exist(site):
 
 
 def test_links_are_translated_outside_of_code_only():
-    text = "[a](../README.md#top) [b](tasks.md) [c](https://x.y/z) `[0](d)`\n\n```yaml\nx: [e](../README.md)\n```\n"
-    assert rebased(text, "docs/options.md").startswith("[a](index.md#top) [b](tasks.md) [c](https://x.y/z)")
+    text = "[a](../README.md#top) [b](data.md) [c](https://x.y/z) `[0](d)`\n\n```yaml\nx: [e](../README.md)\n```\n"
+    assert rebased(text, "docs/options.md").startswith("[a](index.md#top) [b](data.md) [c](https://x.y/z)")
     assert "[e](../README.md)" in rebased(text, "docs/options.md")
     assert rebased("![p](docs/images/p.png)", "README.md") == "![p](images/p.png)"
 
@@ -71,7 +71,7 @@ def test_links_are_translated_outside_of_code_only():
 def test_where_a_file_is_on_the_site():
     for source, page in {
         "README.md": "index.md",
-        "docs/tasks.md": "tasks.md",
+        "docs/data.md": "data.md",
         "configs/ppo.yaml": "project/configs/ppo.yaml.md",
         "configs": "project/configs/index.md",
         "examples/first.ipynb": "project/examples/first.ipynb.md",
