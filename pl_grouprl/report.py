@@ -192,6 +192,8 @@ _FIGURES = (
     ("val/reward", "validation reward", "{first:.3f} → {last:.3f} (best {max:.3f})"),
     ("completions/mean_length", "completion length", "{first:.1f} → {last:.1f} tokens"),
     ("entropy", "entropy", "{first:.3f} → {last:.3f} nats per token"),
+    ("value/explained_variance", "explained variance of the critic", "{first:.3f} → {last:.3f}"),
+    ("token_group/compression_ratio", "compression", "mean {mean:.3f}, last {last:.3f}"),
     ("prefix/token_ratio", "token ratio", "mean {mean:.2f}"),
     ("time/step", "seconds per step", "mean {mean:.2f}"),
     ("perf/tokens_per_second", "tokens per second", "mean {mean:,.0f}"),
@@ -265,7 +267,7 @@ def _panels(runs: Sequence[RecordedRun], titles: Iterable[str]) -> str:
     """Each panel as SVG with text as text, one grid column wide per axes, up to the full width."""
     from matplotlib import rc_context
 
-    points = {run.name: run.history.points for run in runs}
+    points = {run.name if len(runs) > 1 else "": run.history.points for run in runs}
     panels = []
     for title in titles:
         figure, drawing = panel_figure(title, points), io.StringIO()
@@ -312,21 +314,30 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], kind: str) -> s
 
 
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #212529; background: #f8f9fa; margin: 0 auto; padding: 1.5rem;
-  max-width: 1440px; }
+:root { color-scheme: light dark; --ink: #212529; --quiet: #495057; --page: #f8f9fa; --card: #fff; --head: #f1f3f5;
+  --line: #e9ecef; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #dee2e6; --quiet: #adb5bd; --page: #16181d; --card: #1f2229; --head: #2a2e37; --line: #343a46; }
+  figure svg { filter: invert(.88) hue-rotate(180deg); }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
+  padding: clamp(.75rem, 3vw, 1.5rem); max-width: 1440px; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .75rem; }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(26rem, 1fr)); gap: 1rem;
   grid-auto-flow: dense; }
-figure { margin: 0; padding: .5rem; background: #fff; border: 1px solid #e9ecef; border-radius: 8px; }
+figure { margin: 0; padding: .5rem; overflow-x: auto; }
+figure, .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 figure.all { grid-column: 1 / -1; } figure.two { grid-column: span 2; }
-@media (max-width: 57rem) { .panels { grid-template-columns: 1fr; } figure.two { grid-column: auto; } }
 figure svg { width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; background: #fff; border: 1px solid #e9ecef; border-radius: 8px; }
+@media (max-width: 57rem) {
+  .panels { grid-template-columns: 100%; } figure.two { grid-column: auto; } figure.two svg { min-width: 40rem; }
+  figure.all svg { min-width: 60rem; } .overview td { white-space: normal !important; }
+}
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .87rem; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .7rem; border-bottom: 1px solid #f1f3f5; }
-th { background: #f1f3f5; font-weight: 600; } td div { overflow-wrap: anywhere; }
-.overview td:first-child, .options td:first-child { color: #495057; white-space: nowrap; }
+th, td { text-align: left; vertical-align: top; padding: .35rem .7rem; border-bottom: 1px solid var(--head); }
+th { background: var(--head); font-weight: 600; } td div { overflow-wrap: anywhere; min-width: 4.5rem; }
+.overview td:first-child, .options td:first-child { color: var(--quiet); white-space: nowrap; }
 .options td { font-family: ui-monospace, monospace; font-size: .8rem; }
 .completions td:nth-child(-n+2) div { white-space: pre-wrap; max-height: 14rem; overflow-y: auto; }
 .completions td:first-child { width: 40%; }

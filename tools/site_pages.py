@@ -17,6 +17,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -222,15 +223,27 @@ def _is_page(path: Path) -> bool:
 
 
 def _as_markdown(path: Path) -> str:
-    """A page unchanged, a file as a code block, a notebook as its cells, a folder as a list of its files."""
+    """A page unchanged, a file as a code block, a notebook as cells and outputs, a folder as a list of its files."""
     if path.is_dir():
         names = sorted(one.name for one in path.iterdir() if not one.name.startswith(("_", ".")) and one.name != "runs")
         return f"# {path.name}\n\n" + "".join(f"- [{name}]({path.name}/{name})\n" for name in names)
     text = path.read_text(encoding="utf-8")
     if path.suffix == NOTEBOOK:
-        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
-        return "\n\n".join(own if kind == "markdown" else f"````python\n{own}\n````" for kind, own in cells) + "\n"
+        return "\n\n".join(part for cell in json.loads(text)["cells"] for part in _cell(cell)) + "\n"
     return text if path.suffix == ".md" else f"# {path.name}\n\n````{LANGUAGES[path.suffix]}\n{text}````\n"
+
+
+def _cell(cell: dict[str, Any]) -> Iterator[str]:
+    """A cell of a notebook: its text, or its code and what it printed and drew."""
+    source = "".join(cell["source"])
+    yield source if cell["cell_type"] == "markdown" else f"````python\n{source}\n````"
+    for output in cell.get("outputs", ()):
+        data = output.get("data", {})
+        if "image/png" in data:
+            yield f'<img alt="What the cell draws" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
+        else:
+            printed = "".join(output.get("text") or data.get("text/plain", "")).rstrip("\n")
+            yield f"````text\n{printed}\n````"
 
 
 def _outside_code(text: str, change: Callable[[str], str]) -> str:

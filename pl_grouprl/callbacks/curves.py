@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -93,8 +94,8 @@ PANELS: Mapping[str, Sequence[str]] = {
 }
 """Title and metrics of each panel; a trailing star matches any ending."""
 
-SPREADS = {"reward": ("reward_std", "standard deviation within a group")}
-"""Metrics drawn with a band of plus and minus another metric, and that metric's label."""
+SPREADS = {"reward": ("reward_std", "reward_min", "reward_max", "standard deviation within a group")}
+"""Metrics drawn with a band of plus and minus another metric, the metrics that bound the band, and the band's label."""
 
 RANGES = {"completions/mean_length": ("completions/min_length", "completions/max_length", "shortest to longest")}
 """Metrics drawn with a band from one metric to another, and the band's label."""
@@ -120,6 +121,9 @@ LEAST_HEIGHTS = {
 }
 """Height of the axis of panels where smaller differences are rounding and should look flat."""
 
+FROM_ZERO = ("token ratio, measured speedup", "tokens per second")
+"""Panels whose axis begins at zero, so small changes look small."""
+
 UNSMOOTHED = ("validation", "token ratio, measured speedup")
 """Panels without a running mean: their values are few, or hardly vary."""
 
@@ -128,15 +132,22 @@ _MOST_LINES = 8
 _SMOOTHED_FROM = 30
 """From this number of points on, a running mean is drawn over the values, which are faint."""
 
+_SPARSE = 4
+"""Up to this number of points beside a long line are not connected."""
+
 COLORS = ("#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#f08c00", "#495057")
 
+_DASHES: tuple[Any, ...] = ("-", (0, (3, 2)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
+"""Styles of lines, so that lines that coincide are all visible."""
 
-def draw_curves(points: Points, path: Path) -> None:
+
+def draw_curves(points: Points, path: Path, title: str = "") -> None:
     """Draw every panel with data, over optimizer steps, into one PNG file. Without any data, write no file.
 
     Args:
         points: (step, value) pairs of each metric.
         path: The file; its folder is created.
+        title: Heading of the picture.
 
     Raises:
         OSError: If it cannot be written; an earlier file stays.
@@ -149,8 +160,10 @@ def draw_curves(points: Points, path: Path) -> None:
         return
     columns = min(_COLUMNS, len(titles))
     rows = math.ceil(len(titles) / columns)
-    figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
+    figure = Figure(figsize=(5 * columns, 3.2 * rows + 0.4 * bool(title)), layout="constrained")
     FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, fontsize=13, x=0.01, ha="left", parse_math=False)
     for position, title in enumerate(titles, start=1):
         draw_panel([figure.add_subplot(rows, columns, position)], title, {"": points})
     picture = io.BytesIO()
@@ -175,7 +188,7 @@ def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
     """Draw one panel of several runs: overlaid if each has one line, otherwise side by side on the same scale.
 
     Args:
-        title: A title in `PANELS`, or the name of a metric.
+        title: A title in `PANELS`, or the name of a metric; at least one run has data for it.
         runs: (step, value) pairs of each metric, by the names of the runs.
 
     Returns:
@@ -185,6 +198,8 @@ def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
 
     wanted = PANELS.get(title, (title,))
     overlaid = title != STACKED and all(len(select(points, wanted)) <= 1 for points in runs.values())
+    if not overlaid:
+        runs = {run: points for run, points in runs.items() if select(points, wanted)}
     columns = 1 if overlaid else len(runs)
     figure = Figure(figsize=(5 * columns, 3.2), layout="constrained")
     draw_panel(list(figure.subplots(1, columns, sharex=True, sharey=True, squeeze=False)[0]), title, runs)
@@ -197,7 +212,7 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
     Args:
         axes: One `matplotlib.axes.Axes`, or as many as runs.
         title: A title in `PANELS`, or the name of a metric.
-        runs: (step, value) pairs of each metric, by the names of the runs.
+        runs: (step, value) pairs of each metric, by the names of the runs; "" is a run that needs no name.
     """
     wanted = PANELS.get(title, (title,))
     if len(axes) < len(runs):
@@ -210,18 +225,18 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
         _draw_lines(axes[0], title, title, lines)
         return
     for ax, (run, points) in zip(axes, runs.items(), strict=True):
-        heading = f"{title}\n{run}" if len(runs) > 1 else title
+        heading = f"{title}\n{run}" if run else title
         if title != STACKED:
             names = select(points, wanted)
-            lines = [(points, *line) for line in zip(names, short_labels(names), COLORS, strict=False)]
+            labels = short_labels(names) if len(names) > 1 else [""]
+            lines = [(points, *line) for line in zip(names, labels, COLORS, strict=False)]
             _draw_lines(ax, title, heading, lines)
-        elif parts := stacked_parts(points):
+        else:
+            parts = stacked_parts(points)
             steps = sorted({step for part in parts.values() for step in part})
             values = [[part.get(step, 0.0) for step in steps] for part in parts.values()]
             drawn = ax.stackplot(steps, values, baseline="zero", colors=COLORS, alpha=0.85, linewidth=0)
             _finish(ax, heading, "", drawn, short_labels(list(parts)), columns=3)
-        else:
-            ax.set_axis_off()
 
 
 def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Points, str, str, str]]) -> None:
@@ -230,40 +245,54 @@ def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Point
     is_long = longest >= _SMOOTHED_FROM
     smooth = is_long and panel not in UNSMOOTHED
     drawn, note = [], ""
-    for points, name, _, color in lines:
+    for (points, name, _, color), dashes in zip(lines, itertools.cycle(_DASHES), strict=False):
         steps, values = (list(own) for own in zip(*points[name], strict=True))
         edges: list[tuple[int, float, float]] = []
         if name in SPREADS:
-            spread = dict(points.get(SPREADS[name][0], ()))
+            spread, least, most = (dict(points.get(band, ())) for band in SPREADS[name][:3])
+            low, high = min(least.values(), default=-math.inf), max(most.values(), default=math.inf)
             edges = [
-                (step, value - spread[step], value + spread[step]) for step, value in points[name] if step in spread
+                (step, max(low, value - spread[step]), min(high, value + spread[step]))
+                for step, value in points[name]
+                if step in spread
             ]
         elif name in RANGES and points.keys() >= set(RANGES[name][:2]):
-            low, high = (points[edge] for edge in RANGES[name][:2])
-            edges = [(step, least, most) for (step, least), (_, most) in zip(low, high, strict=True)]
+            both = zip(*(points[edge] for edge in RANGES[name][:2]), strict=True)
+            edges = [(step, least, most) for (step, least), (_, most) in both]
         if edges:
             axes.fill_between(*zip(*edges, strict=True), color=color, alpha=0.12, linewidth=0)
             note = f" (band: {(SPREADS | RANGES)[name][-1]})"
+        if is_long and len(values) <= _SPARSE:
+            drawn += axes.plot(steps, values, "o", color=color)
+            continue
         if smooth:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
             half = max(3, longest // 15) // 2
             near = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
             values = [math.fsum(some) / len(some) for some in near]
-        drawn += axes.plot(steps, values, color=color, marker=None if is_long else ".", linewidth=1.8)
+        marker = None if is_long else "."
+        drawn += axes.plot(steps, values, color=color, marker=marker, linewidth=1.8, linestyle=dashes)
     limits = robust_limits([value for points, name, _, _ in lines for _, value in points[name]])
     if limits is not None and panel not in NEVER_CUT:
         axes.set_ylim(*limits)
         heading += ", peaks cut off"
+    if panel in FROM_ZERO:
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    if not any(value for points, name, _, _ in lines for _, value in points[name]):
+        axes.set_ylim(0, 0.01)
     low, high = axes.get_ylim()
     if high - low < LEAST_HEIGHTS.get(panel, 0.0):
         axes.set_ylim(low, low + LEAST_HEIGHTS[panel])
-    labels = [label for _, _, label, _ in lines] if len(lines) > 1 else []
+    if high >= 10_000:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    labels = [label for _, _, label, _ in lines if label]
     _finish(axes, heading, note, drawn, labels, columns=2)
 
 
 def _finish(axes: Any, heading: str, note: str, drawn: Sequence[Any], labels: Sequence[str], columns: int) -> None:
     axes.set_title(heading, fontsize=10, loc="left", fontweight="bold", linespacing=1.4, parse_math=False)
     axes.set_xlabel(f"optimizer step{note}", fontsize=8)
+    axes.locator_params(axis="x", integer=True)
     axes.tick_params(labelsize=8, length=0)
     axes.grid(alpha=0.25, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
@@ -271,7 +300,7 @@ def _finish(axes: Any, heading: str, note: str, drawn: Sequence[Any], labels: Se
     axes.margins(x=0.02)
     if labels:  # below the axes; a label may have dollar signs, or begin with an underscore
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-        legend = axes.legend(drawn, labels, fontsize=7, frameon=False, ncols=columns, **below)
+        legend = axes.legend(drawn, labels, fontsize=7, frameon=False, ncols=columns, handlelength=3, **below)
         for text in legend.get_texts():
             text.set_parse_math(False)
 

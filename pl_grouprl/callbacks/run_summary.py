@@ -141,8 +141,14 @@ class RunSummary(Callback):
         self._write(self.summary_filename, lambda: summary)
         if self._folder is not None and self.curves_filename is not None:
             path = self._folder / self.curves_filename
+            policy = getattr(pl_module, "policy", None)
+            model = getattr(getattr(policy, "config", None), "name_or_path", None)
+            if policy is not None and (not model or Path(model).exists()):  # a folder's name says little
+                model = type(policy).__name__
+            facts = (type(pl_module).__name__, model, f"{trainer.global_step} steps")
+            title = f"{Path(*self._folder.parts[-2:])}: {', '.join(filter(None, facts))}"
             with PROGRESS.during("Drawing the curves"), OptionalWrites("RunSummary").to(path):
-                draw_curves(self.history.points, path)
+                draw_curves(self.history.points, path, title)
 
     def _write(self, filename: str | None, content: Callable[[], Any]) -> None:
         """Write JSON to a file in the run folder, if there are both."""

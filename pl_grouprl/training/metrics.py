@@ -56,16 +56,19 @@ def rollout_metrics(records: Sequence[Record]) -> dict[str, float]:
 
     Returns:
         `reward` (mean), `reward_std` (mean over groups of the standard deviation inside the group, Bessel-corrected),
-        `frac_reward_zero_std`, and `completions/...` lengths in tokens that the model wrote. Rollouts without a reward
-        do not count in the rewards, and the rows of an episode are one rollout. Also `reward_metrics`,
-        `episode_metrics` and `branch_metrics`.
+        `reward_min`, `reward_max`, `frac_reward_zero_std`, and `completions/...` lengths in tokens that the model
+        wrote. Rollouts without a reward do not count in the rewards, and the rows of an episode are one rollout. Also
+        `reward_metrics`, `episode_metrics` and `branch_metrics`.
     """
+    rewards = _finite([reward for record in records for reward in record["rewards"]])
     spreads = [std(_finite(record["rewards"])) for record in records]
     lengths = [length for record in records for length in record["lengths"]]
     truncated = [flag for record in records for flag in record["truncated"]]
     metrics = {
-        "reward": mean(_finite([reward for record in records for reward in record["rewards"]])),
+        "reward": mean(rewards),
         "reward_std": sum(spreads) / max(len(spreads), 1),
+        "reward_min": min(rewards, default=math.nan),
+        "reward_max": max(rewards, default=math.nan),
         "frac_reward_zero_std": mean([not numbers_differ(record["rewards"]) for record in records]),
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),

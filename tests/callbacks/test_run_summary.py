@@ -1,9 +1,18 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from pl_grouprl.callbacks import RunSummary
-from pl_grouprl.callbacks.curves import PANELS, MetricHistory, draw_curves, panel_figure, robust_limits, select
+from pl_grouprl.callbacks.curves import (
+    PANELS,
+    MetricHistory,
+    draw_curves,
+    other_metrics,
+    panel_figure,
+    robust_limits,
+    select,
+)
 from pl_grouprl.callbacks.run_summary import summary_text
 
 PNG = b"\x89PNG"
@@ -148,3 +157,39 @@ def test_rounding_between_sampler_and_trainer_looks_flat():
     assert high - low == pytest.approx(0.02)
     (axes,) = panel_figure(title, {"": {"sampling/largest_ratio": [(0, 1.0), (1, 1.5)]}}).axes
     assert axes.get_ylim() == pytest.approx((0.975, 1.525))
+
+
+def test_the_band_of_the_reward_ends_where_rewards_do():
+    points = {"reward": [(0, 0.5), (1, 0.9)], "reward_std": [(0, 0.6), (1, 0.3)]}
+    bounds = {"reward_min": [(0, 0.0), (1, 0.25)], "reward_max": [(0, 1.0), (1, 1.0)]}
+    for given, low, high in ((points, -0.1, 1.2), (points | bounds, 0.0, 1.0)):
+        (axes,) = panel_figure("reward", {"": given}).axes
+        edges = axes.collections[0].get_paths()[0].vertices[:, 1]
+        assert (edges.min(), edges.max()) == pytest.approx((low, high))
+    assert other_metrics([points | bounds]) == []
+
+
+def test_two_speedups_are_points_on_an_axis_from_zero():
+    points = {"prefix/token_ratio": [(step, 14.0) for step in range(99)]}
+    points["prefix/measured_speedup"] = [(30, 29.0), (60, 34.0)]
+    (axes,) = panel_figure("token ratio, measured speedup", {"": points}).axes
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "None"]
+    low, high = axes.get_ylim()
+    assert low == 0
+    assert 34 < high < 40
+
+
+def test_runs_that_coincide_have_different_dashes_and_one_without_data_has_no_axes():
+    same = [(0, 0.25), (1, 0.5)]
+    overlaid = panel_figure("kl", {"a": {"kl": same}, "b": {"kl": same}}).axes[0]
+    assert len({line.get_linestyle() for line in overlaid.lines}) == 2
+    figure = panel_figure("validation", {"a": {"val/x": same, "val/y": [(0, 1.0)]}, "b": {"kl": same}})
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["validation\na"]
+
+
+def test_the_picture_names_the_run(fit, counter, tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr("pl_grouprl.callbacks.run_summary.draw_curves", lambda *given: titles.append(given[2]))
+    counter.policy = SimpleNamespace(config=SimpleNamespace(name_or_path="Qwen/Qwen3-0.6B"))
+    fit(counter, RunSummary(), max_steps=2)
+    assert titles == [f"{tmp_path.name}/version_0: {type(counter).__name__}, Qwen/Qwen3-0.6B, 2 steps"]

@@ -84,6 +84,8 @@ def test_a_notebook_is_a_page_of_its_cells(site):
     page = site[0]["project/examples/notebooks/1_first_grpo_run.ipynb.md"]
     assert page.startswith("# A first GRPO run\n")
     assert "\n\n````python\narchitecture = {\n" in page
+    assert "\n\n````text\n[1.0, 0.0, 0.0]\n````\n\n" in page
+    assert '<img alt="What the cell draws" src="data:image/png;base64,' in page
     assert "(../../../rewards.md)" in page
 
 
