@@ -38,8 +38,8 @@ class MCPTools(ToolServer):
     The model reads the texts and images of a result. A result that the server marks as an error is a failed call.
 
     Args:
-        command: Starts a server that speaks over its standard input and output, as a list or a line of a shell. Logs and
-            model cards show it: pass keys by `env`.
+        command: Starts a server that speaks over its standard input and output, as a list or a line of a shell. Logs
+            and model cards show it: pass keys by `env`.
         url: Address of a server that speaks over HTTP ("streamable HTTP"), such as `http://localhost:8000/mcp`.
         include: Names of the tools to use; all if None.
         env: Environment variables of the command; others but a few such as PATH and HOME are not inherited.

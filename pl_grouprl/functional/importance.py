@@ -6,7 +6,7 @@ over a rollout's trained tokens:
 | kind | weight of a token | known as | TRL's `vllm_importance_sampling_mode` |
 |---|---|---|---|
 | `none` | 1 | | `vllm_importance_sampling_correction=False` |
-| `token_truncate` | clip(w, low, high) | TIS (Yao et al., 2025); clipped as in Retrace, arXiv:1606.02647 | `token_truncate` |
+| `token_truncate` | clip(w, low, high) | TIS (Yao et al., 2025), from Retrace (arXiv:1606.02647) | `token_truncate` |
 | `token_mask` | w, or 0 where w is outside [low, high] | IcePop (arXiv:2510.18855) | `token_mask` |
 | `sequence_truncate` | clip(W, low, high) | TIS of sequences | `sequence_truncate` |
 | `sequence_mask` | W, or 0 where W is outside [low, high] | "When Speed Kills Stability" (2025) | `sequence_mask` |
