@@ -133,6 +133,8 @@ def test_yaml_blocks_parse(page, line, fragment, tmp_path, monkeypatch, capsys):
         "def multiply(a: int, b: int) -> int:\n    return a * b\n\n\n"
         "class Counter:\n    def reset(self, **row):\n        return None\n"
     )
+    first_run = "".join(code for _, code in blocks("first_run.md", "python"))
+    (tmp_path / "my_rewards.py").write_text(first_run, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(

@@ -77,7 +77,7 @@ def test_numbers_that_are_measured_are_not_compared():
 
 
 def test_the_page_lists_all_in_order():
-    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
     places = [page.find(f"(../examples/notebooks/{notebook.name})") for notebook in NOTEBOOKS]
     assert len(places) == 5
     assert places == sorted(places)

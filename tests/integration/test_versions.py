@@ -1,4 +1,4 @@
-"""The bounds in pyproject.toml, the constraints of the environments and the table in docs/compatibility.md agree."""
+"""The bounds in pyproject.toml, the constraints of the environments and the table in docs/install.md agree."""
 
 import ast
 import re
@@ -58,7 +58,7 @@ def bounds():
 
 def table():
     """The rows of the page: package to (oldest, newest)."""
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `?(\w+)`? \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
     return {name.lower(): (Version(oldest), Version(newest)) for name, oldest, newest in rows}
 
