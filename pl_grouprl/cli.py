@@ -39,9 +39,15 @@ CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__fil
 """Folders that `--config NAME` searches after the path itself: working directory, project, installed package."""
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
-_UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments: (\S+)")
+_UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments: (\S+)|not accept option '([^']*)'")
 _CLASS = re.compile(r"class_path(?: |=)'([\w.]+)'")
 _UNION = "Does not validate against any of the Union subtypes"
+_OF_VERL = {
+    "adv_estimator": "verl's adv_estimator is advantage_estimator of pl_grouprl.GRPO; gae is pl_grouprl.PPO "
+    "(base/ppo.yaml), and group_ppo is pl_grouprl.GroupPPO (base/group_ppo.yaml).",
+    "group_params": "group_params are options of pl_grouprl.GroupPPO (base/group_ppo.yaml), by the same names.",
+}
+"""Options of verl that choose a module here."""
 
 
 def find_config(name: str) -> str:
@@ -104,15 +110,18 @@ class RLParser(LightningArgumentParser):
         """Report a usage error, with the option that was probably meant."""
         unknown = _UNKNOWN.search(message)
         if unknown and self.exit_on_error:  # parsers of nested classes leave this to the outermost
+            given = next(filter(None, unknown.groups()))
             above = message[: message.find("\n", unknown.end())]  # its own line may name the class of a callable
             classes = [locate(name) for name in _CLASS.findall(above)]
             nearest: str | None
             if classes and inspect.isclass(classes[-1]):
-                nearest = nearest_option(classes[-1], unknown[1] or unknown[2])
+                nearest = nearest_option(classes[-1], given)
             else:
                 options = [option for action in self._actions for option in action.option_strings]
-                nearest = next(iter(difflib.get_close_matches(unknown[1] or unknown[2], options, n=1)), None)
-            if nearest is not None:
+                nearest = next(iter(difflib.get_close_matches(given, options, n=1)), None)
+            if hints := [hint for name, hint in _OF_VERL.items() if name in given]:
+                message += f"\n  {hints[0]}"
+            elif nearest is not None:
                 message += f"\n  Did you mean {nearest!r}? docs/options.md maps the options of TRL and verl."
         super().error(message, ex)
 

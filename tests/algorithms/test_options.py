@@ -143,7 +143,9 @@ GRPO_OPTIONS = [
     ({"scale_rewards": "batch", "advantage_options": {"scale": "none"}}, "scale is set twice"),
     ({"scale_rewards": "group", "advantage_estimator": "rloo"}, "does not use scale"),
     ({"advantage_options": {"gamma": 0.5}}, "advantage_estimator='grpo' does not use gamma"),
-    ({"advantage_estimator": "gae"}, "advantage_estimator"),
+    ({"advantage_estimator": "gae"}, r"advantage_estimator is 'gae', which needs a critic; train pl_grouprl\.PPO "),
+    ({"advantage_estimator": "group_ppo"}, r"'group_ppo', which needs a critic; train pl_grouprl\.GroupPPO "),
+    ({"advantage_estimator": "gpro"}, "advantage_estimator is 'gpro'; it must be one of"),
     ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation"),
     *(
         ({"advantage_estimator": name, "multi_objective_aggregation": "normalize_then_sum"}, "takes one reward")

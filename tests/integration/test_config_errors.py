@@ -38,7 +38,9 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
         ("model: {init_args: {sampling: hot}}", ["sampling", "hot"]),
         ("model: {class_path: nowhere.GRPO}", ["nowhere"]),
         ("model: {init_args: {rewards: [{function: nowhere.own}]}}", ["rewards", "nowhere"]),
-        ("algorithm: {adv_estimator: gae}", ["algorithm"]),
+        ("algorithm: {adv_estimator: gae}", ["algorithm", "gae is pl_grouprl.PPO (base/ppo.yaml)"]),
+        ("model: {init_args: {adv_estimator: rloo}}", ["is advantage_estimator of pl_grouprl.GRPO"]),
+        ("model: {init_args: {group_params: {group_max_size: 8}}}", ["options of pl_grouprl.GroupPPO"]),
         ("model: {class_path: torch.nn.Linear}", ["torch.nn.Linear"]),
         ("model: {init_args: [}", ["typo.yaml", "not YAML"]),
         ("model:\n  init_args: {beta: 0, beta: 1}", ["typo.yaml", "line 2", "beta"]),
@@ -63,6 +65,17 @@ def test_a_wrong_name_or_value_is_named(text, names, tmp_path, capsys):
 )
 def test_the_nearest_option_of_the_command_line(arguments, nearest, capsys):
     assert f"Did you mean {nearest}?" in usage_error(capsys, "fit", "--config", "grpo_pg.yaml", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("algorithm.adv_estimator=group_ppo", "group_ppo is pl_grouprl.GroupPPO (base/group_ppo.yaml)"),
+        ("--algorithm.group_params.group_max_size=8", "options of pl_grouprl.GroupPPO (base/group_ppo.yaml)"),
+    ],
+)
+def test_the_module_that_an_option_of_verl_chooses(argument, hint, capsys):
+    assert hint in usage_error(capsys, "fit", "--config", "base/grpo.yaml", argument)
 
 
 def test_functions_are_imported_from_the_working_directory(tmp_path):

@@ -215,6 +215,8 @@ def build_forest(index_B: Tensor, branches: BranchPaths) -> Forest:
 #
 # `gae` and `group_ppo` need a critic, so they belong to the modules that train one and are not registered here.
 
+_WITH_CRITIC = {"gae": "pl_grouprl.PPO (base/ppo.yaml)", "group_ppo": "pl_grouprl.GroupPPO (base/group_ppo.yaml)"}
+
 
 @dataclass(frozen=True, repr=False)
 class AdvantageEstimator(RegisteredFunction):
@@ -322,4 +324,6 @@ def make_advantage_estimator(name: str, /, **options: Any) -> AdvantageEstimator
     Raises:
         ValueError: If the name is not registered, or an option is unknown.
     """
+    if name in _WITH_CRITIC.keys() - ADVANTAGE_ESTIMATORS.keys():
+        raise ValueError(f"advantage_estimator is {name!r}, which needs a critic; train {_WITH_CRITIC[name]}.")
     return choose(ADVANTAGE_ESTIMATORS, "advantage_estimator", name, options)
