@@ -217,7 +217,7 @@ def test_turns_are_unbiased(mdp, lam):
 
 
 def test_both_rules_side_by_side(mdp):
-    """The table of docs/group_ppo.md: `python -m pytest -s -k side_by_side tests/functional/test_group_ppo_mdp.py`."""
+    """Figures of docs/group_ppo.md: `python -m pytest -s -k side_by_side tests/functional/test_group_ppo_mdp.py`."""
     world, found = mdp(1.0), {}
     wrong = torch.randn(len(world.values_S), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = world.values
