@@ -104,6 +104,8 @@ def llms_txt(pages: dict[str, str], description: str, navigation: list[dict[str,
             lines += [f"## {name}", ""]
             for entry in entries:
                 for title, page in entry.items():
+                    if page.startswith("reference/pl_grouprl"):
+                        continue  # the index names them
                     target = page.removesuffix(".md") + ".html"
                     lines.append(f"- [{title}]({target}): {_first_sentence(pages[page])}")
             lines.append("")
@@ -209,7 +211,7 @@ def _definitions(path: Path) -> list[str]:
 def _first_sentence(page: str) -> str:
     paragraphs = [part.strip() for part in _without_code(page).split("\n\n")]
     text = next((part for part in paragraphs if part[:1].isalpha()), "")
-    return re.split(r"(?<=[.:])\s", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split())))[0]
+    return re.split(r"(?<=\.)\s", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split())))[0]
 
 
 def _summary(root: Path, name: str) -> str:

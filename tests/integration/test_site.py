@@ -135,3 +135,14 @@ def test_the_command_is_strict_and_installs_what_the_extra_names():
     extra = re.search(r"^docs = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
     for requirement in re.findall(r'"([^"]+)"', extra):
         assert f"'{requirement}'" in makefile
+
+
+def test_the_map_for_language_models_has_a_sentence_for_each_page(site):
+    sections = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]
+    text = site_pages.llms_txt(site[0], "What it is", sections)
+    assert text.startswith(
+        "# pl_grouprl\n\n> What it is\n\n## Start\n\n- [Overview](index.html): PyTorch Lightning modules"
+    )
+    entries = re.findall(r"^- \[.+\]\((\S+)\): (.+\.)$", text, re.MULTILINE)
+    listed = [page for page, _ in entries]
+    assert listed == [p.replace(".md", ".html") for p in navigation() if not p.startswith("reference/pl_grouprl")]
