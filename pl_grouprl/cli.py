@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import gc
 import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -207,33 +209,40 @@ class RLTrainer(Trainer):
         datamodule: LightningDataModule | None = None,
         device: str | None = None,
         gpus: str | None = None,
+        nodes: str | None = None,
+        servers: str | None = None,
         rates: Rates | None = None,
     ) -> RunPlan:
-        """Estimate the memory, tokens and time of a run before anything is loaded.
+        """Estimate whether a run fits, and the time of a step, before anything is loaded.
 
         Args:
             model: A module of this package.
-            datamodule: A `PromptDataModule`; its prompts are tokenized.
-            device: GPU to estimate the time of a step for: a10, a100, h100, h100-nvl, h100-pcie, h200, l4, l40, l40s
-                or rtx4090; defaults to this machine's.
-            gpus: Numbers of such GPUs to predict a step for, such as `8,64,512`.
-            rates: Measured rates for that prediction. A JSON file of them is a `--config`: `{"rates": {...}}`.
+            datamodule: A `PromptDataModule`; at most about 1,000 of its prompts are tokenized, the longest among them.
+            device: GPU to plan for: a10, a100, h100, h100-nvl, h100-pcie, h200, l4, l40, l40s or rtx4090; defaults to
+                this machine's, or to the CPU if `trainer.accelerator` is `cpu`.
+            gpus: GPUs that train on each node, such as `1,8`: a row of the table for each; defaults to
+                `trainer.devices`.
+            nodes: Nodes, likewise; defaults to `trainer.num_nodes`.
+            servers: Further GPUs that only sample, likewise; defaults to as many as the engine has `urls`.
+            rates: Measured rates of the GPU. A JSON file of them is a `--config`: `{"rates": {...}}`.
 
         Raises:
-            ValueError: If `gpus` are not numbers.
+            ValueError: If `gpus`, `nodes` or `servers` are not numbers.
         """
         from pl_grouprl.planning import Hardware, plan_run
 
+        numbers = {}
+        for name, given in (("gpus", gpus), ("nodes", nodes), ("servers", servers)):
+            if not re.fullmatch(r"(\d+(,\d+)*)?", given or ""):
+                raise ValueError(f"{name} is {given!r}; pass numbers such as 1,8.")
+            numbers[name] = [int(number) for number in (given or "").split(",") if number]
+        current = {"precision": self.precision, "devices": self.world_size, "strategy": self.strategy}
+        options = current if self.planned_options is None else self.planned_options
+        hardware = Hardware.of_trainer(options, device)
         self.strategy.connect(model)  # the data module finds the tokenizer through the Trainer
         if datamodule is not None:
             datamodule.trainer = self
-            datamodule.setup("fit")
-        current = {"precision": self.precision, "devices": self.world_size, "strategy": self.strategy}
-        options = current if self.planned_options is None else self.planned_options
-        if gpus is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", gpus):
-            raise ValueError(f"gpus is {gpus!r}; pass numbers such as 8,64,512.")
-        numbers = [] if gpus is None else [int(number) for number in gpus.split(",")]
-        return plan_run(model, datamodule, Hardware.of_trainer(options, device), gpus=numbers, rates=rates)
+        return plan_run(model, datamodule, hardware, **numbers, rates=rates)
 
     planned_options: dict[str, Any] | None = None
     """Arguments of the Trainer to plan for; None plans for this one."""
@@ -287,6 +296,7 @@ class RLCLI(LightningCLI):
             auto_configure_optimizers=False,
             seed_everything_default=0,
             save_config_callback=SaveConfig,
+            load_from_checkpoint_support=self._command != "plan",  # a plan saves no hyper-parameters
             args=None if args is None else list(args),
         )
 
@@ -348,10 +358,8 @@ class RLCLI(LightningCLI):
         """Choose the precision if none is set. For a plan, remove what this machine may lack, so it runs anywhere."""
         options = self.config[self.subcommand]["trainer"]
         if options["precision"] is None and not options["plugins"] and self.subcommand != "parity":
-            planned_gpu = (
-                self.subcommand == "plan" and self.config["plan"]["device"] and options["accelerator"] != "cpu"
-            )
-            options["precision"] = "bf16-mixed" if planned_gpu else default_precision(options["accelerator"])
+            on_gpu = self.subcommand == "plan" and (self.config["plan"]["device"] or options["accelerator"] != "cpu")
+            options["precision"] = "bf16-mixed" if on_gpu else default_precision(options["accelerator"])
         if self.subcommand == "plan":
             self._planned_options = options.as_dict()
             bare = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": None}
@@ -408,8 +416,8 @@ class RLCLI(LightningCLI):
         self.trainer.planned_options = self._planned_options
         try:
             print(self.trainer.plan(**kwargs))
-        except (TypeError, ValueError) as error:  # of the configuration: the data, or a model that cannot be planned
-            sys.exit(f"no plan: {error}")
+        except (ImportError, OSError, TypeError, ValueError) as error:  # files, data, or a model that cannot be planned
+            sys.exit(f"no plan: {str(error).splitlines()[0]}")
 
 
 def chat(
@@ -489,8 +497,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Those of the process may name classes and functions of modules in the working directory.
     """
-    if args is None and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if args is None:
+        gc.freeze()  # what is imported stays, so that no collection has to visit it
+        gc.enable()
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     given = sys.argv[1:] if args is None else list(args)
     if given[:1] == ["chat"]:
@@ -499,6 +510,9 @@ def main(args: Sequence[str] | None = None) -> None:
         except (OSError, ValueError) as error:
             sys.exit(f"no chat: {error}")
     else:
+        if args is None and given[:1] == ["plan"]:  # nothing but the plan
+            for name in ("lightning.fabric", "lightning.pytorch"):
+                logging.getLogger(name).setLevel(logging.WARNING)
         RLCLI(args)
 
 

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from pl_grouprl.utilities.describe import field_values
 from pl_grouprl.utilities.distributed import derive_seed, num_ranks, own_rank
 from pl_grouprl.utilities.options import as_options, check_fields
 from pl_grouprl.utilities.progress import PROGRESS, ProgressLines, tick
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 FORMAT_VERSION = 1
 """Part of the cache key; increment it when the same options give a different policy."""
@@ -141,7 +138,7 @@ class WarmStartedPolicy:
         apply_kernels(model, self.kernels)
         return model
 
-    def load_config(self) -> PretrainedConfig:
+    def load_config(self) -> Any:
         """Return the config of the model."""
         return model_config(self.architecture, self.load_tokenizer())
 
@@ -171,7 +168,7 @@ class WarmStartedPolicy:
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _train(self, model: PreTrainedModel) -> None:
+    def _train(self, model: Any) -> None:
         def factor(step: int) -> float:
             """Linear warm-up over the first tenth of the steps, then cosine decay to a tenth."""
             progress = (step + 1) / max(self.steps, 1)
@@ -201,14 +198,14 @@ class WarmStartedPolicy:
         model.eval()
 
 
-def build_model(architecture: dict[str, Any], tokenizer: Any) -> PreTrainedModel:
+def build_model(architecture: dict[str, Any], tokenizer: Any) -> Any:
     """Build a causal language model with random weights; see `model_config`."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(model_config(architecture, tokenizer), dtype=torch.float32)
 
 
-def model_config(architecture: dict[str, Any], tokenizer: Any) -> PretrainedConfig:
+def model_config(architecture: dict[str, Any], tokenizer: Any) -> Any:
     """Build a model's config, with the tokenizer's vocabulary and special tokens.
 
     Args:

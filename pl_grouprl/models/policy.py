@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -32,9 +32,6 @@ from pl_grouprl.utilities.device_defaults import Checkpointing
 from pl_grouprl.utilities.distributed import local_shard
 from pl_grouprl.utilities.options import as_options, drop_none
 from pl_grouprl.utilities.text import first_names
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
@@ -162,7 +159,7 @@ class PretrainedPolicy:
         apply_kernels(model, self.kernels)
         return model
 
-    def load_config(self) -> PretrainedConfig:
+    def load_config(self) -> Any:
         """Load the model's config, with dropout disabled if requested."""
         from transformers import AutoConfig
 
@@ -256,7 +253,7 @@ class PretrainedPolicy:
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
-def zero_dropout(config: PretrainedConfig) -> None:
+def zero_dropout(config: Any) -> None:
     """Set the dropout rates in a model's config and its sub-configs (language model, vision tower) to 0, in place.
 
     Their names differ between families, but all contain "drop".

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -64,27 +64,54 @@ SHARDED = ("fsdp", "fsdp2", "deepspeed_stage_3")
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan needs to know about a Trainer.
+    """What a plan needs to know about a Trainer and its machines.
 
     Attributes:
         precision: As in Lightning.
-        processes: Devices on all nodes.
-        strategy: One of `KNOWN`.
-        device: A name in `DEVICES`; None if its rates are not known.
+        gpus: Devices that train on each node.
+        nodes: Nodes.
+        servers: Further GPUs, which only sample.
+        strategy: One of `KNOWN`; `single` and `ddp` stand for each other, as the number of devices asks.
+        device: A name in `DEVICES`, or `cpu`; None for a GPU that is not known.
+        memory: Memory of a device in GiB; defaults to that of `device`.
 
     Raises:
-        ValueError: If the strategy or the device is unknown.
+        ValueError: If the strategy or the device is unknown, or a number is out of range.
     """
 
     precision: str = "32-true"
-    processes: int = 1
+    gpus: int = 1
+    nodes: int = 1
+    servers: int = 0
     strategy: str = "single"
     device: str | None = None
+    memory: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (("strategy", self.strategy, KNOWN), ("device", self.device, (None, *DEVICES))):
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; `plan` knows {', '.join(str(choice) for choice in known)}.")
+        for name, lowest in (("gpus", 1), ("nodes", 1), ("servers", 0)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {lowest}.")
+        if self.strategy in ("single", "ddp"):
+            object.__setattr__(self, "strategy", "single" if self.processes == 1 else "ddp")
+        for name, value, known in (("strategy", self.strategy, KNOWN), ("device", self.device, ("cpu", *DEVICES))):
+            if value is not None and value not in known:
+                raise ValueError(f"{name} is {value!r}; `plan` knows {', '.join(known)}.")
+
+    @property
+    def processes(self) -> int:
+        """Devices that train."""
+        return self.gpus * self.nodes
+
+    @property
+    def gib(self) -> float | None:
+        """Memory of a device in GiB; None if it is not known."""
+        if self.memory is not None or self.device is None:
+            return self.memory
+        if self.device == "cpu":
+            import psutil
+
+            return float(psutil.virtual_memory().total / GIB)
+        return DEVICES[self.device].gib
 
     @classmethod
     def of_trainer(cls, options: Mapping[str, Any], device: str | None = None) -> Hardware:
@@ -92,16 +119,22 @@ class Hardware:
 
         Args:
             options: The Trainer's arguments.
-            device: A name in `DEVICES`; defaults to this machine's GPU.
+            device: Name of a GPU; defaults to the CPU if the Trainer uses it, or to this machine's GPU.
         """
-        devices, on_cpu = options.get("devices"), options.get("accelerator") == "cpu"
-        if on_cpu and devices in (None, "auto"):
-            devices = 1
-        processes = count_devices(devices) * (options.get("num_nodes") or 1)
-        if device is None and not on_cpu and torch.cuda.is_available():
+        devices = options.get("devices")
+        if device is not None:
+            device = find_device(device) or device
+        elif options.get("accelerator") == "cpu":
+            device, devices = "cpu", 1 if devices in (None, "auto") else devices
+        elif torch.cuda.is_available():
             device = find_device(torch.cuda.get_device_name())
-        precision = str(options.get("precision") or "32-true")
-        return cls(precision, processes, strategy_name(options.get("strategy") or "auto", processes), device)
+        return cls(
+            str(options.get("precision") or "32-true"),
+            count_devices(devices),
+            options.get("num_nodes") or 1,
+            strategy=strategy_name(options.get("strategy") or "auto"),
+            device=device,
+        )
 
 
 def count_devices(devices: Any) -> int:
@@ -113,12 +146,11 @@ def count_devices(devices: Any) -> int:
     return len(devices.split(",")) if isinstance(devices, str) and "," in devices else int(devices)
 
 
-def strategy_name(strategy: Any, processes: int) -> str:
+def strategy_name(strategy: Any) -> str:
     """One of `KNOWN`, or the name of an unknown strategy."""
     if isinstance(strategy, str):
-        if strategy == "auto":
-            return "single" if processes == 1 else "ddp"
-        return {"deepspeed": "deepspeed_stage_2"}.get(strategy, "ddp" if strategy.startswith("ddp") else strategy)
+        known = {"deepspeed": "deepspeed_stage_2", "auto": "ddp"}
+        return known.get(strategy, "ddp" if strategy.startswith("ddp") else strategy)
     is_config = isinstance(strategy, Mapping)
     name = strategy["class_path"].rpartition(".")[2] if is_config else type(strategy).__name__
     if name == "DeepSpeedStrategy":
@@ -589,6 +621,13 @@ class PlannedModels:
     has_adapter: bool
     has_critic: bool
     checkpointing: Checkpointing
+    _methods: dict[Method, Footprint] = field(default_factory=dict)
+
+    def with_method(self, method: Method) -> Footprint:
+        """Memory of another method for the same policy, built once."""
+        if method not in self._methods:
+            self._methods[method] = footprint_of_method(self.config, method)
+        return self._methods[method]
 
 
 def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
@@ -633,7 +672,7 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
         has_adapter=adapter is not None,
         has_critic=critic_layers is not None,
         checkpointing=checkpoints_activations(
-            getattr(source, "gradient_checkpointing", False), "cpu" if hardware.device is None else "cuda"
+            getattr(source, "gradient_checkpointing", False), "cpu" if hardware.device == "cpu" else "cuda"
         ),
     )
 
@@ -666,10 +705,15 @@ def load_config(source: Any, argument: str, precision: str) -> tuple[Any, torch.
 
     Raises:
         TypeError: If the source cannot say what it will load.
+        OSError: If there is no such model.
     """
     if not hasattr(source, "load_config"):
         raise TypeError(f"{argument} is a {type(source).__name__} without load_config(), which `plan` needs; add it.")
-    config = source.load_config()
+    try:
+        config = source.load_config()
+    except OSError as error:
+        where = f"{argument} {getattr(source, 'path', type(source).__name__)!r}"
+        raise OSError(f"{where} is no folder with a model, and the hub has none or cannot be reached.") from error
     name = getattr(source, "dtype", "float32")
     loaded = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name)
     true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}

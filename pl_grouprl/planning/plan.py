@@ -1,12 +1,17 @@
-"""The plan of a run: memory, what fits, what sharing saves, and the minimum time of a step."""
+"""The plan of a run: does it fit, with which options, how long does a step take, and how sure is that."""
 
 from __future__ import annotations
 
+import copy
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
+from pl_grouprl.data import PromptDataModule
+from pl_grouprl.data.rows import read_source
 from pl_grouprl.models import ModelCost
 from pl_grouprl.packing import Sharing
 from pl_grouprl.planning.memory import (
@@ -18,12 +23,14 @@ from pl_grouprl.planning.memory import (
     Hardware,
     PlannedModels,
     divided,
-    footprint_of_method,
     plan_models,
 )
-from pl_grouprl.planning.scaling import UTILIZATION, Lengths, Rates, StepModel, table
+from pl_grouprl.planning.scaling import UTILIZATION, Lengths, Rates, StepModel, StepTimes
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.utilities.device_defaults import DEVICES, Checkpointing, sequences_at_once
+from pl_grouprl.utilities.device_defaults import DEVICES, Checkpointing, sequence_bytes, sequences_at_once
+
+_PROMPTS = 1024
+"""Number of prompts to tokenize, evenly spaced by length, or a batch if that is larger."""
 
 _SAMPLE = 256
 """Number of prompts, evenly spaced by length, over which operations are averaged."""
@@ -36,15 +43,16 @@ class Workload:
     Attributes:
         prompt_lengths: Tokens of each prompt of the training data, in ascending order.
         batch_size: Prompts per rollout, over all devices.
-        processes: Devices.
+        processes: Devices that train.
         num_generations: Rollouts per prompt. Leaves of the largest tree for branching rollouts, each counted in full.
         response: Tokens of a response.
         num_mini_batches: Updates per pass over the rollouts.
         num_iterations: Passes over the rollouts.
         max_tokens: Token budget of a micro-batch; None for no limit.
-        max_sequences: Sequences decoded at once on a device; None for all, or as many as the free memory holds.
+        max_sequences: Sequences decoded at once on a device; None for as many as the engine chooses.
         shares: Whether the run encodes a prompt once per group.
         caches: Whether the trainer's process holds the KV caches of rollouts.
+        max_staleness: How many updates rollouts may be behind.
     """
 
     prompt_lengths: Sequence[int]
@@ -58,13 +66,13 @@ class Workload:
     max_sequences: int | None = None
     shares: bool = True
     caches: bool = True
+    max_staleness: int = 0
 
     @classmethod
     def of(cls, module: Any, data: Any, processes: int) -> Workload:
         """Read the options of a module, and the prompt lengths of a data module that is set up."""
-        lengths = sorted(prompt.num_tokens for prompt in data.prompts["train"])
         return cls(
-            prompt_lengths=lengths,
+            prompt_lengths=sorted(prompt.num_tokens for prompt in data.prompts["train"]),
             batch_size=data.batch_size,
             processes=processes,
             num_generations=module.max_rollouts,
@@ -75,7 +83,13 @@ class Workload:
             max_sequences=getattr(module.engine, "max_sequences", None),
             shares=module.sharing.mode == "shared",
             caches=isinstance(module.engine, HFRolloutEngine),
+            max_staleness=module.max_staleness,
         )
+
+    @property
+    def updates(self) -> int:
+        """Updates of a step."""
+        return self.num_mini_batches * self.num_iterations
 
     @property
     def mean_prompt(self) -> float:
@@ -105,44 +119,42 @@ class Workload:
 
     @property
     def smallest_budget(self) -> int:
-        """The smallest `max_tokens_per_micro_batch` that this data allows."""
+        """The smallest `max_tokens_per_micro_batch` that this data allows, and that is worth a micro-batch."""
         longest = self.prompt_lengths[-1]
-        return max(longest, self.response) if self.shares else longest + self.response
+        needed = max(longest, self.response) if self.shares else longest + self.response
+        return max(needed, min(SEQUENCE, self.longest_micro_batch))
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that a device decodes at once."""
-        everything = math.ceil(self.batch_size / self.processes) * self.num_generations
-        return everything if self.max_sequences is None else min(self.max_sequences, everything)
-
-    @property
-    def bounds_itself(self) -> bool:
-        """Whether the engine samples fewer sequences at once where the free memory asks for it."""
-        return self.caches and self.max_sequences is None
-
-    @property
-    def cached_tokens(self) -> int:
-        """Maximum tokens in a device's KV caches: each prompt once, and all response tokens of each sequence."""
-        if not self.caches:
-            return 0
-        prompts = math.ceil(self.sequences / self.num_generations)
-        return prompts * self.prompt_lengths[-1] + self.sequences * self.response
+        """Sequences that a device samples in a step."""
+        return math.ceil(self.batch_size / self.processes) * self.num_generations
 
 
 GPUS = (24, 48, 80, 141)
-"""Memory in GiB."""
+"""Memory in GiB, for a plan that names no GPU."""
 
 _REMEDIES = {
-    "AdamW": "",
     "8-bit AdamW": "optimizer.state_bits: 8",
-    "LoRA": "policy dtype: bfloat16, adapter: {r: 16}",
-    "4 bits and LoRA": "policy dtype: bfloat16, adapter: {r: 16}, quantization: {quant_type: nf4}",
+    "LoRA": "policy dtype: bfloat16 and adapter: {r: 16}",
+    "4 bits and LoRA": "policy dtype: bfloat16, adapter: {r: 16} and quantization: {quant_type: nf4}",
 }
+
+
+class Remedy(NamedTuple):
+    """What makes a run fit.
+
+    Attributes:
+        name: One word or two, for the table.
+        options: What to set; empty if the run fits as it is.
+    """
+
+    name: str
+    options: str = ""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Estimates for a run; `str` gives the page that `cli.py plan` prints.
+    """Estimates for a run; `str` gives the table that `cli.py plan` prints.
 
     Attributes:
         algorithm: The module's class.
@@ -150,9 +162,8 @@ class RunPlan:
         workload: The workload of a step.
         hardware: Where it runs.
         passes: Forward passes over a batch of rollouts besides the updates: old and reference log-probabilities.
-        gpus: Numbers of GPUs to predict a step for.
-        rates: Measured rates for that.
-        max_staleness: The run's; predicted besides 0 and 1.
+        rates: Measured rates of a GPU.
+        layouts: The hardware of each row of the table; that of the plan alone if empty.
     """
 
     algorithm: str
@@ -160,138 +171,168 @@ class RunPlan:
     workload: Workload
     hardware: Hardware
     passes: int
-    gpus: tuple[int, ...] = ()
     rates: Rates = field(default_factory=Rates)
-    max_staleness: int = 0
+    layouts: tuple[Hardware, ...] = ()
 
     @property
     def footprint(self) -> Footprint:
         """Memory of one device under the run's strategy."""
         return divided(self.models.footprint, self.hardware.strategy, self.hardware.processes)
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes on one device by part, with the longest prompts and responses."""
-        held, work, checkpointing = self.footprint, self.workload, self.models.checkpointing
-        tokens = work.longest_micro_batch
-        prompts = math.ceil(work.sequences / work.num_generations)
-        caches = held.layers.caches(prompts, work.prompt_lengths[-1], work.sequences, work.response)
+    def on(self, hardware: Hardware) -> RunPlan:
+        """The same run elsewhere; servers hold the caches."""
+        caches = self.workload.caches and not hardware.servers
+        work = replace(self.workload, processes=hardware.processes, caches=caches)
+        return replace(self, hardware=hardware, workload=work)
+
+    # Memory. A group's rollouts share the cache of its prompt wherever sequences or bytes are counted.
+
+    def sampled_bytes(self, sequences: int, footprint: Footprint | None = None) -> int:
+        """Peak memory of rollouts that decode this many sequences at once: what is held, caches, logits."""
+        held, work = footprint or self.footprint, self.workload
+        prompts = math.ceil(sequences / work.num_generations)
+        caches = held.layers.caches(prompts, work.prompt_lengths[-1], sequences, work.response)
+        logits = sequences * sequence_bytes(held.layers.config, 0, held.layers.width)
+        return held.resident + held.gathered + held.sampling_copy + (caches + logits if work.caches else 0)
+
+    def most_sequences(self, gib: float, footprint: Footprint | None = None) -> int:
+        """Maximum number of sequences that a device of this size can decode at once; 0 if there is no room."""
+        everyone = range(1, self.workload.sequences + 1)
+        return bisect_right(everyone, gib * GIB * USABLE, key=lambda count: self.sampled_bytes(count, footprint))
+
+    def sequences(self, gib: float) -> int:
+        """Sequences that a device decodes at once: `max_sequences`, or by the rule of `HFRolloutEngine`."""
+        work, held = self.workload, self.footprint
+        if work.max_sequences is not None or not work.caches:
+            return min(work.max_sequences or work.sequences, work.sequences)
+        whole = sequence_bytes(held.layers.config, work.prompt_lengths[-1] + work.response, held.layers.width)
+        free = gib * GIB * USABLE - held.resident - held.gathered - held.sampling_copy
+        return sequences_at_once(work.sequences, whole, lambda: max(0, int(free)))
+
+    def micro_batch(self, gib: float) -> int:
+        """Maximum tokens of a micro-batch: of a mini-batch, or the budget, which GPUs choose if it is not set."""
+        work, where = self.workload, self.hardware
+        chosen = work.max_tokens is None and where.device != "cpu" and where.strategy in ("single", "ddp", "fsdp2")
+        most = max(self.budget(gib), work.smallest_budget) if chosen else work.longest_micro_batch
+        return min(most, work.longest_micro_batch)
+
+    def update_bytes(self, gib: float) -> int:
+        """Peak memory of an update on a device of this size."""
+        held, tokens, checkpointing = self.footprint, self.micro_batch(gib), self.models.checkpointing
+        activations = held.activations(tokens, checkpointing) + held.logits(tokens, checkpointing)
+        return held.resident + held.copies + activations
+
+    def budget(self, gib: float, footprint: Footprint | None = None, checkpointing: Checkpointing | None = None) -> int:
+        """Largest `max_tokens_per_micro_batch` that fits on a device, rounded down; 0 if the data needs more."""
+        recomputes = self.models.checkpointing if checkpointing is None else checkpointing
+        tokens = (footprint or self.footprint).largest_budget(gib, recomputes)
+        smallest = self.workload.smallest_budget
+        return max(rounded(tokens), smallest) if tokens >= smallest else 0
+
+    def remedy(self, gib: float) -> Remedy:
+        """What to set so that the run fits on a device of this size with a tenth of its memory left free."""
+        usable, work, held = gib * GIB * USABLE, self.workload, self.footprint
+        options = []
+        if self.update_bytes(gib) > usable:
+            options.append(f"max_tokens_per_micro_batch: {self.budget(gib)}")
+        if self.sampled_bytes(self.sequences(gib)) > usable:
+            options.append(f"engine.init_args.max_sequences: {self.most_sequences(gib)}")
+        if not options:
+            return Remedy("yes")
+        if self.budget(gib) and self.most_sequences(gib):
+            return Remedy("smaller batches", " and ".join(options))
+        if held.critic.weights == 0 and self.hardware.processes == 1:
+            for name in _REMEDIES:
+                method = next(method for method in METHODS if method.name == name)
+                own = self.models.with_method(replace(method, has_reference=held.reference > 0))
+                budget = self.budget(gib, own, True)
+                if own.resident < held.resident and budget and self.most_sequences(gib, own):
+                    tokens = f"max_tokens_per_micro_batch: {min(budget, work.longest_micro_batch)}"
+                    return Remedy(name, ", ".join([_REMEDIES[name], "gradient_checkpointing: true", tokens]))
+        for devices in (2, 4, 8, 16, 32, 64):
+            run = self.on(replace(self.hardware, gpus=devices, nodes=1, strategy="fsdp2"))
+            if run.budget(gib, checkpointing=True) and run.most_sequences(gib):
+                size = f"--trainer.devices {devices} --trainer.strategy.init_args.data_parallel_size {devices}"
+                return Remedy(
+                    f"fsdp2 on {devices}", f"--config strategy/fsdp2.yaml {size}, gradient_checkpointing: true"
+                )
+        return Remedy("no", "a smaller model or a smaller sampling.max_new_tokens")
+
+    def memory(self, gib: float) -> dict[str, int]:
+        """Bytes by part on a device of this size, with the longest prompts and responses."""
+        held, tokens, checkpointing = self.footprint, self.micro_batch(gib), self.models.checkpointing
+        without_caches = held.resident + held.gathered + held.sampling_copy
         return {
             "weights": held.policy.weights,
             "gradients": held.policy.gradients,
             "moments": held.policy.moments,
-            "reference": held.reference,
-            "critic": held.critic.resident,
-            "copies": held.copies,
+            "reference weights": held.reference,
+            "the critic's weights, gradients and moments": held.critic.resident,
+            "weights in another dtype": held.copies,
             "activations": held.activations(tokens, checkpointing),
             "logits": held.logits(tokens, checkpointing),
-            "caches": caches if work.caches else 0,
-            "gathered": held.gathered,
-            "sampling copy": held.sampling_copy,
+            "caches": self.sampled_bytes(self.sequences(gib)) - without_caches,
+            "gathered weights": held.gathered,
+            "weights copied for sampling": held.sampling_copy,
         }
 
-    @property
-    def update_bytes(self) -> int:
-        """Peak memory of an update, in bytes."""
-        memory = self.memory
-        return self.footprint.resident + memory["copies"] + memory["activations"] + memory["logits"]
+    # Time.
 
     @property
-    def rollout_bytes(self) -> int:
-        """Peak memory of a rollout, in bytes, with `workload.sequences` decoded at once."""
-        memory = self.memory
-        return self.footprint.resident + memory["caches"] + memory["gathered"] + memory["sampling copy"]
+    def certainty(self) -> str:
+        """Where the times come from."""
+        if self.step_model() is None:
+            return "none"
+        given = [getattr(self.rates, name) is not None for name in self._needed]
+        return "measured" if all(given) else "partly measured" if any(given) else f"{UTILIZATION} of peak"
 
-    def room(self, gib: float) -> tuple[int, int]:
-        """Largest `max_tokens_per_micro_batch`, and the number of sequences sampled at once, that fit on a device."""
-        return room_for(self.workload, self.footprint, gib, self.models.checkpointing)
+    @property
+    def _needed(self) -> list[str]:
+        """The rates that a step depends on, however many GPUs there are."""
+        scoring = ["scoring_mfu"] * bool(self.passes + self.models.has_critic)
+        return ["decode_step", "decode_sequence", *scoring, "update_mfu"]
 
-    def fits(self, gib: float) -> bool:
-        """Whether the run as configured fits on a device with a tenth of its memory left free."""
-        usable = gib * GIB * USABLE
-        rolls_out = self.room(gib)[1] > 0 if self.workload.bounds_itself else self.rollout_bytes <= usable
-        return self.update_bytes <= usable and rolls_out
-
-    def step_operations(self) -> tuple[float, float]:
-        """Floating-point operations of all devices for a batch of rollouts: sampling; scoring and updates."""
-        sampled = self.workload.operations(self.models.cost, "shared")
-        return sampled, sum(self._trained_operations())
-
-    def _trained_operations(self) -> tuple[float, float]:
-        """Of scoring and updates: those outside attention, and those of attention."""
-        work, models = self.workload, self.models
-        # A backward pass costs two forwards, one of them for gradients of weights, which frozen weights do not need.
-        # Checkpointing adds one forward, or only its part outside attention.
-        update = 2 if models.has_adapter else 3
-
-        def total(part: ModelCost, recomputes: bool) -> float:
-            forward = work.operations(part, "shared" if work.shares else "repeated")
-            critic = (1 + update + recomputes) * models.has_critic
-            return forward * (self.passes + (update + recomputes) * work.num_iterations + critic)
-
-        outside = total(replace(models.cost, per_pair={}), bool(models.checkpointing))
-        attention = replace(models.cost, per_token=0.0, per_prediction=0.0)
-        return outside, total(attention, models.checkpointing is True)
-
-    def step_seconds(self, *, newest_flash: bool = False) -> tuple[float, float] | None:
-        """Minimum seconds for rollouts, and for scoring and updates, at the data sheet's rates; None without rates.
-
-        Attention in scoring and updates runs at the published rate of FlashAttention. A decoding step takes at least
-        the time to read all weights and the KV caches of its sequences.
-
-        Args:
-            newest_flash: Whether FlashAttention-3 is installed, which Hopper runs instead of FlashAttention-2.
-        """
-        if self.hardware.device is None or not self.hardware.precision.startswith(("bf16", "16")):
-            return None
-        rates, work = DEVICES[self.hardware.device], self.workload
-        rate = rates.operations * self.hardware.processes
-        sampled, (outside, attention) = self.step_operations()[0] / rate, self._trained_operations()
-        trained = (outside + attention / rates.flash[newest_flash]) / rate
-        all_sequences = math.ceil(work.batch_size / work.processes) * work.num_generations
-        waves = math.ceil(all_sequences / work.sequences)
-        prompts = all_sequences / work.num_generations * work.mean_prompt
-        read: float = self.models.footprint.policy.weights * waves * work.response
-        read += self.footprint.layers.cache * work.response * (prompts + all_sequences * work.response / 2)
-        return max(sampled, read / rates.bandwidth), trained
-
-    def step_model(self) -> StepModel:
-        """What a step needs on one GPU, from the shapes and the rates; `StepModel` divides it among several.
+    def step_model(self) -> StepModel | None:
+        """What a step needs on one GPU, from the shapes and the rates; None without rates.
 
         Operations count what rollouts share once, as the logged MFU does.
 
         Raises:
-            ValueError: If the device is not known, or rates in a precision that the data sheet's are not about.
+            ValueError: If some rates are given, and others are missing.
         """
-        if self.hardware.device is None:
-            raise ValueError(f"gpus needs to know which ones; pass device: {', '.join(DEVICES)}.")
-        device, rates, cost = DEVICES[self.hardware.device], self.rates, self.models.cost
-        precision, scored = self.hardware.precision, self.passes + self.models.has_critic
-        needed = ["decode_step", "decode_sequence", *["scoring_mfu"] * bool(scored), "update_mfu"]
-        unknown = [f"rates.{name}" for name in needed if getattr(rates, name) is None]
-        if unknown and not precision.startswith(("bf16", "16")):
-            raise ValueError(f"gpus has no rates in {precision}; pass {', '.join(unknown)}, or precision bf16-mixed.")
-        lengths = Lengths.of(rates, self.workload.response)
-        mean = lengths.mean
-        work = replace(self.workload, response=round(mean))
-        forward = work.operations(cost, "shared")
-        trained = forward * (2 if self.models.has_adapter else 3) * work.num_iterations * (1 + self.models.has_critic)
+        rates, cost, work = self.rates, self.models.cost, self.workload
+        scored = self.passes + self.models.has_critic
+        unknown = [f"rates.{name}" for name in self._needed if getattr(rates, name) is None]
+        device = DEVICES.get(self.hardware.device or "")
+        if device is None or (unknown and not self.hardware.precision.startswith(("bf16", "16"))):
+            if len(unknown) == len(self._needed):
+                return None
+            missing = "the GPU as device" if device is None else ", ".join(unknown)
+            raise ValueError(f"rates are not enough to time a step in {self.hardware.precision}; add {missing}.")
+        lengths = Lengths.of(rates, work.response)
+        typical = replace(work, response=round(lengths.mean))
+        forward = typical.operations(cost, "shared")
+        run = forward if work.shares else typical.operations(cost, "repeated")
+        updates = (2 if self.models.has_adapter else 3) * work.num_iterations * (1 + self.models.has_critic)
         weights = 2.0 * self.models.num_parameters  # samplers compute in 16 bits
         sequence = (cost.per_token + cost.per_prediction) / device.operations
-        sequence += self.footprint.layers.cache * (work.mean_prompt + mean / 2) / device.bandwidth
+        sequence += self.footprint.layers.cache * (work.mean_prompt + lengths.mean / 2) / device.bandwidth
 
-        def given(measured: float | None, ideal: float) -> float:
+        def seconds(ideal: float, measured: float | None) -> float:
             return ideal / UTILIZATION if measured is None else measured
+
+        def passes(number: float, mfu: float | None) -> float:
+            return number * (run / UTILIZATION if mfu is None else forward / mfu) / device.operations
 
         return StepModel(
             prompts=work.batch_size,
             num_generations=work.num_generations,
             lengths=lengths,
-            decode_step=given(rates.decode_step, weights / device.bandwidth + sequence),
-            decode_sequence=given(rates.decode_sequence, sequence),
-            scoring=forward * scored / device.operations / (rates.scoring_mfu or UTILIZATION),
-            update=trained / device.operations / (rates.update_mfu or UTILIZATION),
-            gradient_bytes=self.models.footprint.policy.gradients * work.num_mini_batches * work.num_iterations,
+            decode_step=seconds(weights / device.bandwidth + sequence, rates.decode_step),
+            decode_sequence=seconds(sequence, rates.decode_sequence),
+            scoring=passes(scored, rates.scoring_mfu),
+            update=passes(updates, rates.update_mfu),
+            gradient_bytes=self.models.footprint.policy.gradients * work.updates,
             transfer=weights / rates.transfer,
             own_weights=work.caches,
             max_sequences=work.max_sequences,
@@ -299,107 +340,97 @@ class RunPlan:
             network=rates.network,
         )
 
-    def suggestion(self, gib: float) -> str:
-        """What to set so that the run fits on a device with this many GiB."""
-        work, held = self.workload, self.footprint
-        if self.fits(gib):
-            return "fits as configured"
-        if all(room := self.room(gib)):
-            return self._settings(*room)
-        if held.critic.weights == 0 and self.hardware.processes == 1:  # the first more frugal method that leaves room
-            for method in (method for method in METHODS if not method.has_reference):
-                method_held = footprint_of_method(self.models.config, replace(method, has_reference=held.reference > 0))
-                if method_held.resident < held.resident and all(room := room_for(work, method_held, gib, True)):
-                    settings = self._settings(*room)
-                    return f"{method.name}: {_REMEDIES[method.name]}, gradient_checkpointing: true, {settings}"
-        for devices in (2, 4, 8, 16, 32, 64):
-            sharded = divided(self.models.footprint, "fsdp2", devices)
-            if all(room_for(replace(work, processes=devices), sharded, gib, True)):
-                return f"strategy/fsdp2.yaml on {devices} of them, with gradient_checkpointing: true"
-        return "no room on 64 of them; shorten the responses, or choose a smaller model"
+    def step(self) -> StepTimes | None:
+        """Predicted seconds of a step; None without rates."""
+        model, where = self.step_model(), self.hardware
+        if model is None:
+            return None
+        if where.gib is not None and self.workload.caches:  # not on servers
+            model = replace(model, max_sequences=self.sequences(where.gib))
+        return model.predict(where.processes, where.servers, self.workload.max_staleness, per_node=where.gpus)
 
-    def _settings(self, budget: int, sequences: int) -> str:
-        """A budget if a micro-batch would be too long, `max_sequences` if the caches would not fit."""
-        parts = []
-        if budget < self.workload.longest_micro_batch:
-            parts.append(f"max_tokens_per_micro_batch: {rounded(budget)}")
-        if sequences < self.workload.sequences and not self.workload.bounds_itself:
-            parts.append(f"engine max_sequences: {sequences}")
-        return ", ".join(parts) or "no further limit"
+    # The printed page.
 
     def __str__(self) -> str:
-        """The printed page."""
-        models, where = self.models, self.hardware
-        trained = "an adapter" if models.has_adapter else "all weights"
-        devices = "1 device" if where.processes == 1 else f"{where.processes} devices, {where.strategy}"
-        size = models.num_parameters
+        """The table, and what follows from it."""
+        models, work, where = self.models, self.workload, self.hardware
+        size, updates, longest = models.num_parameters, work.updates, work.prompt_lengths[-1]
         count = f"{size / 1e9:.2f}e9" if size >= 1e7 else f"{size:,}"
-        lines = [
-            f"{self.algorithm}, {models.name} with {count} parameters, trains {trained}; {where.precision}, {devices}.",
-            "Counted from the shapes of the models; nothing is loaded or measured.",
+        trained = "an adapter" if models.has_adapter else "all weights"
+        recomputed = {False: "kept", True: "recomputed", "attention": "recomputed but for attention"}
+        rows = [
+            self.on(replace(layout, memory=gib))
+            for layout in self.layouts or (where,)
+            for gib in ([layout.gib] if layout.gib is not None else GPUS)
         ]
-        if not models.footprint.layers.is_counted:
-            lines.append(f"Activations are an upper estimate: those of {models.name} could not be counted.")
-        if not self.workload.caches:
-            lines.append("The memory of the sampling engine is not included; only that of HFRolloutEngine is known.")
-        for section in (_memory_lines, _fit_lines, _sharing_lines, _time_lines):
-            lines += ["", *section(self)]
-        if self.gpus:
-            lines += ["", *table(self.step_model(), self.gpus, (0, 1, max(1, self.max_staleness)))]
-        return "\n".join(lines)
+        remedies = [row.remedy(row.hardware.memory) for row in rows]
+        return "\n".join(
+            [
+                f"{self.algorithm} trains {trained} of {models.name} ({count} parameters) in {where.precision}, "
+                f"activations {recomputed[models.checkpointing]}.",
+                f"A step: {work.batch_size} prompts of up to {longest:,} tokens, {work.num_generations} rollouts each "
+                f"of up to {work.response:,}, {updates} update{'s' * (updates > 1)}.",
+                "",
+                *_table(rows, remedies),
+                "",
+                *_sentences(rows, remedies),
+            ]
+        )
 
 
 def plan_run(
-    module: Any, data: Any, hardware: Hardware, *, gpus: Sequence[int] = (), rates: Rates | None = None
+    module: Any,
+    data: Any,
+    hardware: Hardware,
+    *,
+    gpus: Sequence[int] = (),
+    nodes: Sequence[int] = (),
+    servers: Sequence[int] = (),
+    rates: Rates | None = None,
 ) -> RunPlan:
     """Plan a run from configs, tokenizer and prompts; no weights are loaded.
 
     Args:
         module: An `RLModule` whose models are not loaded.
-        data: Its data module, set up for `fit`.
+        data: Its data module.
         hardware: Where it runs.
-        gpus: Numbers of GPUs to predict a step for.
-        rates: Measured rates for that.
+        gpus: Numbers of GPUs that train on each node; defaults to the hardware's. The table has a row for each
+            combination of these three.
+        nodes: Numbers of nodes, likewise.
+        servers: Numbers of further GPUs that only sample, likewise.
+        rates: Measured rates of a GPU.
 
     Raises:
         TypeError: If a module or data of this kind cannot be planned.
     """
-    if not hasattr(module, "policy_source") or not getattr(data, "prompts", {}).get("train"):
+    if not hasattr(module, "policy_source") or not isinstance(data, PromptDataModule):
         given = f"{type(module).__name__} and {type(data).__name__}"
-        raise TypeError(f"plan needs a module of pl_grouprl and a PromptDataModule with `train`, not {given}.")
-    models, work = plan_models(module, hardware), Workload.of(module, data, hardware.processes)
+        raise TypeError(f"plan needs a module of pl_grouprl and a PromptDataModule, not {given}.")
+    models = plan_models(module, hardware)
+    work = Workload.of(module, tokenized(data), hardware.processes)
     scores_before = module.updates_per_rollout > 1 or module.kl_penalty.needs_old_logprobs
     passes = (scores_before or module.objective.selects_tokens) + module.kl_penalty.is_used
     passes += hasattr(module, "teacher_source")
-    return RunPlan(
-        type(module).__name__,
-        models,
-        work,
-        hardware,
-        passes,
-        tuple(sorted(gpus)),
-        rates or Rates(),
-        module.max_staleness,
-    )
+    hardware = replace(hardware, servers=len(getattr(module.engine, "urls", ())))
+    sizes = (gpus or [hardware.gpus], nodes or [hardware.nodes], servers or [hardware.servers])
+    layouts = tuple(replace(hardware, gpus=g, nodes=n, servers=s) for g, n, s in product(*map(sorted, sizes)))
+    return RunPlan(type(module).__name__, models, work, hardware, passes, rates or Rates(), layouts)
 
 
-def room_for(work: Workload, held: Footprint, gib: float, checkpointing: Checkpointing) -> tuple[int, int]:
-    """Largest token budget of a micro-batch, and number of sequences sampled at once, that fit on a device.
-
-    The budget is 0 if that is less than the data needs. A prompt counts once per sequence, as in a split group; there
-    are at most the sequences of a step, and where the engine sets the number, its own rule applies.
-    """
-    budget = held.largest_budget(gib, checkpointing)
-    if budget < max(work.smallest_budget, min(SEQUENCE, work.longest_micro_batch)):
-        budget = 0
-    per_sequence = work.prompt_lengths[-1] + work.response
-    everything = math.ceil(work.batch_size / work.processes) * work.num_generations
-    cached = held.cached_tokens(gib)
-    sequences = max(0, min(cached // per_sequence, everything))
-    if work.bounds_itself and sequences:
-        free = cached * held.layers.cache
-        sequences = min(sequences, sequences_at_once(everything, per_sequence * held.layers.cache, lambda: free))
-    return budget, sequences
+def tokenized(data: PromptDataModule) -> PromptDataModule:
+    """The data module if it is set up, or a copy with about `_PROMPTS` training prompts, the longest among them."""
+    if "train" in data.prompts:
+        return data
+    own = copy.copy(data)
+    own.prompts, own.kept, own.sources = {}, {}, dict.fromkeys(data.sources) | {"train": data.sources["train"]}
+    if own.sources["train"] is not None:
+        column = data.encoding.prompt_column
+        rows = [row.values for row in read_source(own.sources["train"], "train")]
+        if (step := len(rows) // max(_PROMPTS, data.batch_size)) > 1:
+            rows = sorted(rows, key=lambda row: len(str(row.get(column))), reverse=True)[::step]
+        own.sources["train"] = rows
+    own.setup("fit")
+    return own
 
 
 def rounded(tokens: int) -> int:
@@ -408,69 +439,85 @@ def rounded(tokens: int) -> int:
     return tokens // digits * digits
 
 
-def _memory_lines(plan: RunPlan) -> Iterator[str]:
-    work, memory = plan.workload, plan.memory
-    checkpointing = "gradient checkpointing" if plan.models.checkpointing else "no gradient checkpointing"
-    checkpointing += ", attention saved" if plan.models.checkpointing == "attention" else ""
-    labels = {
-        "weights": "weights",
-        "gradients": "gradients",
-        "moments": "AdamW moments",
-        "reference": "reference or teacher",
-        "critic": "critic: weights, gradients, moments",
-        "copies": "weights in another dtype (updates)",
-        "activations": f"activations of {work.longest_micro_batch:,} tokens, {checkpointing} (updates)",
-        "logits": "logits beyond the peak of the layers (updates)",
-        "caches": f"KV caches of {work.sequences} sequences, {work.cached_tokens:,} tokens (rollouts)",
-        "gathered": "weights gathered from other devices (rollouts)",
-        "sampling copy": "copy of the weights in the sampling dtype (rollouts)",
-    }
-    unit, name = (GIB, "GiB") if max(plan.update_bytes, plan.rollout_bytes) >= GIB else (2**20, "MiB")
-    yield f"{'Memory per device, with the longest prompts and responses':<70}{name:>9}"
-    rows = {labels[part]: size for part, size in memory.items() if size}
-    at_once = ", all sequences at once" if work.bounds_itself else ""
-    rows |= {"peak in updates": plan.update_bytes, f"peak in rollouts{at_once}": plan.rollout_bytes}
-    yield from (f"  {label:<68}{size / unit:>9.2f}" for label, size in rows.items())
-    if work.bounds_itself:
-        needed = f"{memory['caches'] / unit:,.2f} {name}"
-        yield f"All {work.sequences:,} sequences at once need {needed} of KV caches. HFRolloutEngine samples as many as"
-        yield "half of the free memory holds, then the rest; its option max_sequences sets another number."
+_TIMES = ("rollouts", "scoring", "update", "weights", "step")
 
 
-def _fit_lines(plan: RunPlan) -> Iterator[str]:
-    yield "What fits, with 10 % of the memory kept free"
-    yield f"  {'device':<9}{'largest budget':>15}{'sequences':>11}   suggestion"
-    for gib in GPUS:
-        budget, sequences = plan.room(gib)
-        row = f"{f'{rounded(budget):,}' if budget else '-':>15}{sequences or '-':>11}"
-        yield f"  {f'{gib} GB':<9}{row}   {plan.suggestion(gib)}"
+def _table(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]:
+    """A line for each row; memory in GiB, time in seconds."""
+    head = ("GPU", "GPUs", "servers", "strategy", "fits", "GiB", "of", "micro-batch", "at most", "at once", *_TIMES)
+    lines = [(*head, "rates")]
+    for row, remedy in zip(rows, remedies, strict=True):
+        where, gib, times = row.hardware, row.hardware.memory or 0.0, row.step()
+        at_once = row.sequences(gib)
+        peak = max(row.update_bytes(gib), row.sampled_bytes(at_once)) / GIB
+        cells = [
+            where.device or f"{gib:.0f} GB",
+            f"{where.gpus}" if where.nodes == 1 else f"{where.gpus} x {where.nodes}",
+            f"{where.servers}",
+            where.strategy,
+            remedy.name,
+            f"{peak:.1f}" if peak >= 0.1 else f"{peak:.2f}",
+            f"{gib * USABLE:.0f}",
+            f"{row.micro_batch(gib):,}",
+            f"{row.budget(gib):,}",
+            f"{at_once:,}" if row.workload.caches else "-",
+        ]
+        lines.append((*cells, *(["-"] * 5 if times is None else map(_seconds, _columns(times))), row.certainty))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
 
 
-def _sharing_lines(plan: RunPlan) -> Iterator[str]:
-    work, lengths, cost = plan.workload, plan.workload.prompt_lengths, plan.models.cost
-    yield f"{len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, {work.mean_prompt:.0f} on average"
-    yield f"tokens of a batch: {work.batch_size} prompts with {work.num_generations} rollouts each, over all devices"
-    yield f"  {'response':>8}{'repeated':>12}{'shared':>12}{'token ratio':>13}{'expected speedup':>18}"
-    for response in dict.fromkeys(max(1, work.response // part) for part in (1, 2, 4)):
-        variant = replace(work, response=response)
-        repeated, shared = variant.tokens("repeated"), variant.tokens("shared")
-        speedup = variant.operations(cost, "repeated") / variant.operations(cost, "shared")
-        yield f"  {response:>8}{repeated:>12,.0f}{shared:>12,.0f}{repeated / shared:>13.2f}{speedup:>18.2f}"
-    yield "The speedup is for scoring and updates, by operations; rollouts encode each prompt once in any case."
+def _columns(times: StepTimes) -> tuple[float, ...]:
+    return times.rollouts + times.longest, times.scoring, times.update, times.transfer, times.step
 
 
-def _time_lines(plan: RunPlan) -> Iterator[str]:
-    (sampled, trained), seconds = plan.step_operations(), plan.step_seconds()
-    updates = plan.workload.num_mini_batches * plan.workload.num_iterations
-    yield f"One batch of rollouts, with responses of {plan.workload.response} tokens; updates: {updates}"
-    yield f"  {sampled:.2e} operations for rollouts, {trained:.2e} for scoring and updates"
-    if seconds is None:
-        reason = "this device's rates are not known" if plan.hardware.device is None else "rates are for 16-bit floats"
-        yield f"  no time estimate: {reason}; --device takes {', '.join(DEVICES)}, for a 16-bit precision"
-        return
-    rollout, update = seconds
-    yield f"  at least {rollout:.2g} s for rollouts and {update:.2g} s for scoring and updates,"
-    yield f"  at the peak rates in {plan.hardware.device}'s data sheet, of which runs reach a fraction"
-    _, newest = plan.step_seconds(newest_flash=True) or seconds
-    if newest < update:
-        yield f"  and attention at FlashAttention-2's; with FlashAttention-3 installed, {newest:.2g} s for the latter"
+def _seconds(value: float) -> str:
+    return "<0.01" if 0 < value < 0.01 else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
+def _sentences(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]:
+    """What limits the first row, what to change first, how sure that is, and what is not counted."""
+    first = rows[0]
+    where, work, cost, gib = first.hardware, first.workload, first.models.cost, first.hardware.memory or 0.0
+    at_once, times = first.sequences(gib), first.step()
+    in_update = first.update_bytes(gib) >= first.sampled_bytes(at_once)
+    memory = list(first.memory(gib).items())
+    parts = dict(memory[:8] if in_update else memory[:5] + memory[8:])
+    largest = max(parts, key=parts.__getitem__)
+    limit = (
+        f"Memory peaks in {'updates' if in_update else 'rollouts'}, {parts[largest] / sum(parts.values()):.0%} of it "
+    )
+    limit += f"for {largest}"
+    if times is not None:
+        name, seconds = max(zip(_TIMES[:-1], _columns(times), strict=False), key=lambda column: column[1])
+        limit += f"; {name} take{'s' * (not name.endswith('s'))} the most time"
+        if name == "rollouts" and times.longest:
+            limit += f", {times.longest / seconds:.0%} of it for the longest completion"
+    yield f"{limit}."
+    changes = dict.fromkeys(
+        f"{row.hardware.device or f'{row.hardware.memory:.0f} GB'}: {remedy.options}"
+        for row, remedy in zip(rows, remedies, strict=True)
+        if remedy.options
+    )
+    if changes:
+        yield f"To fit, set first on {'; on '.join(changes)}."
+    elif work.caches and work.max_sequences is None and (most := first.most_sequences(gib)) > at_once:
+        yield f"It fits; to sample more at once, set engine.init_args.max_sequences: {most}, the most that fits."
+    else:
+        yield "It fits as configured."
+    speedup = work.operations(cost, "repeated") / work.operations(cost, "shared")
+    yield (
+        f"Sharing prompts {'encodes' if work.shares else 'would encode'} {work.tokens('shared'):,.0f} tokens a pass "
+        f"instead of {work.tokens('repeated'):,.0f}, with {speedup:.1f} times fewer operations."
+    )
+    counted = "counted from shapes" if first.models.footprint.layers.is_counted else "an upper estimate"
+    if times is not None:
+        sure = "from measured rates" if first.certainty == "measured" else "a guess without --rates from a short run"
+    elif where.device in DEVICES:
+        sure = f"unknown, because data sheets have no rates for {where.precision}"
+    else:
+        sure = "unknown without --device"
+    yield f"Memory is {counted}, at most {USABLE:.0%} of a device; time is {sure}."
+    engine = "" if work.caches else "the sampling engine's memory, "
+    yield f"Not counted: {engine}prefill, tool results, images, rewards and their models."

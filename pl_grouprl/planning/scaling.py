@@ -2,14 +2,14 @@
 
 docs/scaling.md compares it with runs and with published steps.
 
-Legend: P prompts of a batch, G rollouts of each, n GPUs, s of them samplers, B sequences that one decodes at once.
+Legend: P prompts of a batch, G rollouts of each, n GPUs, B sequences that one decodes at once.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -116,20 +116,14 @@ class StepTimes(NamedTuple):
     """Predicted seconds of a step.
 
     Attributes:
-        gpus: n.
-        max_staleness: 0 if all GPUs sample, then train; otherwise some only sample, while the others train.
-        samplers: s; n without staleness.
         rollouts: Sampling if no completion were longer than the mean.
         longest: What the longest completion adds.
         scoring: Passes without gradient.
         update: Forward, backward, and the exchange of gradients.
         transfer: Weights on their way to the samplers.
-        step: The step; with staleness less than the sum, since samplers and trainers work side by side.
+        step: The step; with staleness less than the sum, since servers and trainers work side by side.
     """
 
-    gpus: int
-    max_staleness: int
-    samplers: int
     rollouts: float
     longest: float
     scoring: float
@@ -187,52 +181,26 @@ class StepModel:
         work = mean * (floor * sequences / at_once + self.decode_sequence * sequences)
         return work, floor * (self.lengths.longest(self.prompts * self.num_generations) - mean)
 
-    def training(self, trainers: int) -> tuple[float, float]:
+    def training(self, gpus: int, per_node: int = GPUS_PER_NODE) -> tuple[float, float]:
         """Seconds of scoring, and of the update with its exchange of gradients."""
-        share = math.ceil(self.prompts / trainers) / self.prompts
-        rate = self.node if trainers <= GPUS_PER_NODE else self.network
-        exchange = 2 * (trainers - 1) / trainers * self.gradient_bytes / rate  # reduce, then broadcast, in rings
+        share = math.ceil(self.prompts / gpus) / self.prompts
+        rate = self.node if gpus <= per_node else self.network
+        exchange = 2 * (gpus - 1) / gpus * self.gradient_bytes / rate  # reduce, then broadcast, in rings
         return self.scoring * share, self.update * share + exchange
 
-    def predict(self, gpus: int, max_staleness: int = 0) -> StepTimes:
+    def predict(self, gpus: int, servers: int = 0, max_staleness: int = 0, per_node: int = GPUS_PER_NODE) -> StepTimes:
         """Predict a step.
 
-        With staleness k, the longest completion may take as long as k steps, and each step waits for samplers or
-        trainers, whichever takes longer. The division of the GPUs is the best one.
+        Args:
+            gpus: GPUs that train, and sample if there are no servers.
+            servers: GPUs that only sample.
+            max_staleness: With k and servers, the longest completion may take as long as k steps, and each step waits
+                for servers or trainers, whichever takes longer.
+            per_node: GPUs that train on a node.
         """
-        if not max_staleness or gpus == 1:
-            parts = (*self.rollouts(gpus), *self.training(gpus), 0.0 if self.own_weights else self.transfer)
-            return StepTimes(gpus, 0, gpus, *parts, sum(parts))
-
-        def divided(samplers: int) -> StepTimes:
-            (work, wait), (scoring, update) = self.rollouts(samplers), self.training(gpus - samplers)
-            step = max(work, (work + wait) / max_staleness, scoring + update) + self.transfer
-            return StepTimes(gpus, max_staleness, samplers, work, wait, scoring, update, self.transfer, step)
-
-        return min(map(divided, range(1, gpus)), key=lambda times: times.step)
-
-
-_COLUMNS = ("GPUs", "staleness", "samplers", "rollouts", "longest", "scoring", "update", "weights", "step", "speedup")
-
-
-def table(model: StepModel, gpus: Sequence[int], staleness: Sequence[int]) -> Iterator[str]:
-    """Lines of a table of predictions.
-
-    Args:
-        model: What a step needs.
-        gpus: Numbers of GPUs, in ascending order.
-        staleness: Values of `max_staleness` for each number.
-    """
-    count, lengths = model.prompts * model.num_generations, model.lengths
-    yield f"A step on several GPUs, predicted from rates of one: {model.prompts} prompts, {count:,} rollouts of"
-    yield f"{lengths.mean:,.0f} tokens on average, the longest of {lengths.longest(count):,.0f}; seconds"
-    yield "  " + "".join(f"{name:>10}" for name in _COLUMNS) + "  of linear"
-    first = model.predict(gpus[0])
-    for number in gpus:
-        for times in (model.predict(number, own) for own in dict.fromkeys(staleness) if number > 1 or not own):
-            speedup = first.step / times.step
-            cells = [*map(str, times[:3]), *(f"{seconds:.3g}" for seconds in times[3:]), f"{speedup:.2f}"]
-            yield "  " + "".join(f"{cell:>10}" for cell in cells) + f"{speedup * first.gpus / number:>11.2f}"
-    yield "With staleness, samplers and trainers work side by side: max_staleness, with servers as samplers."
-    if gpus[-1] > model.prompts:
-        yield f"Groups are not split: GPUs beyond the first {model.prompts} stay idle unless batch_size is larger."
+        (work, wait), (scoring, update) = self.rollouts(servers or gpus), self.training(gpus, per_node)
+        transfer = 0.0 if self.own_weights and not servers else self.transfer
+        step = work + wait + scoring + update
+        if servers and max_staleness:
+            step = max(work, (work + wait) / max_staleness, scoring + update)
+        return StepTimes(work, wait, scoring, update, transfer, step + transfer)

@@ -33,23 +33,20 @@ class DeviceRates(NamedTuple):
         gib: Memory in GiB.
         operations: Dense 16-bit operations per second.
         bandwidth: Bytes read from its memory per second.
-        flash: Share of `operations` that FlashAttention-2 reaches, and FlashAttention-3 on Hopper, as their papers say
-            (arXiv:2307.08691, arXiv:2407.08608).
     """
 
     gib: int
     operations: float
     bandwidth: float
-    flash: tuple[float, float] = (1.0, 1.0)
 
 
 DEVICES: dict[str, DeviceRates] = {
     "a10": DeviceRates(24, 125e12, 600e9),
-    "a100": DeviceRates(80, 312e12, 2039e9, (0.73, 0.73)),
-    "h100": DeviceRates(80, 989e12, 3350e9, (0.35, 0.75)),
-    "h100-nvl": DeviceRates(94, 835e12, 3900e9, (0.35, 0.75)),
-    "h100-pcie": DeviceRates(80, 756e12, 2000e9, (0.35, 0.75)),
-    "h200": DeviceRates(141, 989e12, 4800e9, (0.35, 0.75)),
+    "a100": DeviceRates(80, 312e12, 2039e9),
+    "h100": DeviceRates(80, 989e12, 3350e9),
+    "h100-nvl": DeviceRates(94, 835e12, 3900e9),
+    "h100-pcie": DeviceRates(80, 756e12, 2000e9),
+    "h200": DeviceRates(141, 989e12, 4800e9),
     "l4": DeviceRates(24, 121e12, 300e9),
     "l40": DeviceRates(48, 181e12, 864e9),
     "l40s": DeviceRates(48, 362e12, 864e9),
@@ -146,6 +143,17 @@ def cached_bytes(config: Any, width: int) -> int:
         width: Bytes of a number.
     """
     return sum(size for size, _ in cached_by_layer(config, width))
+
+
+def sequence_bytes(config: Any, tokens: int, width: int) -> int:
+    """Bytes of a sequence that is decoded: the cache of its tokens, and its logits with temporaries.
+
+    Args:
+        config: The decoder's config.
+        tokens: Tokens in its cache.
+        width: Bytes of a number.
+    """
+    return tokens * cached_bytes(config, width) + 24 * _size(config, "vocab_size")
 
 
 def cached_by_layer(config: Any, width: int) -> list[tuple[int, int | None]]:

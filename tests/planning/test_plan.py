@@ -18,6 +18,8 @@ from pl_grouprl.planning import Hardware, plan_run
 from pl_grouprl.planning.memory import count_devices, strategy_name
 from pl_grouprl.planning.plan import rounded
 from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.rollout.engine import SampleRequest
+from pl_grouprl.training.micro_batches import SharingOptions
 from pl_grouprl.training.optimizer import build_optimizer
 
 ROWS = [{"prompt": "1 2 3 4", "answer": "4"}, {"prompt": "1 2", "answer": "2"}]
@@ -33,11 +35,11 @@ def zero(completions, **columns):
     return [0.0] * len(completions)
 
 
-def planned(module, batch_size=2, **options):
+def planned(module, batch_size=2, device=None, **options):
     data = PromptDataModule(train=ROWS, batch_size=batch_size)
     trainer = RLTrainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.planned_options = {"precision": "bf16-mixed", "devices": 1, **options}
-    return trainer.plan(module, data)
+    return trainer.plan(module, data, device)
 
 
 def counted(module):
@@ -85,8 +87,7 @@ def test_figures_are_the_counted_bytes(name, path):
     assert held.policy.weights + held.critic.weights + held.reference == weights
     assert held.policy.gradients + held.critic.gradients == gradients
     assert held.policy.moments + held.critic.moments == moments
-    parts = ("weights", "gradients", "moments", "reference", "critic")
-    assert sum(plan.memory[part] for part in parts) == held.resident == weights + gradients + moments
+    assert sum(list(plan.memory(24).values())[:5]) == held.resident == weights + gradients + moments
 
 
 def test_tokens_are_those_of_the_data(path):
@@ -96,7 +97,7 @@ def test_tokens_are_those_of_the_data(path):
     assert work.tokens("shared") == sum(lengths) + 2 * 8 * 6
     assert work.tokens("repeated") == 8 * sum(lengths) + 2 * 8 * 6
     assert work.longest_micro_batch == 2 * (lengths[-1] + 8 * 6)
-    assert work.cached_tokens == 2 * lengths[-1] + 2 * 8 * 6
+    assert work.sequences == 2 * 8
     limited = planned(GRPO(path, zero, sampling=SamplingConfig(max_new_tokens=6), max_tokens_per_micro_batch=20))
     assert limited.workload.longest_micro_batch == 20
 
@@ -112,37 +113,26 @@ def test_the_largest_budget_fits_and_the_next_does_not(path):
     assert total(budget) <= gib * 2**30 * 0.9 < total(budget + 1)
 
 
-def test_a_rate_gives_a_least_time(path):
-    module = GRPO(path, zero)
+def test_times_are_operations_at_the_rates(path):
+    module = GRPO(path, zero, beta=0.1, num_iterations=2)
     plan = planned(module)
-    assert plan.step_seconds() is None
-    assert "no time estimate" in str(plan)
-    data = PromptDataModule(train=ROWS, batch_size=2, tokenizer=module.policy_source.load_tokenizer())
-    data.setup("fit")
-    known = plan_run(module, data, Hardware("bf16-mixed", device="h100"))
-    _, trained = known.step_operations()
-    attention = known.workload.operations(replace(known.models.cost, per_token=0, per_prediction=0), "shared")
-    # Checkpointed on a GPU: 4 forwards.
-    for newest, share in ((False, 0.35), (True, 0.75)):
-        expected = (trained + 4 * attention * (1 / share - 1)) / 989e12
-        assert known.step_seconds(newest_flash=newest)[1] == pytest.approx(expected)
-    assert "h100" in str(known)
-    assert "with FlashAttention-3 installed" in str(known)
-    assert plan_run(module, data, Hardware("32-true", device="h100")).step_seconds() is None
-
-
-def test_an_update_is_a_forward_and_two_of_backward(path):
-    plan = planned(GRPO(path, zero, beta=0.1, num_iterations=2))
+    assert plan.step() is None
+    assert "time is unknown without --device" in str(plan)
+    known = replace(plan, hardware=replace(plan.hardware, device="h100"))
     forward = plan.workload.operations(plan.models.cost, "shared")
-    assert plan.step_operations() == pytest.approx((forward, forward * (2 * 3 + 2)))  # old scores, reference
-    lora = planned(GRPO(PretrainedPolicy(path, adapter=LoRAAdapter(r=4), gradient_checkpointing=True), zero))
-    assert lora.step_operations() == pytest.approx((forward, forward * 3))
-    saving = planned(GRPO(PretrainedPolicy(path, gradient_checkpointing="attention"), zero))
-    attention = plan.workload.operations(plan.models.cost, "shared") - plan.workload.operations(
-        replace(plan.models.cost, per_pair={}), "shared"
+    step = known.step_model()
+    assert step.scoring == pytest.approx(2 * forward / (0.4 * 989e12))  # old scores, reference
+    assert step.update == pytest.approx(2 * 3 * forward / (0.4 * 989e12))  # a forward, and a backward of two
+    assert known.step().update == pytest.approx(step.update)
+    lora = planned(GRPO(PretrainedPolicy(path, adapter=LoRAAdapter(r=4)), zero), device="h100")
+    assert lora.step_model().update == pytest.approx(2 * forward / (0.4 * 989e12))  # no gradients of frozen weights
+    repeated = planned(GRPO(path, zero, sharing=SharingOptions("repeated")), device="h100")
+    assert repeated.step_model().update == pytest.approx(
+        3 * plan.workload.operations(plan.models.cost, "repeated") / (0.4 * 989e12)
     )
-    assert saving.step_operations() == pytest.approx((forward, forward * 4 - attention))
-    assert "gradient checkpointing, attention saved" in str(saving)
+    in_float32 = replace(known, hardware=replace(known.hardware, precision="32-true"))
+    assert in_float32.step() is None
+    assert "no rates for 32-true" in str(in_float32)
 
 
 @pytest.mark.parametrize(
@@ -159,16 +149,18 @@ def test_an_update_is_a_forward_and_two_of_backward(path):
     ],
 )
 def test_strategies_by_name(strategy, name):
-    assert Hardware.of_trainer({"strategy": strategy, "devices": 2}).strategy == strategy_name(strategy, 2) == name
+    assert Hardware.of_trainer({"strategy": strategy, "devices": 2}).strategy == strategy_name(strategy) == name
 
 
 def test_devices_are_counted():
     assert [count_devices(own) for own in (4, "4", [0, 1], "0,1,2")] == [4, 4, 2, 3]
     assert Hardware.of_trainer({"devices": 2, "num_nodes": 3}).processes == 6
+    assert Hardware(strategy="ddp").strategy == "single"
+    assert Hardware.of_trainer({}, "NVIDIA H100 PCIe").gib == 80
     assert rounded(53_999) == 53_000
 
 
-@pytest.mark.parametrize("options", [{"strategy": "tpu"}, {"device": "h1"}])
+@pytest.mark.parametrize("options", [{"strategy": "tpu"}, {"device": "h1"}, {"gpus": 0}, {"nodes": 0}])
 def test_unknown_names_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         Hardware(**options)
@@ -225,12 +217,13 @@ def test_the_configurations_fit_where_they_say(config, size, gib, tmp_path, monk
     assert f"one GPU with {gib} GB or more" in (root / "configs" / f"{config}.yaml").read_text().replace("\n# ", " ")
     save_config_and_rows(tmp_path, size)
     monkeypatch.chdir(tmp_path)  # transformers prefers a folder of that name to the hub
-    main(["plan", "--config", config, "--device", "h100"])
+    main(["plan", "--config", config])
     page = capsys.readouterr().out
-    fits = {int(line.split()[0]): "fits as configured" in line for line in page.splitlines() if " GB  " in line}
+    fits = {int(cells[0]): cells[5] == "yes" for cells in map(str.split, page.splitlines()) if cells[1:2] == ["GB"]}
     assert fits == {own: own >= gib for own in (24, 48, 80, 141)}
-    assert "Qwen3ForCausalLM with" in page
-    assert "at least" in page
+    head, _, sentences = page.split("\n\n")
+    assert "of Qwen3ForCausalLM (" in head
+    assert len(sentences.splitlines()) <= 5
     assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == '["Qwen", "data"]'  # nothing is written
 
 
@@ -251,9 +244,10 @@ def test_less_memory_would_not_do(config, size, gib, options, tmp_path, monkeypa
     save_config_and_rows(tmp_path, size)
     monkeypatch.chdir(tmp_path)
     main(["plan", "--config", config, "--config", f"{{model: {{init_args: {{{options}}}}}}}"])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {gib} GB"))
-    assert "fits as configured" not in line
-    assert f"{'8-bit AdamW' if gib == 80 else 'LoRA'}: " in line
+    page = capsys.readouterr().out
+    (line,) = (line for line in page.splitlines() if line.strip().startswith(f"{gib} GB"))
+    assert f"  {'8-bit AdamW' if gib == 80 else 'LoRA'}  " in line
+    assert f"{gib} GB: {'optimizer.state_bits: 8' if gib == 80 else 'policy dtype: bfloat16 and adapter'}" in page
 
 
 def test_too_few_prompts_are_an_error(path):
@@ -261,14 +255,104 @@ def test_too_few_prompts_are_an_error(path):
         planned(GRPO(path, zero), batch_size=3)
 
 
-def test_sequences_at_once_are_what_the_engine_bounds(path):
+def test_sequences_at_once_by_hand(path):
+    """Rollouts of a group share the prompt's cache, in the peak, in what fits, and in what is suggested."""
     sampling = SamplingConfig(max_new_tokens=6)
     plan = planned(GRPO(path, zero, sampling=sampling))
-    config = PretrainedPolicy(path).load_config()
-    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
-    # Keys and values in bfloat16: 2 prompts as long as the longest, 16 responses of 6.
-    assert plan.memory["caches"] == per_token * (2 * plan.workload.prompt_lengths[-1] + 16 * 6)
-    assert "All 16 sequences at once need" in str(plan)
-    page = str(planned(GRPO(path, zero, sampling=sampling, engine=HFRolloutEngine(max_sequences=4))))
-    assert "at once need" not in page
-    assert "KV caches of 4 sequences" in page
+    config, longest = PretrainedPolicy(path).load_config(), plan.workload.prompt_lengths[-1]
+    token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2  # in bfloat16
+    logits = 24 * config.vocab_size
+    held = plan.footprint.resident + plan.footprint.sampling_copy
+    assert plan.memory(24)["caches"] == token * (2 * longest + 16 * 6) + 16 * logits
+    assert plan.sampled_bytes(8) == held + token * (longest + 8 * 6) + 8 * logits
+    assert plan.sampled_bytes(9) == held + token * (2 * longest + 9 * 6) + 9 * logits
+    for count in (1, 8, 9, 16):
+        room = plan.sampled_bytes(count) / 0.9 / 2**30
+        assert plan.most_sequences(room * (1 + 1e-9)) == count
+        assert plan.most_sequences(room * (1 - 1e-9)) == count - 1
+    room = plan.sampled_bytes(9) / 0.9 / 2**30 * (1 + 1e-9)
+    fixed = planned(
+        GRPO(path, zero, sampling=sampling, engine=HFRolloutEngine(max_sequences=12), max_tokens_per_micro_batch=20)
+    )
+    assert fixed.sequences(room) == 12
+    assert fixed.update_bytes(room) < fixed.sampled_bytes(9)
+    assert fixed.remedy(room).options == "engine.init_args.max_sequences: 9"
+
+
+def test_the_engine_decides_as_planned(path, monkeypatch):
+    """Without `max_sequences`, by the same function of the same bytes."""
+    asked = []
+
+    def bound(count, needed, free):
+        asked.append((count, needed))
+        return count
+
+    plan = planned(GRPO(path, zero, sampling=SamplingConfig(max_new_tokens=6)))
+    monkeypatch.setattr("pl_grouprl.planning.plan.sequences_at_once", bound)
+    monkeypatch.setattr("pl_grouprl.rollout.hf.engine.sequences_at_once", bound)
+    assert plan.sequences(24) == 16
+    engine = HFRolloutEngine(dtype="bfloat16")
+    engine.bind(PretrainedPolicy(path).load(), PretrainedPolicy(path).load_tokenizer())
+    prompt = [1] * plan.workload.prompt_lengths[-1]
+    engine.sample([SampleRequest(prompt, 16, 0, 6)], SamplingConfig(max_new_tokens=6), 0)
+    assert asked[0] == asked[1]
+
+
+def test_a_gpu_chooses_a_budget_that_is_not_set(path):
+    plan = planned(GRPO(path, zero))
+    everything = plan.workload.longest_micro_batch
+    assert plan.micro_batch(24) == everything
+    room = plan.update_bytes(24) / 0.9 / 2**30 * 0.9
+    assert plan.micro_batch(room) == plan.budget(room) < everything
+    on_cpu = replace(plan, hardware=replace(plan.hardware, device="cpu"))
+    assert on_cpu.micro_batch(room) == everything
+
+
+def test_many_prompts_are_sampled(path):
+    rows = [{"prompt": "1 " * (1 + index % 7)} for index in range(3000)] + [{"prompt": "1 " * 20}]
+    trainer = RLTrainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data = PromptDataModule(train=rows, batch_size=2)
+    lengths = trainer.plan(GRPO(path, zero), data).workload.prompt_lengths
+    assert 1024 <= len(lengths) < 2048
+    assert lengths[-1] == 20
+    assert sum(lengths) / len(lengths) == pytest.approx(sum(index % 7 + 1 for index in range(3000)) / 3000, rel=0.02)
+    assert data.prompts == {}
+    assert len(data.sources["train"]) == 3001
+
+
+MISTAKES = {
+    "no such model": (["--model.init_args.policy", "nobody/nothing"], "policy 'nobody/nothing' is no folder"),
+    "unknown GPU": (["--device", "h1"], "device is 'h1'"),
+    "no GPUs": (["--gpus", "0"], "gpus is 0"),
+    "not a number": (["--gpus", "many"], "gpus is 'many'"),
+    "no file": (["--data.init_args.train", "no.jsonl"], "no file matches 'no.jsonl'"),
+    "some rates missing": (
+        ["--device", "h100", "--trainer.precision", "32-true", "--rates.decode_step", "0.1"],
+        "add rates.decode_sequence, rates.scoring_mfu, rates.update_mfu.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_sentence(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    options, said = MISTAKES[name]
+    with pytest.raises(SystemExit) as error:
+        main(["plan", "--config", "grpo_pg.yaml", *options])
+    assert said in str(error.value)  # exit code 1
+    assert str(error.value).startswith("no plan: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_without_a_model(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(
+            [
+                "plan",
+                "--config",
+                "{data: {class_path: pl_grouprl.PromptDataModule, init_args: {train: [], batch_size: 1}}}",
+            ]
+        )
+    assert error.value.code == 2
+    assert "arguments are required: plan.model" in capsys.readouterr().err

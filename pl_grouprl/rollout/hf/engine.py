@@ -26,7 +26,7 @@ from pl_grouprl.rollout.hf.packed_linear import original_weights, packed_linears
 from pl_grouprl.rollout.hf.prefill import NextTokenLogits, PromptEncoder, allows_padding, cache_argument
 from pl_grouprl.rollout.hf.static_batch import StaticBatch, shares_prompts
 from pl_grouprl.types import Prompt, Rollout, SamplingConfig
-from pl_grouprl.utilities.device_defaults import cached_bytes, free_memory, sequences_at_once
+from pl_grouprl.utilities.device_defaults import free_memory, sequence_bytes, sequences_at_once
 from pl_grouprl.utilities.modes import computing_in, evaluating, is_out_of_memory, naming_memory, uncompiled
 from pl_grouprl.utilities.options import check_options
 
@@ -352,7 +352,7 @@ class HFRolloutEngine(PolicyEngine):
         tokens += max(request.max_new_tokens for request in requests)
         width = (dtype or self.model.dtype).itemsize
         copied = sum(width * weight.numel() for weight in self.model.parameters() if dtype not in (None, weight.dtype))
-        needed = tokens * cached_bytes(config, width) + 24 * getattr(config, "vocab_size", 0)
+        needed = sequence_bytes(config, tokens, width)
         device = next(self.model.parameters()).device
         most = sequences_at_once(count, needed, lambda: free_memory(device) - copied)
         if most < count and not self._told:
