@@ -73,7 +73,7 @@ class Hardware:
         servers: Further GPUs, which only sample.
         strategy: One of `KNOWN`; `single` and `ddp` stand for each other, as the number of devices asks.
         device: A name in `DEVICES`, or `cpu`; None for a GPU that is not known.
-        memory: Memory of a device in GiB; defaults to that of `device`.
+        memory: Memory of a device in GiB; defaults to the memory of `device`.
 
     Raises:
         ValueError: If the strategy or the device is unknown, or a number is out of range.

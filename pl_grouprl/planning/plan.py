@@ -163,7 +163,7 @@ class RunPlan:
         hardware: Where it runs.
         passes: Forward passes over a batch of rollouts besides the updates: old and reference log-probabilities.
         rates: Measured rates of a GPU.
-        layouts: The hardware of each row of the table; that of the plan alone if empty.
+        layouts: The hardware of each row of the table; the plan's own if empty.
     """
 
     algorithm: str
