@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from family_parity import MAX_GRADIENT, MAX_LOGPROB, Outcome
 from tiny_families import Family
 
-_HEADER = """# Which models share prefixes exactly
+_HEADER = """# Is my model supported?
 
 Look up your model here: whether it shares prefixes exactly, is not supported (and why), or could not be tried. For a
 model that is not listed, run `python cli.py parity --model path/to/the/model`;
