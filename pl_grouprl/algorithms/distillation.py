@@ -46,12 +46,12 @@ class Distillation(GRPO):
 
     Args:
         policy: The student: path or hub name of a Hugging Face model, or another source of the initial policy.
-        rewards: Task rewards, as in `GRPO`. Without any, or with functions of weight 0 alone (logged, not trained on),
+        rewards: Task rewards, as in `GRPO`. Without any, or if all weights are 0 (logged, not trained on),
             the student learns from the teacher alone. Rollouts without a task reward (None) are not trained on.
         teacher: Path or hub name of the teacher, or another source. It may have any size, but must have the student's
             tokens. It is frozen, loaded at every start, and never saved in a checkpoint.
         distillation_coef: Weight of the teacher's advantages, which are in nats and, unlike GRPO's, never normalized.
-        gamma: Discount per token. With 0 a token gets only its own difference, with 1 also those of all later tokens.
+        gamma: Discount per token. With 0, a token gets only its own difference; with 1, all later ones too.
         **kwargs: Options of `GRPO` and `RLModule`. `beta` is a penalty against the initial student, not the teacher.
 
     Attributes:
@@ -139,7 +139,7 @@ class Distillation(GRPO):
         return scores
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Add the teacher's advantages to those of the task."""
+        """Add the teacher's advantages to the task's."""
         super().compute_targets(buffer, scores)
         old_N, teacher_N, mask_N = (buffer.joined(name) for name in ("old_logprobs", "teacher_logprobs", "loss_mask"))
         lengths_E = buffer.episode_lengths

@@ -55,15 +55,15 @@ class GroupPPO(PPO):
             which must be within its bounds. Defaults to 1 if fixed, and to 1 / (1 - target_compression), at most
             max_threshold, if adaptive. Values below 1 act as 1.
         group_rule: What ends a group: its `variance`, Algorithm 2, or a token that the policy found `improbable`
-            (segmental advantage estimation, arXiv:2601.07320); the other options of the variance rule then have no use,
-            and are an error.
-        group_probability: An improbable token has less probability than this.
+            (segmental advantage estimation, arXiv:2601.07320); the other options of the variance rule then raise an
+            error.
+        group_probability: A token is improbable if its probability is below this.
         group_max_size: Maximum tokens of a group; defaults to 16 under the variance rule, otherwise to no maximum.
         group_epsilon: The variance rule ends a group only if it has this share of the batch's mean signal.
         adaptive_threshold: Move tau after each rollout towards `target_compression`.
-        threshold_lr: Step of log tau.
+        threshold_lr: Step size of log tau.
         min_threshold: Lower bound of an adaptive tau.
-        max_threshold: Its upper bound.
+        max_threshold: Upper bound of an adaptive tau.
         target_compression: Target share of tokens that do not end a group: 0, or from 1/2 to 1 - 1 / group_max_size.
         score_norm: Stand-in for the gradient of a token's log-probability: its squared norm with respect to the logits
             (`logit`), a random sketch of it with respect to the language model head (`sketch`), or the log-ratio of
@@ -71,7 +71,7 @@ class GroupPPO(PPO):
         sketch_dim: Size of a token's sketch; defaults to 64.
         boundary_signal: The advantage that decides boundaries. `td` uses only the past and the present. `gae`, for
             comparison, looks ahead: boundaries depend on later actions, which biases the gradient if tau > 1 (by
-            18-34 % in an enumerated MDP).
+            18-34% in an enumerated MDP).
         advantage_mode: Which tokens get the advantage of their group: all (`broadcast`), the last one (`endpoint`:
             biased, for comparison), or each token its own (`variable_lambda`).
         critic_positions: Where the critic is trained: at the first token of each group (`starts`), or at `all`.
@@ -299,7 +299,7 @@ class GroupPPO(PPO):
 
     @property
     def token_group_threshold(self) -> float:
-        """The threshold that these groups were found with."""
+        """The threshold with which these groups were found."""
         buffer = self.last_rollouts
         return self.threshold_controller.threshold if buffer is None else buffer.metrics["token_group/threshold"]
 

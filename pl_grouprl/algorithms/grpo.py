@@ -1,4 +1,4 @@
-"""GRPO and its relatives: critic-free policy gradients whose baseline is the group of rollouts of a prompt.
+"""GRPO and its variants: critic-free policy gradients whose baseline is the group of a prompt's rollouts.
 
 Legend: B rollouts, E episodes (all rows of an episode count once), N response tokens of all rollouts, concatenated.
 """
@@ -139,7 +139,7 @@ class GRPO(RLModule):
         return super().old_score_options() | drop_none(score_norm=self.advantage_estimator.needs_score_norms or None)
 
     def compute_targets(self, buffer: RolloutBuffer, scores: TokenScores | None) -> None:
-        """Put the advantages into the buffer: rollouts, or tokens, compared with their group and the batch."""
+        """Put the advantages of rollouts or tokens, relative to their group and the batch, into the buffer."""
         groups = subtract_kl_penalties(buffer) if self.kl_penalty.in_reward else buffer.groups
         if self.advantage_estimator.per_token:
             norms = None if scores is None else scores.score_norm_N

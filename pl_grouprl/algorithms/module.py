@@ -125,7 +125,7 @@ class RLModule(pl.LightningModule, ABC):
     """Trains a policy on its rollouts. A subclass computes the targets of the updates, such as advantages.
 
     Each prompt batch arrives `updates_per_rollout` times in a row. The first time, rollouts are sampled, rewarded and
-    scored; every time, one mini-batch of them is trained. Optimization is Lightning's automatic one: clipping,
+    scored; every time, one mini-batch of them is trained. Optimization is automatic, as in Lightning: clipping,
     accumulation and precision are options of the Trainer.
 
     A Trainer with a logger also gets a `RunSummary`, if it has none, and logs every step instead of Lightning's default
@@ -137,27 +137,27 @@ class RLModule(pl.LightningModule, ABC):
         rewards: One reward function or several, with TRL's signature or verl's; see `pl_grouprl.rewards`. Optional
             if the environment computes the reward (`get_reward`).
         optimizer: AdamW or another optimizer, and its schedule.
-        sharing: How what rollouts have in common is encoded once.
+        sharing: How common prefixes of rollouts are encoded once.
         sampling: How training rollouts are sampled. Log-probabilities are trained at its temperature.
-        engine: Samples the rollouts; defaults to `HFRolloutEngine()`, which needs only PyTorch. One with a copy of the
-            weights (`SyncedRolloutEngine`) receives them when they have changed, and is closed at the end of each run
-            (`fit`, `validate`, `test`) and after an exception; another run starts it again.
+        engine: Samples the rollouts; defaults to `HFRolloutEngine()`, which needs only PyTorch. An engine with a copy
+            of the weights (`SyncedRolloutEngine`) receives them when they have changed, and is closed at the end of
+            each run (`fit`, `validate`, `test`) and after an exception; another run starts it again.
         tools: Functions that the model may call in a turn, sync or async, with type hints and a Google docstring (TRL's
-            contract). They run with your rights; see `pl_grouprl.episodes.tools`.
-        environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories,
-            of which the row's column `environment` chooses one. See `pl_grouprl.episodes.tools`.
+            contract). They run with your permissions; see `pl_grouprl.episodes.tools`.
+        environment_factory: Makes an environment per rollout; later rollouts reuse it. Or a dictionary of factories:
+            the row's column `environment` chooses one. See `pl_grouprl.episodes.tools`.
         episodes: Limits of tool use and conversations, how they are played, and how rollouts branch.
-        evaluation: How validation, test and predict sample, and what passes.
+        evaluation: How validation, test and predict sample, and which reward counts as a pass.
         reward_calls: How reward functions are called: workers, limits, failures.
-        seed: Decides rollouts, the order of mini-batches and random draws of a loss, together with the position in the
-            run, so that a resumed run continues exactly.
-        num_generations: Rollouts per prompt. Of branching rollouts (`episodes.branching`), the roots of a group's tree.
+        seed: Determines rollouts, the order of mini-batches and random draws of a loss, together with the position in
+            the run, so that a resumed run continues exactly.
+        num_generations: Rollouts per prompt; with `episodes.branching`, the roots of a group's tree.
         num_iterations: Passes over each batch of rollouts.
         num_mini_batches: Updates in each pass. Groups stay whole, so it is at most the number of prompts of a batch.
-        mask_truncated_completions: Do not train rollouts that were cut at `max_new_tokens`. Their rewards still count
-            in the statistics of their group.
-        dynamic_sampling: Train only groups whose rewards, or rewards of steps, differ (DAPO, arXiv:2503.14476, section
-            3.2): prompts that give nothing to learn are replaced by others of the training data.
+        mask_truncated_completions: Do not train on rollouts that were cut at `max_new_tokens`. Their rewards still
+            count in the statistics of their group.
+        dynamic_sampling: Train only on groups whose rewards, or step rewards, differ (DAPO, arXiv:2503.14476, section
+            3.2). Prompts that give nothing to learn are replaced by others from the training data.
         max_staleness: Rollouts are sampled up to this many batches of prompts ahead, while earlier ones are trained. It
             bounds the staleness of each token: the version of the weights that is trained minus the version that
             sampled the token, counted in batches. 0 samples each batch when it is trained, from the current weights.
@@ -169,23 +169,23 @@ class RLModule(pl.LightningModule, ABC):
         policy_loss: A name in `pl_grouprl.functional.policy_loss`: `ppo`, `gspo`, `gspo_token`, `cispo`, `sapo`,
             `gmpo`, `vespo`, `gpg`, `dro`, `clip_cov`, `kl_cov`, `dppo_tv`, `dppo_kl`, or your own
             (`register_policy_loss`). Or a mapping with its `name` and options: `{name: ppo, delta: 3}`.
-        loss_agg_mode: How tokens become one loss, by verl's names. The norm of `seq-mean-token-sum-norm` is
+        loss_agg_mode: How token losses are aggregated, by verl's names. The norm of `seq-mean-token-sum-norm` is
             `sampling.max_new_tokens`.
         epsilon: How far the ratio may fall below 1 before it is clipped; defaults to the loss's own (`ppo`: 0.2).
         epsilon_high: How far it may rise above 1; defaults to `epsilon`.
         beta: Coefficient of the KL penalty. 0 needs no reference policy, and none is loaded.
         kl: The penalty's estimator and place, and how its coefficient adapts.
         entropy_coef: Weight of the entropy bonus, or a mapping of all its options, such as a target that it adapts to,
-            or the fraction of the tokens, those of highest entropy, that are trained.
+            or the fraction of tokens to train, highest entropy first.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts, over all tokens of a
             micro-batch (a mini-batch on one rank, if no budget cuts it), prompts included, each counted once per
             rollout that holds it. Micro-batches and ranks are averaged by their share of the loss denominator.
         importance_sampling: Correction where sampler and trainer disagree about log-probabilities.
-        guards: When a run that learns nothing or hangs ends, and what may differ from the checkpoint of a resumed run.
+        guards: When to end a run that learns nothing or hangs, and what a resumed run may change.
 
     Attributes:
         policy: The model, once `configure_model` has run.
-        reference: A frozen copy of the initial policy if `beta > 0`. It is made again from the source on every start,
+        reference: A frozen copy of the initial policy if `beta > 0`. It is rebuilt from the source at every start,
             and part of a checkpoint only if `kl.ref_model_sync_steps` moves it. A policy with an adapter needs none,
             see `reference_policy`; its frozen weights are not part of a checkpoint either.
         last_rollouts: The latest training rollouts with their rewards and advantages; None while others are collected.
@@ -364,7 +364,7 @@ class RLModule(pl.LightningModule, ABC):
     def compute_loss(self, batch: MicroBatch) -> LossSums:
         """Compute loss and metrics of one micro-batch, each as a sum and a count.
 
-        The step divides the sum of the sums, over all micro-batches and ranks, by the sum of the counts.
+        The step divides the total of the sums, over all micro-batches and ranks, by the total of the counts.
         """
         with self.objective.recorded_routers(self.policy) as routers:
             scores = self.score(self.policy, batch.scoring, **self.objective.score_options)
@@ -384,12 +384,12 @@ class RLModule(pl.LightningModule, ABC):
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """Whether rollouts whose advantages are all 0 are not meant to be trained."""
+        """Whether training should skip rollouts whose advantages are all 0."""
         return False
 
     @property
     def needs_old_scores(self) -> bool:
-        """Whether the policy scores the rollouts before the updates, which costs a forward.
+        """Whether the policy scores the rollouts before the updates, which costs a forward pass.
 
         Not needed if the policy does not change between the updates of a batch of rollouts.
         """
@@ -496,7 +496,7 @@ class RLModule(pl.LightningModule, ABC):
     # The start of a fit.
 
     def on_fit_start(self) -> None:
-        """Verify that sharing prefixes changes only time, then share them until the end of the fit.
+        """Verify that sharing prefixes changes only speed, then share them until the end of the fit.
 
         Raises:
             ValueError: If the module or a part that it trains is compiled, the Trainer has nothing to clip, or groups
@@ -607,7 +607,7 @@ class RLModule(pl.LightningModule, ABC):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Make the step, and end the run if it leaves NaN or infinity in a weight; then move the reference if asked."""
+        """Take the step, end the run if a weight is then NaN or infinite, and update the reference if due."""
 
         def update() -> Any:  # training_step and the last backward, which DeepSpeed's engine runs
             assert optimizer_closure is not None
@@ -709,11 +709,11 @@ class RLModule(pl.LightningModule, ABC):
     # Validation, test and predict.
 
     def on_validation_start(self) -> None:
-        """Set training's random numbers aside, so that validation does not use them up."""
+        """Save training's random state, so that validation does not advance it."""
         self.random_numbers.set_aside()
 
     def on_validation_end(self) -> None:
-        """Continue with training's random numbers."""
+        """Restore training's random state."""
         self.random_numbers.continue_training()
 
     def on_predict_batch_start(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -797,7 +797,7 @@ class RLModule(pl.LightningModule, ABC):
 
     @property
     def max_rollouts(self) -> int:
-        """Most training rollouts of a prompt: `num_generations`, or the leaves of the largest tree."""
+        """Maximum training rollouts per prompt: `num_generations`, or the leaves of the largest tree."""
         count, branching = self.num_generations, self.episodes.branching
         return count if branching is None else branching.max_rollouts(count)
 
@@ -818,7 +818,7 @@ class RLModule(pl.LightningModule, ABC):
             prompts: Every `num_ranks`-th prompt of the batch of all ranks.
             sampling: How to sample.
             num_generations: Rollouts of each prompt.
-            seed: Names the random numbers, together with the module's seed.
+            seed: Determines the random numbers, together with the module's seed.
             branching: How rollouts branch; None if they do not.
 
         Returns:

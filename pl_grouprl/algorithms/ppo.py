@@ -92,7 +92,7 @@ class PPO(RLModule):
         lam_alpha: Makes the advantages' lambda depend on the length l of the rollout, 1 - 1 / (lam_alpha l) (VAPO,
             arXiv:2504.05118); None keeps `lam`.
         whiten_advantages: Give the advantages of all trained tokens, over all ranks, mean 0 and variance 1.
-        cliprange_value: How far a value may move from that before the update; None does not clip.
+        cliprange_value: How far a value may move from its old value; not clipped if None.
         vf_coef: Weight of the value loss. With AdamW it matters only if policy and critic share weights, or if
             gradients are clipped.
         critic_warmup_steps: Initial optimizer steps that train only the critic. The policy's learning rate schedule

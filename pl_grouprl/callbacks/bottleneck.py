@@ -32,7 +32,7 @@ class RunFacts:
     Attributes:
         device: Type of the policy's device, such as `cuda`.
         engine: Class of the rollout engine.
-        max_staleness: As of the module.
+        max_staleness: The module's option.
         reward_workers: `reward_calls.workers`.
         sends_adapter: Whether the engine takes an adapter by itself; None if the policy has none.
         recomputes: Which activations the policy recomputes: none, all, or all but those of `attention`.

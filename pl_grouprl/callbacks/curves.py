@@ -177,7 +177,7 @@ def filled_panels(runs: Sequence[Points]) -> list[str]:
 
 
 def other_metrics(runs: Sequence[Points]) -> list[str]:
-    """Sorted names of the metrics of any run that no panel shows, such as the own ones of a subclass."""
+    """Sorted names of the metrics of any run that no panel shows, such as a subclass's."""
     bands = {name for names in (SPREADS | RANGES).values() for name in names}
     patterns = [pattern for wanted in PANELS.values() for pattern in wanted]
     names = {name for points in runs for name in points} - bands

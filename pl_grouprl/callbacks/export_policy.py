@@ -49,15 +49,15 @@ class ExportPolicy(Callback):
             adapter alone, for `PeftModel.from_pretrained(base, folder)`. (Transformers 5.23 loses the norms of DoRA if
             it loads the adapter's folder directly.) The trained model does not change.
         push_to_hub: Repository on the Hugging Face Hub (`name` or `owner/name`) that gets the folder, too. It is
-            created before training, with the token of `hf auth login` or `HF_TOKEN`; of an existing one, only an
+            created before training, with the token of `hf auth login` or `HF_TOKEN`; in an existing one, only an
             earlier export is replaced.
         private: Whether only the repository's owner sees it; defaults to the owner's setting.
 
     Raises:
-        ValueError: If `adapter` is unknown, `private` is given without `push_to_hub`, or differs from what an existing
-            repository is.
+        ValueError: If `adapter` is unknown, `private` is given without `push_to_hub`, or contradicts an existing
+            repository.
         OSError: Before training, if the target is not writable or has anything but an earlier export; at the end, if
-            the export fails. An earlier export stays. Of the hub: before training, if the repository cannot be written
+            the export fails. An earlier export stays. For the hub: before training, if the repository cannot be written
             to; at the end, if the upload fails. The export stays in its folder.
     """
 

@@ -33,7 +33,7 @@ _OWN_FILES = {".gitattributes", "README.md", "LICENSE"}
 
 
 def card_files(trainer: Trainer, module: LightningModule, model: Any, name: str, *, separate: bool) -> dict[str, bytes]:
-    """Describe a run for those who get its model.
+    """Describe a run for the users of its model.
 
     Args:
         trainer: At the end of the run.

@@ -9,7 +9,7 @@
     models.py      reward models                             tests/rewards/test_model_reward.py
     judge.py       grades by a language model                tests/rewards/judge/
 
-A reward of your own, of tool calls for example, is a function in any module of yours, with one of the three signatures
+Your own reward, of tool calls for example, is a function in any of your modules, with one of the three signatures
 of `base.RewardFunction`. A reward of this package becomes a class in `penalties.py` or a file of its own, is
 exported here, and is tested on rollouts made by hand: `tests/helpers/episodes.py` makes episodes with tool calls, and
 `tests/rewards/test_episode_rewards.py` shows what a function sees of them.

@@ -22,7 +22,7 @@ def accepted_answers(reference: Any) -> list[str]:
     """Return the texts that count as right answers.
 
     Args:
-        reference: A string or a number; or a list, tuple, set or array of those, any of which is right. A float is
+        reference: A string or a number; or a list, tuple, set or array of these, any of which is right. A float is
             accepted as Python writes it (`42.0`) and without trailing zeros and rounding errors (`42`).
 
     Raises:
@@ -209,7 +209,8 @@ class NumericAnswer(ReferenceGrader):
 
     Numbers are compared by value: 42, 42.0, $42 and 84/2 are equal; see `extract_number` for what a number is. 50%
     equals both 50 and 0.5. The reference may be the bare number, with a unit, or a whole GSM8K solution that ends in
-    `#### 42`; or a list of such, any of which is right. Nothing is evaluated: an expression such as 6*7 is no number.
+    `#### 42`; or a list of these, any of which is right. Nothing is evaluated: an expression such as 6*7 is not a
+    number.
 
     Attributes:
         method: `strict` requires the form `#### 42`; `flexible` takes the last number of the completion.

@@ -107,11 +107,11 @@ def apply_rewards(
     """Reward every rollout: sets `Rollout.rewards` (per function, unweighted), `reward` and `token_rewards`.
 
     The combined reward is the weighted sum over the functions that apply, where None means "does not apply". Functions
-    of weight 0 are only logged. The reward is None, and the rollout is not trained, if no other function applies, or if
-    one of them failed (raised, took too long, or returned a number that is not finite in float32): the sum of the rest
-    would not be comparable with the other rollouts of the group. It is also None if the sum overflows float32.
+    of weight 0 are only logged. The reward is None, and the rollout is not trained on, if no other function applies, or
+    if one of them failed (raised, took too long, or returned a number that is not finite in float32): the sum of the
+    rest would not be comparable with the other rollouts of the group. It is also None if the sum overflows float32.
 
-    In place of a completion's number, a function may return a list with one number per token, None or NaN for a token
+    Instead of a completion's number, a function may return a list with one number per token, None or NaN for a token
     without a reward; the sum is then the completion's reward. If the function returns a list for any completion of a
     group, a single number for another completion is the reward of that completion's last token. The tokens are
     `Rollout.completion_ids`, which begin after the environment's observation. A dictionary whose `turns` is a list has

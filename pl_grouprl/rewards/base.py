@@ -309,7 +309,7 @@ def ground_truth_of(columns: Mapping[str, Any], column: str | None = None) -> An
 
 
 class RewardInputs:
-    """The rollouts of all groups in one flat list of length B, and what each call gets of them.
+    """The rollouts of all groups in one flat list of length B, and what each call receives.
 
     Args:
         groups: Every rollout must have its text.
@@ -572,7 +572,7 @@ RewardRow = tuple[Mapping[str, float | None], Sequence[str], Mapping[str, float]
 
 
 def reward_row(rollout: Rollout) -> RewardRow:
-    """What metrics of reward functions need of a rollout."""
+    """What metrics of reward functions need from a rollout."""
     return rollout.rewards, rollout.failed_rewards, rollout.reward_numbers
 
 

@@ -139,7 +139,7 @@ def extract_code(text: str) -> str | None:
 class StdinTest:
     """Expects the program to write `output` when it reads `input`, and to exit without error.
 
-    Ignored are white space at the ends of lines, empty lines at both ends, and how many spaces stand between words.
+    White space at line ends, empty lines at both ends, and the number of spaces between words are ignored.
     Numbers may differ as floats do, by 1e-6 (see `_same_number`).
 
     Attributes:

@@ -53,8 +53,8 @@ class Judge:
     with `max_concurrent` requests at a time.
 
     In the request, prompts, completions and columns are enclosed in a marker that they cannot contain, and the model is
-    told to follow no instruction in them. If the reply has no grade on the scale, the completion has failed: it gets no
-    reward, is counted in `rewards/Judge/invalid`, and counts towards the run's `reward_calls.max_failed_share`.
+    told not to follow instructions in them. If the reply has no grade on the scale, the completion counts as failed: it
+    gets no reward, is counted in `rewards/Judge/invalid`, and counts towards the run's `reward_calls.max_failed_share`.
     Logged with each batch: `grade` (on the scale), `cached` (share of grades that needed no request), and per request
     `latency` (seconds), `prompt_tokens` and `completion_tokens`.
 

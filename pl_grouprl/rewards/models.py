@@ -45,7 +45,7 @@ class FrozenModelReward:
     Attributes:
         model: Name on the hub or a local folder; or a transformers model, which is put in evaluation mode.
         max_tokens_per_pass: Limit on the tokens of a forward pass. A larger group gets a pass to itself.
-        sharing: `shared` encodes what the sequences of a group have in common once, `repeated` once per rollout.
+        sharing: `shared` encodes common prefixes of a group's sequences once, `repeated` once per rollout.
         attention_backend: Attention over shared prefixes; see `pl_grouprl.attention.shared_prefix`.
         dtype: Dtype of the weights as loaded from a folder or name; `auto` is the checkpoint's. Autocast is off.
         device: Where the model runs. `auto`: this process's GPU if there is one, otherwise the CPU; a model that was

@@ -38,10 +38,10 @@ def cosine_between(start: float, end: float, progress: float) -> float:
 class CosineLengthReward:
     """Cosine reward of arXiv:2502.03373. Has TRL's signature; replaces the correctness reward.
 
-    The reward of a correct answer falls from `max_value_correct` at length 0 to `min_value_correct` at `max_len`. That
-    of a wrong one rises from `min_value_wrong` to `max_value_wrong`: a policy that does not know the answer yet may
-    think for longer. Lengths beyond `max_len` count as `max_len`. (Up to there, with `unit="character"`, the numbers
-    equal those of open-r1's `get_cosine_scaled_reward`, whose cosine turns back beyond it.)
+    The reward of a correct answer falls from `max_value_correct` at length 0 to `min_value_correct` at `max_len`. The
+    reward of a wrong one rises from `min_value_wrong` to `max_value_wrong`: a policy that does not know the answer yet
+    may think for longer. Lengths beyond `max_len` count as `max_len`. (Up to there, with `unit="character"`, the
+    numbers equal those of open-r1's `get_cosine_scaled_reward`, whose cosine turns back beyond it.)
 
     Attributes:
         correct: Reward function that judges correctness, with TRL's or verl's signature, `async` or not. A completion
