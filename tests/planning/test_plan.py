@@ -130,7 +130,7 @@ def test_times_are_operations_at_the_rates(path):
     assert repeated.step_model().update == pytest.approx(
         3 * plan.workload.operations(plan.models.cost, "repeated") / (0.4 * 989e12)
     )
-    in_float32 = replace(known, hardware=replace(known.hardware, precision="32-true"))
+    in_float32 = replace(known, hardware=replace(known.hardware, precision="32-true"), layouts=())
     assert in_float32.step() is None
     assert "no rates for 32-true" in str(in_float32)
 
@@ -270,13 +270,14 @@ def test_sequences_at_once_by_hand(path):
         room = plan.sampled_bytes(count) / 0.9 / 2**30
         assert plan.most_sequences(room * (1 + 1e-9)) == count
         assert plan.most_sequences(room * (1 - 1e-9)) == count - 1
-    room = plan.sampled_bytes(9) / 0.9 / 2**30 * (1 + 1e-9)
     fixed = planned(
-        GRPO(path, zero, sampling=sampling, engine=HFRolloutEngine(max_sequences=12), max_tokens_per_micro_batch=20)
-    )
-    assert fixed.sequences(room) == 12
-    assert fixed.update_bytes(room) < fixed.sampled_bytes(9)
-    assert fixed.remedy(room).options == "engine.init_args.max_sequences: 9"
+        GRPO(path, zero, sampling=sampling, num_generations=64, engine=HFRolloutEngine(max_sequences=120),
+             max_tokens_per_micro_batch=20)
+    )  # fmt: skip
+    room = fixed.sampled_bytes(100) / 0.9 / 2**30 * (1 + 1e-9)
+    assert fixed.sequences(room) == 120
+    assert fixed.update_bytes(room) < fixed.sampled_bytes(100) == held + token * (2 * longest + 600) + 100 * logits
+    assert fixed.remedy(room).options == "engine.init_args.max_sequences: 100"
 
 
 def test_the_engine_decides_as_planned(path, monkeypatch):
@@ -314,8 +315,8 @@ def test_many_prompts_are_sampled(path):
     data = PromptDataModule(train=rows, batch_size=2)
     lengths = trainer.plan(GRPO(path, zero), data).workload.prompt_lengths
     assert 1024 <= len(lengths) < 2048
-    assert lengths[-1] == 20
-    assert sum(lengths) / len(lengths) == pytest.approx(sum(index % 7 + 1 for index in range(3000)) / 3000, rel=0.02)
+    assert lengths[-1] == 2 * 20  # digits and spaces
+    assert sum(lengths) / len(lengths) == pytest.approx(2 * sum(i % 7 + 1 for i in range(3000)) / 3000, rel=0.02)
     assert data.prompts == {}
     assert len(data.sources["train"]) == 3001
 
