@@ -24,7 +24,7 @@ BETTER = {
     r"\bfor everyone who\b": "this page covers",
     r"\bwhat travels\b": "is passed",
     r"\blines that call a part\b": "calls into",
-    r"\b(behaviour|colour|centre|honour|favour|neighbour|grey|licence|artefact)s?\b": "American spelling",
+    r"\b(behaviour|colour|centre|honour|favour|neighbour|grey|licence|artefact)(s|ed|ing)?\b": "American spelling",
     r"\b(normal|optim|general|initial|special|serial|summar|organ|minim|maxim|quant|token)is(e|ed|es|ing)\b": "-ize",
 }  # fmt: skip
 _TICS = {re.compile(pattern, re.IGNORECASE): better for pattern, better in BETTER.items()}

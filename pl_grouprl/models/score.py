@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pl_grouprl.attention import find_backbone, find_decoder, in_force, shared_prefix, sharing_paused
 from pl_grouprl.attention.backends.choice import get_backend
+from pl_grouprl.attention.backends.saved import checkpointing_of
 from pl_grouprl.attention.call import Leaf, Name, Prefilled, PrefixStates, RowShards, States
 from pl_grouprl.attention.support import has_dynamic_rope, why_not_balanced
 from pl_grouprl.functional.logprobs import TokenScores, token_scores
@@ -189,7 +190,7 @@ def rollout_logprobs(
 
 def _recomputes(model: PreTrainedModel) -> bool:
     """Whether activation checkpointing runs layers again in the backward pass."""
-    return bool(getattr(model, "is_gradient_checkpointing", False)) and model.training
+    return model.training and bool(checkpointing_of(model))
 
 
 # The head: from hidden states to logits, with the model's own code.

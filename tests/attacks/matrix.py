@@ -117,7 +117,7 @@ ROWS: tuple[Row, ...] = (
         "training/test_update.py",
     ),
     Row(
-        "an option that cannot be honoured: backend, model, strategy",
+        "an option that cannot be honored: backend, model, strategy",
         "an error at setup that names argument, value and remedy",
         "algorithms/test_options.py algorithms/test_module.py attention/test_support.py strategies/test_support.py",
     ),

@@ -47,7 +47,9 @@ SAVED = frozenset(
 def checkpointing_of(model: Any) -> Checkpointing:
     """How a model was set to recompute activations, in the words of the policy's `gradient_checkpointing`."""
     functions = [internals.checkpointing_options(module).get("context_fn") for module in model.modules()]
-    return "attention" if save_attention in functions else getattr(model, "is_gradient_checkpointing", False)
+    if save_attention in functions:
+        return "attention"
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def save_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
