@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
-from prose import found, pages, tics, words
+from prose import docstring_tics, found, pages, tics, words
 
 
 def test_no_phrase_that_a_native_engineer_would_not_write():
@@ -15,6 +15,12 @@ def test_no_phrase_that_a_native_engineer_would_not_write():
 def test_phrases_are_found_outside_code():
     text = "It refuses `None is` here.\n\n```py\nx: None: refused\n```\nThose that\nnormalise"
     assert [(line, phrase) for line, phrase, _ in tics(text)] == [(0, "refuses"), (5, "Those that"), (6, "normalise")]
+
+
+def test_code_in_longer_fences_is_skipped_and_a_line_that_begins_with_none_is_not():
+    assert not list(tics("````py\nrefuses\n```\nrefuses\n````\n"))
+    docstring = "Args:\n    refused: Requests.\n    budget: Tokens.\n        None: no limit."
+    assert [phrase for _, phrase, _ in docstring_tics(docstring)] == ["None:"]
 
 
 def test_the_guides_are_few_and_short():

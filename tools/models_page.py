@@ -15,7 +15,7 @@ Look up your model here: whether it shares prefixes exactly, is not supported (a
 model that is not listed, run `python cli.py parity --model path/to/the/model`;
 [exactness.md](exactness.md#check-your-own-model-check_parity) explains the check.
 
-How the table was made: every family of the installed transformers with a class for causal language modelling, or for
+How the table was made: every family of the installed transformers with a class for causal language modeling, or for
 images and text, is built small from its config, by one recipe that names no family. It runs twice: each sequence on its
 own through the unchanged model, and all sequences in one packed row with shared prefixes. Log-probabilities of random
 targets at all tokens, and the gradients of all weights, are compared.

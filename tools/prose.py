@@ -25,11 +25,12 @@ BETTER = {
     r"\bwhat travels\b": "is passed",
     r"\blines that call a part\b": "calls into",
     r"\b(behaviour|colour|centre|honour|favour|neighbour|grey|licence|artefact)(s|ed|ing)?\b": "American spelling",
+    r"\b(model|label|cancel|travel)l(ed|ing)\b": "one l",
     r"\b(normal|optim|general|initial|special|serial|summar|organ|minim|maxim|quant|token)is(e|ed|es|ing)\b": "-ize",
 }  # fmt: skip
 _TICS = {re.compile(pattern, re.IGNORECASE): better for pattern, better in BETTER.items()}
-_ARGUMENT = re.compile(r"^ +\w+(?=: )", re.MULTILINE)
-_CODE = re.compile(r"^(```|~~~).*?^\1\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_ARGUMENT = re.compile(r"^ +(?!None:)\w+(?=: )", re.MULTILINE)
+_CODE = re.compile(r"^(`{3,}|~{3,}).*?^\1\s*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def words(text: str) -> int:
@@ -63,6 +64,11 @@ def tics(text: str) -> Iterator[tuple[int, str, str]]:
             yield text.count("\n", 0, match.start()), match.group(), better
 
 
+def docstring_tics(docstring: str) -> Iterator[tuple[int, str, str]]:
+    """The same for a docstring, without the names of arguments."""
+    return tics(_ARGUMENT.sub("", docstring))
+
+
 def found(root: Path = ROOT) -> Iterator[str]:
     """All hits, as `file:line: phrase -> better`."""
     for page in [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]:
@@ -70,7 +76,7 @@ def found(root: Path = ROOT) -> Iterator[str]:
             yield f"{page.relative_to(root)}:{line + 1}: {phrase!r} -> {better}"
     for path in sorted((root / "pl_grouprl").rglob("*.py")):
         for first, docstring in public_docstrings(path):
-            for line, phrase, better in tics(_ARGUMENT.sub("", docstring)):
+            for line, phrase, better in docstring_tics(docstring):
                 yield f"{path.relative_to(root)}:{first + line}: {phrase!r} -> {better}"
             if "\n" not in docstring and docstring.count(";") > 1:
                 yield f"{path.relative_to(root)}:{first}: a chain of semicolons -> two sentences"

@@ -46,7 +46,7 @@ _PACKAGE = """# {name}
 ::: {name}
     options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}
 """
-_FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 

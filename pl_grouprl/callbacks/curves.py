@@ -95,7 +95,7 @@ PANELS: Mapping[str, Sequence[str]] = {
 """Title and metrics of each panel; a trailing star matches any ending."""
 
 SPREADS = {"reward": ("reward_std", "reward_min", "reward_max", "standard deviation within a group")}
-"""Metrics drawn with a band of plus and minus another metric, the metrics that bound the band, and the band's label."""
+"""Metrics drawn with a band of plus and minus another metric, two that bound the band where logged, and its label."""
 
 RANGES = {"completions/mean_length": ("completions/min_length", "completions/max_length", "shortest to longest")}
 """Metrics drawn with a band from one metric to another, and the band's label."""
@@ -138,7 +138,12 @@ _SPARSE = 4
 COLORS = ("#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#f08c00", "#495057")
 
 _DASHES: tuple[Any, ...] = ("-", (0, (3, 2)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
-"""Styles of lines, so that lines that coincide are all visible."""
+_STYLES = [
+    (color, _DASHES[(place + shift) % len(_DASHES)])
+    for shift in range(len(_DASHES))
+    for place, color in enumerate(COLORS)
+]
+"""Colors and dashes of lines in order, so that lines that coincide are all visible."""
 
 
 def draw_curves(points: Points, path: Path, title: str = "") -> None:
@@ -164,8 +169,8 @@ def draw_curves(points: Points, path: Path, title: str = "") -> None:
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, fontsize=13, x=0.01, ha="left", parse_math=False)
-    for position, title in enumerate(titles, start=1):
-        draw_panel([figure.add_subplot(rows, columns, position)], title, {"": points})
+    for position, panel in enumerate(titles, start=1):
+        draw_panel([figure.add_subplot(rows, columns, position)], panel, {"": points})
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_whole(path, picture.getvalue())
@@ -200,9 +205,15 @@ def panel_figure(title: str, runs: Mapping[str, Points]) -> Any:
     overlaid = title != STACKED and all(len(select(points, wanted)) <= 1 for points in runs.values())
     if not overlaid:
         runs = {run: points for run, points in runs.items() if select(points, wanted)}
-    columns = 1 if overlaid else len(runs)
-    figure = Figure(figsize=(5 * columns, 3.2), layout="constrained")
-    draw_panel(list(figure.subplots(1, columns, sharex=True, sharey=True, squeeze=False)[0]), title, runs)
+    count = 1 if overlaid else len(runs)
+    columns = min(_COLUMNS, count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(5 * columns, 3.2 * rows), layout="constrained")
+    axes: list[Any] = []
+    for position in range(1, count + 1):
+        first = axes[0] if axes else None
+        axes.append(figure.add_subplot(rows, columns, position, sharex=first, sharey=first))
+    draw_panel(axes, title, runs)
     return figure
 
 
@@ -210,51 +221,60 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
     """Draw one panel of several runs, all in one axes or each in its own.
 
     Args:
-        axes: One `matplotlib.axes.Axes`, or as many as runs.
+        axes: One `matplotlib.axes.Axes`, or as many as runs, which share their scales.
         title: A title in `PANELS`, or the name of a metric.
         runs: (step, value) pairs of each metric, by the names of the runs; "" is a run that needs no name.
     """
-    wanted = PANELS.get(title, (title,))
-    if len(axes) < len(runs):
-        colors = (COLORS[place % len(COLORS)] for place in range(len(runs)))
-        lines = [
-            (points, name, run, color)
-            for (run, points), color in zip(runs.items(), colors, strict=True)
-            for name in select(points, wanted)
-        ]
-        _draw_lines(axes[0], title, title, lines)
-        return
-    for ax, (run, points) in zip(axes, runs.items(), strict=True):
-        heading = f"{title}\n{run}" if run else title
-        if title != STACKED:
-            names = select(points, wanted)
-            labels = short_labels(names) if len(names) > 1 else [""]
-            lines = [(points, *line) for line in zip(names, labels, COLORS, strict=False)]
-            _draw_lines(ax, title, heading, lines)
-        else:
+    if title == STACKED:
+        for ax, (run, points) in zip(axes, runs.items(), strict=True):
             parts = stacked_parts(points)
             steps = sorted({step for part in parts.values() for step in part})
-            values = [[part.get(step, 0.0) for step in steps] for part in parts.values()]
-            drawn = ax.stackplot(steps, values, baseline="zero", colors=COLORS, alpha=0.85, linewidth=0)
-            _finish(ax, heading, "", drawn, short_labels(list(parts)), columns=3)
+            seconds = [[part.get(step, 0.0) for step in steps] for part in parts.values()]
+            drawn = ax.stackplot(steps, seconds, baseline="zero", colors=COLORS, alpha=0.85, linewidth=0)
+            _finish(ax, f"{title}\n{run}" if run else title, "", drawn, short_labels(list(parts)), columns=3)
+        return
+    wanted = PANELS.get(title, (title,))
+    names = {run: select(points, wanted) for run, points in runs.items()}
+    values = [value for run, points in runs.items() for name in names[run] for _, value in points[name]]
+    limits = None if title in NEVER_CUT else robust_limits(values)
+    heading = title if limits is None else f"{title}, peaks cut off"
+    if len(axes) < len(runs):
+        lines = [(points, name, run) for run, points in runs.items() for name in names[run]]
+        _draw_lines(axes[0], title, heading, lines)
+    else:
+        for ax, (run, points) in zip(axes, runs.items(), strict=True):
+            labels = short_labels(names[run]) if len(names[run]) > 1 else [""]
+            lines = [(points, name, label) for name, label in zip(names[run], labels, strict=False)]
+            _draw_lines(ax, title, f"{heading}\n{run}" if run else heading, lines)
+    scaled = axes[0]  # after all lines are drawn; the others follow
+    if limits is not None:
+        scaled.set_ylim(*limits)
+    if title in FROM_ZERO:
+        scaled.set_ylim(0, 1.05 * scaled.get_ylim()[1])
+    if not any(values):
+        scaled.set_ylim(0, 0.01)
+    low, high = scaled.get_ylim()
+    if high - low < LEAST_HEIGHTS.get(title, 0.0):
+        scaled.set_ylim(low, low + LEAST_HEIGHTS[title])
+    if high >= 10_000:
+        scaled.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Points, str, str, str]]) -> None:
-    """Draw lines, each given by its run, metric, label and color."""
-    longest = max((len(points[name]) for points, name, _, _ in lines), default=0)
+def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Points, str, str]]) -> None:
+    """Draw lines, each given by its run, metric and label."""
+    longest = max((len(points[name]) for points, name, _ in lines), default=0)
     is_long = longest >= _SMOOTHED_FROM
     smooth = is_long and panel not in UNSMOOTHED
     drawn, note = [], ""
-    for (points, name, _, color), dashes in zip(lines, itertools.cycle(_DASHES), strict=False):
+    for (points, name, _), (color, dashes) in zip(lines, itertools.cycle(_STYLES), strict=False):
         steps, values = (list(own) for own in zip(*points[name], strict=True))
         edges: list[tuple[int, float, float]] = []
         if name in SPREADS:
             spread, least, most = (dict(points.get(band, ())) for band in SPREADS[name][:3])
-            low, high = min(least.values(), default=-math.inf), max(most.values(), default=math.inf)
             edges = [
-                (step, max(low, value - spread[step]), min(high, value + spread[step]))
+                (step, max(least.get(step, -math.inf), value - std), min(most.get(step, math.inf), value + std))
                 for step, value in points[name]
-                if step in spread
+                if (std := spread.get(step)) is not None
             ]
         elif name in RANGES and points.keys() >= set(RANGES[name][:2]):
             both = zip(*(points[edge] for edge in RANGES[name][:2]), strict=True)
@@ -272,20 +292,7 @@ def _draw_lines(axes: Any, panel: str, heading: str, lines: Sequence[tuple[Point
             values = [math.fsum(some) / len(some) for some in near]
         marker = None if is_long else "."
         drawn += axes.plot(steps, values, color=color, marker=marker, linewidth=1.8, linestyle=dashes)
-    limits = robust_limits([value for points, name, _, _ in lines for _, value in points[name]])
-    if limits is not None and panel not in NEVER_CUT:
-        axes.set_ylim(*limits)
-        heading += ", peaks cut off"
-    if panel in FROM_ZERO:
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-    if not any(value for points, name, _, _ in lines for _, value in points[name]):
-        axes.set_ylim(0, 0.01)
-    low, high = axes.get_ylim()
-    if high - low < LEAST_HEIGHTS.get(panel, 0.0):
-        axes.set_ylim(low, low + LEAST_HEIGHTS[panel])
-    if high >= 10_000:
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-    labels = [label for _, _, label, _ in lines if label]
+    labels = [label for _, _, label in lines if label]
     _finish(axes, heading, note, drawn, labels, columns=2)
 
 

@@ -86,7 +86,7 @@ class ToolRunner:
     order; its async methods run on the event loop or, one at a time, in its worker. Environments are reset one at
     a time in the order of the rows; with workers, that holds within each worker.
 
-    After a timeout, a call on the event loop is cancelled. A call in a thread cannot be stopped: the thread runs
+    After a timeout, a call on the event loop is canceled. A call in a thread cannot be stopped: the thread runs
     on, with a warning. A worker is killed with every process that it started, and replaced; its environments are
     lost.
 

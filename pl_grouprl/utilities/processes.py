@@ -157,7 +157,7 @@ def run_concurrently(functions: Sequence[Callable[[], None]]) -> None:
 # An event loop in a separate thread that can be abandoned if a task blocks it.
 
 GRACE_SECONDS = 1.0
-"""How long a task may take to end once it is cancelled; then it is abandoned."""
+"""How long a task may take to end once it is canceled; then it is abandoned."""
 
 _STOP_SECONDS = 6.0
 """The same for tasks of `keep_task`."""
@@ -204,7 +204,7 @@ class BackgroundLoop:
     def abandon(self) -> str:
         """Give up the thread; returns the label of the task that blocks it, or "" if unknown.
 
-        Once nothing blocks the thread, its tasks are cancelled and it ends.
+        Once nothing blocks the thread, its tasks are canceled and it ends.
         """
         if self._blocked_by is None:
             task = asyncio.current_task(self._loop)
@@ -265,7 +265,7 @@ class OverTimeError(Exception):
     """A coroutine exceeded its time limit.
 
     Attributes:
-        task: Its task, if it did not end when it was cancelled; else None.
+        task: Its task, if it did not end when it was canceled; else None.
     """
 
     def __init__(self, task: asyncio.Task[Any] | None) -> None:

@@ -167,6 +167,33 @@ def test_the_band_of_the_reward_ends_where_rewards_do():
         edges = axes.collections[0].get_paths()[0].vertices[:, 1]
         assert (edges.min(), edges.max()) == pytest.approx((low, high))
     assert other_metrics([points | bounds]) == []
+    resumed = points | {"reward_min": [(1, 0.8)], "reward_max": [(1, 1.0)]}  # step 0 is of a version without them
+    (axes,) = panel_figure("reward", {"": resumed}).axes
+    edges = {tuple(edge) for edge in axes.collections[0].get_paths()[0].vertices.round(6).tolist()}
+    assert edges == {(0, -0.1), (0, 1.1), (1, 0.8), (1, 1.0)}
+
+
+def test_runs_side_by_side_are_all_inside_the_same_scale():
+    def validated(value):
+        return {"val/x": [(0, 0.0), (1, value)], "val/y": [(0, 0.0), (1, value / 2)]}
+
+    for values in ((0.0, 1.0), (1.0, 0.0)):
+        figure = panel_figure("validation", {f"run {value}": validated(value) for value in values})
+        assert len(figure.axes) == 2
+        for axes in figure.axes:
+            assert axes.get_ylim() == pytest.approx((-0.05, 1.05))
+    sped = [{"prefix/token_ratio": [(0, ratio)], "prefix/measured_speedup": [(0, 1.0)]} for ratio in (2.0, 14.0)]
+    figure = panel_figure("token ratio, measured speedup", dict(zip("ab", sped, strict=True)))
+    assert all(axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 14 for axes in figure.axes)
+
+
+def test_twenty_runs_are_told_apart():
+    runs = {str(run): {"kl": [(0, 0.0), (1, run)]} for run in range(20)}
+    (axes,) = panel_figure("kl", runs).axes
+    assert len({(line.get_color(), str(line._dash_pattern)) for line in axes.lines}) == 20
+    figure = panel_figure("validation", {run: {"val/x": own["kl"], "val/y": [(0, 1.0)]} for run, own in runs.items()})
+    assert len(figure.axes) == 20
+    assert figure.get_size_inches()[0] == 15  # three a row
 
 
 def test_two_speedups_are_points_on_an_axis_from_zero():

@@ -66,6 +66,8 @@ def test_links_are_translated_outside_of_code_only():
     assert rebased(text, "docs/options.md").startswith("[a](index.md#top) [b](data.md) [c](https://x.y/z)")
     assert "[e](../README.md)" in rebased(text, "docs/options.md")
     assert rebased("![p](docs/images/p.png)", "README.md") == "![p](images/p.png)"
+    cell = "````python\nrewards[0](prompt)\n```\nrewards[1](prompt)\n````\n"
+    assert rebased(cell, "docs/options.md") == cell
 
 
 def test_where_a_file_is_on_the_site():

@@ -38,12 +38,21 @@ def test_rollout_metrics_by_hand():
     metrics = rollout_metrics(records)
     assert metrics["reward"] == pytest.approx(13 / 5)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 3)  # sqrt(2), 0 and, of one reward alone, 0
+    assert (metrics["reward_min"], metrics["reward_max"]) == (1.0, 5.0)
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert metrics["rewards/f/mean"] == pytest.approx(13 / 5)
     assert metrics["rewards/f/std"] == pytest.approx(math.sqrt((1.6**2 + 0.4**2 + 0.6**2 * 2 + 2.4**2) / 4))
     assert [metrics[f"completions/{name}_length"] for name in ("mean", "min", "max")] == [1.5, 1, 2]
     assert metrics["completions/clipped_ratio"] == 0.5
     assert count_tokens(records) == 3 * (2 * 3 + 1 + 2)
+
+
+def test_the_lowest_and_highest_reward_are_of_the_finite_ones_of_all_ranks():
+    by_rank = [[group([None, -2.0])], [group([math.nan, 0.5]), group([None, math.inf])]]
+    metrics = rollout_metrics([record for part in by_rank for record in summarize(part)])
+    assert (metrics["reward_min"], metrics["reward_max"]) == (-2.0, 0.5)
+    metrics = rollout_metrics(summarize([group([None, None])]))
+    assert all(math.isnan(metrics[name]) for name in ("reward", "reward_min", "reward_max"))
 
 
 def with_numbers(*numbers):
