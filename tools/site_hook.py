@@ -31,7 +31,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rank guides above the reference, and both above source files, in the search."""
     folder = page.file.src_uri.partition("/")[0]
-    page.meta["search"] = {"boost": {"reference": 0.01, "project": 0.001}.get(folder, 1.0)}
+    page.meta["search"] = {"boost": {"reference": 0.001, "project": 0.0001}.get(folder, 1.0)}
     return markdown
 
 
