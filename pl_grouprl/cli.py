@@ -43,7 +43,7 @@ CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__fil
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 _UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments: (\S+)|not accept option '([^']*)'")
 _CLASS = re.compile(r"class_path(?: |=)'([\w.]+)'")
-_UNION = "Does not validate against any of the Union subtypes"
+_WRAPPED = ("Does not validate against any of the Union subtypes", "Problem with given class_path")
 _OF_VERL = {
     "adv_estimator": "verl's adv_estimator is advantage_estimator of pl_grouprl.GRPO; gae is pl_grouprl.PPO "
     "(base/ppo.yaml), and group_ppo is pl_grouprl.GroupPPO (base/group_ppo.yaml).",
@@ -137,7 +137,7 @@ class RLParser(LightningArgumentParser):
             return super().instantiate_classes(*args, **kwargs)
         except Exception as error:
             cause = error
-            while str(cause).startswith(_UNION) and isinstance(cause.__cause__, Exception):
+            while str(cause).startswith(_WRAPPED) and isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
         raised_in = frames[-1].f_globals.get("__name__", "")

@@ -108,3 +108,9 @@ def test_any_other_error_of_a_constructor_is_raised_as_it_is(tmp_path, monkeypat
     with pytest.raises(IndexError, match=r"^list index out of range$") as raised:
         main(["fit", "--config", "grpo_pg.yaml", "--config", "model: {class_path: broken_19.Broken}"])
     assert raised.traceback[-1].path.name == "broken_19.py"
+
+
+def test_a_missing_package_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("pl_grouprl.utilities.optional.VLLM_AVAILABLE", False)
+    arguments = ["plan", "--config", "grpo_pg.yaml", "--config", "rollout/vllm_colocate.yaml"]
+    assert usage_error(capsys, *arguments).splitlines()[-1].startswith("error: VLLMRolloutEngine needs an optional")
